@@ -1,0 +1,230 @@
+"""The board: what one rank is doing, written where another process can read it.
+
+A rank writes before it launches an operation, before it waits for one and after it waited. The page has a fixed layout
+(little-endian), so whoever shares the memory reads it without stopping the writer, even when the rank hangs inside C++.
+
+    0    version, odd while the rank is writing              u64
+    8    state, channel waited on, number of channels, seq   u8 pad u16 u16 pad u64
+    24   operation waited for                                72 bytes of text
+    96   file:line of the wait                               160 bytes of text
+    256  one entry per channel: launched u64, the last four operations (chained crc u32, 60 bytes of text), name 184
+"""
+
+import math
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+PAGE_BYTES = 65536  # a whole number of memory pages everywhere; untouched ones cost nothing
+STATES = ("idle", "running", "waiting", "returned", "failed")
+
+_VERSION = struct.Struct("<Q")
+_HEADER = struct.Struct("<BxHHxxQ72s160s")
+_HEADER_AT, _STATE_AT, _COUNT_AT, _CHANNELS_AT = 8, 8, 12, 256
+_LAUNCHED = struct.Struct("<Q")
+_RECENT = struct.Struct("<I60s")
+_KEPT = 4
+_NAME_AT = _LAUNCHED.size + _KEPT * _RECENT.size
+_NAME_BYTES = 184
+_ENTRY_BYTES = _NAME_AT + _NAME_BYTES
+_MAX_CHANNELS = (PAGE_BYTES - _CHANNELS_AT) // _ENTRY_BYTES
+_NO_CHANNEL = 0xFFFF
+
+
+class Channel(NamedTuple):
+    """An ordered sequence of operations: the collectives of a group, or the transfers one way between two ranks.
+
+    kind: "collective", "send" or "recv"; use: the group's purpose; ranks: its global ranks; peer: the other global rank
+    of a transfer.
+    """
+
+    kind: str
+    use: str
+    ranks: tuple[int, ...]
+    peer: int | None = None
+    tag: int = 0
+
+
+class Progress(NamedTuple):
+    """How far a rank is on a channel: operations launched, and of the last few (chained crc, text), oldest first."""
+
+    launched: int
+    recent: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One reading of a board. Equal snapshots mean that nothing happened between them, since `version` counts writes.
+
+    state: one of STATES, or "died" where a reader knows it. channel, seq, operation, where: the latest wait.
+    """
+
+    version: int
+    state: str
+    channel: Channel | None = None
+    seq: int = 0
+    operation: str = ""
+    where: str = ""
+    progress: Mapping[Channel, Progress] = field(default_factory=dict)
+
+
+class Board:
+    """The page of one rank; this process is its only writer.
+
+    buffer: PAGE_BYTES of zeroed writable memory, shared with a reader; private memory when None.
+    """
+
+    def __init__(self, buffer=None):
+        self._page = memoryview(bytearray(PAGE_BYTES) if buffer is None else buffer)
+        self._version = 0
+        self._channels: dict[Channel, list[int]] = {}  # -> [entry or -1, launched, chain]
+        self._signatures: dict[tuple, tuple[bytes, bytes]] = {}
+
+    def launch(self, channel: Channel, name: str, shape: tuple[int, ...], dtype: object) -> int:
+        """Record that an operation is about to start; returns its sequence number on the channel: 1, 2, ..."""
+        known = self._channels.get(channel) or self._add(channel)
+        text, signature = self._signature(channel.kind, name, shape, dtype)
+        entry, launched, chain = known
+        known[1] = launched = launched + 1
+        known[2] = chain = zlib.crc32(signature, chain)
+        if entry >= 0:
+            at = _CHANNELS_AT + entry * _ENTRY_BYTES
+            self._begin()
+            _RECENT.pack_into(self._page, at + _LAUNCHED.size + launched % _KEPT * _RECENT.size, chain, text)
+            _LAUNCHED.pack_into(self._page, at, launched)
+            self._end()
+        return launched
+
+    def wait(self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, where: str) -> None:
+        """Record that this rank blocks from now on until operation `seq` of the channel is done."""
+        known = self._channels.get(channel) or self._add(channel)
+        entry = known[0] if known[0] >= 0 else _NO_CHANNEL
+        text, _ = self._signature(channel.kind, name, shape, dtype)
+        place = where.encode()[-160:]  # the end of a long path holds the file and the line
+        self._begin()
+        _HEADER.pack_into(self._page, _HEADER_AT, 2, entry, self._listed, seq, text, place)
+        self._end()
+
+    def resume(self) -> None:
+        """Record that the wait is over."""
+        self._set_state("running")
+
+    def finish(self, state: str) -> None:
+        """Record that this rank launches nothing any more: "returned" or "failed"."""
+        self._set_state(state)
+
+    def snapshot(self) -> Snapshot:
+        """What a reader sees now."""
+        return Board.read(self._page)
+
+    def image(self) -> bytes:
+        """The written part of the page, which `read` understands as well."""
+        return bytes(self._page[: _CHANNELS_AT + self._listed * _ENTRY_BYTES])
+
+    @staticmethod
+    def read(buffer) -> Snapshot | None:
+        """The state of the board in `buffer`; None when its rank was writing just then (read again)."""
+        page = memoryview(buffer)
+        (before,) = _VERSION.unpack_from(page)
+        state, entry, listed, seq, operation, where = _HEADER.unpack_from(page, _HEADER_AT)
+        copy = bytes(page[: _CHANNELS_AT + listed * _ENTRY_BYTES])
+        (after,) = _VERSION.unpack_from(page)
+        if before != after or before % 2:
+            return None
+        channels = [_read_entry(copy, _CHANNELS_AT + i * _ENTRY_BYTES) for i in range(listed)]
+        return Snapshot(
+            version=before,
+            state=STATES[state],
+            channel=channels[entry][0] if state and entry < listed else None,
+            seq=seq,
+            operation=_text(operation),
+            where=_text(where),
+            progress=dict(channels),
+        )
+
+    @property
+    def _listed(self) -> int:
+        return _COUNT.unpack_from(self._page, _COUNT_AT)[0]
+
+    def _begin(self) -> None:
+        _VERSION.pack_into(self._page, 0, self._version + 1)
+
+    def _end(self) -> None:
+        self._version += 2
+        _VERSION.pack_into(self._page, 0, self._version)
+
+    def _set_state(self, state: str) -> None:
+        self._begin()
+        self._page[_STATE_AT] = STATES.index(state)
+        self._end()
+
+    def _add(self, channel: Channel) -> list[int]:
+        """Give the channel an entry. One that does not fit has none: its sequence counts, readers do not judge it."""
+        name = _name(channel).encode()
+        entry = self._listed
+        if entry < _MAX_CHANNELS and len(name) <= _NAME_BYTES:
+            at = _CHANNELS_AT + entry * _ENTRY_BYTES + _NAME_AT
+            self._begin()
+            self._page[at : at + len(name)] = name
+            _COUNT.pack_into(self._page, _COUNT_AT, entry + 1)
+            self._end()
+        else:
+            entry = -1
+        self._channels[channel] = known = [entry, 0, 0]
+        return known
+
+    def _signature(self, kind: str, name: str, shape: tuple[int, ...], dtype: object) -> tuple[bytes, bytes]:
+        """(text for people, bytes that must be equal on all ranks)."""
+        key = (kind, name, shape, dtype)
+        found = self._signatures.get(key)
+        if found is None:
+            if len(self._signatures) > 4096:  # a program whose shapes never repeat must not grow
+                self._signatures.clear()
+            text = f"{name} {tuple(shape)} {str(dtype).removeprefix('torch.')}"
+            if kind != "collective":  # a send meets a recv, whose shape may be another view of as many elements
+                same = f"{math.prod(shape)} {dtype}"
+            elif name == "all_to_all":  # ranks may send unequal shares
+                same = f"{name} {dtype}"
+            else:
+                same = text
+            found = self._signatures[key] = (text.encode(), same.encode())
+        return found
+
+
+_COUNT = struct.Struct("<H")
+
+
+def _read_entry(page: bytes, at: int) -> tuple[Channel, Progress]:
+    (launched,) = _LAUNCHED.unpack_from(page, at)
+    recent = []
+    for seq in range(max(1, launched - _KEPT + 1), launched + 1):
+        chain, text = _RECENT.unpack_from(page, at + _LAUNCHED.size + seq % _KEPT * _RECENT.size)
+        recent.append((chain, _text(text)))
+    name = _text(page[at + _NAME_AT : at + _NAME_AT + _NAME_BYTES])
+    return _channel(name), Progress(launched, tuple(recent))
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode(errors="replace")
+
+
+def _name(channel: Channel) -> str:
+    """The channel as text; ranks in steps are written as a range, so that large groups fit."""
+    ranks = channel.ranks
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    even = step > 0 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step))
+    listed = f"{ranks[0]}-{ranks[-1]}:{step}" if even else ",".join(map(str, ranks))
+    peer = "" if channel.peer is None else str(channel.peer)
+    return "|".join((channel.kind, listed, peer, str(channel.tag), channel.use))
+
+
+def _channel(name: str) -> Channel:
+    kind, listed, peer, tag, use = name.split("|", 4)
+    if ":" in listed:
+        first, last, step = map(int, listed.replace("-", ":").split(":"))
+        ranks = tuple(range(first, last + 1, step))
+    else:
+        ranks = tuple(map(int, listed.split(",")))
+    return Channel(kind, use, ranks, int(peer) if peer else None, int(tag))

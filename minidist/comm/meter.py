@@ -1,0 +1,113 @@
+"""What went over the wire: one record per operation.
+
+The door writes these records for the package's own traffic, and the recording group (`recording.py`) writes the same
+records for anything else that is built on torch.distributed.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from minidist.comm.convention import ALGORITHM, EXACT, sent_elements
+
+
+@dataclass
+class Record:
+    """One operation of one rank.
+
+    name: all_reduce, reduce_scatter, ... ; use: what the group is for; seq: its number on that group, from 1.
+    shape, dtype: the tensor the convention table counts.
+    payload_bytes: the size of that tensor; wire_bytes: what this rank sends.
+    algorithm: what the wire bytes stand for; modelled: whether that algorithm was assumed rather than seen.
+    peer: global rank on the other end of a transfer.
+    launched, waited: places in the order of events of this rank's meter; `waited` is None until the wait ended.
+    """
+
+    name: str
+    use: str
+    ranks: tuple[int, ...]
+    seq: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    payload_bytes: int
+    wire_bytes: int
+    algorithm: str
+    modelled: bool
+    peer: int | None = None
+    launched: int = 0
+    waited: int | None = None
+
+
+@dataclass
+class Meter:
+    """The records of one rank, in the order of launch, and running totals.
+
+    keep: whether to keep every record. A long training run keeps totals only, so that memory does not grow.
+    """
+
+    keep: bool = True
+    records: list[Record] = field(default_factory=list)
+    operations: Counter = field(default_factory=Counter)
+    wire_bytes: Counter = field(default_factory=Counter)
+    events: list[tuple[int, str]] = field(default_factory=list)
+    _clock: int = 0
+
+    def record(
+        self,
+        name: str,
+        use: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        seq: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        root: int = 0,
+        splits: list[int] | None = None,
+        peer: int | None = None,
+    ) -> Record:
+        """Count one launched operation of group rank `rank` and return its record."""
+        numel = 1
+        for size in shape:
+            numel *= size
+        sent = sent_elements(name, numel, len(ranks), rank, root=root, splits=splits)
+        record = Record(
+            name=name,
+            use=use,
+            ranks=ranks,
+            seq=seq,
+            shape=shape,
+            dtype=dtype,
+            payload_bytes=numel * dtype.itemsize,
+            wire_bytes=sent * dtype.itemsize,
+            algorithm=ALGORITHM[name],
+            modelled=name not in EXACT,
+            peer=peer,
+            launched=self._tick(),
+        )
+        self.operations[use, name] += 1
+        self.wire_bytes[use] += record.wire_bytes
+        if self.keep:
+            self.records.append(record)
+        return record
+
+    def waited(self, record: Record) -> None:
+        """The operation's wait has ended."""
+        if record.waited is None:
+            record.waited = self._tick()
+
+    def event(self, label: str) -> None:
+        """Put a mark of the caller's own (say, a layer's backward) into the same order of events."""
+        tick = self._tick()
+        if self.keep:
+            self.events.append((tick, label))
+
+    @property
+    def total_wire_bytes(self) -> int:
+        """Bytes this rank has sent, over all uses."""
+        return sum(self.wire_bytes.values())
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock

@@ -1,0 +1,238 @@
+"""The meter's lower mount: a process group beneath torch.distributed that counts what passes and hands it on.
+
+Everything built on torch.distributed goes through it (a raw `dist` call, DDP, FSDP2, DTensor), so traffic can be judged
+whose code never heard of the door. `mount(meter)` makes the backend known to torch as "recorded"; groups made with
+`backend="recorded"` then write the door's own record type, and announce themselves on the board, so that a deadlock of
+raw calls is explained too.
+
+torch calls a group by method names that differ between releases (`_allgather_base` is `all_gather_single` from 2.13
+on); every name is overridden here, and a test compares the table with what torch has.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minidist.comm.board import Board, Channel
+from minidist.comm.door import caller_line
+from minidist.comm.meter import Meter, Record
+
+NAME = "recorded"
+
+
+def mount(meter: Meter, board: Board | None = None, use: str = "torch") -> str:
+    """Make the backend "recorded" known to torch in this process and return its name. Call it once, before the groups.
+
+    meter: receives the records; board: where the operations announce themselves; use: the records' group use.
+    """
+    board = board if board is not None else Board()
+
+    def create(options, _backend_options) -> RecordingGroup:
+        ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        inner = _inner_group(options.store, options.group_rank, options.group_size, options.timeout)
+        return RecordingGroup(inner, ranks, meter, board, use)
+
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    return NAME
+
+
+def _inner_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A plain torch group over gloo, and over nccl for CUDA tensors where there is one."""
+    kinds = dist.ProcessGroup.BackendType
+    group = dist.ProcessGroup(store, rank, size)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
+    group._set_default_backend(kinds.GLOO)
+    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, size, options)
+        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    return group
+
+
+class _RecordedWork(dist.Work):
+    """torch's work, with the wait shown on the board and marked in the meter."""
+
+    def __init__(self, work: dist.Work, board: Board, meter: Meter, at: tuple, record: Record):
+        super().__init__()
+        self._work, self._board, self._meter, self._at, self._record = work, board, meter, at, record
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._board.wait(*self._at, caller_line())
+        try:
+            done = self._work.wait(timeout) if timeout else self._work.wait()
+        finally:
+            self._board.resume()
+        self._meter.waited(self._record)
+        return done
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self):
+        return self._work.exception()
+
+    def get_future(self):
+        return self._work.get_future()
+
+    def result(self):
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
+
+
+class RecordingGroup(dist.ProcessGroup):
+    """Counts every operation and passes it to `inner`."""
+
+    def __init__(self, inner: dist.ProcessGroup, ranks: tuple[int, ...], meter: Meter, board: Board, use: str):
+        super().__init__(inner.rank(), inner.size())
+        self._inner, self._ranks, self._meter, self._board, self._use = inner, ranks, meter, board, use
+
+    def _run(
+        self,
+        name: str,
+        counted: Sequence[Tensor],
+        call: Callable[[], dist.Work],
+        *,
+        numel: int | None = None,
+        channel: Channel | None = None,
+        **count,
+    ) -> dist.Work:
+        """Record `name` once per tensor in `counted` (with `numel` elements, if the tensor itself is not the measure)."""
+        channel = channel or Channel("collective", self._use, self._ranks)
+        for tensor in counted:
+            shape = tuple(tensor.shape) if numel is None else (numel,)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            seq = self._board.launch(channel, name, shape, dtype)
+            record = self._meter.record(
+                name, self._use, self._ranks, self.rank(), seq, shape, tensor.dtype, peer=channel.peer, **count
+            )
+        work = call()
+        # Some backends do a small operation at once and have nothing to wait for.
+        return work and _RecordedWork(work, self._board, self._meter, (channel, seq, name, shape, dtype), record)
+
+    # -- whole tensors ------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors, opts=dist.AllreduceOptions()):  # noqa: B008 (torch's own signature)
+        return self._run("all_reduce", tensors, lambda: self._inner.allreduce(tensors, opts))
+
+    def allreduce_coalesced(self, tensors, opts=dist.AllreduceCoalescedOptions()):  # noqa: B008
+        return self._run("all_reduce", tensors, lambda: self._inner.allreduce_coalesced(tensors, opts))
+
+    def broadcast(self, tensors, opts=dist.BroadcastOptions()):  # noqa: B008
+        return self._run("broadcast", tensors, lambda: self._inner.broadcast(tensors, opts), root=opts.rootRank)
+
+    def reduce(self, tensors, opts=dist.ReduceOptions()):  # noqa: B008
+        return self._run("reduce", tensors, lambda: self._inner.reduce(tensors, opts), root=opts.rootRank)
+
+    def barrier(self, opts=dist.BarrierOptions()):  # noqa: B008
+        return self._run("barrier", [torch.empty(0)], lambda: self._inner.barrier(opts))
+
+    # -- all-gather ---------------------------------------------------------------------------------------------------
+
+    def allgather(self, outputs, inputs, opts=dist.AllgatherOptions()):  # noqa: B008
+        numel = sum(part.numel() for part in outputs[0])
+        return self._run("all_gather", inputs, lambda: self._inner.allgather(outputs, inputs, opts), numel=numel)
+
+    def allgather_coalesced(self, outputs, inputs, opts=dist.AllgatherOptions()):  # noqa: B008
+        # The count is that of the gathered tensor: meta tensors stand for results that exist only in parts.
+        whole = [torch.empty(self.size() * x.numel(), dtype=x.dtype, device="meta") for x in inputs]
+        return self._run("all_gather", whole, lambda: self._inner.allgather_coalesced(outputs, inputs, opts))
+
+    def all_gather_single(self, output, input, opts=dist.AllgatherOptions()):  # noqa: B008
+        call = getattr(self._inner, "all_gather_single", None) or self._inner._allgather_base
+        return self._run("all_gather", [output], lambda: call(output, input, opts))
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts=dist.AllgatherOptions()):  # noqa: B008
+        call = getattr(self._inner, "all_gather_single_coalesced", None) or self._inner.allgather_into_tensor_coalesced
+        return self._run("all_gather", outputs, lambda: call(outputs, inputs, opts))
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    # -- reduce-scatter -----------------------------------------------------------------------------------------------
+
+    def reduce_scatter(self, outputs, inputs, opts=dist.ReduceScatterOptions()):  # noqa: B008
+        numel = sum(part.numel() for part in inputs[0])
+        return self._run(
+            "reduce_scatter", outputs, lambda: self._inner.reduce_scatter(outputs, inputs, opts), numel=numel
+        )
+
+    def reduce_scatter_single(self, output, input, opts=dist.ReduceScatterOptions()):  # noqa: B008
+        call = getattr(self._inner, "reduce_scatter_single", None) or self._inner._reduce_scatter_base
+        return self._run("reduce_scatter", [input], lambda: call(output, input, opts))
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=dist.ReduceScatterOptions()):  # noqa: B008
+        call = (
+            getattr(self._inner, "reduce_scatter_single_coalesced", None) or self._inner.reduce_scatter_tensor_coalesced
+        )
+        return self._run("reduce_scatter", inputs, lambda: call(outputs, inputs, opts))
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- personalised -------------------------------------------------------------------------------------------------
+
+    def all_to_all_single(self, output, input, output_splits, input_splits, opts=dist.AllToAllOptions()):  # noqa: B008
+        call = getattr(self._inner, "all_to_all_single", None) or self._inner.alltoall_base
+        row = input[0].numel() if input.dim() and input.shape[0] else 0
+        splits = [rows * row for rows in input_splits] or None
+        return self._run(
+            "all_to_all", [input], lambda: call(output, input, output_splits, input_splits, opts), splits=splits
+        )
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs, inputs, opts=dist.AllToAllOptions()):  # noqa: B008
+        splits = [part.numel() for part in inputs]
+        return self._run(
+            "all_to_all", inputs[:1], lambda: self._inner.alltoall(outputs, inputs, opts),
+            numel=sum(splits), splits=splits,
+        )  # fmt: skip
+
+    def gather(self, outputs, inputs, opts=dist.GatherOptions()):  # noqa: B008
+        return self._run("gather", inputs, lambda: self._inner.gather(outputs, inputs, opts), root=opts.rootRank)
+
+    def scatter(self, outputs, inputs, opts=dist.ScatterOptions()):  # noqa: B008
+        return self._run("scatter", outputs, lambda: self._inner.scatter(outputs, inputs, opts), root=opts.rootRank)
+
+    # -- transfers ----------------------------------------------------------------------------------------------------
+
+    def _transfer(self, kind: str, tensors, peer: int, tag: int, call) -> dist.Work:
+        channel = Channel(kind, self._use, self._ranks, self._ranks[peer], tag)
+        return self._run(kind, tensors, call, channel=channel)
+
+    def send(self, tensors, peer, tag=0):
+        return self._transfer("send", tensors, peer, tag, lambda: self._inner.send(tensors, peer, tag))
+
+    def recv(self, tensors, peer, tag=0):
+        return self._transfer("recv", tensors, peer, tag, lambda: self._inner.recv(tensors, peer, tag))
+
+    def recv_anysource(self, tensors, tag=0):
+        # Whom it waits for is not known, so no channel of the board can stand for it; it sends nothing.
+        return self._inner.recv_anysource(tensors, tag)
+
+    # -- the group itself ---------------------------------------------------------------------------------------------
+
+    def getBackendName(self):
+        return NAME
+
+    def _set_sequence_number_for_group(self):
+        pass
+
+    def shutdown(self):
+        self._inner.shutdown()
+
+    def abort(self):
+        self._inner.abort()

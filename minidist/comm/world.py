@@ -1,0 +1,32 @@
+"""What one rank knows of its place among the others."""
+
+from dataclasses import dataclass
+
+import torch
+
+from minidist.comm.board import Board
+
+
+@dataclass
+class World:
+    """The first argument of every function that runs on ranks.
+
+    rank, size: among all ranks. local_rank, local_size: among those of this machine; node_rank: which machine.
+    device: where this rank computes. backend: of the default process group; None when there is no process group, which
+    is so for one rank unless the caller asked for one.
+    board: where this rank says what it is doing.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    backend: str | None
+    board: Board
+    node_rank: int = 0
+
+    @classmethod
+    def single(cls, device: str | torch.device = "cpu") -> "World":
+        """The world of a process on its own."""
+        return cls(0, 1, 0, 1, torch.device(device), None, Board())

@@ -1,0 +1,207 @@
+"""The configuration: typed, one docstring per field (which is its help), checked before any rank starts.
+
+A value comes from, later winning: the default here, a TOML file (`--config FILE`), the command line
+(`--section.field value`).
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from minidist.errors import UserError
+from minidist.mesh import Mesh
+from minidist.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """The grid of ranks, outermost axis first. Their product is the number of ranks."""
+
+    pp: int = 1
+    """Pipeline stages."""
+    dp: int | None = None
+    """Data-parallel replicas; all ranks that the other axes leave when not given."""
+    cp: int = 1
+    """Parts a sequence is cut into (context parallelism)."""
+    tp: int = 1
+    """Parts an operator is cut into (tensor parallelism)."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is learned from, and how it is cut."""
+
+    source: Literal["stdlib", "synthetic"] = "stdlib"
+    """stdlib: the Python standard library's own sources, byte by byte. synthetic: a pinned text of known entropy."""
+    path: Path | None = None
+    """A text file, or a folder of text files, to learn from instead."""
+    seq_len: int = 128
+    """Tokens per sample."""
+    shares: tuple[float, ...] | None = None
+    """Part of the global batch each data-parallel rank gets, for machines of unequal speed; equal when not given."""
+    weights: tuple[float, ...] | None = None
+    """w_i of each data-parallel rank's data in theta <- theta - lr * sum_i w_i * grad_i; all 1 when not given."""
+    min_length: int | None = None
+    """Pad: give every sample a pseudo-random length from this to seq_len and ignore what is beyond."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The update rule and the learning rate."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    """adamw: Loshchilov and Hutter 2019. sgd: plain, or with momentum."""
+    lr: float = 3e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of AdamW; L2 penalty of SGD."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments."""
+    eps: float = 1e-8
+    """Added to AdamW's denominator."""
+    momentum: float = 0.0
+    """Momentum of SGD."""
+    clip_norm: float | None = 1.0
+    """Gradients are scaled down to this global norm; none: never."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: cosine to the end; wsd: constant, then linear decay over the last part; constant."""
+    warmup_steps: int = 20
+    """Steps over which the learning rate rises linearly from 0."""
+    min_lr_fraction: float = 0.1
+    """Learning rate at the end, as a fraction of the peak (cosine and wsd)."""
+    decay_fraction: float = 0.2
+    """Last part of the steps in which wsd decays."""
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """How ranks talk."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl for one rank per GPU, gloo for ranks on CPU or several ranks on one GPU."""
+    gradients: Literal["bucketed", "naive"] = "bucketed"
+    """bucketed: all-reduce in buckets while backward runs. naive: one all-reduce per parameter after backward."""
+    bucket_mib: float = 4.0
+    """Size of a gradient bucket in MiB (2**20 bytes)."""
+    timeout_s: float = 600.0
+    """After this many seconds in one operation the run is given up."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, how much at once, and how often to look."""
+
+    steps: int = 700
+    """Optimizer steps."""
+    global_batch: int = 32
+    """Samples per step, over all ranks."""
+    micro_batches: int = 1
+    """Parts in which each rank goes through its share of the global batch."""
+    seed: int = 1234
+    """Of initial values, data order and dropout."""
+    log_every: int = 10
+    """Steps between lines of metrics."""
+    eval_every: int = 100
+    """Steps between evaluations on held-out text; 0: only at the end."""
+    eval_samples: int = 256
+    """Held-out samples per evaluation."""
+    sample_tokens: int = 200
+    """Tokens of text written at the end; 0: none."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What survives."""
+
+    every: int = 200
+    """Steps between checkpoints; 0: only at the end and on a stop."""
+    keep: int = 3
+    """Checkpoints kept; older ones are removed."""
+    resume: Path | None = None
+    """A checkpoint, or a run folder whose newest checkpoint to go on from."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: one GPU per rank where there are enough, else the CPU. cuda: GPUs, several ranks on one if need be."""
+    folder: Path = Path("runs/latest")
+    """Run folder: metrics.jsonl, config.toml, loss.png, checkpoints."""
+
+    def mesh_of(self, world_size: int) -> Mesh:
+        """The mesh for that many ranks. Raises UserError when they do not fill it."""
+        m = self.mesh
+        for axis, size in dataclasses.asdict(m).items():
+            if size is not None and size < 1:
+                raise UserError(f"mesh.{axis} is {size}; a mesh axis is at least 1. Give --mesh.{axis} 1 or more.")
+        for axis in ("pp", "cp", "tp"):
+            if getattr(m, axis) > 1:
+                raise UserError(
+                    f"mesh.{axis} is {getattr(m, axis)}: this trainer runs data parallelism only, so pp, cp and tp "
+                    f"must be 1 and dp is the number of ranks ({world_size}). Leave --mesh.{axis} out."
+                )
+        dp = world_size if m.dp is None else m.dp
+        if dp != world_size:
+            hint = f'start with torchrun or "--ranks {dp}"' if world_size == 1 else f"set --mesh.dp {world_size}"
+            raise UserError(
+                f"the mesh pp={m.pp} x dp={dp} x cp={m.cp} x tp={m.tp} needs {m.pp * dp * m.cp * m.tp} ranks, "
+                f"the world has {world_size}: {hint}, or leave --mesh.dp out."
+            )
+        return Mesh(pp=m.pp, dp=dp, cp=m.cp, tp=m.tp)
+
+
+def check(config: Config, world_size: int) -> Mesh:
+    """Raise UserError for whatever cannot run, before any rank starts; return the mesh."""
+    mesh = config.mesh_of(world_size)
+    train, data, optim = config.train, config.data, config.optim
+    try:
+        config.model.validate()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    for name, value, least in (
+        ("train.steps", train.steps, 1),
+        ("train.global_batch", train.global_batch, 1),
+        ("train.micro_batches", train.micro_batches, 1),
+        ("train.log_every", train.log_every, 1),
+        ("train.eval_every", train.eval_every, 0),
+        ("train.eval_samples", train.eval_samples, 1),
+        ("train.sample_tokens", train.sample_tokens, 0),
+        ("checkpoint.every", config.checkpoint.every, 0),
+        ("checkpoint.keep", config.checkpoint.keep, 1),
+        ("data.seq_len", data.seq_len, 1),
+        ("optim.warmup_steps", optim.warmup_steps, 0),
+    ):
+        if value < least:
+            raise UserError(f"{name} is {value}; it must be at least {least}. Give --{name} {least} or more.")
+    for name, number in (("comm.bucket_mib", config.comm.bucket_mib), ("comm.timeout_s", config.comm.timeout_s)):
+        if not number > 0:
+            raise UserError(f"{name} is {number}; it must be above 0.")
+    if optim.clip_norm is not None and not optim.clip_norm > 0:
+        raise UserError(f"optim.clip_norm is {optim.clip_norm}; it must be above 0, or none to never clip.")
+    if data.min_length is not None and not 1 <= data.min_length <= data.seq_len:
+        raise UserError(f"data.min_length is {data.min_length}; it must be from 1 to data.seq_len ({data.seq_len}).")
+    parts = mesh.dp * train.micro_batches
+    if train.global_batch < parts:
+        raise UserError(
+            f"a global batch of {train.global_batch} samples cannot fill dp={mesh.dp} ranks x "
+            f"{train.micro_batches} micro-batches = {parts} parts on {world_size} ranks ({mesh}): "
+            f"give --train.global-batch {parts} or more, or --train.micro-batches "
+            f"{max(1, train.global_batch // mesh.dp)} or fewer."
+        )
+    for name, values in (("shares", data.shares), ("weights", data.weights)):
+        if values is not None and (len(values) != mesh.dp or min(values) < 0 or sum(values) <= 0):
+            raise UserError(
+                f"data.{name} is {values}: it needs one number per data-parallel rank ({mesh.dp}), none below 0 and "
+                f"one at least above 0."
+            )
+    return mesh

@@ -1,0 +1,88 @@
+"""The configuration as a TOML file: strict when it is read, complete when it is written."""
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from minidist.config import Config
+from minidist.errors import UserError
+
+
+def from_toml(path: Path, base: Config | None = None) -> Config:
+    """The configuration in a TOML file, over `base`. Raises UserError naming an unknown key, or a value's type."""
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise UserError(f"there is no configuration file {path}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not a TOML file: {error}") from None
+    return _merge(base or Config(), values, str(path), "")
+
+
+def _merge(into: Any, values: dict, path: str, prefix: str) -> Any:
+    hints, changes = typing.get_type_hints(type(into)), {}
+    for key, value in values.items():
+        name = prefix + key
+        if key not in hints:
+            close = difflib.get_close_matches(key, hints, 1)
+            guess = f"did you mean {prefix}{close[0]}?" if close else f"possible here: {', '.join(hints)}"
+            raise UserError(f"{path}: there is no option {name}; {guess}")
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, dict):
+                raise UserError(f"{path}: {name} is a section, not a value: write [{name}] and its fields below")
+            changes[key] = _merge(getattr(into, key), value, path, name + ".")
+        else:
+            changes[key] = _convert(value, hints[key], f"{path}: {name}")
+    return dataclasses.replace(into, **changes)
+
+
+def _convert(value: Any, kind: Any, name: str) -> Any:
+    """`value` from TOML as the type `kind`, or UserError."""
+    if isinstance(kind, types.UnionType):
+        (kind,) = [option for option in typing.get_args(kind) if option is not types.NoneType]
+        if value == "none":  # TOML has no null
+            return None
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise UserError(f"{name} is {value!r}; possible: {', '.join(map(str, arguments))}")
+    if origin is tuple and isinstance(value, list):
+        return tuple(_convert(item, arguments[0], name) for item in value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(kind, type) and type(value) is kind:
+        return value
+    raise UserError(f"{name} is {value!r}, a {type(value).__name__}; it must be {getattr(kind, '__name__', kind)}")
+
+
+def to_toml(config: Any, prefix: str = "") -> str:
+    """The configuration as TOML that `from_toml` reads back to an equal one."""
+    lines, sections = [], []
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            sections.append(f"\n[{prefix}{item.name}]\n" + to_toml(value, f"{prefix}{item.name}."))
+        else:
+            lines.append(f"{item.name} = {_toml_value(value)}\n")
+    return "".join(lines + sections)
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case None:
+            return '"none"'
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case tuple() | list():
+            return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'

@@ -1,0 +1,117 @@
+"""What a model is trained on: token arrays for training and for evaluation, and a fingerprint that names them."""
+
+import hashlib
+import json
+import platform
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from minidist.data.documents import Document, python_sources, split, text_files
+from minidist.data.synthetic import entropy_rate, generate
+from minidist.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokens of one text, cut into a training and a held-out split. The arrays may be memory-mapped; none is written.
+
+    A run stores the fingerprint; resuming on another corpus is refused by comparing it.
+    """
+
+    name: str
+    origin: str  # where the text came from, for a person
+    train: np.ndarray  # (tokens,) of any integer dtype, ids below vocab_size
+    held_out: np.ndarray  # (tokens,) of the same dtype
+    vocab_size: int
+    fingerprint: str  # see `fingerprint`
+    entropy_rate: float | None = None  # nats per token, the best possible loss, where it is known
+
+    def describe(self) -> str:
+        """One line for the log: origin, sizes in tokens, vocabulary, fingerprint."""
+        share = self.held_out.size / max(1, self.train.size + self.held_out.size)
+        best = "" if self.entropy_rate is None else f", best possible loss {self.entropy_rate:.4f} nats"
+        return (
+            f"{self.name}: {self.origin}; {self.train.size:,} tokens to train on, {self.held_out.size:,} held out "
+            f"({share:.1%}), vocabulary {self.vocab_size}{best}, fingerprint {self.fingerprint[:12]}"
+        )
+
+
+def open_corpus(source: str = "stdlib", path: str | Path | None = None, seq_len: int = 1) -> Corpus:
+    """The corpus of the options --data.source and --data.path (the path wins), long enough for windows of seq_len.
+
+    Raises UserError for an unknown source and for a text that is missing, unreadable, not text, or too short.
+    """
+    if path is not None:
+        return text(path, seq_len)
+    if source not in ("stdlib", "synthetic"):
+        raise UserError(
+            f"--data.source {source} is unknown: it can be stdlib or synthetic. Other text: --data.path PATH."
+        )
+    return _long_enough(standard_library() if source == "stdlib" else synthetic(), f"--data.source {source}", seq_len)
+
+
+def standard_library(root: str | Path | None = None) -> Corpus:
+    """The .py sources of this Python's standard library, one token per byte, split by file. Needs no download.
+
+    Python versions and distributions differ in these files; the fingerprint tells them apart.
+    """
+    documents = python_sources(root or sysconfig.get_path("stdlib"))
+    where = root or f"Python {platform.python_version()}'s standard library"
+    origin = f"{len(documents):,} source files of {where}"
+    return _from_documents("stdlib", origin, documents)
+
+
+def text(path: str | Path, seq_len: int = 1) -> Corpus:
+    """A UTF-8 text file or a folder of them, one token per byte; split by file where the files allow it.
+
+    Raises UserError when the path is missing, unreadable, empty, not text, or too short for windows of seq_len.
+    """
+    documents = text_files(path)
+    files = "one file" if len(documents) == 1 else f"{len(documents):,} files"
+    corpus = _from_documents(Path(path).expanduser().resolve().name, f"{files} from {path}", documents)
+    return _long_enough(corpus, f"--data.path {path}", seq_len)
+
+
+def synthetic(train: int = 1_000_000, held_out: int = 100_000, seed: int = 0) -> Corpus:
+    """The pinned synthetic text: the same bytes on every machine, with a known entropy rate (see `synthetic.py`)."""
+    splits = generate(train, seed, stream=0), generate(held_out, seed, stream=1)
+    names = [f"synthetic/{seed}"]
+    origin = f"an order-2 Markov source over 32 symbols, seed {seed}"
+    return Corpus(
+        "synthetic", origin, *splits, 256, fingerprint(names, splits[0], names, splits[1]), entropy_rate(seed)
+    )
+
+
+def fingerprint(train_names: Sequence[str], train: np.ndarray, held_names: Sequence[str], held_out: np.ndarray) -> str:
+    """SHA-256 (hex) over the tokens, their dtype, the document names, and which split each of these is in."""
+    digest = hashlib.sha256()
+    for label, names, tokens in (("train", train_names, train), ("held_out", held_names, held_out)):
+        little_endian = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
+        header = json.dumps([label, little_endian.dtype.str, tokens.size, list(names)]).encode()
+        digest.update(len(header).to_bytes(8, "little") + header)
+        digest.update(np.ascontiguousarray(little_endian))
+    return digest.hexdigest()
+
+
+def _from_documents(name: str, origin: str, documents: list[Document]) -> Corpus:
+    """Byte-level corpus; a zero byte stands between documents (no text contains one)."""
+    parts = split(documents)
+    train, held_out = (np.frombuffer(b"\0".join(d.content for d in part), np.uint8) for part in parts)
+    train_names, held_names = ([d.name for d in part] for part in parts)
+    return Corpus(name, origin, train, held_out, 256, fingerprint(train_names, train, held_names, held_out))
+
+
+def _long_enough(corpus: Corpus, option: str, seq_len: int) -> Corpus:
+    shorter, needed = min(corpus.train.size, corpus.held_out.size), seq_len + 1
+    if shorter >= needed:
+        return corpus
+    lower = f", or set --data.seq_len to at most {shorter - 1}" if shorter >= 2 else ""
+    raise UserError(
+        f"{option} is too short: {corpus.train.size + corpus.held_out.size} bytes, {corpus.train.size} to train on and "
+        f"{corpus.held_out.size} held out. With --data.seq_len {seq_len} each split needs {needed} bytes (a window and "
+        f"the label after it), so about {10 * needed} in all. Give more text with --data.path{lower}."
+    )

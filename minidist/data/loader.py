@@ -1,0 +1,145 @@
+"""Which samples a step sees: a pure function of (seed, position), the same set in every layout (contract 7).
+
+Position counts the samples consumed since the start of the run. It is all a checkpoint keeps of the data order: the
+samples at positions p..p+n-1 do not depend on the number of ranks, on micro-batches, or on earlier batch sizes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from minidist.data.hashing import hash64
+from minidist.data.partition import block, permutation, weighted
+
+IGNORED = -100  # the label that loss and count leave out; the default of torch's cross entropy
+_LENGTHS = -1  # stands where the order has its epoch, which is never negative
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """b samples of s tokens; b may be 0. Labels are already shifted: labels[i, t] is the token after tokens[i, t]."""
+
+    tokens: torch.Tensor  # (b, s) int64
+    labels: torch.Tensor  # (b, s) int64, IGNORED where there is nothing to predict
+    samples: torch.Tensor  # (b,) int64, positions: the address of a sample, for dropout masks
+
+    @property
+    def count(self) -> int:
+        """Number of labels that count in the loss. Ask before moving to a GPU: there it makes the host wait."""
+        return int((self.labels != IGNORED).sum())
+
+    def to(self, device: torch.device | str) -> "Batch":
+        return Batch(self.tokens.to(device), self.labels.to(device), self.samples.to(device))
+
+
+class Loader:
+    """Windows of `tokens`: seq_len tokens and the label after each, in an order that `seed` shuffles anew every epoch.
+
+    tokens: (n,) any integer dtype, may be memory-mapped. Window w holds tokens w * seq_len .. (w + 1) * seq_len; the
+        last one is shared with the next window, so every token but the first is a label once an epoch, save a rest
+        shorter than seq_len.
+    seed: None keeps the windows in the order of the text.
+    windows: (num_samples,) the windows an epoch consists of; all by default.
+    min_length: if given, sample k counts only its first min_length..seq_len labels, a length hashed from (seed, k):
+        uneven padding, under which a mean of means is not the mean.
+
+    Raises ValueError if there is no window, or min_length is outside 0..seq_len.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        seq_len: int,
+        seed: int | None,
+        *,
+        windows: np.ndarray | None = None,
+        min_length: int | None = None,
+    ) -> None:
+        if seq_len < 1 or tokens.size < seq_len + 1:
+            raise ValueError(f"{tokens.size} tokens hold no window of seq_len={seq_len} tokens and the label after it")
+        if min_length is not None and not 0 <= min_length <= seq_len:
+            raise ValueError(f"min_length={min_length} must be in 0..seq_len={seq_len}")
+        self.seq_len, self.seed, self.min_length = seq_len, seed, min_length
+        self._text = np.lib.stride_tricks.sliding_window_view(tokens, seq_len + 1)[::seq_len]  # a view: copies nothing
+        self._windows = np.arange(len(self._text)) if windows is None else np.asarray(windows, dtype=np.int64)
+        if not len(self._windows):
+            raise ValueError("windows is empty: an epoch needs at least one sample")
+        self._memo: tuple[int, np.ndarray] | None = None  # the order of the epoch asked for last; changes no result
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in one epoch."""
+        return len(self._windows)
+
+    def order(self, position: int, n: int) -> np.ndarray:
+        """Windows of the samples at position..position+n-1, across epochs.  -> (n,) int64"""
+        if position < 0 or n < 0:
+            raise ValueError(f"position={position} and n={n} must be at least 0")
+        parts = [np.empty(0, np.int64)]
+        while n > 0:
+            epoch, offset = divmod(position, self.num_samples)
+            parts.append(self._epoch(epoch)[offset : offset + n])
+            position, n = position + parts[-1].size, n - parts[-1].size
+        return np.concatenate(parts)
+
+    def global_batch(self, position: int, size: int) -> Batch:
+        """The samples of one step, as one process sees them."""
+        text = self._text[self.order(position, size)].astype(np.int64)  # (b, s + 1)
+        samples = np.arange(position, position + size)
+        tokens, labels = text[:, :-1].copy(), text[:, 1:].copy()
+        if self.min_length is not None:
+            labels[np.arange(self.seq_len) >= self._lengths(samples)[:, None]] = IGNORED
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(samples))
+
+    def micro_batches(
+        self,
+        position: int,
+        size: int,
+        dp_rank: int,
+        dp_size: int,
+        micro_batches: int,
+        shares: Sequence[float] | None = None,
+    ) -> list[Batch]:
+        """This rank's part of `global_batch(position, size)`, as exactly `micro_batches` batches, in order.
+
+        The global batch is cut into dp_size consecutive parts, equal within one sample or in proportion to `shares`;
+        every part into micro-batches equal within one. A part or a micro-batch may have 0 samples: tokens (0, s).
+        Raises ValueError for a rank, shares or a number of micro-batches that cannot be.
+        """
+        if shares is not None and len(shares) != dp_size:
+            raise ValueError(f"{len(shares)} shares for dp={dp_size} ranks: give one share per rank")
+        if micro_batches < 1:
+            raise ValueError(f"micro_batches={micro_batches} must be at least 1")
+        mine = block(size, dp_size, dp_rank) if shares is None else weighted(size, shares, dp_rank)
+        batches = []
+        for index in range(micro_batches):
+            part = mine[block(mine.size, micro_batches, index)]
+            first = int(part[0]) if part.size else 0
+            batches.append(self.global_batch(position + first, part.size))
+        return batches
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        if self.seed is None:
+            return self._windows
+        if self._memo is None or self._memo[0] != epoch:
+            self._memo = epoch, self._windows[permutation(self.num_samples, self.seed, epoch)]
+        return self._memo[1]
+
+    def _lengths(self, samples: np.ndarray) -> np.ndarray:
+        """How many labels of each sample count.  -> (b,) int64 in min_length..seq_len"""
+        choices = np.uint64(self.seq_len - self.min_length + 1)
+        return self.min_length + (hash64(self.seed or 0, _LENGTHS, samples) % choices).astype(np.int64)
+
+
+def evaluation(tokens: np.ndarray, seq_len: int, num_samples: int) -> Loader:
+    """A loader of the same windows at every evaluation: num_samples (or all, if fewer) spread evenly over `tokens`.
+
+    One evaluation is its first epoch: `micro_batches(0, loader.num_samples, ...)` on each rank.
+    """
+    if num_samples < 1:
+        raise ValueError(f"num_samples={num_samples} must be at least 1")
+    available = (tokens.size - 1) // seq_len
+    chosen = min(num_samples, available)
+    return Loader(tokens, seq_len, None, windows=np.arange(chosen) * available // max(1, chosen))

@@ -1,0 +1,73 @@
+"""What counting reaches: unigram and bigram models, the losses a trained model has to beat.
+
+Both are fitted on the training split and scored on the held-out one, in nats per token. Probabilities are smoothed by
+adding K to every count (Lidstone): P(b | a) = (count(a, b) + K) / (count(a) + K * vocab_size).
+"""
+
+import numpy as np
+
+from minidist.data.corpus import Corpus
+
+K = 0.01  # small: from a megabyte of text on the loss hardly depends on it (see tests), but unseen pairs stay finite
+_DENSE = 4096  # up to this vocabulary a table of all pairs fits (4096**2 counts are 128 MiB)
+_CHUNK = 1 << 22  # tokens counted at once, so that memory does not grow with the text
+
+
+def baselines(corpus: Corpus, k: float = K) -> dict[str, float]:
+    """Held-out loss of both models in nats per token: {"unigram": ..., "bigram": ...}."""
+    return {
+        "unigram": unigram_loss(corpus.train, corpus.held_out, corpus.vocab_size, k),
+        "bigram": bigram_loss(corpus.train, corpus.held_out, corpus.vocab_size, k),
+    }
+
+
+def unigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int, k: float = K) -> float:
+    """Cross-entropy of held_out[1:] under single-token frequencies, in nats per token.
+
+    The first token is left out as in every model here: nothing predicts it.
+    """
+    seen, scored = _counts(train, vocab_size), _counts(held_out[1:], vocab_size)
+    return _loss(scored, seen + k, np.float64(seen.sum() + k * vocab_size))
+
+
+def bigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int, k: float = K) -> float:
+    """Cross-entropy of held_out[1:], each token predicted from the one before it, in nats per token.
+
+    Works for any vocabulary: beyond a few thousand ids pairs are counted sparsely.
+    """
+    codes, seen = pair_counts(train, vocab_size)
+    scored_codes, scored = pair_counts(held_out, vocab_size)
+    contexts = _counts(train[:-1], vocab_size)[scored_codes // vocab_size]  # count(a) for each pair to score
+    at = np.minimum(np.searchsorted(codes, scored_codes), codes.size - 1)
+    pairs = np.where(codes[at] == scored_codes, seen[at], 0)  # count(a, b), 0 where training never saw the pair
+    return _loss(scored, pairs + k, contexts + k * vocab_size)
+
+
+def pair_counts(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs (a, b) that occur, as sorted codes a * vocab_size + b, and how often each does.  -> two (pairs,) int64
+
+    Raises ValueError for fewer than two tokens.
+    """
+    if tokens.size < 2:
+        raise ValueError(f"{tokens.size} tokens hold no pair: at least 2 are needed")
+    spans = [tokens[i : i + _CHUNK + 1] for i in range(0, tokens.size - 1, _CHUNK)]  # neighbours share one token
+    chunks = (span[:-1].astype(np.int64) * vocab_size + span[1:].astype(np.int64) for span in spans)
+    if vocab_size <= _DENSE:
+        table = sum((np.bincount(chunk, minlength=vocab_size**2) for chunk in chunks), 0)
+        codes = np.flatnonzero(table)
+        return codes, table[codes]
+    codes, counts = zip(*(np.unique(chunk, return_counts=True) for chunk in chunks), strict=True)
+    merged, where = np.unique(np.concatenate(codes), return_inverse=True)
+    return merged, np.bincount(where, weights=np.concatenate(counts)).astype(np.int64)  # float64 is exact below 2**53
+
+
+def _counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    chunks = (tokens[i : i + _CHUNK] for i in range(0, tokens.size, _CHUNK))
+    return sum(
+        (np.bincount(chunk.astype(np.int64), minlength=vocab_size) for chunk in chunks), np.zeros(vocab_size, np.int64)
+    )
+
+
+def _loss(scored: np.ndarray, numerator: np.ndarray, denominator: np.ndarray) -> float:
+    """Mean of -log(numerator / denominator), each weighted by how often it is scored."""
+    return float(scored @ (np.log(denominator) - np.log(numerator)) / scored.sum())

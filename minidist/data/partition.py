@@ -1,0 +1,86 @@
+"""Who gets which sample: pure functions from (n, ranks, rank) to the indices of one rank.
+
+Every index 0..n-1 belongs to exactly one rank, for any n >= 0 and any number of ranks, more ranks than samples
+included. Nothing is dropped and nothing repeated to make sizes equal: the step divides by what it really counted.
+"""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from minidist.data.hashing import hash64
+
+
+def block(n: int, world_size: int, rank: int) -> np.ndarray:
+    """Indices of `rank` when 0..n-1 is cut into consecutive blocks; sizes differ by at most one.  -> (size,) int64
+
+    Raises ValueError for n < 0, world_size < 1 or a rank outside 0..world_size-1.
+    """
+    _check(n, world_size, rank)
+    size, longer = divmod(n, world_size)  # the first `longer` ranks hold one more
+    start = rank * size + min(rank, longer)
+    return np.arange(start, start + size + (rank < longer), dtype=np.int64)
+
+
+def strided(n: int, world_size: int, rank: int) -> np.ndarray:
+    """Indices rank, rank + world_size, rank + 2 world_size, ... below n.  -> (size,) int64
+
+    Raises ValueError as `block` does.
+    """
+    _check(n, world_size, rank)
+    return np.arange(rank, n, world_size, dtype=np.int64)
+
+
+def random(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
+    """Indices of `rank` when a permutation that all ranks compute alike is cut into blocks.  -> (size,) int64
+
+    Raises ValueError as `block` does.
+    """
+    mine = block(n, world_size, rank)
+    return permutation(n, seed, epoch)[mine]
+
+
+def weighted(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
+    """Indices of `rank` when rank i holds a consecutive block in proportion to weights[i].  -> (size,) int64
+
+    Raises ValueError for a bad rank or for weights that `sizes` refuses.
+    """
+    _check(n, len(weights), rank)
+    cuts = np.cumsum([0, *sizes(n, weights)])
+    return np.arange(cuts[rank], cuts[rank + 1], dtype=np.int64)
+
+
+def sizes(n: int, weights: Sequence[float]) -> list[int]:
+    """Whole shares of n in proportion to `weights`, by largest remainder (Hamilton's method); their sum is n.
+
+    A weight of 0 gets nothing, and every share is within one of n w_i / sum(w). Equal weights give the sizes of
+    `block`. Raises ValueError for weights that are empty, negative, not finite, or all zero.
+    """
+    if n < 0:
+        raise ValueError(f"cannot share n={n} samples: n must be at least 0")
+    if not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights):
+        raise ValueError(f"weights={list(weights)}: each must be finite and at least 0, and one must be above 0")
+    exact = [Fraction(w) for w in weights]  # a float is a fraction: no rounding, the same shares on every machine
+    total = sum(exact)
+    quotas = [n * w / total for w in exact]
+    shares = [math.floor(q) for q in quotas]
+    by_remainder = sorted(range(len(weights)), key=lambda i: shares[i] - quotas[i])  # stable: ties to the lower rank
+    for i in by_remainder[: n - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def permutation(n: int, seed: int, epoch: int = 0) -> np.ndarray:
+    """The order of 0..n-1 in `epoch`: by the hash of (seed, epoch, index), which cannot tie.  -> (n,) int64"""
+    if n < 0:
+        raise ValueError(f"cannot order n={n} samples: n must be at least 0")
+    return np.argsort(hash64(seed, epoch, np.arange(n))).astype(np.int64, copy=False)
+
+
+def _check(n: int, world_size: int, rank: int) -> None:
+    if n < 0 or world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(
+            f"n={n}, world_size={world_size}, rank={rank}: need n >= 0, world_size >= 1 and 0 <= rank < world_size"
+        )

@@ -1,0 +1,84 @@
+"""The pinned synthetic text: a source whose entropy rate is known, so the best possible loss is known.
+
+The next symbol depends on the two before it (an order-2 Markov chain over 32 printable bytes). A context (a, b) owns
+256 slots, each holding a symbol, and a draw picks one slot: probabilities are exact multiples of 1/256, and tables and
+draws are hashes, so every machine writes the same text. Of the 256 slots
+
+    160 go to four favourites of b, 40 each      what a bigram model can learn
+     64 go to one favourite of the pair (a, b)   what only a model that sees two symbols can learn
+     32 hold every symbol once                   nothing is impossible, so no loss is infinite and the chain mixes
+"""
+
+from itertools import accumulate
+
+import numpy as np
+
+from minidist.data.hashing import hash64
+
+ALPHABET = b" abcdefghijklmnopqrstuvwxyz.,;:\n"
+_N = len(ALPHABET)
+_SLOTS = 256
+_PAIR, _SINGLE, _DRAW = 1, 2, 3  # what a hash is for: the second field of its address
+
+
+def slots(seed: int = 0) -> np.ndarray:
+    """The symbol in each slot of each context (a, b).  -> (32, 32, 256) uint8, symbols 0..31"""
+    a, b, favourite = np.arange(_N)[:, None, None], np.arange(_N)[None, :, None], np.arange(4)
+    of_b = np.repeat(_symbol(seed, _SINGLE, b, favourite), 40, axis=2)  # (1, 32, 160)
+    of_pair = np.repeat(_symbol(seed, _PAIR, a, b), 64, axis=2)  # (32, 32, 64)
+    each = np.arange(_N, dtype=np.uint8)
+    parts = [np.broadcast_to(part, (_N, _N, part.shape[-1])) for part in (of_b, of_pair, each)]
+    return np.concatenate(parts, axis=2)
+
+
+def _symbol(*address: int | np.ndarray) -> np.ndarray:
+    """A symbol from an address, earlier ones likelier (the smaller of two throws): a unigram model learns something."""
+    throws = hash64(*address)
+    return np.minimum(throws >> np.uint64(59), (throws >> np.uint64(54)) & np.uint64(_N - 1)).astype(np.uint8)
+
+
+def generate(length: int, seed: int = 0, stream: int = 0) -> np.ndarray:
+    """`length` bytes of the source; different streams are independent texts.  -> (length,) uint8
+
+    A shorter text is the beginning of a longer one.
+    """
+    # The state is a * 32 + b, so state % 32 is the newest symbol; next_state[state * 256 + slot] is one list lookup.
+    b = np.tile(np.arange(_N), _N)[:, None]
+    next_state = (b * _N + slots(seed).reshape(_N * _N, _SLOTS)).ravel().tolist()
+    draws = hash64(seed, _DRAW, stream, np.arange(length)) >> np.uint64(56)  # 0..255
+    states = accumulate(draws.tolist(), lambda state, slot: next_state[state * _SLOTS + slot], initial=0)
+    symbols = np.fromiter(states, np.int64, length + 1)[1:] % _N
+    return np.frombuffer(ALPHABET, np.uint8)[symbols]
+
+
+def probabilities(seed: int = 0) -> np.ndarray:
+    """P(next = c | previous two = a, b), exact multiples of 1/256.  -> (32, 32, 32) float64, [a, b, c]"""
+    table = slots(seed)
+    return np.stack([(table == c).sum(axis=2) for c in range(_N)], axis=2) / _SLOTS
+
+
+def entropy_rate(seed: int = 0, context: int = 2) -> float:
+    """Nats per token of the best model that sees `context` previous tokens (0, 1, or 2 and more).
+
+    With context 2 it is the entropy rate of the source: no model's expected loss is below it. Cover and Thomas,
+    Elements of Information Theory, 2nd edition, section 4.2. Raises ValueError for a negative context.
+    """
+    if context < 0:
+        raise ValueError(f"context={context}: a model sees 0 or more previous tokens")
+    p = probabilities(seed)
+    triples = stationary(p)[:, :, None] * p  # P(a, b, c)
+    joint = triples if context >= 2 else triples.sum(axis=0) if context == 1 else triples.sum(axis=(0, 1))
+    given = joint / joint.sum(axis=-1, keepdims=True)
+    return float(-(joint * np.log(given, out=np.zeros_like(given), where=joint > 0)).sum())
+
+
+def stationary(p: np.ndarray) -> np.ndarray:
+    """The long-run share of each pair (a, b) under p[a, b, c], by power iteration.  -> (32, 32) float64"""
+    pairs = np.full((_N, _N), 1 / _N**2)
+    # Any two steps forget the past with probability (32/256)**2, so 64 ln(1e16) < 2400 pairs of steps always suffice.
+    for _ in range(4800):
+        step = np.einsum("ab,abc->bc", pairs, p)
+        if np.abs(step - pairs).sum() < 1e-15:
+            return step
+        pairs = step
+    return pairs

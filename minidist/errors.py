@@ -1,0 +1,19 @@
+"""The two ways a command ends badly: the person asked for something impossible, or the run failed.
+
+Both carry one message written for the person who can mend it; the command line prints the message and no traceback.
+"""
+
+
+class UserError(Exception):
+    """What was asked for is impossible; the message says what was given, what is possible and the one change to make.
+
+    The process ends with exit code 2, and nothing on disk has changed.
+    """
+
+    exit_code = 2
+
+
+class RunError(Exception):
+    """A run that was possible failed (a rank died, ranks deadlocked, a loss was not finite). Exit code 1."""
+
+    exit_code = 1

@@ -1,0 +1,217 @@
+"""Save and load. Checkpoints are boxes of named global tensors, so any layout loads any checkpoint.
+
+save    describe -> write -> commit: each rank writes its boxes to a file of its own, aside; rank 0 adds the index and
+        renames the folder. Until that rename the last checkpoint is the one before.
+load    plan -> verify -> read: nothing is written into a tensor before every rank knows that everything fits and that
+        every byte is the one that was written.
+
+All ranks of the group call together and end together: after each phase they exchange how it went (`agree`). The
+exchange is an argument, `alone` or a gather over a group, so nothing here touches the network.
+"""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from minidist.errors import RunError, UserError
+from minidist.fault import folders, layout
+from minidist.fault.agree import Exchange, FailedError, agree, alone
+from minidist.fault.index import NAME, DamagedError, FileEntry, Index, damage, dump, parse, verify
+from minidist.fault.layout import Piece
+
+
+def save(
+    root: str | Path, step: int, pieces: Iterable[Piece], state: dict, exchange: Exchange = alone, rank: int = 0
+) -> Path:
+    """Write the checkpoint of `step` into the folder `root`; returns its folder. All ranks of the group call it.
+
+    pieces: what this rank holds; together the pieces that are written must cover every element once.
+    state: a JSON object (configuration, position, fingerprint of the corpus); rank 0's is kept.
+    exchange: takes this rank's value, returns the values of all ranks of the group in order. rank: index in the group.
+    Raises RunError, the same on all ranks, when any of them failed; earlier checkpoints are then as they were.
+    """
+    root, pieces = Path(root), list(pieces)
+    folder = folders.partial(root, step)
+    tensors: dict[str, layout.StoredTensor] = {}
+
+    def describe():
+        if rank == 0:
+            folders.start(folder)
+        return step, layout.describe(pieces, _file(rank))
+
+    def write():
+        if len(steps := sorted({at for at, _ in plans})) > 1:
+            raise ValueError(f"the ranks are not at the same step: {steps}")
+        tensors.update(layout.merge(description for _, description in plans))
+        if not folder.is_dir():
+            raise OSError(f"{folder}, which rank 0 made, is not here: the folder is not shared by all ranks")
+        return _write(folder / _file(rank), pieces)
+
+    def commit():
+        if rank > 0:
+            return
+        files = {_file(at): entry for at, entry in enumerate(entries) if entry}
+        for name, entry in files.items():
+            if not (seen := folder / name).exists() or seen.stat().st_size != entry.bytes:
+                raise OSError(f"{seen}, which another rank wrote, is not here: the folder is not shared by all ranks")
+        (folder / NAME).write_text(dump(step, state, files, tensors))
+        folders.fsync(folder / NAME)
+        folders.commit(root, step)
+
+    try:
+        plans = agree(exchange, describe)
+        entries = agree(exchange, write)
+        agree(exchange, commit)
+    except FailedError as failure:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        found = folders.complete(root)
+        last = f"the last complete one is {found[max(found)]}" if found else "there is no earlier one"
+        raise RunError(
+            f"the checkpoint of step {step} was not written to {root}: {failure} Nothing else changed; {last}."
+        ) from failure.__cause__
+    return folders.final(root, step)
+
+
+def read_index(path: str | Path) -> Index:
+    """The index of the checkpoint in folder `path`: its step, its state, its tensors.
+
+    Raises UserError when it is damaged, naming an intact checkpoint beside it.
+    """
+    try:
+        return parse(Path(path))
+    except DamagedError as error:
+        raise UserError(f"{error}. {_instead(Path(path))}") from error
+
+
+def load(
+    path: str | Path,
+    pieces: Iterable[Piece],
+    exchange: Exchange = alone,
+    rank: int = 0,
+    *,
+    cast: bool = False,
+    prefix: str = "",
+) -> Index:
+    """Fill the tensors of `pieces` from the checkpoint in folder `path`, whatever layout wrote it; returns its index.
+
+    All ranks of the group call it; `exchange` and `rank` as in `save`. Of each file a rank reads only the slices it
+    needs; the sha256 of a file is computed by one rank for all.
+    cast: convert to the dtype of the piece where it differs; otherwise that is an error.
+    prefix: of the checkpoint's tensors, those whose names start so must all be wanted by some rank. `params/` loads a
+        model without its optimizer.
+    Raises UserError, the same on all ranks and before any tensor is written, when the checkpoint is damaged (naming an
+    intact one beside it) or holds other tensors, shapes or dtypes than the pieces; RunError when reading fails later.
+    """
+    path, pieces = Path(path), list(pieces)
+    reads: dict[str, list] = {}
+    index: Index
+
+    def plan():
+        nonlocal index, reads
+        index = parse(path)
+        reads, problems = _plan(index, pieces, cast)
+        return index.sha256, {piece.name for piece in pieces}, set(reads), problems
+
+    def check():
+        names = sorted(set().union(*(files for _, _, files, _ in plans)))
+        if problems := damage(index, names[rank :: len(plans)]):
+            raise DamagedError("; ".join(problems))
+
+    try:
+        plans = agree(exchange, plan)
+        _check_fits(index, plans, prefix)
+        agree(exchange, check)
+        agree(exchange, lambda: _read(index, reads))
+    except FailedError as failure:
+        if not failure.damaged:
+            raise RunError(f"{path} could not be loaded: {failure}") from failure.__cause__
+        # One rank looks, since it may have to read every byte of the other checkpoints.
+        instead = exchange(_instead(path) if rank == 0 else None)[0]
+        raise UserError(f"{failure} {instead}") from failure.__cause__
+    return index
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _write(file: Path, pieces: list[Piece]) -> FileEntry | None:
+    """Write this rank's boxes and wait until they are on disk; None when it has none to write."""
+    tensors = {layout.key_of(piece): piece.tensor.detach().cpu().contiguous() for piece in layout.written(pieces)}
+    if not tensors:
+        return None
+    try:
+        file.touch()
+        mode = file.stat().st_mode  # safetensors replaces the file by one that only its owner may read
+        save_file(tensors, file)
+        file.chmod(mode)
+        folders.fsync(file)
+        return FileEntry.of(file)
+    except Exception as error:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        free = shutil.disk_usage(file.parent).free
+        raise OSError(f"{error} (writing {size:,} bytes to {file}, where {free:,} are free)") from error
+
+
+def _plan(index: Index, pieces: list[Piece], cast: bool) -> tuple[dict[str, list], list[str]]:
+    """What to read: file -> [(piece, stored box, shared box)]; and what does not fit, one line each."""
+    reads: dict[str, list] = {}
+    problems = []
+    for piece in pieces:
+        stored = index.tensors.get(piece.name)
+        if stored is None:
+            problems.append(f"{piece.name} is not in the checkpoint")
+        elif stored.shape != piece.shape:
+            problems.append(f"{piece.name} has shape {stored.shape} in the checkpoint, {piece.shape} here")
+        elif stored.dtype != piece.dtype and not cast:
+            problems.append(f"{piece.name} is {stored.dtype} in the checkpoint, {piece.dtype} here")
+        else:
+            shared = layout.overlaps(piece, stored)
+            if sum(box.numel for _, box in shared) != piece.box.numel:
+                problems.append(f"{layout.key_of(piece)} is not wholly in the checkpoint")
+            for source, box in shared:
+                reads.setdefault(source.file, []).append((piece, source, box))
+    return reads, problems
+
+
+def _check_fits(index: Index, plans: list[tuple], prefix: str) -> None:
+    if len({sha256 for sha256, *_ in plans}) > 1:
+        raise UserError(f"the ranks see different checkpoints at {index.path}: give a folder that all of them share")
+    wanted = set().union(*(names for _, names, _, _ in plans))
+    problems = list(dict.fromkeys(line for *_, lines in plans for line in lines))
+    if len(problems) > 5:
+        problems[5:] = [f"and {len(problems) - 5} more like these"]
+    if extra := [name for name in index.tensors if name.startswith(prefix) and name not in wanted]:
+        more = ", ..." if len(extra) > 4 else ""
+        problems.append(f"{len(extra)} of its tensors have no place here: {', '.join(extra[:4])}{more}")
+    if problems:
+        raise UserError(
+            "\n  ".join([f"{index.path} does not fit this run:", *problems])
+            + "\nUse the model, optimizer and precision it was saved with, or start a new run."
+        )
+
+
+def _read(index: Index, reads: dict[str, list]) -> None:
+    for file, boxes in reads.items():
+        with safe_open(index.path / file, framework="pt") as stream:
+            for piece, source, box in boxes:
+                whole = not box.shape  # a scalar cannot be sliced
+                values = (
+                    stream.get_tensor(source.key) if whole else stream.get_slice(source.key)[box.within(source.box)]
+                )
+                piece.tensor.detach()[box.within(piece.box)].copy_(values)
+
+
+def _instead(path: Path) -> str:
+    """The nearest intact checkpoint in the same folder, earlier ones first."""
+    own = path.resolve()
+    found = folders.complete(own.parent)
+    at = next((step for step, folder in found.items() if folder == own), max(found, default=0) + 1)
+    for step in sorted(found, key=lambda step: (step > at, abs(step - at))):
+        if found[step] != own and not verify(found[step]):
+            return f"Resume from {found[step]} instead, which is intact."
+    return f"No other checkpoint in {own.parent} is intact."

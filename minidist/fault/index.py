@@ -1,0 +1,141 @@
+"""checkpoint.json: the index of a checkpoint.
+
+    {"format": 1, "sha256": of the rest, "step": 100, "state": {...},
+     "files": {"rank-00000.safetensors": {"sha256": ..., "bytes": ...}},
+     "tensors": {"params/model.norm.weight": {"dtype": "float32", "shape": [64],
+                 "boxes": [{"start": [0], "stop": [64], "file": "rank-00000.safetensors", "key": ...}]}}}
+
+Every file has its sha256 here and the index has its own, so a flipped bit anywhere is seen before anything is loaded.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minidist.errors import UserError
+from minidist.fault.layout import DTYPES, StoredBox, StoredTensor
+from minidist.spec import Box
+
+FORMAT = 1
+NAME = "checkpoint.json"
+
+
+class DamagedError(UserError):
+    """The checkpoint on disk is not the one that was written."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a file must be: its sha256 (hex) and its size in bytes."""
+
+    sha256: str
+    bytes: int
+
+    @classmethod
+    def of(cls, file: Path) -> "FileEntry":
+        """The entry of a file as it is on disk now."""
+        with open(file, "rb") as stream:
+            return cls(hashlib.file_digest(stream, "sha256").hexdigest(), file.stat().st_size)
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint holds.
+
+    step: optimizer steps done. state: the JSON object given to `save`. sha256: of the index itself, so two ranks that
+    have the same one read the same checkpoint.
+    """
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    files: dict[str, FileEntry]
+    tensors: dict[str, StoredTensor]
+    sha256: str
+
+
+def dump(step: int, state: dict, files: dict[str, FileEntry], tensors: dict[str, StoredTensor]) -> str:
+    """The text of checkpoint.json. Raises ValueError or TypeError when `state` is not JSON (NaN is not)."""
+    body = {
+        "format": FORMAT,
+        "step": step,
+        "state": state,
+        "files": {name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in sorted(files.items())},
+        "tensors": {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "boxes": [
+                    {"start": stored.box.start, "stop": stored.box.stop, "file": stored.file, "key": stored.key}
+                    for stored in tensor.boxes
+                ],
+            }
+            for name, tensor in sorted(tensors.items())
+        },
+    }
+    # JSON makes every key text and every tuple a list: hash what a reader will see.
+    body = json.loads(json.dumps(body, allow_nan=False))
+    return json.dumps({"format": body.pop("format"), "sha256": _digest(body), **body})
+
+
+def parse(path: Path) -> Index:
+    """Read the index of the checkpoint in folder `path`. Raises DamagedError."""
+    file = path / NAME
+    try:
+        body = json.loads(file.read_bytes())
+        found = body.pop("format")
+        if found != FORMAT:
+            raise DamagedError(f"{file} has format {found}; this version reads format {FORMAT}")
+        sha256 = body.pop("sha256")
+        if sha256 != (actual := _digest(body)):
+            raise DamagedError(f"{file} is damaged: its sha256 is {actual}, it says {sha256}")
+        files = {name: FileEntry(entry["sha256"], entry["bytes"]) for name, entry in body["files"].items()}
+        tensors = {name: _tensor(entry) for name, entry in body["tensors"].items()}
+        return Index(path, body["step"], body["state"], files, tensors, sha256)
+    except OSError as error:
+        raise DamagedError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{file} is not the index of a checkpoint: {type(error).__name__}: {error}") from error
+
+
+def damage(index: Index, names: Iterable[str]) -> list[str]:
+    """What is wrong with these files of the checkpoint, one line each; nothing when all are as they were written."""
+    problems = []
+    for name in names:
+        file, expected = index.path / name, index.files[name]
+        try:
+            # The size costs nothing and says more than a digest does.
+            if (size := file.stat().st_size) != expected.bytes:
+                problems.append(f"{file} is damaged: it has {size:,} bytes, {expected.bytes:,} were written")
+            elif (actual := FileEntry.of(file).sha256) != expected.sha256:
+                problems.append(f"{file} is damaged: its sha256 is {actual}, {expected.sha256} was written")
+        except FileNotFoundError:
+            problems.append(f"{file} is missing ({expected.bytes:,} bytes were written)")
+        except OSError as error:
+            problems.append(f"{file} cannot be read: {error.strerror}")
+    return problems
+
+
+def verify(path: Path) -> list[str]:
+    """Everything wrong with the checkpoint in folder `path`, one line each; reads every byte of it."""
+    try:
+        index = parse(path)
+    except DamagedError as error:
+        return [str(error)]
+    return damage(index, index.files)
+
+
+def _tensor(entry: dict) -> StoredTensor:
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"unknown dtype {entry['dtype']}")
+    boxes = tuple(
+        StoredBox(Box(tuple(box["start"]), tuple(box["stop"])), box["file"], box["key"]) for box in entry["boxes"]
+    )
+    return StoredTensor(entry["dtype"], tuple(entry["shape"]), boxes)
+
+
+def _digest(body: dict) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

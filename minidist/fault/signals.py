@@ -1,0 +1,45 @@
+"""The request to stop: a signal asks, the end of a step answers."""
+
+import signal
+import threading
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Within this context SIGINT and SIGTERM are written down instead of ending the process.
+
+    A rank must not leave on its own: the others would wait for it in their next collective. So the handler only records
+    the name; the trainer reduces `requested` over all ranks in the control vector before each update, and all of them
+    save and leave after the same step. A person who presses Ctrl-C a second time does not want to wait: that raises
+    KeyboardInterrupt at once.
+
+    Raises RuntimeError when entered outside the main thread, where Python delivers no signals.
+    """
+
+    def __init__(self):
+        self.requested: str | None = None
+        self._interrupts = 0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("StopRequest works in the main thread only: Python delivers signals to no other")
+        self.requested, self._interrupts = None, 0
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            # None: a handler that was not installed from Python, and cannot be put back from here.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.requested = self.requested or signal.Signals(number).name
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt

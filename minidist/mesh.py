@@ -1,0 +1,83 @@
+"""The grid of ranks: named axes, outermost first, and nothing else. Needs no process and no torch.
+
+Rank numbers run through the axes like the digits of a number: `tp` changes fastest, so the ranks of one tensor-parallel
+group are neighbours (the GPUs of one node), and `pp` slowest, so pipeline stages lie in different node groups. This is
+the order of Megatron-LM (Narayanan et al. 2021, section 3.5).
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A grid of `pp * dp * cp * tp` ranks; an axis of size 1 is there and changes nothing.
+
+    Raises ValueError when a size is not a positive whole number.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self):
+        for axis, size in self.sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"mesh axis {axis} has size {size!r}; a size is a whole number of at least 1")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The coordinates of `rank`, one per axis. Raises ValueError when there is no such rank."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not on {self}: ranks are 0 to {self.world_size - 1}")
+        coords = {}
+        for axis in reversed(AXES):
+            rank, coords[axis] = divmod(rank, self.sizes[axis])
+        return {axis: coords[axis] for axis in AXES}
+
+    def rank(self, **coords: int) -> int:
+        """The rank at these coordinates; an axis not named is at 0. The inverse of `coords`."""
+        number = 0
+        for axis, size in self.sizes.items():
+            at = coords.pop(axis, 0)
+            if not 0 <= at < size:
+                raise ValueError(f"{axis}={at} is outside {self}: {axis} has size {size}")
+            number = number * size + at
+        if coords:
+            raise ValueError(f"no axis {', '.join(coords)}: the axes are {', '.join(AXES)}")
+        return number
+
+    def ranks(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
+        """The ranks, ascending, whose coordinates differ from those of `rank` on `axes` only; `rank` is one of them."""
+        axes = self._known(axes)
+        home = self.coords(rank)
+        spans = [range(size) if axis in axes else (home[axis],) for axis, size in self.sizes.items()]
+        return tuple(self.rank(**dict(zip(AXES, at, strict=True))) for at in product(*spans))
+
+    def partition(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
+        """All the groups along `axes`: disjoint, together every rank, in the order of their first rank."""
+        axes = self._known(axes)
+        return sorted({self.ranks(axes, rank) for rank in range(self.world_size)})
+
+    def __str__(self) -> str:
+        return "mesh " + " x ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+
+    @staticmethod
+    def _known(axes: Iterable[str]) -> frozenset[str]:
+        axes = frozenset((axes,) if isinstance(axes, str) else axes)
+        if unknown := axes - set(AXES):
+            raise ValueError(f"no axis {', '.join(sorted(unknown))}: the axes are {', '.join(AXES)}")
+        return axes

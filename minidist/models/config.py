@@ -1,0 +1,116 @@
+"""The shape of a model, what it weighs and what one token costs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer. The default has 0.8 million parameters and learns on a laptop."""
+
+    vocab_size: int = 256
+    """Number of different tokens. 256 reads text byte by byte."""
+
+    hidden_size: int = 128
+    """Features of one token between the blocks."""
+
+    intermediate_size: int = 384
+    """Features inside the feed-forward layer."""
+
+    num_layers: int = 4
+    """Number of blocks."""
+
+    num_heads: int = 4
+    """Query heads of attention. Divides hidden_size."""
+
+    num_kv_heads: int = 2
+    """Key and value heads of attention; each serves num_heads / num_kv_heads query heads. Divides num_heads."""
+
+    max_seq_len: int = 1024
+    """Longest sequence the model accepts, in tokens. Costs no memory."""
+
+    rope_theta: float = 10000.0
+    """Base of the rotary position frequencies."""
+
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+
+    tie_embeddings: bool = True
+    """Use the token embedding as output head too."""
+
+    dropout: float = 0.0
+    """Probability of zeroing a feature of the embedding and of each residual branch, in training."""
+
+    init_std: float = 0.05
+    """Standard deviation of the initial weights. 0.05 suits some hundred features; large models use 0.02."""
+
+    @property
+    def head_dim(self) -> int:
+        """Features of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    def validate(self) -> None:
+        """Raise ValueError, with the numbers and what is possible, when no model has this shape."""
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "max_seq_len",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
+                f"possible: {_listed(_even_head_counts(self.hidden_size))}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} over num_heads={self.num_heads} gives heads of {self.head_dim} "
+                "features, and rotary positions need an even number; "
+                f"possible num_heads: {_listed(_even_head_counts(self.hidden_size))}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
+                f"possible: {_listed(_divisors(self.num_heads))}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: it must be at least 0 and less than 1")
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be greater than 0")
+
+    def num_parameters(self) -> int:
+        """Number of parameters, a tied matrix counted once."""
+        h, kv = self.hidden_size, self.num_kv_heads * self.head_dim
+        attention = 2 * h * h + 2 * h * kv
+        feed_forward = 3 * h * self.intermediate_size
+        block = attention + feed_forward + 2 * h
+        matrices = 1 if self.tie_embeddings else 2
+        return matrices * self.vocab_size * h + self.num_layers * block + h
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Floating-point operations of forward and backward for one token of a sequence of `seq_len` tokens.
+
+        `6 N + 12 l h s` (PaLM, arXiv 2204.02311, appendix B): every parameter is multiplied and added once forward and
+        twice backward, and the two products of attention cost `4 h s` forward in each of `l` layers. Attention is
+        counted whole, though a causal kernel may skip half of it. N leaves out an untied input embedding, which is
+        looked up and multiplies nothing. Recomputation is not counted.
+        """
+        looked_up = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
+        return 6 * (self.num_parameters() - looked_up) + 12 * self.num_layers * self.hidden_size * seq_len
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _even_head_counts(hidden_size: int) -> list[int]:
+    return [n for n in _divisors(hidden_size) if hidden_size // n % 2 == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers)) if numbers else "none, hidden_size must be even"

@@ -1,0 +1,60 @@
+"""Text from a model, one token at a time."""
+
+import torch
+from torch import Tensor
+
+from minidist.models.layers import at_least_float32
+from minidist.models.transformer import Transformer
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    tokens: Tensor,
+    n: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+    context: int | None = None,
+) -> Tensor:
+    """Continue tokens (b, s) int64 by `n` sampled ones: (b, s + n).
+
+    temperature: divides the logits; 0 takes the likeliest token each time.
+    top_k: sample among the k likeliest tokens only.
+    generator: source of the random numbers; the same state gives the same text.
+    context: how many of the last tokens the model sees, `max_seq_len` when not given. A model is best at the length it
+        was trained on, and nothing is cached, so each token costs one forward of this length.
+    Raises ValueError for an empty prompt or an argument out of range. The model is left in the mode it was in.
+    """
+    context = model.config.max_seq_len if context is None else context
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ValueError(f"the prompt has shape {tuple(tokens.shape)}; it must be (batch, at least 1 token)")
+    if n < 0 or temperature < 0 or (top_k is not None and top_k < 1) or context < 1:
+        raise ValueError(
+            f"n={n}, temperature={temperature}, top_k={top_k}, context={context}: "
+            "n and temperature must be at least 0, top_k and context at least 1"
+        )
+    training = model.training
+    model.eval()
+    try:
+        for _ in range(n):
+            hidden = model.model(tokens[:, -context:])
+            logits = model.lm_head(hidden[:, -1])  # (b, vocab)
+            tokens = torch.cat((tokens, _sample(logits, temperature, top_k, generator)), dim=1)
+    finally:
+        model.train(training)
+    return tokens
+
+
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """(b, vocab) -> (b, 1) int64."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    scaled = logits.to(at_least_float32(logits.dtype)) / temperature
+    if top_k is not None and top_k < scaled.shape[-1]:
+        values, candidates = scaled.topk(top_k)
+    else:
+        values, candidates = scaled, None
+    drawn = torch.multinomial(values.softmax(-1), 1, generator=generator)
+    return drawn if candidates is None else candidates.gather(-1, drawn)

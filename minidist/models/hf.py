@@ -1,0 +1,22 @@
+"""Between this project's config and that of Hugging Face's Llama. Parameter names are the same on both sides."""
+
+from minidist.models.config import ModelConfig
+
+_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_seq_len": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+
+
+def to_llama(config: ModelConfig) -> dict:
+    """Keyword arguments for `transformers.LlamaConfig`. Llama has no such dropout: it is left out."""
+    return {theirs: getattr(config, ours) for ours, theirs in _NAMES.items()}

@@ -1,0 +1,145 @@
+"""What parity runs: the switches, their cover, and what each case means for model, data and optimizer."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minidist.config import CommConfig, Config, OptimConfig
+from minidist.data.loader import IGNORED, Batch, Loader
+from minidist.data.synthetic import generate
+from minidist.models.config import ModelConfig
+from minidist.models.init import init_parameters
+from minidist.parity.cover import pairwise
+from minidist.parity.probe import Probe
+
+STEPS = 5
+GLOBAL_BATCH = 26  # neither 3, 4 nor their products divide it
+SEQ_LEN = 12
+TEXT_LENGTH = 4000
+SEED = 11
+CLIPPED_STEP = 1  # in cases that clip, the one whose gradient is beyond the norm
+EMPTY_STEP = 2  # in cases with an empty step, no token of this one counts
+RESUME_AFTER = 3
+
+# Everything about a case that is not its world. The first value of a switch is the plain one.
+SWITCHES: dict[str, tuple[Any, ...]] = {
+    "dtype": ("float64", "float32"),
+    "optimizer": ("adamw", "sgd"),
+    "gradients": ("bucketed", "naive"),
+    "micro_batches": (1, 4),
+    "tied": (True, False),
+    "padding": (False, True),
+    "clip": (False, True),
+    "dropout": (0.0, 0.1),
+    "start": ("equal", "different"),
+    "shares": ("equal", "uneven"),
+    "empty_step": (False, True),
+    "resume": (False, True),
+}
+
+# float64: the sums of five AdamW steps in another order move parameters by 1e-12 of the largest; 1e-10 leaves room.
+# float32: 1 eps = 1.2e-7; a loss or norm is one sum of some hundred terms (16 eps), a gradient the sum of products over
+# layers (84 eps). Under AdamW a tiny gradient whose sign is in its last bits moves its parameter by a whole learning
+# rate, so there parameters are reported and not judged.
+TOLERANCES = {
+    "float64": {"loss": 1e-10, "grad": 1e-10, "grad_norm": 1e-10, "param": 1e-10},
+    "float32": {"loss": 2e-6, "grad": 1e-5, "grad_norm": 2e-6, "param": 1e-5},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: a world and a value for every switch."""
+
+    world: int
+    dtype: str
+    optimizer: str
+    gradients: str
+    micro_batches: int
+    tied: bool
+    padding: bool
+    clip: bool
+    dropout: float
+    start: str
+    shares: str
+    empty_step: bool
+    resume: bool
+
+    @property
+    def layout(self) -> str:
+        """The row's name: what differs from the plain case."""
+        said = [f"dp={self.world}", self.gradients]
+        if self.micro_batches > 1:
+            said.append(f"micro-batches={self.micro_batches}")
+        said.append("tied" if self.tied else "untied")
+        said += [name for name in ("padding", "clip", "empty_step", "resume") if getattr(self, name)]
+        if self.dropout:
+            said.append(f"dropout={self.dropout}")
+        said += [f"{name}-{value}" for name in ("start", "shares") if (value := getattr(self, name)) not in ("equal",)]
+        return " ".join(said).replace("_", "-")
+
+    @property
+    def reference(self) -> "Case":
+        """The part of a case that one process can have; the same reference serves every case that shares it."""
+        plain = {"gradients": "bucketed", "micro_batches": 1, "start": "equal", "shares": "equal", "resume": False}
+        return dataclasses.replace(self, world=1, **plain)
+
+    @property
+    def tolerance(self) -> dict[str, float]:
+        return TOLERANCES[self.dtype]
+
+    @property
+    def clip_norm(self) -> float:
+        """A norm that one step of the cases that clip exceeds, and no step of the others."""
+        return 1.6 if self.clip else 1e9
+
+    @property
+    def lr(self) -> float:
+        return 1e-3 if self.optimizer == "adamw" else 0.3
+
+    def model(self, seed: int = SEED) -> Probe:
+        """The model with its initial values, in the dtype of the case."""
+        config = ModelConfig(
+            vocab_size=128,
+            hidden_size=16,
+            intermediate_size=40,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            tie_embeddings=self.tied,
+            dropout=self.dropout,
+            init_std=0.1,
+        )
+        model = Probe(config)
+        init_parameters(model, seed)
+        return model.to(getattr(torch, self.dtype))
+
+    def config(self) -> Config:
+        optim = OptimConfig(kind=self.optimizer, lr=self.lr, weight_decay=0.1, clip_norm=self.clip_norm)
+        # Buckets so small that the model has several.
+        return Config(optim=optim, comm=CommConfig(gradients=self.gradients, bucket_mib=0.01))
+
+    def share_of(self) -> tuple[float, ...] | None:
+        """The share of the batch of each rank: when uneven, one rank has nothing and the others differ."""
+        if self.shares == "equal" or self.world == 1:
+            return None
+        return tuple(float(rank) for rank in range(self.world))
+
+    def loader(self) -> Loader:
+        return Loader(generate(TEXT_LENGTH), SEQ_LEN, SEED, min_length=1 if self.padding else None)
+
+    def shape_labels(self, step: int, batch: Batch) -> Batch:
+        """The batch with no label that counts in the empty step, and with equal labels, so a large gradient, in one."""
+        if self.empty_step and step == EMPTY_STEP:
+            return dataclasses.replace(batch, labels=torch.full_like(batch.labels, IGNORED))
+        if self.clip and step == CLIPPED_STEP:
+            return dataclasses.replace(batch, labels=batch.labels.masked_fill(batch.labels != IGNORED, 7))
+        return batch
+
+
+def plan(ranks: int) -> list[Case]:
+    """The cases of `minidist parity --ranks N`: a pairwise cover of the switches on N ranks, and one on one rank."""
+    worlds = sorted({1, ranks})
+    return [Case(world, **switches) for world in worlds for switches in pairwise(SWITCHES, seed=world)]

@@ -1,0 +1,42 @@
+"""What one process does: the loop that every layout is compared with.
+
+It shares no code with the trainer: the whole global batch in one forward pass, the loss sum over the count, torch's own
+clipping and optimizers. It imports torch and the model, and nothing else.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minidist.models.dropout import DropoutAddress
+
+
+def train(
+    model: nn.Module,
+    batches: Sequence[tuple[Tensor, Tensor, Tensor]],
+    optimizer: torch.optim.Optimizer,
+    clip_norm: float,
+    seed: int,
+    look: Callable[[int, float, float, dict[str, Tensor | None]], None],
+) -> None:
+    """One step per batch of (tokens, labels, sample numbers), each the global batch of that step.
+
+    look: called before clipping with the step, the loss, the global gradient norm and the gradients by name (None for
+    a parameter that was not used). A batch in which no token counts is passed over: the loss is then nan.
+    """
+    model.train()
+    for step, (tokens, labels, samples) in enumerate(batches):
+        optimizer.zero_grad(set_to_none=True)
+        positions = torch.arange(tokens.shape[1])
+        address = DropoutAddress(seed, step, samples, positions)
+        loss_sum, count = model(tokens, labels, address=address)
+        if count == 0:
+            look(step, float("nan"), 0.0, {name: None for name, _ in model.named_parameters()})
+            continue
+        loss = loss_sum / count
+        loss.backward()
+        grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        look(step, loss.item(), norm.item(), grads)
+        optimizer.step()

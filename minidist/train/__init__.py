@@ -1,0 +1,1 @@
+"""The trainer, and how its ranks come to life."""

@@ -1,0 +1,99 @@
+"""Functions travel to the ranks by name: where their source is, and what they are called there.
+
+A function of an importable module goes by module name. One from a script, a test file or `__main__` goes by the path of
+its file, which the rank loads (under the name it has here, so that pickled objects find their classes).
+"""
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from minidist.errors import RunError, UserError
+
+# multiprocessing's name for the main script of another process: its objects unpickle on both sides.
+MAIN_ALIAS = "__mp_main__"
+
+
+class Reference(NamedTuple):
+    """A function by name. file: where to load it from, None when the module can be imported."""
+
+    module: str
+    qualname: str
+    file: str | None
+
+
+def reference(function: Callable) -> Reference:
+    """How a rank finds `function`. Raises UserError when only this process knows it."""
+    module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not module or not qualname or "<" in qualname:
+        raise UserError(
+            f"{qualname or function!r} cannot be sent to ranks, which find functions by name: "
+            "define it with `def` at the top level of a file, and pass what it needs as arguments"
+        )
+    try:
+        file = os.path.abspath(inspect.getsourcefile(inspect.unwrap(function)))
+    except TypeError:
+        file = None
+    if module != "__main__" and _importable(module, file):
+        return Reference(module, qualname, None)
+    if file is None or not os.path.exists(file):
+        raise UserError(f"{qualname} of {module} cannot be sent to ranks: its source is not in a file")
+    if module == "__main__":
+        sys.modules.setdefault(MAIN_ALIAS, sys.modules["__main__"])
+    return Reference(module, qualname, file)
+
+
+def resolve(ref: Reference) -> Callable:
+    """The function, in a rank. Raises RunError when its file does not import or has no such name."""
+    source = ref.file or ref.module
+    try:
+        module = _load(ref.module, ref.file) if ref.file else importlib.import_module(ref.module)
+    except BaseException as error:
+        raise RunError(f"{source} cannot be imported on the ranks: {type(error).__name__}: {error}") from error
+    found: Any = module
+    for part in ref.qualname.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise RunError(f"{source} has no function {ref.qualname} when the ranks import it")
+    return found
+
+
+def _importable(name: str, file: str | None) -> bool:
+    """Whether a fresh interpreter with our sys.path would find this file under this name.
+
+    `importlib.util.find_spec` would answer from sys.modules, where pytest puts test files no other process can import.
+    """
+    path = None
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = _find_spec(".".join(parts[:end]), path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return file is None or (spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file))
+
+
+def _find_spec(name: str, path):
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = find(name, path) if find else None
+        if spec is not None:
+            return spec
+    return None
+
+
+def _load(name: str, file: str):
+    name = MAIN_ALIAS if name == "__main__" else name
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None:
+        raise ImportError(f"{file} is not a Python source file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if name == MAIN_ALIAS:
+        sys.modules["__main__"] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,64 @@
+"""Which device a rank computes on, and over which backend it talks."""
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from minidist.errors import UserError
+
+
+def choose_device(asked: str, local_rank: int, local_size: int) -> torch.device:
+    """The device of a rank.
+
+    asked: "cpu"; "cuda" for a GPU of its own, which falls back to the CPU when there are more ranks than GPUs (the first
+    rank says so); "cuda:0" for this one GPU, shared with the others; "auto" for "cuda" where there is a GPU.
+    Raises UserError when CUDA is asked for and there is none.
+    """
+    if asked == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if asked == "auto" and not gpus:
+        return torch.device("cpu")
+    if not gpus:
+        raise UserError(f"device {asked!r} was asked for, and torch {torch.__version__} sees no GPU here; use device cpu")
+    if asked not in ("auto", "cuda"):
+        return torch.device(asked)
+    if local_size > gpus:
+        if local_rank == 0:
+            print(f"{local_size} ranks and {gpus} GPU(s): running on CPU", file=sys.stderr, flush=True)
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+def choose_backend(asked: str | None, device: torch.device, asked_device: str, size: int) -> str | None:
+    """The backend of the default process group, None for none.
+
+    "auto": no group for one rank; nccl when every rank has a GPU of its own, else gloo.
+    """
+    if asked != "auto":
+        return asked
+    if size == 1:
+        return None
+    return "nccl" if device.type == "cuda" and asked_device in ("auto", "cuda") else "gloo"
+
+
+def prefer_loopback() -> None:
+    """Let gloo use the loopback interface, unless the person chose one: all ranks are here, and hosts without a name work."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+
+def init_group(backend: str, store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    """Make the default process group."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if backend == "nccl" else None,
+    )

@@ -1,0 +1,88 @@
+"""How the client, the rank server and the ranks talk: frames over local sockets, with open files sent along.
+
+A frame is an 8-byte length and a body. The client and its ranks exchange pickles; the client and the server JSON, whose
+"fds" says how many open files belong to the message.
+"""
+
+import json
+import pickle
+import socket
+import struct
+from collections import deque
+from typing import Any
+
+_LENGTH = struct.Struct("<Q")
+_READ_BYTES = 1 << 20
+_MAX_FDS = 64
+
+
+class Frames:
+    """Cuts a stream of bytes into frames."""
+
+    def __init__(self):
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The frames that `data` completes."""
+        self._bytes += data
+        frames, at = [], 0
+        while len(self._bytes) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes, at)
+            end = at + _LENGTH.size + length
+            if len(self._bytes) < end:
+                break
+            frames.append(bytes(memoryview(self._bytes)[at + _LENGTH.size : end]))
+            at = end
+        del self._bytes[:at]
+        return frames
+
+
+class Line:
+    """One end of a socket that carries messages of the server's protocol."""
+
+    def __init__(self, sock: socket.socket):
+        self.socket = sock
+        self.fds: deque[int] = deque()  # received, not yet claimed by a message
+        self._frames = Frames()
+
+    def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        body = json.dumps({**message, "fds": len(fds)}).encode()
+        data = _LENGTH.pack(len(body)) + body
+        sent = socket.send_fds(self.socket, [data], list(fds)) if fds else 0
+        self.socket.sendall(data[sent:])
+
+    def receive(self) -> list[tuple[dict[str, Any], tuple[int, ...]]] | None:
+        """The messages one read completes, each with its open files; None when the other end is gone."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self.socket, _READ_BYTES, _MAX_FDS)
+        except ConnectionError:
+            return None
+        self.fds.extend(fds)
+        if not data:
+            return None
+        messages = [json.loads(frame) for frame in self._frames.feed(data)]
+        return [(message, tuple(self.fds.popleft() for _ in range(message["fds"]))) for message in messages]
+
+
+def send_object(sock: socket.socket, message: Any) -> None:
+    """Send one pickled frame; blocks until the other end has taken it in."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    sock.sendall(_LENGTH.pack(len(body)))
+    sock.sendall(body)
+
+
+def receive_object(sock: socket.socket) -> Any:
+    """Wait for one pickled frame. Raises EOFError when the other end is gone."""
+    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
+    return pickle.loads(_exactly(sock, length))
+
+
+def _exactly(sock: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        received = sock.recv_into(view)
+        if not received:
+            raise EOFError("the other end of the socket is gone")
+        view = view[received:]
+    return data

@@ -1,0 +1,69 @@
+"""How many threads a rank may use: the cores this process may really use, divided among its neighbours.
+
+torch takes every core it sees, in every rank. Two ranks with two threads each on two cores are 15 times slower than with
+one each, because each waits for threads that the other keeps from running.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from minidist.errors import UserError
+
+
+def threads_per_rank(local_ranks: int, environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int:
+    """`max(1, usable cores // local_ranks)`; the user's OMP_NUM_THREADS wins. Raises UserError when that is no number."""
+    asked = environ.get("OMP_NUM_THREADS")
+    if asked:
+        first = asked.split(",")[0].strip()  # OpenMP allows a list, one number per nesting level
+        if not first.isdigit() or int(first) < 1:
+            raise UserError(f"OMP_NUM_THREADS is {asked!r}; set it to a whole number of at least 1, or unset it")
+        return int(first)
+    return max(1, (usable_cores() if cores is None else cores) // local_ranks)
+
+
+def usable_cores(affinity: int | None = None, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores this process may use at the same time: its affinity mask, or less when its control group has a quota.
+
+    affinity: cores in the mask, asked of the system when None.
+    """
+    if affinity is None:
+        affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota_cores(proc, cgroup)
+    # Rounded down: with 1.5 cores a second thread would be stopped for half of every period, and the first waits for it.
+    return affinity if quota is None else max(1, min(affinity, int(quota)))
+
+
+def _quota_cores(proc: Path, cgroup: Path) -> float | None:
+    """The smallest CPU quota on the way from this process's control group to the root, in cores; None without one."""
+    quotas = []
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            folder, quota_of = cgroup, _quota_v2
+        elif "cpu" in controllers.split(","):
+            folder, quota_of = cgroup / controllers, _quota_v1
+            folder = folder if folder.is_dir() else cgroup / "cpu"
+        else:
+            continue
+        # Inside a container the path may be that of the host: parts that are not mounted here are skipped.
+        parts = [part for part in path.split("/") if part]
+        quotas += [quota_of(folder.joinpath(*parts[:depth])) for depth in range(len(parts) + 1)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_v2(folder: Path) -> float | None:
+    words = _read(folder / "cpu.max").split()
+    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0] != "max" else None
+
+
+def _quota_v1(folder: Path) -> float | None:
+    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    return int(quota) / int(period) if quota and period and int(quota) > 0 else None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

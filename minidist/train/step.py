@@ -1,0 +1,210 @@
+"""One training step, the same on one rank and on many.
+
+The phases, in the order in which `Engine.step` reads:
+
+* count: how many tokens of the global batch count, one number for all ranks, before the first backward;
+* forward and backward: micro-batch by micro-batch; each loss sum is divided by that count, and by nothing else;
+* reduce: the sink ends what it began inside backward: every `.grad` is the gradient of the global batch;
+* agree: one small vector is summed over all ranks, so that all clip alike and step, or stop, together;
+* update: clip, then the optimizer. No parameter is written before this line.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from minidist.comm import Group, Groups, all_reduce
+from minidist.config import OptimConfig
+from minidist.data.loader import Batch
+from minidist.models.dropout import DropoutAddress
+from minidist.parallel.grads import collect
+from minidist.parallelize import Parallel
+from minidist.spec import named_parameters
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What every rank knows of a step, equal on all of them.
+
+    loss: mean over the counted tokens of the global batch, in nats; None when no token counted.
+    tokens: how many counted; grad_norm: global norm before clipping.
+    applied: whether the parameters were updated; finite: whether loss and norm were finite.
+    stop, save: whether any rank asked for it.
+    """
+
+    loss: float | None
+    tokens: float
+    grad_norm: float
+    applied: bool
+    finite: bool
+    stop: bool
+    save: bool
+
+
+def make_optimizer(optim: OptimConfig, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """torch's own AdamW or SGD, in its fused kernel."""
+    if optim.kind == "adamw":
+        return torch.optim.AdamW(
+            parameters, optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+        )
+    return torch.optim.SGD(parameters, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True)
+
+
+class Count:
+    """A number that is being summed over a group while something else is computed."""
+
+    def __init__(self, mine: Tensor, group: Group):
+        self._total = mine
+        self._handle = all_reduce(self._total, group, async_op=True)
+
+    @cached_property
+    def value(self) -> float:
+        """The sum; waits for it the first time."""
+        self._handle.wait()
+        return self._total.item()
+
+
+class Engine:
+    """A model laid out over ranks, its optimizer, and the step.
+
+    parallel: the model as `parallelize` made it; groups: those `bind` made; seed: of dropout.
+    """
+
+    def __init__(self, parallel: Parallel, groups: Groups, optim: OptimConfig, seed: int):
+        self.model, self.specs, self.sink = parallel.model, parallel.specs, parallel.sink
+        self.groups, self.optim, self.seed = groups, optim, seed
+        self.device = groups.world.device
+        self.parameters = named_parameters(self.model)
+        self.optimizer = make_optimizer(optim, [p for p in self.parameters.values() if p.requires_grad])
+        self._last_micro_batch = False
+        self._hooks = collect(self.parameters, self.sink, lambda: self._last_micro_batch)
+        # Ranks of a tensor group compute the same loss, and of a pipeline only the last stage does: one of them counts.
+        at = groups.mesh.coords(groups.world.rank)
+        self._counts_loss = at["tp"] == 0 and at["pp"] == groups.mesh.pp - 1
+
+    def step(
+        self,
+        step: int,
+        micro_batches: Sequence[Batch],
+        lr: float,
+        *,
+        weight: float = 1.0,
+        stop: bool = False,
+        save: bool = False,
+        inspect: Callable[[], None] | None = None,
+    ) -> StepResult:
+        """Train on this rank's part of the global batch of step number `step`.
+
+        weight: w_i of this rank's data; stop, save: what this rank asks for; inspect: called when every `.grad` is
+        reduced and not yet clipped. Raises CommError when the ranks could not agree; nothing was updated then.
+        """
+        self.model.train()
+        count = self.count(micro_batches, weight)
+        loss = self.backward(step, micro_batches, weight, count)
+        self.reduce()
+        if inspect is not None:
+            inspect()
+        result = self.agree(loss, count.value, stop, save)
+        if result.applied:
+            self.update(lr, result.grad_norm)
+        self.sink.clear()
+        return result
+
+    def count(self, micro_batches: Sequence[Batch], weight: float) -> "Count":
+        """The (weighted) number of tokens that count in the global batch, on its way."""
+        tokens = sum(batch.count for batch in micro_batches) * weight
+        return Count(torch.tensor(tokens, dtype=torch.float64, device=self.device), self.groups["loss"])
+
+    def backward(self, step: int, micro_batches: Sequence[Batch], weight: float, count: "Count") -> float | Tensor:
+        """Run every micro-batch; return this rank's contribution to the mean loss of the global batch."""
+        loss = 0.0
+        for i, batch in enumerate(micro_batches):
+            self._last_micro_batch = i == len(micro_batches) - 1
+            if len(batch.samples) == 0:
+                continue
+            loss_sum = self._loss(step, batch, weight)
+            if count.value == 0:
+                continue
+            scaled = loss_sum / count.value
+            scaled.backward()
+            loss = loss + scaled.detach()
+        return loss
+
+    def _loss(self, step: int, batch: Batch, weight: float) -> Tensor:
+        """The weighted loss sum of a micro-batch."""
+        batch = batch.to(self.device)
+        positions = torch.arange(batch.tokens.shape[1], device=self.device)
+        address = DropoutAddress(self.seed, step, batch.samples, positions)
+        loss_sum, _ = self.model(batch.tokens, batch.labels, address=address, positions=positions)
+        return loss_sum * weight
+
+    def reduce(self) -> None:
+        """End the reduction that backward began."""
+        self.sink.finish()
+
+    def agree(self, loss: float | Tensor, tokens: float, stop: bool, save: bool) -> StepResult:
+        """Sum one control vector over all ranks and decide: the decision is the same everywhere."""
+        mine = loss if self._counts_loss else 0.0
+        vector = torch.tensor(
+            [float(mine), self._squared_norm(), float(stop), float(save)], dtype=torch.float64, device=self.device
+        )
+        all_reduce(vector, self.groups["control"])
+        total, squared_norm, stops, saves = vector.tolist()
+        finite = math.isfinite(total) and math.isfinite(squared_norm)
+        return StepResult(
+            loss=total if tokens else None,
+            tokens=tokens,
+            grad_norm=math.sqrt(squared_norm) if finite else math.nan,
+            applied=finite and tokens > 0,
+            finite=finite,
+            stop=stops > 0,
+            save=saves > 0,
+        )
+
+    def _squared_norm(self) -> float:
+        """This rank's part of the squared gradient norm: each parameter counts on one of its replicas."""
+        rank = self.groups.world.rank
+        grads = [
+            parameter.grad
+            for name, parameter in self.parameters.items()
+            if parameter.grad is not None and self.specs[name].owner == rank
+        ]
+        if not grads:
+            return 0.0
+        return float(torch.stack(torch._foreach_norm(grads)).double().square().sum())
+
+    def update(self, lr: float, grad_norm: float) -> None:
+        """Clip to the global norm, then step. The factor is that of torch's `clip_grad_norm_`."""
+        if self.optim.clip_norm is not None:
+            factor = self.optim.clip_norm / (grad_norm + 1e-6)
+            if factor < 1.0:
+                self.sink.scale(factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean loss in nats over the counted tokens of all ranks' batches. Every rank gets the same number."""
+        self.model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            if len(batch.samples):
+                batch = batch.to(self.device)
+                loss_sum, count = self.model(batch.tokens, batch.labels)
+                total += torch.stack([loss_sum.double(), count.double()])
+        all_reduce(total, self.groups["loss"])
+        loss_sum, count = total.tolist()
+        return loss_sum / count if count else math.nan
+
+    def first_not_finite(self) -> str | None:
+        """Name of the first parameter, in the order of the model, whose gradient or value is not finite."""
+        for name, parameter in self.parameters.items():
+            for tensor in (parameter, parameter.grad):
+                if tensor is not None and not torch.isfinite(tensor).all():
+                    return name
+        return None

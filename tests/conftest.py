@@ -1,0 +1,55 @@
+"""Every test that needs ranks gets them from one warm server; the end of the session finds nothing left behind."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from minidist.train.launch import RankServer
+
+DEADLINE_S = 60.0
+_GONE_WITHIN_S = 10.0
+_SHARED = Path("/dev/shm")
+
+
+@pytest.fixture(scope="session")
+def _nothing_is_left_behind():
+    """After the last test that used ranks, this process has no child and /dev/shm no new file."""
+    before = _shared_files()
+    children_before = _children()
+    yield
+    end_s = time.monotonic() + _GONE_WITHIN_S
+    while time.monotonic() < end_s and (_children() - children_before or _shared_files() - before):
+        os.sched_yield()
+    assert not _children() - children_before, "these child processes are still there"
+    assert not _shared_files() - before, "these files are still in /dev/shm"
+
+
+@pytest.fixture(scope="session")
+def server(_nothing_is_left_behind):
+    """A warm rank server: `server.run(function, ranks, args, deadline_s=...)`."""
+    with RankServer() as server:
+        yield server
+
+
+@pytest.fixture
+def ranks(server):
+    """`ranks(function, n, *args)`: what `function(world, *args)` returned on each of n ranks."""
+
+    def run(function, n, *args, **options):
+        return server.run(function, n, args, **{"deadline_s": DEADLINE_S, **options}).values
+
+    return run
+
+
+def _shared_files() -> set[str]:
+    return {file.name for file in _SHARED.iterdir()} if _SHARED.is_dir() else set()
+
+
+def _children() -> set[int]:
+    """Process ids of our children, where /proc tells them."""
+    found = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        found.update(map(int, task.read_text().split()))
+    return found

@@ -1,0 +1,75 @@
+"""A signal asks for a stop and the loop answers; a second Ctrl-C does not wait."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from minidist.fault.signals import StopRequest
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_is_recorded_and_nothing_is_interrupted(name):
+    with StopRequest() as stop:
+        assert stop.requested is None
+        os.kill(os.getpid(), getattr(signal, name))
+        assert stop.requested == name
+
+
+def test_a_second_interrupt_raises_at_once():
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.requested == "SIGINT"
+
+
+def test_a_second_termination_is_the_same_request():
+    with StopRequest() as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        assert stop.requested == "SIGTERM"
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_the_handlers_of_before_come_back_however_the_context_ends(error):
+    seen, before = [], signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        if error is None:
+            with StopRequest():
+                pass
+        else:
+            with pytest.raises(error), StopRequest():
+                raise error
+        signal.raise_signal(signal.SIGTERM)
+        assert seen == [signal.SIGTERM] and signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_context_entered_again_starts_without_a_request():
+    stop = StopRequest()
+    with stop:
+        signal.raise_signal(signal.SIGINT)
+    with stop:
+        assert stop.requested is None
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested == "SIGINT"
+
+
+def test_another_thread_is_refused_with_the_reason():
+    errors = []
+
+    def enter():
+        try:
+            with StopRequest():
+                pass
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1 and "main thread" in errors[0]

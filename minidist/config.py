@@ -135,8 +135,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: one GPU per rank where there are enough, else the CPU. cuda: GPUs, several ranks on one if need be."""
-    folder: Path = Path("runs/latest")
-    """Run folder: metrics.jsonl, config.toml, loss.png, checkpoints."""
+    folder: Path | None = None
+    """Run folder: metrics.jsonl, config.toml, loss.png, checkpoints. The next free runs/0001 when not given."""
 
     def mesh_of(self, world_size: int) -> Mesh:
         """The mesh for that many ranks. Raises UserError when they do not fill it."""

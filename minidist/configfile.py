@@ -15,12 +15,21 @@ from minidist.errors import UserError
 def from_toml(path: Path, base: Config | None = None) -> Config:
     """The configuration in a TOML file, over `base`. Raises UserError naming an unknown key, or a value's type."""
     try:
-        values = tomllib.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise UserError(f"there is no configuration file {path}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not a TOML file: {error}") from None
-    return _merge(base or Config(), values, str(path), "")
+        text = Path(path).read_text()
+    except OSError as error:
+        raise UserError(f"the configuration file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a TOML file: it is not text") from None
+    return from_text(text, str(path), base)
+
+
+def from_text(text: str, name: str, base: Config | None = None) -> Config:
+    """As `from_toml`, of a text that came from `name`."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{name} is not a TOML file: {error}") from None
+    return _merge(base or Config(), values, name, "")
 
 
 def _merge(into: Any, values: dict, path: str, prefix: str) -> Any:

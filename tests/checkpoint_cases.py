@@ -13,7 +13,7 @@ from minidist.spec import Box
 
 def on_ranks(size, body):
     """Run `body(rank, exchange)` on threads that can exchange values; what each returned or raised, in order."""
-    barrier, slots, outcomes = threading.Barrier(size), [None] * size, [None] * size
+    barrier, slots, outcomes = threading.Barrier(size, timeout=20), [None] * size, [None] * size
 
     def rank_thread(rank):
         def exchange(value):

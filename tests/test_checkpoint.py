@@ -156,6 +156,12 @@ def test_a_checkpoint_is_safetensors_and_json_with_a_sha256_for_every_file(tmp_p
     assert all(len(entry["sha256"]) == 64 for entry in text["files"].values())
 
 
+def test_a_rank_with_nothing_to_write_makes_no_file(tmp_path):
+    pieces = [[whole("w", torch.zeros(2))], [whole("w", torch.zeros(2), writes=False), whole("e", torch.zeros(0))]]
+    path = on_ranks(2, lambda rank, exchange: save(tmp_path, 1, pieces[rank], {}, exchange, rank))[0]
+    assert sorted(os.listdir(path)) == ["checkpoint.json", "rank-00000.safetensors"]
+
+
 def test_a_checkpoint_is_as_readable_as_any_new_file(tmp_path):
     (tmp_path / "plain").touch()
     modes = {file.stat().st_mode for file in save_rows(tmp_path, 1).iterdir()}

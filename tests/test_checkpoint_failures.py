@@ -63,6 +63,7 @@ def rows(start, stop, dtype=torch.float32, total=4):
     [
         ([rows(0, 2), rows(3, 4)], "params/w: 6 of 8 elements are written ([0:2,0:2], [3:4,0:2])"),
         ([rows(0, 3), rows(2, 4)], "params/w is written twice: [0:3,0:2] in rank-00000.safetensors and [2:4,0:2] in"),
+        ([whole("t", torch.tensor(1.0))] * 2, "t is written twice: [] in rank-00000.safetensors and [] in rank-00001"),
         ([rows(0, 2), rows(2, 4, torch.float64)], "params/w is float32 of shape (4, 2) here and float64 (4, 2) there"),
         ([rows(0, 4), rows(0, 4, total=5)], "params/w is float32 of shape (4, 2) here and float32 (5, 2) there"),
     ],
@@ -161,13 +162,23 @@ def test_the_message_gives_expected_and_actual_size_and_sha256(tmp_path):
         load_all(path, targets())
 
 
-def test_a_damaged_checkpoint_is_not_offered_instead_of_another(tmp_path):
-    for step in (1, 2, 3, 4):
+def test_the_nearest_intact_checkpoint_before_a_damaged_one_is_offered(tmp_path):
+    for step in (1, 2, 3, 4, 5):
         save_rows(tmp_path, step)
-    for step in (2, 3):
+    for step, offered in ((4, 3), (3, 2), (1, 2), (2, 5)):
         DAMAGE["a flipped bit of a weight"](tmp_path / f"step-0000000{step}")
-    with pytest.raises(UserError, match="Resume from .*step-00000001 instead"):
-        load_all(tmp_path / "step-00000003", targets())
+        with pytest.raises(UserError, match=f"Resume from .*step-0000000{offered} instead"):
+            load_all(tmp_path / f"step-0000000{step}", targets())
+
+
+def test_a_missing_file_and_another_format_are_called_so(tmp_path):
+    path = save_rows(tmp_path, 1)
+    DAMAGE["a missing file"](path)
+    with pytest.raises(UserError, match=r"rank-00001.safetensors is missing \(\d+ bytes were written\)"):
+        load_all(path, targets())
+    DAMAGE["an index of another program"](path)
+    with pytest.raises(UserError, match="has format 9; this version reads format 1"):
+        load_all(path, targets())
 
 
 def test_a_file_that_is_not_needed_is_not_read(tmp_path):
@@ -187,7 +198,7 @@ def misfits():
         ),
         "shape": ({**good, "params/b": torch.full((3,), 77.0)}, r"params/b has shape \(2,\) in the .*, \(3,\) here"),
         "missing": ({**good, "params/c": torch.full((1,), 77.0)}, "params/c is not in the checkpoint"),
-        "extra": ({"params/b": good["params/b"]}, "1 of its tensors have no place here: params/w"),
+        "extra": ({"params/b": good["params/b"]}, "no place here for 1 of its tensors: params/w"),
     }
 
 

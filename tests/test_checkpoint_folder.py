@@ -91,7 +91,15 @@ def test_a_process_killed_at_any_step_of_a_save_leaves_the_previous_or_the_new_c
         assert all(len(outcome["all"]) >= 1 for outcome in found)
 
 
-def test_a_process_killed_between_the_two_renames_of_a_replacement_leaves_the_one_replaced(tmp_path, monkeypatch):
+def test_what_a_replacement_leaves_behind_never_counts_beside_the_new_one(tmp_path):
+    save_rows(tmp_path, 7)
+    (tmp_path / "step-00000007.replaced").mkdir()
+    assert latest(tmp_path) == tmp_path / "step-00000007"
+    prune(tmp_path, keep=1)
+    assert os.listdir(tmp_path) == ["step-00000007"]
+
+
+def test_a_process_killed_between_the_two_renames_of_a_replacement_leaves_the_one_replaced(tmp_path):
     save_rows(tmp_path, 7, value=3.0)
     os.rename(tmp_path / "step-00000007", tmp_path / "step-00000007.replaced")
     tensors = targets()

@@ -25,6 +25,7 @@ def tree(tmp_path):
     for folder in ("site-packages", "dist-packages", "__pycache__"):
         (root / folder).mkdir()
         (root / folder / "installed.py").write_text("raise SystemExit\n")
+    (root / "part0" / "notes.txt").write_text("not a source\n")
     (root / "part0" / "loop").symlink_to(root, target_is_directory=True)
     (root / "part0" / "broken.py").symlink_to(root / "nowhere.py")
     return root
@@ -33,6 +34,20 @@ def tree(tmp_path):
 @pytest.fixture(scope="module")
 def stdlib():
     return corpus.standard_library()
+
+
+@pytest.fixture
+def pipe(tmp_path, monkeypatch):
+    """A named pipe: reading it would wait for a writer for ever, so the test forbids it."""
+    read_bytes = Path.read_bytes
+
+    def read_no_pipe(path):
+        assert not path.is_fifo(), "a pipe was read"
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_no_pipe)
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -53,7 +68,7 @@ def test_the_standard_library_is_the_same_twice(stdlib):
     assert corpus.standard_library().fingerprint == stdlib.fingerprint
 
 
-def test_installed_packages_caches_and_link_loops_are_left_out(tree):
+def test_only_python_sources_count_without_installed_packages_caches_and_link_loops(tree):
     found = documents.python_sources(tree)
     assert len(found) == 200
     assert [d.name for d in found] == sorted(d.name for d in found)
@@ -96,14 +111,13 @@ def test_a_few_files_are_each_split_by_position(tmp_path):
     assert loaded.held_out.tobytes() == b"a" * 10 + b"\0" + b"b" * 100
 
 
-def test_a_folder_gives_every_text_file_and_nothing_else(tmp_path):
+def test_a_folder_gives_every_text_file_and_nothing_else(tmp_path, pipe):
     write(tmp_path / "plain", "Grüße, 世界. ".encode() * 9)
     write(tmp_path / "binary.bin", b"abc\0def" * 9)
     write(tmp_path / "latin1.txt", "Grüße".encode("latin-1") * 9)
     write(tmp_path / "empty.txt", b"")
     (tmp_path / ".git").mkdir()
     write(tmp_path / ".git" / "config", b"[core]" * 9)
-    os.mkfifo(tmp_path / "pipe")  # reading it would never return
     assert [d.name for d in documents.text_files(tmp_path)] == ["plain"]
 
 
@@ -146,7 +160,7 @@ def test_the_synthetic_corpus_is_pinned():
 def test_describe_names_sizes_vocabulary_and_fingerprint(tree):
     loaded = corpus.text(tree)
     line = loaded.describe()
-    for fact in ("203 files", f"{loaded.train.size:,}", f"{loaded.held_out.size:,}", "256", loaded.fingerprint[:12]):
+    for fact in ("204 files", f"{loaded.train.size:,}", f"{loaded.held_out.size:,}", "256", loaded.fingerprint[:12]):
         assert fact in line
     assert "\n" not in line
 
@@ -163,6 +177,10 @@ def refused(*words: str):
 def test_a_missing_path_is_refused(tmp_path):
     with refused("--data.path", "nowhere.txt", "does not exist"):
         corpus.text(tmp_path / "nowhere.txt")
+    with refused("does not exist"):
+        corpus.text(tmp_path / ("long" * 1000))  # the system's own error is another one here
+    with refused("~nobody-of-that-name", "does not exist"):
+        corpus.text("~nobody-of-that-name/text")
     with refused("--data.path is given but empty"):
         corpus.open_corpus("stdlib", "")
 
@@ -193,10 +211,9 @@ def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
         corpus.text(tmp_path)
 
 
-def test_a_pipe_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
+def test_a_pipe_is_refused(pipe):
     with refused("neither a file nor a folder"):
-        corpus.text(tmp_path / "pipe")
+        corpus.text(pipe)
 
 
 def test_a_short_text_is_refused_with_all_numbers_and_the_option_to_change(tmp_path):

@@ -47,7 +47,7 @@ def test_a_skipped_all_reduce_names_the_rank_that_skipped_it(server):
     error = failure(server, skip_one_all_reduce, 4)
     where = line_of(skip_one_all_reduce, "all_reduce(tensor")
     assert error.kind == "deadlock" and error.ranks == (0, 1, 3)
-    assert f"ranks 0-1, 3: waits in all_reduce #3 (3, 5) float32 of 'grads' (ranks 0-3) at {where}" in str(error)
+    assert f"ranks 0-1, 3: waiting in all_reduce #3 (3, 5) float32 of 'grads' (ranks 0-3) at {where}" in str(error)
     assert "rank 2: returned" in str(error)
     assert "rank 2 returned without launching all_reduce #3 of 'grads'" in str(error)
 
@@ -63,7 +63,7 @@ def test_sends_head_to_head_are_a_circle_of_two(server):
     error = failure(server, send_head_to_head, 2)
     where = line_of(send_head_to_head, "send(tensor")
     assert error.kind == "deadlock" and error.ranks == (0, 1)
-    assert f"rank 0: waits in send to rank 1 #1 (10,) float32 of 'grads' (ranks 0-1) at {where}" in str(error)
+    assert f"rank 0: waiting in send to rank 1 #1 (10,) float32 of 'grads' (ranks 0-1) at {where}" in str(error)
     assert "rank 0 waits for rank 1 to launch recv #1 from rank 0 of 'grads'" in str(error)
     assert "rank 1 waits for rank 0 to launch recv #1 from rank 1 of 'grads'" in str(error)
 
@@ -147,7 +147,7 @@ def test_a_death_is_told_with_what_the_others_waited_for(server, how, told):
     assert error.kind == "died" and error.ranks == (1,)
     where = line_of(receive_from_one_that_dies, "recv(")
     assert f"rank 1 died: {told}" in str(error)
-    assert f"rank 0: waits in recv from rank 1 #1 (7,) float32 of 'grads' (ranks 0-1) at {where}" in str(error)
+    assert f"rank 0: waiting in recv from rank 1 #1 (7,) float32 of 'grads' (ranks 0-1) at {where}" in str(error)
 
 
 def raise_while_others_wait(world):
@@ -161,7 +161,7 @@ def test_an_exception_is_told_before_the_wait_it_caused(server):
     error = failure(server, raise_while_others_wait, 4)
     assert error.kind == "raised" and error.ranks == (1,)
     assert str(error).startswith("rank 1 raised ValueError: no such batch\n")
-    assert "ranks 0, 2-3: waits in all_reduce #1" in str(error)
+    assert "ranks 0, 2-3: waiting in all_reduce #1" in str(error)
 
 
 def raw_call(world):
@@ -171,9 +171,12 @@ def raw_call(world):
 
 
 def test_a_raw_call_that_hangs_ends_at_the_deadline_with_its_line(server):
-    with pytest.raises(RankFailure) as caught:
-        server.run(raw_call, 2, deadline_s=1.0)
-    error = caught.value
-    assert error.kind == "deadline" and "not done after 1 s" in str(error)
+    for deadline_s in (1.0, 4.0, 32.0):  # a busy machine may need longer to come as far as the call
+        with pytest.raises(RankFailure) as caught:
+            server.run(raw_call, 2, deadline_s=deadline_s)
+        error = caught.value
+        assert error.kind == "deadline" and f"not done after {deadline_s:g} s" in str(error)
+        if "in raw_call" in error.stacks.get(0, "") and "rank 1: returned" in str(error):
+            break
     assert f"line {line_of(raw_call, 'dist.all_reduce').rpartition(':')[2]} in raw_call" in error.stacks[0]
     assert "rank 1: returned" in str(error)

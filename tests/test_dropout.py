@@ -203,6 +203,16 @@ def test_model_drops_at_the_embedding_and_at_both_branches_of_each_block(monkeyp
     assert sorted(used) == [0, 1, 2, 3, 4]
 
 
+def test_each_branch_of_a_block_is_dropped_with_its_own_mask():
+    model = dropping_model()
+    block = model.model.layers[1]
+    block.self_attn.forward = lambda hidden, rotary: torch.ones_like(hidden)
+    block.mlp.forward = lambda hidden: torch.full_like(hidden, 10.0)
+    out = block(torch.zeros(6, 10, 32, dtype=torch.float64), None, model.model.dropout_keys(1, address(step=7)))
+    attention, feed_forward = (mask(address(step=7), site_of(1, branch)) for branch in (0, 1))
+    assert torch.allclose(out, (attention + 10.0 * feed_forward).double() / 0.75, rtol=1e-15, atol=0)
+
+
 def test_loss_and_gradients_of_a_cut_batch_add_up_to_those_of_the_whole():
     def gradients(model):
         return {name: p.grad for name, p in model.named_parameters()}

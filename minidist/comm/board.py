@@ -15,6 +15,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 PAGE_BYTES = 65536  # a whole number of memory pages everywhere; untouched ones cost nothing
@@ -58,16 +59,28 @@ class Progress(NamedTuple):
 class Snapshot:
     """One reading of a board. Equal snapshots mean that nothing happened between them, since `version` counts writes.
 
-    state: one of STATES, or "died" where a reader knows it. channel, seq, operation, where: the latest wait.
+    state: one of STATES, or "died" where a reader knows it. seq, operation, where, channel: the latest wait.
     """
 
     version: int
     state: str
-    channel: Channel | None = None
-    seq: int = 0
-    operation: str = ""
-    where: str = ""
-    progress: Mapping[Channel, Progress] = field(default_factory=dict)
+    seq: int
+    operation: str
+    where: str
+    _entry: int = field(repr=False)
+    _page: bytes = field(repr=False)
+
+    # Most readings are only compared with the one before: the channels are taken apart when somebody asks.
+    @cached_property
+    def progress(self) -> Mapping[Channel, Progress]:
+        """How far the rank is, by channel."""
+        return dict(_read_entry(self._page, at) for at in range(_CHANNELS_AT, len(self._page), _ENTRY_BYTES))
+
+    @cached_property
+    def channel(self) -> Channel | None:
+        """What the latest wait was on; None before the first, or when the page had no room for the channel."""
+        channels = list(self.progress)
+        return channels[self._entry] if self.operation and self._entry < len(channels) else None
 
 
 class Board:
@@ -133,16 +146,7 @@ class Board:
         (after,) = _VERSION.unpack_from(page)
         if before != after or before % 2:
             return None
-        channels = [_read_entry(copy, _CHANNELS_AT + i * _ENTRY_BYTES) for i in range(listed)]
-        return Snapshot(
-            version=before,
-            state=STATES[state],
-            channel=channels[entry][0] if state and entry < listed else None,
-            seq=seq,
-            operation=_text(operation),
-            where=_text(where),
-            progress=dict(channels),
-        )
+        return Snapshot(before, STATES[state], seq, _text(operation), _text(where), entry, copy)
 
     @property
     def _listed(self) -> int:

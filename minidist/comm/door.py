@@ -28,6 +28,10 @@ REDUCE_OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
+# torch 2.13 renamed these two; the old names warn from then on.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # A line of these folders is never the line a person would look for.
 _INSIDE = (os.path.dirname(os.path.abspath(__file__)), os.path.dirname(os.path.abspath(torch.__file__)))
 
@@ -148,7 +152,7 @@ def reduce_scatter(
         return _done(group, async_op)
 
     def start():
-        return dist.reduce_scatter_tensor(output, input, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
+        return _reduce_scatter(output, input, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
 
     return _end(_launch(group, "reduce_scatter", input, start, [output, input]), async_op)
 
@@ -161,7 +165,7 @@ def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = Fal
         return _done(group, async_op)
 
     def start():
-        return dist.all_gather_into_tensor(output, input, group=group.process_group, async_op=True)
+        return _all_gather(output, input, group=group.process_group, async_op=True)
 
     return _end(_launch(group, "all_gather", output, start, [output, input]), async_op)
 

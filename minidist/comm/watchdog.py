@@ -1,21 +1,28 @@
 """Deadlock by proof, not by time-out: the boards of all ranks show when nothing can go on any more.
 
-A rank that waits is *satisfied* when every rank its operation needs has launched its part; the rest is then the network's
-business. A rank that waits for one that has ended, or for one that is itself stuck, is stuck. What remains when every
-rank that could still be helped has been taken away is a deadlock: no rank of it can be the first to move. (This is the
-OR-free wait-for graph of Knapp 1987, "Deadlock detection in distributed databases", section 3.)
+A rank that waits is *satisfied* when every rank its operation needs has launched its part; the rest is the network's
+business. A waiting rank is stuck when one of the ranks it misses has ended or is stuck itself. To find them, call every
+unsatisfied rank stuck and take away, again and again, those whose missing ranks can all still come. No rank of what
+remains can be the first to move, so it is a deadlock, even while ranks outside of it work on.
 
-Threads: a rank is taken to launch from the thread that waits. A rank whose second thread would launch the missing
-operation is reported although it could go on.
+A rank is taken to launch from the thread that waits: one whose second thread would launch the missing operation is
+reported although it could go on.
 """
 
-from collections.abc import Mapping
+import os
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from minidist.comm.board import Channel, Snapshot
+from minidist.comm.board import Board, Channel, Progress, Snapshot
+from minidist.comm.standing import describe, group_name, place, rank_names
 
 ENDED = ("returned", "failed", "died")
-_MAX_GROUPS = 8
+_PERIOD_S = 0.1
+_QUIET_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,8 @@ def _missing(rank: int, snapshot: Snapshot, snapshots: Mapping[int, Snapshot]) -
     """The ranks that have not launched their part of what `rank` waits for, as far as one can see."""
     if snapshot.state != "waiting" or snapshot.channel is None:
         return []
-    return [m for m in _others(rank, snapshot.channel) if _launched(m, rank, snapshot.channel, snapshots) < snapshot.seq]
+    channel = snapshot.channel
+    return [m for m in _others(rank, channel) if _launched(m, rank, channel, snapshots) < snapshot.seq]
 
 
 def _others(rank: int, channel: Channel) -> list[int]:
@@ -110,18 +118,22 @@ def _mismatch(rank: int, channel: Channel | None, snapshots: Mapping[int, Snapsh
     return None
 
 
-def _by_seq(progress) -> dict[int, tuple[int, str]]:
+def _by_seq(progress: Progress) -> dict[int, tuple[int, str]]:
     first = progress.launched - len(progress.recent) + 1
     return dict(enumerate(progress.recent, start=first))
 
 
 def _differ(pair, seq: int, snapshots: Mapping[int, Snapshot]) -> Verdict:
     (low, channel, _), (high, _, _) = pair
-    what = f"of {_group(channel)}" if channel.peer is None else f"between ranks {low} and {high} of {_group(channel)}"
+    what = (
+        f"of {group_name(channel)}"
+        if channel.peer is None
+        else f"between ranks {low} and {high} of {group_name(channel)}"
+    )
     lines = [f"mismatch: operation #{seq} {what} is not the same on ranks {low} and {high}"]
     for rank, _, text in pair:
         snapshot = snapshots[rank]
-        where = f", waits at {place(snapshot.where)}" if snapshot.state == "waiting" else f" ({snapshot.state})"
+        where = f", waiting at {place(snapshot.where)}" if snapshot.state == "waiting" else f" ({snapshot.state})"
         lines.append(f"  rank {rank}: {text}{where}")
     lines.append(
         "every rank of a group must launch the same operations, of the same shape and dtype, in the same order"
@@ -154,9 +166,9 @@ def _reason(hopeless: Mapping[int, list[int]], snapshots: Mapping[int, Snapshot]
         links.append((rank, hopeless[rank][0]))
         rank = hopeless[rank][0]
     circle = links[[first for first, _ in links].index(rank) :]
-    parts = [f"rank {a} waits for rank {b} to launch {_part(a, snapshots[a])}" for a, b in circle[:4]]
-    more = [f"... a circle of {len(circle)} ranks"] if len(circle) > 4 else []
-    return [f"{part}," for part in parts[:-1]] + [*more, f"{'and ' if len(parts) > 1 else ''}{parts[-1]}"]
+    parts = [f"rank {a} waits for rank {b} to launch {_part(a, snapshots[a])}" for a, b in circle]
+    parts = parts if len(parts) <= 4 else [*parts[:2], f"and so on round a circle of {len(circle)} ranks"]
+    return [f"{part}," for part in parts[:-1]] + parts[-1:]
 
 
 def _part(rank: int, snapshot: Snapshot) -> str:
@@ -169,50 +181,98 @@ def _part(rank: int, snapshot: Snapshot) -> str:
     return f"send #{snapshot.seq} to rank {rank} of '{channel.use}'"
 
 
-def describe(snapshots: Mapping[int, Snapshot | None]) -> list[str]:
-    """A line for every way of standing, ranks that stand alike merged."""
-    same: dict[str, list[int]] = {}
-    for rank, snapshot in sorted(snapshots.items()):
-        same.setdefault(stands(snapshot), []).append(rank)
-    lines = [f"  {rank_names(ranks)}: {text}" for text, ranks in same.items()]
-    if len(lines) > _MAX_GROUPS:
-        lines[_MAX_GROUPS:] = [f"  ... and {len(lines) - _MAX_GROUPS} more"]
-    return lines
+class Watchdog:
+    """The judge for ranks without a watching parent (torchrun): a thread that exchanges boards through a store.
+
+    Only a rank that stands still for more than half a second talks: it posts its board with a counter a few times a
+    second and reads the others'. A board counts when its counter moved between two readings and it did not: its rank
+    stood still from before the first reading until after it. The lowest waiting rank speaks.
+
+    store: a connection of its own, since a blocking call on a shared one would stop the ranks too.
+    timeout_s: end the process as well after that long in one wait. end: what to do with the report; by default print it
+    and end the process with exit code 1.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        board: Board,
+        store,
+        *,
+        timeout_s: float = 1800.0,
+        end: Callable[[str], None] | None = None,
+    ):
+        self._rank, self._board, self._store, self._timeout_s = rank, board, store, timeout_s
+        self._keys = [f"board/{r}" for r in range(size)]
+        self._end = end or _end_process
+        self._beat = 0
+        self._seen: dict[int, tuple[int, Snapshot]] = {}
+        self._stop = threading.Event()
+        self._post()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """This rank has ended, as its board says: tell the others, and wait until they have ended too.
+
+        Were its connections closed now, a rank that still waits for it would see a network error, not the reason.
+        """
+        self.stop()
+        self._post()
+        self._store.add("ended", 1)
+        end_s = time.monotonic() + self._timeout_s
+        while self._store.add("ended", 0) < len(self._keys) and time.monotonic() < end_s:
+            time.sleep(_PERIOD_S)
+
+    def stop(self) -> None:
+        """Judge no more."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        since, since_s = None, 0.0
+        while not self._stop.wait(_PERIOD_S):
+            snapshot, now_s = self._board.snapshot(), time.monotonic()
+            if snapshot is None or snapshot.state != "waiting" or snapshot.version != since:
+                since, since_s = snapshot and snapshot.version, now_s
+                continue
+            report = None
+            if now_s - since_s > self._timeout_s:
+                report = "\n".join([f"after {self._timeout_s:g} s in one wait", *describe({self._rank: snapshot})])
+            elif now_s - since_s > _QUIET_S:
+                try:
+                    self._post()
+                    report = self._read()
+                except RuntimeError:  # the store is gone: so is the run, and the ranks see that themselves
+                    return
+            if report is not None and not self._stop.is_set():
+                self._end(str(report))
+                return
+
+    def _post(self) -> None:
+        self._beat += 1
+        self._store.set(self._keys[self._rank], struct.pack("<Q", self._beat) + self._board.image())
+
+    def _read(self) -> Verdict | None:
+        if not self._store.check(self._keys):  # a rank has not come this far
+            return None
+        seen = {}
+        for rank, data in enumerate(self._store.multi_get(self._keys)):
+            snapshot = Board.read(bytes(data)[8:])
+            if snapshot is not None:
+                seen[rank] = (struct.unpack_from("<Q", bytes(data))[0], snapshot)
+        before, self._seen = self._seen, seen
+        stand = {
+            rank: snapshot
+            for rank, (beat, snapshot) in seen.items()
+            if snapshot.state in ENDED or (rank in before and before[rank][1] == snapshot and before[rank][0] < beat)
+        }
+        waiting = [rank for rank, snapshot in stand.items() if snapshot.state == "waiting"]
+        return judge(stand) if waiting and min(waiting) == self._rank else None
 
 
-def stands(snapshot: Snapshot | None) -> str:
-    """Where one rank stands, in words."""
-    if snapshot is None or snapshot.state == "idle":
-        return "starting"
-    if snapshot.state != "waiting":
-        return snapshot.state
-    if snapshot.channel is None:
-        return f"waits in {snapshot.operation} at {place(snapshot.where)}"
-    channel = snapshot.channel
-    name, _, rest = snapshot.operation.partition(" ")
-    peer = "" if channel.peer is None else f" {'to' if channel.kind == 'send' else 'from'} rank {channel.peer}"
-    peer += f" (tag {channel.tag})" if channel.tag else ""
-    return f"waits in {name}{peer} #{snapshot.seq} {rest} of {_group(channel)} at {place(snapshot.where)}"
-
-
-def place(where: str) -> str:
-    """The last two parts of a `file:line`."""
-    parts = where.rsplit("/", 2)
-    return "/".join(parts[-2:])
-
-
-def rank_names(ranks) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
-    ranks = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
-
-
-def _group(channel: Channel) -> str:
-    return f"'{channel.use}' ({rank_names(channel.ranks)})"
+def _end_process(report: str) -> None:
+    print(report, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)

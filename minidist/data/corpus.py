@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import sysconfig
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ def text(path: str | Path, seq_len: int = 1) -> Corpus:
     """
     documents = text_files(path)
     files = "one file" if len(documents) == 1 else f"{len(documents):,} files"
-    corpus = _from_documents(Path(path).expanduser().resolve().name, f"{files} from {path}", documents)
+    corpus = _from_documents(Path(os.path.expanduser(path)).resolve().name, f"{files} from {path}", documents)
     return _long_enough(corpus, f"--data.path {path}", seq_len)
 
 

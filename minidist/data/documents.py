@@ -32,11 +32,12 @@ def text_files(path: str | Path) -> list[Document]:
     """
     if not os.fspath(path):  # Path("") would be the current folder
         raise UserError(f"--data.path is given but empty. {_OTHERWISE}")
-    path = Path(path).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(path))
+    if os.path.isfile(path):  # unlike Path.is_file, False and no error where a folder above may not be entered
         return [_one_file(path)]
-    if not path.is_dir():
-        fault = "is neither a file nor a folder" if path.exists() else f"does not exist (looked in {Path.cwd()})"
+    if not os.path.isdir(path):
+        missing = f"does not exist or is out of reach (looked in {Path.cwd()})"
+        fault = "is neither a file nor a folder" if os.path.exists(path) else missing
         raise UserError(f"--data.path {path} {fault}. {_OTHERWISE}")
     found = [p for p in _files(path) if not any(part.startswith(".") for part in p.relative_to(path).parts)]
     read, unreadable = _read(found, path)
@@ -83,7 +84,9 @@ def _files(root: str | Path, skip: tuple[str, ...] = ()) -> list[Path]:
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skip]
-        found += [path for name in names if (path := Path(folder, name)).is_file()]  # no pipe or socket: reading hangs
+        found += [
+            path for name in names if os.path.isfile(path := Path(folder, name))
+        ]  # no pipe or socket: reading hangs
     return found
 
 

@@ -140,6 +140,6 @@ def evaluation(tokens: np.ndarray, seq_len: int, num_samples: int) -> Loader:
     """
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} must be at least 1")
-    available = (tokens.size - 1) // seq_len
+    available = Loader(tokens, seq_len, None).num_samples
     chosen = min(num_samples, available)
-    return Loader(tokens, seq_len, None, windows=np.arange(chosen) * available // max(1, chosen))
+    return Loader(tokens, seq_len, None, windows=np.arange(chosen) * available // chosen)

@@ -187,7 +187,7 @@ def _check_fits(index: Index, plans: list[tuple], prefix: str) -> None:
         problems[5:] = [f"and {len(problems) - 5} more like these"]
     if extra := [name for name in index.tensors if name.startswith(prefix) and name not in wanted]:
         more = ", ..." if len(extra) > 4 else ""
-        problems.append(f"{len(extra)} of its tensors have no place here: {', '.join(extra[:4])}{more}")
+        problems.append(f"no place here for {len(extra)} of its tensors: {', '.join(extra[:4])}{more}")
     if problems:
         raise UserError(
             "\n  ".join([f"{index.path} does not fit this run:", *problems])

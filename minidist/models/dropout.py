@@ -81,7 +81,7 @@ def keep_mask(keys: DropoutKeys, p: float) -> Tensor:
     x += keys.high[..., None]
     x ^= (x >> 15) & 0x1FFFF
     x *= 0x846CA68B - (1 << 32)
-    # lowbias32 ends in x ^= x >> 16, which leaves the upper half as it is: against a threshold it changes nothing.
+    # lowbias32 ends in x ^= x >> 16; the upper half, which decides against a threshold, stays as it is.
     return x >= round(p * 2**32) - 2**31
 
 

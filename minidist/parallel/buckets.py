@@ -20,16 +20,22 @@ from minidist.spec import Specs
 
 MIB = 2**20
 
+# Every message costs about a millisecond whatever its size, so buckets are large; but the network should have something
+# to do early, and a small model would fill one bucket only at the very end of backward.
+FIRST_BYTES = MIB
 
-def assign(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+
+def assign(sizes: Mapping[str, int], limit: int, first: int | None = None) -> list[list[str]]:
     """Cut parameter names into buckets of consecutive names, in the order of `sizes`, each of at most `limit` bytes.
 
-    sizes: name to bytes. A parameter larger than `limit` has a bucket of its own.
+    sizes: name to bytes. first: limit of the first bucket, if another. A parameter larger than the limit has a bucket
+    of its own.
     """
     buckets: list[list[str]] = []
-    filled = limit
+    filled = room = 0
     for name, size in sizes.items():
-        if filled + size > limit:
+        if not buckets or filled + size > room:
+            room = limit if buckets or first is None else min(first, limit)
             buckets.append([])
             filled = 0
         buckets[-1].append(name)
@@ -92,7 +98,7 @@ class BucketedSink:
             sizes[name] = parameter.numel() * parameter.element_size()
         buckets = []
         for group, sizes in kinds.values():
-            cuts = assign(sizes, bucket_bytes)
+            cuts = assign(sizes, bucket_bytes, FIRST_BYTES)
             for cut in cuts:
                 reports = list(sizes) if cut is cuts[-1] else []
                 buckets.append(Bucket({name: self._parameters[name] for name in cut}, group, reports))

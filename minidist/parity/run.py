@@ -1,135 +1,85 @@
-"""Run the cases: first what one process does, each in a file; then the trainer on ranks, compared on the spot."""
+"""Run the cases on ranks of a rank server, and make one row of each from what its ranks saw."""
 
-import json
-import math
-import shutil
+import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from minidist.errors import RunError, UserError
+from minidist.parity.cases import Case
+from minidist.parity.compare import not_held
+from minidist.parity.ranks import Record, record_file, run_cases, run_references
+from minidist.train.launch import RankServer, usable_cores
 
-from minidist.comm import Groups, World, bind, exchange
-from minidist.fault import checkpoint
-from minidist.mesh import Mesh
-from minidist.parallelize import USES, parallelize
-from minidist.parity import reference
-from minidist.parity.cases import GLOBAL_BATCH, RESUME_AFTER, SEED, STEPS, Case
-from minidist.parity.compare import Comparison
-from minidist.train.state import pieces, prepare
-from minidist.train.step import Engine
+_POLL_S = 0.1
 
 
-def run_references(world: World, cases: Sequence[Case], folder: str) -> None:
-    """Train each reference in one process, and write its gradients, parameters, losses and norms to a file."""
-    for number, case in enumerate(cases):
-        model = case.model()
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        config = case.config().optim
-        if case.optimizer == "adamw":
-            optimizer = torch.optim.AdamW(
-                parameters, case.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-            )
-        else:
-            optimizer = torch.optim.SGD(parameters, case.lr, weight_decay=config.weight_decay)
-        loader = case.loader()
-        batches = []
-        for step in range(STEPS):
-            batch = case.shape_labels(step, loader.global_batch(step * GLOBAL_BATCH, GLOBAL_BATCH))
-            batches.append((batch.tokens, batch.labels, batch.samples))
-        tensors, scalars = {}, []
+def run(server: RankServer, cases: Sequence[Case], deadline_s: float | None = None) -> Iterator[tuple[Case, dict | str]]:
+    """Each case, as it ends, with its row of the table, or with the reason why it has none (its ranks failed).
 
-        def look(step, loss, norm, grads, tensors=tensors, scalars=scalars):
-            scalars.append((loss, norm))
-            tensors.update({f"{step}/{name}": grad for name, grad in grads.items() if grad is not None})
-
-        reference.train(model, batches, optimizer, case.clip_norm, SEED, look)
-        tensors.update({f"end/{name}": parameter.detach() for name, parameter in model.named_parameters()})
-        save_file(tensors, f"{folder}/{number}.safetensors", {"scalars": json.dumps(scalars)})
-
-
-def _read_reference(file: str) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    with safe_open(file, framework="pt") as stream:
-        scalars = json.loads(stream.metadata()["scalars"])
-    return [tuple(pair) for pair in scalars], load_file(file)
-
-
-def run_cases(world: World, cases: Sequence[tuple[Case, int]], folder: str) -> list[dict]:
-    """Run each case on these ranks against its reference (by number); returns this rank's rows."""
-    mesh = Mesh(dp=world.size)
-    groups = bind(world, mesh, USES)
-    return [_run_case(groups, case, f"{folder}/{number}.safetensors") for case, number in cases]
-
-
-def _engine(groups: Groups, case: Case, fresh: int = 0) -> Engine:
-    """The trainer's engine; ranks of a "different" start, and those of a resumed run, begin with values of their own."""
-    rank = groups.world.rank
-    model = case.model(SEED + fresh + (rank if case.start == "different" else 0))
-    if case.start == "different" and rank > 0:
-        with torch.no_grad():
-            model.frozen.fill_(1 + rank)
-            model.offset.fill_(1 + rank)
-    return Engine(parallelize(model, groups, case.config()), groups, case.config().optim, SEED)
-
-
-def _run_case(groups: Groups, case: Case, reference_file: str) -> dict:
-    scalars, wanted = _read_reference(reference_file)
-    seen, loader = Comparison(case.tolerance), case.loader()
-    engine = _engine(groups, case)
-    rank, mesh = groups.world.rank, groups.mesh
-    for step in range(STEPS):
-        if case.resume and step == RESUME_AFTER:
-            engine = _resumed(engine, groups, case, step)
-        batches = loader.micro_batches(
-            step * GLOBAL_BATCH, GLOBAL_BATCH, mesh.coords(rank)["dp"], mesh.dp, case.micro_batches, case.share_of()
+    deadline_s: for all cases of one world together; by default generous. After a failure the cases that are left go on
+    with fresh ranks. Every rank has one thread: the model is so small that more only wait for each other.
+    """
+    references = list(dict.fromkeys(case.reference for case in cases))
+    with tempfile.TemporaryDirectory(prefix="minidist-parity-") as folder:
+        processes = min(usable_cores(), len(references))
+        server.run(
+            run_references, processes, (references, folder), backend=None, deadline_s=_deadline_s(references), threads=1
         )
-        batches = [case.shape_labels(step, batch) for batch in batches]
-
-        def compare_gradients(step=step, engine=engine):
-            for name, parameter in engine.parameters.items():
-                want = wanted.get(f"{step}/{name}")
-                seen.see_tensor("grad", step, name, parameter.grad, want, engine.specs[name])
-
-        result = engine.step(step, batches, case.lr, inspect=compare_gradients)
-        loss, norm = scalars[step]
-        if math.isnan(loss):
-            seen.see("loss", step, "", 0.0 if result.loss is None and not result.applied else math.inf)
-            continue
-        mine = math.inf if result.loss is None else result.loss
-        seen.see("loss", step, "", abs(mine - loss) / abs(loss))
-        seen.see("grad_norm", step, "", abs(result.grad_norm - norm) / norm)
-    for name, parameter in engine.parameters.items():
-        judged = case.dtype == "float64" or case.optimizer == "sgd"
-        seen.see_tensor("param", STEPS, name, parameter, wanted[f"end/{name}"], engine.specs[name], judged)
-    clipped = sum(norm > case.clip_norm for loss, norm in scalars if not math.isnan(loss))
-    return {"largest": seen.largest, "worst": seen.worst, "first": seen.first, "clipped_steps": clipped}
+        for world in sorted({case.world for case in cases}):
+            numbered = [
+                (number, case, references.index(case.reference))
+                for number, case in enumerate(cases)
+                if case.world == world
+            ]
+            yield from _run_world(server, world, numbered, folder, deadline_s)
 
 
-def _resumed(engine: Engine, groups: Groups, case: Case, step: int) -> Engine:
-    """Save, forget everything, and go on from the checkpoint in an engine that began with other values."""
-    control = groups["control"]
-    swap = exchange(control)
-    root = swap(tempfile.mkdtemp(prefix="minidist-parity-") if control.rank == 0 else None)[0]
-    try:
-        path = checkpoint.save(root, step, pieces(engine), {}, swap, control.rank)
-        engine = _engine(groups, case, fresh=1000)
-        prepare(engine, checkpoint.read_index(path))
-        checkpoint.load(path, pieces(engine), swap, control.rank)
-    finally:
-        swap(None)
-        if control.rank == 0:
-            shutil.rmtree(root, ignore_errors=True)
-    return engine
+def _deadline_s(cases: Sequence) -> float:
+    return 60.0 + 5.0 * len(cases)
 
 
-def rows_of(case: Case, by_rank: Sequence[dict]) -> dict:
-    """One row of the table from what every rank saw."""
-    largest = {kind: max(row["largest"][kind] for row in by_rank) for kind in by_rank[0]["largest"]}
-    wrong = [row["first"] for row in by_rank if row["first"] is not None]
-    part, worst = max((row["worst"] for row in by_rank), key=lambda pair: pair[0])
-    if case.clip and by_rank[0]["clipped_steps"] != 1 and not wrong:
-        wrong = [f"clipping was active in {by_rank[0]['clipped_steps']} steps, not in one"]
+def _run_world(
+    server: RankServer, world: int, left: list[tuple[int, Case, int]], folder: str, deadline_s: float | None
+) -> Iterator[tuple[Case, dict | str]]:
+    while left:
+        limit_s = _deadline_s(left) if deadline_s is None else deadline_s
+        job = server.start(run_cases, world, (left, folder), deadline_s=limit_s, threads=1)
+        failure, ended = None, False
+        try:
+            while not ended:
+                ended = job.poll(_POLL_S)
+                while left and (records := _records(folder, left[0][0], world)):
+                    yield left[0][1], row_of(left[0][1], records)
+                    left = left[1:]
+            job.wait()
+        except (RunError, UserError) as error:
+            failure = error
+        finally:
+            if not job.done:
+                job.kill()
+        if failure is None and left:
+            failure = RunError(f"the ranks returned, but left no record of {left[0][1].name}")
+        if failure is not None:
+            if not left:  # after the last row: nothing that could be marked as not run
+                raise failure
+            yield left[0][1], str(failure)
+            left = left[1:]
+
+
+def _records(folder: str, number: int, world: int) -> list[Record] | None:
+    """What all ranks saw in a case; None while one has not finished it."""
+    files = [record_file(folder, number, rank) for rank in range(world)]
+    if not all(file.exists() for file in files):
+        return None
+    return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def row_of(case: Case, records: Sequence[Record]) -> dict:
+    """One row of the table. It is ok when no rank saw anything wrong and the ranks, taken together, are not wrong."""
+    largest = {kind: max(record.largest[kind] for record in records) for kind in records[0].largest}
+    _, worst = max((record.worst for record in records), key=lambda pair: pair[0])
+    first_wrong = _first_wrong(records) or _wrong_together(case, records)
     return {
         "layout": case.layout,
         "dtype": case.dtype,
@@ -139,22 +89,38 @@ def rows_of(case: Case, by_rank: Sequence[dict]) -> dict:
         "grad_norm_diff": largest["grad_norm"],
         "param_diff": largest["param"],
         "worst_tensor": worst,
-        "first_wrong": wrong[0] if wrong else None,
-        "tolerance": case.tolerance,
-        "ok": not wrong,
+        "first_wrong": first_wrong,
+        "tolerance": dict(case.tolerance),
+        "ok": first_wrong is None,
     }
 
 
-def run(server, cases: Sequence[Case], deadline_s: float) -> list[dict]:
-    """Run all cases on fresh ranks of the server, in the order given; one row each."""
-    references = list(dict.fromkeys(case.reference for case in cases))
-    rows: dict[Case, dict] = {}
-    with tempfile.TemporaryDirectory(prefix="minidist-parity-") as folder:
-        server.run(run_references, 1, (references, folder), backend=None, deadline_s=deadline_s)
-        for world in sorted({case.world for case in cases}):
-            mine = [case for case in cases if case.world == world]
-            numbered = [(case, references.index(case.reference)) for case in mine]
-            result = server.run(run_cases, world, (numbered, folder), deadline_s=deadline_s)
-            for case, by_rank in zip(mine, zip(*result.values, strict=True), strict=True):
-                rows[case] = rows_of(case, by_rank)
-    return [rows[case] for case in cases]
+def _first_wrong(records: Sequence[Record]) -> str | None:
+    """What is wrong first on any rank, and on which ranks if not on all."""
+    firsts = {rank: record.first for rank, record in enumerate(records) if record.first is not None}
+    if not firsts:
+        return None
+    # Where a rank stands in its own order of looking breaks ties within a step and kind.
+    place, text = min(firsts.values())
+    same = [rank for rank, first in firsts.items() if first[1] == text]
+    if len(same) == len(records):
+        return text
+    return f"{text} on rank{'s' if len(same) > 1 else ''} {', '.join(map(str, same))}"
+
+
+def _wrong_together(case: Case, records: Sequence[Record]) -> str | None:
+    """What no rank can see alone: a tensor that nobody compared, replicas that differ in a bit, a case that is not one."""
+    for name, shape in records[0].shapes.items():
+        if not_held(shape, [box for record in records for box in record.held.get(name, ())]):
+            return f"step 0 param {name} is not held by any rank, or not all of it"
+        for (a, one), (b, other) in combinations(enumerate(records), 2):
+            alike = name in one.held and one.held[name] == other.held.get(name)
+            if alike and one.digests[name] != other.digests[name]:
+                return f"end param {name} differs between its replicas on ranks {a} and {b}"
+    for rank, record in enumerate(records):
+        if record.told != records[0].told:
+            step = next(at for at, pair in enumerate(record.told) if pair != records[0].told[at])
+            return f"step {step} loss or grad_norm is not told alike by ranks 0 and {rank}"
+    if case.clip and records[0].clipped_steps != 1:
+        return f"the reference clipped in {records[0].clipped_steps} steps, and this case is about one"
+    return None

@@ -33,7 +33,9 @@ class StepResult:
     loss: mean over the counted tokens of the global batch, in nats; None when no token counted.
     tokens: how many counted; grad_norm: global norm before clipping.
     applied: whether the parameters were updated; finite: whether loss and norm were finite.
-    stop, save: whether any rank asked for it.
+    stop: whether any rank asked for it.
+    own_loss_finite, not_finite: of this rank alone, when something was not finite: whether its own loss was, and the
+    name of its first parameter whose gradient or value was not.
     """
 
     loss: float | None
@@ -42,7 +44,8 @@ class StepResult:
     applied: bool
     finite: bool
     stop: bool
-    save: bool
+    own_loss_finite: bool = True
+    not_finite: str | None = None
 
 
 def make_optimizer(optim: OptimConfig, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -94,13 +97,12 @@ class Engine:
         *,
         weight: float = 1.0,
         stop: bool = False,
-        save: bool = False,
         inspect: Callable[[], None] | None = None,
     ) -> StepResult:
         """Train on this rank's part of the global batch of step number `step`.
 
-        weight: w_i of this rank's data; stop, save: what this rank asks for; inspect: called when every `.grad` is
-        reduced and not yet clipped. Raises CommError when the ranks could not agree; nothing was updated then.
+        weight: w_i of this rank's data; stop: whether this rank asks for the end of the run; inspect: called when every
+        `.grad` is reduced and not yet clipped. Raises CommError when the ranks could not agree; nothing was updated then.
         """
         self.model.train()
         count = self.count(micro_batches, weight)
@@ -108,7 +110,7 @@ class Engine:
         self.reduce()
         if inspect is not None:
             inspect()
-        result = self.agree(loss, count.value, stop, save)
+        result = self.agree(loss, count.value, stop)
         if result.applied:
             self.update(lr, result.grad_norm)
         self.sink.clear()
@@ -146,14 +148,12 @@ class Engine:
         """End the reduction that backward began."""
         self.sink.finish()
 
-    def agree(self, loss: float | Tensor, tokens: float, stop: bool, save: bool) -> StepResult:
+    def agree(self, loss: float | Tensor, tokens: float, stop: bool) -> StepResult:
         """Sum one control vector over all ranks and decide: the decision is the same everywhere."""
         mine = loss if self._counts_loss else 0.0
-        vector = torch.tensor(
-            [float(mine), self._squared_norm(), float(stop), float(save)], dtype=torch.float64, device=self.device
-        )
+        vector = torch.tensor([float(mine), self._squared_norm(), float(stop)], dtype=torch.float64, device=self.device)
         all_reduce(vector, self.groups["control"])
-        total, squared_norm, stops, saves = vector.tolist()
+        total, squared_norm, stops = vector.tolist()
         finite = math.isfinite(total) and math.isfinite(squared_norm)
         return StepResult(
             loss=total if tokens else None,
@@ -162,7 +162,8 @@ class Engine:
             applied=finite and tokens > 0,
             finite=finite,
             stop=stops > 0,
-            save=saves > 0,
+            own_loss_finite=math.isfinite(mine),
+            not_finite=None if finite else self.first_not_finite(),
         )
 
     def _squared_norm(self) -> float:

@@ -1,8 +1,8 @@
 """The rank server seen from outside: start it once, run functions on fresh ranks as often as you like.
 
-    with RankServer() as server:
-        result = server.run(function, 4, ("an argument",))     # function(world, "an argument") on four ranks
-        result.values                                           # what it returned, by rank
+with RankServer() as server:
+    result = server.run(function, 4, ("an argument",))     # function(world, "an argument") on four ranks
+    result.values                                           # what it returned, by rank
 """
 
 import contextlib
@@ -32,10 +32,11 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.
 class RankServer:
     """A clean process with torch loaded that forks ranks in milliseconds; a context manager. For one thread at a time.
 
-    env: environment variables set before torch is imported (`{"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}`), for the ranks too.
-    method: "fork"; "spawn" starts new interpreters, seconds instead of milliseconds, which CUDA and macOS need. None: fork
-    on Linux, else spawn; a job on CUDA spawns by itself.
+    env: environment variables set before torch is imported (`{"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}`), and in the ranks.
+    method: "fork"; "spawn" starts new interpreters, seconds instead of milliseconds, which CUDA and macOS need. None:
+    fork on Linux, else spawn; a job on CUDA spawns by itself.
     preload: modules the ranks find imported. torch's optimizers import torch._dynamo, one second in every rank.
+    Besides, ranks find torch and minidist.comm as they were when the server started, everything else as it is now.
     The constructor does not wait for the process; the first job does.
     """
 
@@ -91,7 +92,8 @@ class RankServer:
         """Start `function(world, *args, **kwargs)` on fresh ranks of this machine.
 
         function: any function at the top level of a file. args, kwargs: pickled, the same for all ranks.
-        backend: of the default process group: "auto" (none for one rank, nccl on GPUs of their own, else gloo), a name, None.
+        backend: of the default process group: "auto" (none for one rank, nccl on GPUs of their own, else gloo), a name,
+        or None.
         device: "cpu", "cuda" (a GPU each), "cuda:0" (one GPU for all), "auto".
         capture: keep what ranks print for `Result.output`; else they write to our own stdout and stderr.
         deadline_s: kill the job after that many seconds; never when None. timeout_s: torch's own for one operation.
@@ -163,7 +165,9 @@ class RankServer:
             if not select.select([self._line.socket], [], [], max(0.0, end_s - time.monotonic()))[0]:
                 raise RunError(f"the rank server (process {self.pid}) was not ready after {_START_S:.0f} s")
             if not self._receive():
-                raise RunError(f"the rank server ended with code {self._process.wait()} while it started; see its output above")
+                raise RunError(
+                    f"the rank server ended with code {self._process.wait()} while it started; see its output above"
+                )
 
     def _receive(self) -> bool:
         """Take in what the server says; False when it is gone."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from minidist.train.launch.client import RankServer
 
 _GRACE_DIED_S = 0.15  # after a death, for others that die of the same cause to be told with it
-_GRACE_RAISED_S = 1.0  # after an exception, for others that are about to raise the same one
+_GRACE_RAISED_S = 1.0  # after an exception or sys.exit, for others that are about to do the same
 _GRACE_END_S = 10.0  # after the last result, for processes to close what they hold
 
 
@@ -67,7 +67,7 @@ class Job:
         return self._number not in self._server._jobs
 
     def wait(self) -> Result:
-        """Block until the job has ended. Raises as `RankServer.run` says; an exception here (Ctrl-C) kills the ranks."""
+        """Block until the job has ended. Raises what `RankServer.run` raises; Ctrl-C here kills the ranks."""
         try:
             while not self.poll(1.0):
                 pass
@@ -81,7 +81,8 @@ class Job:
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Take in what happens, for at most that long; True when the job has ended (then `wait` does not block)."""
         if not self.done:
-            self._pump(min(timeout_s, self._observer.due_in_s(time.monotonic())))
+            judging = self._released_s is None
+            self._pump(min(timeout_s, self._observer.due_in_s(time.monotonic()) if judging else timeout_s))
         if not self.done:
             self._decide(time.monotonic())
         return self.done
@@ -177,7 +178,9 @@ class Job:
         verdict = self._observer.see(dict(enumerate(self.boards())), now_s) if due else None
         settled = all(rank.state != "running" or rank.gone for rank in self._ranks)
         if any(rank.died for rank in self._ranks):
-            if settled or now_s - self._since("died", now_s) >= _GRACE_DIED_S:
+            left = all(rank.state == "exit" for rank in self._ranks if rank.died)
+            grace_s = _GRACE_RAISED_S if left else _GRACE_DIED_S
+            if settled or now_s - self._since("died", now_s) >= grace_s:
                 self._end(death_report(self._ranks, self.boards()))
         elif any(rank.error for rank in self._ranks):
             if settled or verdict or now_s - self._since("raised", now_s) >= _GRACE_RAISED_S:
@@ -232,7 +235,7 @@ class Job:
 
 
 def shared_memory(count: int) -> int:
-    """An open file of `count` zeroed bytes that has no name, so nothing of it is left when the last process closes it."""
+    """An open file of `count` zeroed bytes. It has no name, so nothing is left when the last process closes it."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("minidist-boards")
     else:

@@ -13,8 +13,8 @@ from minidist.errors import UserError
 def choose_device(asked: str, local_rank: int, local_size: int) -> torch.device:
     """The device of a rank.
 
-    asked: "cpu"; "cuda" for a GPU of its own, which falls back to the CPU when there are more ranks than GPUs (the first
-    rank says so); "cuda:0" for this one GPU, shared with the others; "auto" for "cuda" where there is a GPU.
+    asked: "cpu"; "cuda" for a GPU of its own, which falls back to the CPU when there are more ranks than GPUs (the
+    first rank says so); "cuda:0" for this one GPU, shared with the others; "auto" for "cuda" where there is a GPU.
     Raises UserError when CUDA is asked for and there is none.
     """
     if asked == "cpu":
@@ -23,7 +23,9 @@ def choose_device(asked: str, local_rank: int, local_size: int) -> torch.device:
     if asked == "auto" and not gpus:
         return torch.device("cpu")
     if not gpus:
-        raise UserError(f"device {asked!r} was asked for, and torch {torch.__version__} sees no GPU here; use device cpu")
+        raise UserError(
+            f"device {asked!r} was asked for, and torch {torch.__version__} sees no GPU here; use device cpu"
+        )
     if asked not in ("auto", "cuda"):
         return torch.device(asked)
     if local_size > gpus:
@@ -46,7 +48,7 @@ def choose_backend(asked: str | None, device: torch.device, asked_device: str, s
 
 
 def prefer_loopback() -> None:
-    """Let gloo use the loopback interface, unless the person chose one: all ranks are here, and hosts without a name work."""
+    """Let gloo use the loopback interface, unless the person chose one: it needs no host name."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 

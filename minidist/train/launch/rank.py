@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import io
 import mmap
 import os
 import pickle
@@ -75,7 +76,9 @@ def _take_over(job: dict) -> None:
         os.chdir(job["cwd"])
     sys.path[:], sys.argv[:] = job["path"], job["argv"]
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        setattr(sys, name, open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False))
+        raw = io.FileIO(fd, "w", closefd=False)
+        text = io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", errors="backslashreplace", line_buffering=True)
+        setattr(sys, name, text)
 
 
 def _run(job: dict, board_fd: int, listen_fd: int) -> tuple[str, object]:
@@ -123,7 +126,7 @@ def _join(job: dict, board, listen_fd: int):
 
 
 def _store(job: dict, listen_fd: int):
-    """The meeting point. Rank 0 serves it on a socket that already listens, so nobody can take the port or come too soon."""
+    """The meeting point. Rank 0 serves it on a socket that listens already: no port to lose, nobody comes too soon."""
     from torch.distributed import TCPStore
 
     first = job["rank"] == 0
@@ -138,21 +141,25 @@ def _pickled(value: object, name: str) -> bytes:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise TypeError(
-            f"the result of {name} is a {type(value).__name__} that cannot be pickled, so it cannot be sent back ({error})"
+            f"the result of {name} is a {type(value).__name__}, which cannot be pickled and so not sent back: {error}"
         ) from None
 
 
 def _told(error: BaseException) -> RankError:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_HERE, "<frozen"))]
-    import minidist
     import torch
 
-    inside = tuple(os.path.dirname(os.path.abspath(m.__file__)) for m in (minidist, torch))
-    own = [f for f in frames if not f.filename.startswith(inside)] or frames
+    import minidist
+
+    ours, torchs = (os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (minidist, torch))
+    own = [f for f in frames if not f.filename.startswith((ours, torchs))]
+    own = own or [f for f in frames if not f.filename.startswith(torchs)]
     where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
     head = "Traceback (most recent call last):\n" if frames else ""
     text = head + "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))
-    network = isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    network = isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
     network = network or type(error).__name__ == "CommError"
     return RankError(type(error).__name__, str(error), where, text, getattr(error, "exit_code", None), network)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from minidist.comm.board import Snapshot
-from minidist.comm.watchdog import describe, rank_names
+from minidist.comm.standing import describe, rank_names
 from minidist.errors import UserError
 from minidist.train.launch.failure import RankError, RankFailure
 from minidist.train.launch.remote import RemoteRank

@@ -1,7 +1,7 @@
 """The rank server: a process that has imported torch, has run nothing, and turns into ranks on request.
 
 It starts no thread (a thread does not survive a fork, the locks it holds do), so a rank is a fresh process with torch
-loaded after a few milliseconds. With method "spawn" it imports nothing and starts new interpreters, which CUDA and macOS
+loaded after a few milliseconds. With method "spawn" it imports nothing and starts new interpreters, as CUDA and macOS
 need. It reports how each rank ended and leaves none alive when its client goes.
 """
 
@@ -14,24 +14,23 @@ import signal
 import socket
 import sys
 import traceback
+import weakref
 from collections.abc import Sequence
 
 from minidist.train.launch.protocol import Line
 
 _LOOK_FOR_PARENT_S = 1.0
+_NEEDED_BY_RANKS = ("torch.distributed", "minidist.comm", "minidist.train.launch.place", "minidist.train.launch.rank")
 
 
 def main(fd: int, method: str, preload: Sequence[str]) -> None:
     """Serve the client at the other end of socket `fd` until it is gone."""
     server = Server(Line(socket.socket(fileno=fd)), method)
     if method == "fork":
-        import torch  # noqa: F401
-        import torch.distributed
-
-        import minidist.train.launch.rank  # noqa: F401
-
-        for name in preload:
+        for name in (*_NEEDED_BY_RANKS, *preload):
             importlib.import_module(name)
+        for finalizer in list(weakref.finalize._registry):
+            finalizer.atexit = False  # torch's hundreds cost a rank 30 ms; those it makes itself do run when it ends
         gc.collect()
         gc.freeze()  # the collector of a rank leaves the shared pages alone
     server.line.send({"event": "ready"})
@@ -141,7 +140,9 @@ def _spawn(fds: tuple[int, ...]) -> int:
         (os.POSIX_SPAWN_DUP2, fds[0], 1),
         (os.POSIX_SPAWN_DUP2, fds[1], 2),
     ]
-    return os.posix_spawn(sys.executable, [sys.executable, "-P", "-c", code], os.environ, file_actions=actions, setpgroup=0)
+    return os.posix_spawn(
+        sys.executable, [sys.executable, "-P", "-c", code], os.environ, file_actions=actions, setpgroup=0
+    )
 
 
 def _kill_group(pid: int) -> None:

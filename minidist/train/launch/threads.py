@@ -1,7 +1,7 @@
 """How many threads a rank may use: the cores this process may really use, divided among its neighbours.
 
-torch takes every core it sees, in every rank. Two ranks with two threads each on two cores are 15 times slower than with
-one each, because each waits for threads that the other keeps from running.
+torch takes every core it sees, in every rank. Two ranks with two threads each on two cores are over ten times slower
+than with one each, because each waits for threads that the other keeps from running.
 """
 
 import os
@@ -12,7 +12,7 @@ from minidist.errors import UserError
 
 
 def threads_per_rank(local_ranks: int, environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int:
-    """`max(1, usable cores // local_ranks)`; the user's OMP_NUM_THREADS wins. Raises UserError when that is no number."""
+    """`max(1, usable cores // local_ranks)`; the user's OMP_NUM_THREADS wins. Raises UserError if that is no number."""
     asked = environ.get("OMP_NUM_THREADS")
     if asked:
         first = asked.split(",")[0].strip()  # OpenMP allows a list, one number per nesting level
@@ -30,7 +30,7 @@ def usable_cores(affinity: int | None = None, proc: Path = Path("/proc"), cgroup
     if affinity is None:
         affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota_cores(proc, cgroup)
-    # Rounded down: with 1.5 cores a second thread would be stopped for half of every period, and the first waits for it.
+    # Rounded down: with 1.5 cores a second thread would stand still for half of every period while the first waits.
     return affinity if quota is None else max(1, min(affinity, int(quota)))
 
 

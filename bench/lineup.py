@@ -1,0 +1,35 @@
+"""Who takes part: name to contender, ours first, then the peers to compare with, the floor last."""
+
+from collections.abc import Callable
+from functools import partial
+
+from bench import peers
+from bench.contenders import Contender, Floor, Ours, Seat, TorchDDP
+
+OURS, FLOOR = "minidist", "no communication"
+REFERENCE_PEER = "torch DDP"
+
+LINEUP: dict[str, Callable[[Seat], Contender]] = {
+    OURS: Ours,
+    "minidist naive": partial(Ours, gradients="naive"),
+    REFERENCE_PEER: TorchDDP,
+    "torch DDP bucket view": partial(TorchDDP, gradient_as_bucket_view=True),
+    "DeepSpeed ZeRO-0": peers.DeepSpeed,
+    "FairScale ShardedDDP": peers.FairScale,
+    FLOOR: Floor,
+}
+_NEEDS = {"DeepSpeed ZeRO-0": "deepspeed", "FairScale ShardedDDP": "fairscale"}
+
+
+def present(ranks: int, global_batch: int) -> tuple[list[str], list[str]]:
+    """(names that can run here, a line for each that cannot)."""
+    names, left_out = [], []
+    for name in LINEUP:
+        reason = peers.missing(_NEEDS[name]) if name in _NEEDS else None
+        if name == "DeepSpeed ZeRO-0" and global_batch % ranks:
+            reason = f"its batch of {global_batch} must divide by {ranks} ranks"
+        if reason is None:
+            names.append(name)
+        else:
+            left_out.append(f"{name} left out: {reason}")
+    return names, left_out

@@ -1,0 +1,130 @@
+"""What runs on every rank: prove that the contenders compute the same, then let them take turns."""
+
+import gc
+import random
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.contenders import Contender, Seat
+from bench.lineup import LINEUP
+from bench.workload import Share, Workload
+from minidist.comm import Group, Use, World, barrier, bind, gather_objects
+from minidist.errors import RunError
+from minidist.mesh import Mesh
+from minidist.parity import reference
+
+# float32: a batch cut in two or four gives gradients 7e-7 apart; ten times that, and a wrong divisor is 1e-2 and more.
+TOLERANCE = 1e-5
+CHECKED_STEPS = 3
+WARM_UP_STEPS = 3  # DDP lays out its buckets anew after its first step, and AdamW makes its state
+
+
+class Turns(NamedTuple):
+    """From one rank. spans: name to a (start, end) in seconds per round, on this machine's monotonic clock.
+
+    kernels: name to optimizer kernel. agreement: name to the largest relative difference to one process.
+    """
+
+    spans: dict[str, list[tuple[float, float]]]
+    kernels: dict[str, str]
+    agreement: dict[str, float]
+
+
+def run(world: World, names: Sequence[str], work: Workload, mode: str, rounds: int, steps: int) -> Turns:
+    """Check every contender against one process, warm up, and time `rounds` turns of `steps` steps for each.
+
+    Raises RunError when a contender is off by more than TOLERANCE: it would be timed at another task.
+    """
+    table = bind(world, Mesh(dp=world.size), [Use("bench", ("dp",))])["bench"]
+    shares = work.batches(world.rank, world.size)
+    seat = Seat(work, mode, world)
+    contenders = {name: LINEUP[name](seat) for name in names}
+    wanted = one_process(work)
+    agreement = {
+        name: agree(name, contender, shares, wanted, table)
+        for name, contender in contenders.items()
+        if contender.exact
+    }
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for name in names:
+        turn(contenders[name], shares[:WARM_UP_STEPS], table)
+    for number in range(rounds):
+        mine = [shares[(number * steps + i) % len(shares)] for i in range(steps)]
+        for name in random.Random(number).sample(names, len(names)):  # the same order on every rank
+            spans[name].append(turn(contenders[name], mine, table))
+    kernels = {name: contender.kernel for name, contender in contenders.items()}
+    return Turns(spans, kernels, agreement)
+
+
+def turn(contender: Contender, shares: Sequence[Share], table: Group) -> tuple[float, float]:
+    """One step per share after all ranks have met; (start, end). Python's garbage is collected before, not within."""
+    gc.collect()
+    gc.disable()
+    barrier(table)
+    start_s = time.monotonic()
+    for share in shares:
+        contender.step(share)
+    end_s = time.monotonic()
+    gc.enable()
+    return start_s, end_s
+
+
+class Step(NamedTuple):
+    """What a step must give."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+
+
+def one_process(work: Workload) -> list[Step]:
+    """The first steps as one process takes them with the whole batch."""
+    model, loader, steps = work.build(), work.loader(), []
+    batches = [loader.global_batch(i * work.global_batch, work.global_batch) for i in range(CHECKED_STEPS)]
+    reference.train(
+        model,
+        [(batch.tokens, batch.labels, batch.samples) for batch in batches],
+        work.adamw(model.parameters()),
+        work.clip_norm,
+        work.seed,
+        lambda step, loss, norm, grads: steps.append(Step(loss, norm, grads)),
+    )
+    return steps
+
+
+def agree(name: str, contender: Contender, shares: Sequence[Share], wanted: Sequence[Step], table: Group) -> float:
+    """The largest relative difference between a contender's first steps and those of one process, over all ranks.
+
+    Compared are each gradient of the first step, as max|a - b| / max|b|, and in mode full loss and norm of every step:
+    they show a wrong update too. (Later gradients are not: AdamW turns the last bit of a gradient near zero into a
+    whole step.) Between them the ranks must hold every gradient.
+    """
+    worst, held = 0.0, []
+    for i, want in enumerate(wanted):
+
+        def compare(gradients: dict[str, Tensor], want=want, first=i == 0) -> None:
+            nonlocal worst
+            for key, grad in gradients.items() if first else ():
+                off = (grad - want.gradients[key]).abs().max() / want.gradients[key].abs().max()
+                worst = max(worst, off.item())
+                held.append(key)
+
+        numbers = contender.step(shares[i], compare)
+        for got, expected in zip(numbers or (), (want.loss, want.grad_norm), strict=False):
+            worst = max(worst, abs(got - expected) / abs(expected))
+    seen = gather_objects((worst, held), table)
+    worst = max(off for off, _ in seen)
+    absent = wanted[0].gradients.keys() - {key for _, keys in seen for key in keys}
+    if absent or not worst <= TOLERANCE:
+        what = f"has no gradient of {sorted(absent)[0]}" if absent else f"is {worst:.1e} off one process"
+        raise RunError(f"{name} {what} on {table.size} ranks (tolerance {TOLERANCE:g}): it is not timed")
+    return worst
+
+
+def quiet_threads(world: World) -> int:
+    """Threads torch computes with on this rank."""
+    return torch.get_num_threads()

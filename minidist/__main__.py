@@ -1,0 +1,8 @@
+"""`python -m minidist` is the command `minidist`, and what torchrun starts."""
+
+import sys
+
+from minidist.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""What runs on ranks: the references, one process each, and the trainer, compared with them on the spot."""
+
+import hashlib
+import json
+import math
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from minidist.comm import Groups, World, bind, exchange
+from minidist.fault import checkpoint
+from minidist.mesh import Mesh
+from minidist.parallelize import USES, parallelize
+from minidist.parity import reference
+from minidist.parity.cases import GLOBAL_BATCH, RESUME_AFTER, SEED, STEPS, Case
+from minidist.parity.compare import Comparison
+from minidist.spec import Box, named_parameters
+from minidist.train.state import pieces, prepare
+from minidist.train.step import Engine
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank saw in one case.
+
+    largest, worst, first: as in `Comparison`. shapes: of every tensor of the reference; held: this rank's boxes of it.
+    digests: of this rank's parameters and buffers at the end. told: loss and norm of each step, as the step told them.
+    clipped_steps: of the reference.
+    """
+
+    largest: dict[str, float]
+    worst: tuple[float, str | None]
+    first: tuple[tuple[int, int, int], str] | None
+    shapes: dict[str, tuple[int, ...]]
+    held: dict[str, tuple[Box, ...]]
+    digests: dict[str, str]
+    told: tuple[tuple[float | None, float], ...]
+    clipped_steps: int
+
+
+def record_file(folder: str, number: int, rank: int) -> Path:
+    """Where a rank leaves its record of case `number`."""
+    return Path(folder, f"record-{number}-{rank}.pickle")
+
+
+def reference_file(folder: str, number: int) -> str:
+    """Where the gradients, parameters, losses and norms of reference `number` are."""
+    return f"{folder}/reference-{number}.safetensors"
+
+
+def run_references(world: World, cases: Sequence[Case], folder: str) -> None:
+    """Train the references, shared out over processes that do not know of each other."""
+    for number in range(world.rank, len(cases), world.size):
+        write_reference(cases[number], reference_file(folder, number))
+
+
+def write_reference(case: Case, file: str) -> None:
+    """Train a case in one process and write what it gave."""
+    model = case.model()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    config = case.config().optim
+    if case.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(
+            parameters, case.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        )
+    else:
+        optimizer = torch.optim.SGD(parameters, case.lr, weight_decay=config.weight_decay)
+    loader = case.loader()
+    batches = []
+    for step in range(STEPS):
+        batch = case.shape_labels(step, loader.global_batch(step * GLOBAL_BATCH, GLOBAL_BATCH))
+        batches.append((batch.tokens, batch.labels, batch.samples))
+    tensors: dict[str, Tensor] = {}
+    scalars: list[tuple[float, float]] = []
+
+    def look(step: int, loss: float, norm: float, grads: dict[str, Tensor | None]) -> None:
+        scalars.append((loss, norm))
+        tensors.update({f"{step}/{name}": grad for name, grad in grads.items() if grad is not None})
+
+    reference.train(model, batches, optimizer, case.clip_norm, SEED, look)
+    tensors.update({f"end/{name}": tensor.detach() for name, tensor in model.named_parameters()})
+    tensors.update({f"end/{name}": tensor for name, tensor in model.named_buffers()})
+    save_file(tensors, file, {"scalars": json.dumps(scalars)})
+
+
+def read_reference(file: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """(loss, norm) of each step, and the tensors `STEP/NAME` (gradients) and `end/NAME` (parameters and buffers)."""
+    with safe_open(file, framework="pt") as stream:
+        scalars = json.loads(stream.metadata()["scalars"])
+    return [tuple(pair) for pair in scalars], load_file(file)
+
+
+def run_cases(world: World, cases: Sequence[tuple[int, Case, int]], folder: str) -> None:
+    """Run each case, given with its number and that of its reference, on these ranks, and leave a record of it."""
+    groups = bind(world, Mesh(dp=world.size), USES)
+    for number, case, of in cases:
+        record = run_case(groups, case, reference_file(folder, of))
+        file = record_file(folder, number, world.rank)
+        aside = file.with_suffix(".partial")
+        aside.write_bytes(pickle.dumps(record))
+        os.rename(aside, file)
+
+
+def run_case(groups: Groups, case: Case, file: str) -> Record:
+    """Train as the case says and compare every gradient, loss, norm and, at the end, parameter of this rank."""
+    scalars, wanted = read_reference(file)
+    seen, loader, told = Comparison(case.tolerance), case.loader(), []
+    engine = _engine(groups, case)
+    rank, mesh = groups.world.rank, groups.mesh
+    for step in range(STEPS):
+        if case.resume and step == RESUME_AFTER:
+            engine = _resumed(engine, groups, case, step)
+        batches = loader.micro_batches(
+            step * GLOBAL_BATCH, GLOBAL_BATCH, mesh.coords(rank)["dp"], mesh.dp, case.micro_batches, case.share_of()
+        )
+        batches = [case.shape_labels(step, batch) for batch in batches]
+        looks = []
+
+        def compare_gradients(step=step, engine=engine, looks=looks):
+            looks.append(step)
+            for name, parameter in named_parameters(engine.model).items():
+                want = wanted.get(f"{step}/{name}")
+                seen.see_tensor("grad", step, name, parameter.grad, want, engine.specs[name])
+
+        result = engine.step(step, batches, case.lr, inspect=compare_gradients)
+        if len(looks) != 1:
+            seen.see("grad", step, f"(reduced {len(looks)} times)", math.inf)
+        told.append((result.loss, result.grad_norm))
+        loss, norm = scalars[step]
+        if math.isnan(loss):  # no token counted, so nothing may have happened
+            happened = result.loss is not None or result.applied or result.grad_norm != 0
+            seen.see("loss", step, None, math.inf if happened else 0.0)
+        else:
+            seen.see_number("loss", step, result.loss, loss)
+            seen.see_number("grad_norm", step, result.grad_norm, norm)
+    return _end(seen, engine, wanted, told, sum(norm > case.clip_norm for _, norm in scalars))
+
+
+def _end(seen: Comparison, engine: Engine, wanted: dict[str, Tensor], told: list, clipped_steps: int) -> Record:
+    """Compare what is left when training is over."""
+    parameters = named_parameters(engine.model)
+    for name, parameter in parameters.items():
+        seen.see_tensor("param", STEPS, name, parameter, wanted[f"end/{name}"], engine.specs[name])
+    buffers = dict(engine.model.named_buffers())
+    for name, buffer in buffers.items():
+        seen.see("param", STEPS, name, 0.0 if torch.equal(buffer, wanted[f"end/{name}"]) else math.inf)
+    return Record(
+        largest=seen.largest,
+        worst=seen.worst,
+        first=seen.first,
+        shapes={name.removeprefix("end/"): tuple(t.shape) for name, t in wanted.items() if name.startswith("end/")},
+        held={name: engine.specs[name].boxes for name in parameters}
+        | {name: (Box.whole(tuple(buffer.shape)),) for name, buffer in buffers.items()},
+        digests={name: _digest(tensor) for name, tensor in [*parameters.items(), *buffers.items()]},
+        told=tuple(told),
+        clipped_steps=clipped_steps,
+    )
+
+
+def _digest(tensor: Tensor) -> str:
+    memory = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(memory.numpy(), digest_size=8).hexdigest()
+
+
+def _engine(groups: Groups, case: Case, fresh: int = 0) -> Engine:
+    """The trainer's engine; ranks of a "different" start, and those of a resumed run, begin with values of their own."""
+    rank = groups.world.rank
+    model = case.model(SEED + fresh + (rank if case.start == "different" else 0))
+    if case.start == "different" and rank > 0:
+        with torch.no_grad():
+            model.frozen.fill_(1 + rank)
+            model.offset.fill_(1 + rank)
+    return Engine(parallelize(model, groups, case.config()), groups, case.config().optim, SEED)
+
+
+def _resumed(engine: Engine, groups: Groups, case: Case, step: int) -> Engine:
+    """Save, forget everything, and go on from the checkpoint in an engine that began with other values."""
+    control = groups["control"]
+    swap = exchange(control)
+    root = swap(tempfile.mkdtemp(prefix="minidist-parity-") if control.rank == 0 else None)[0]
+    try:
+        path = checkpoint.save(root, step, pieces(engine), {}, swap, control.rank)
+        engine = _engine(groups, case, fresh=1000)
+        prepare(engine, checkpoint.read_index(path))
+        checkpoint.load(path, pieces(engine), swap, control.rank)
+    finally:
+        swap(None)
+        if control.rank == 0:
+            shutil.rmtree(root, ignore_errors=True)
+    return engine

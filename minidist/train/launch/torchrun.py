@@ -1,0 +1,116 @@
+"""The same program under torchrun, which starts the ranks and tells each its place in environment variables."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minidist.errors import UserError
+from minidist.train.launch.threads import threads_per_rank
+
+if TYPE_CHECKING:
+    from minidist.comm.world import World
+
+_GIVEN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher has told this process its rank."""
+    return all(name in os.environ for name in _GIVEN)
+
+
+def torchrun_size() -> int:
+    """How many ranks the launcher has started."""
+    return _number("WORLD_SIZE")
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, or no rank at all: the one that speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s: float = 1800.0) -> Iterator["World"]:
+    """The world of a rank that torchrun started, as a context; at its end ranks wait for each other.
+
+    device, backend: as for `RankServer.start`. timeout_s: the longest one operation may take.
+    Raises UserError when the place is not known, the port is taken or the device is not there.
+    """
+    # Here, so that asking `under_torchrun` costs no import of torch.
+    import torch
+    import torch.distributed as dist
+
+    from minidist.comm.board import Board
+    from minidist.comm.watchdog import Watchdog
+    from minidist.comm.world import World
+    from minidist.train.launch.place import choose_backend, choose_device, init_group, prefer_loopback
+
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    local_rank, local_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size)
+    torch.set_num_threads(threads_per_rank(local_size, _own_environ()))
+    chosen = choose_device(device, local_rank, local_size)
+    talks = choose_backend(backend, chosen, device, size)
+    world = World(rank, size, local_rank, local_size, chosen, talks, Board(), _number("GROUP_RANK", 0))
+    if talks is None:
+        yield world
+        return
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    if local_size == size and address in _LOCAL:
+        prefer_loopback()
+    init_group(talks, _store(rank, size, address, port, timeout_s), rank, size, chosen, timeout_s)
+    own = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # boards of an earlier attempt must not be judged
+    watchdog = Watchdog(rank, size, world.board, dist.PrefixStore(f"minidist/{attempt}", own), timeout_s=timeout_s)
+    world.board.resume()
+    try:
+        yield world
+    except BaseException:
+        world.board.finish("failed")
+        watchdog.stop()
+        raise
+    world.board.finish("returned")
+    watchdog.finish()
+    dist.destroy_process_group()
+
+
+def _store(rank: int, size: int, address: str, port: int, timeout_s: float):
+    """torch's own meeting point: the agent's store under torchrun, else one that rank 0 serves."""
+    from torch.distributed import DistNetworkError
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        store, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s))))
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(
+            f"port {port} of {address}, where the {size} ranks are to meet, is in use by another program: "
+            f"pass another --master-port to torchrun, or --standalone, which takes a free one"
+        ) from None
+    return store
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdigit():
+        given = "is not set" if text is None else f"is {text!r}"
+        raise UserError(f"{name} {given}; start with torchrun, which sets it to a whole number, or with --ranks N")
+    return int(text)
+
+
+def _own_environ() -> Mapping[str, str]:
+    """The environment without the OMP_NUM_THREADS=1 that torchrun adds when the person set none.
+
+    What the person set stands in the environment torchrun itself was started with, which Linux shows.
+    """
+    environ = dict(os.environ)
+    with contextlib.suppress(OSError):
+        launcher = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+        if "TORCHELASTIC_RUN_ID" in environ and not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in launcher):
+            environ.pop("OMP_NUM_THREADS", None)
+    return environ

@@ -1,0 +1,286 @@
+"""The board's page, and the judge on boards written by hand: no process needed."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minidist.comm.board import PAGE_BYTES, Board, Channel
+from minidist.comm.standing import rank_names
+from minidist.comm.watchdog import Observer, Watchdog, judge
+
+GRADS = Channel("collective", "grads", (0, 1, 2))
+
+
+def waiting(board, channel, name="all_reduce", shape=(4,), dtype="float32", where="train.py:7"):
+    seq = board.launch(channel, name, shape, dtype)
+    board.wait(channel, seq, name, shape, dtype, where)
+    return board
+
+
+def snapshots(**boards):
+    return {int(name[1:]): board.snapshot() for name, board in boards.items()}
+
+
+def returned(board=None):
+    board = board or Board()
+    board.finish("returned")
+    return board
+
+
+# The page
+
+
+def test_another_reader_of_the_memory_sees_the_wait():
+    memory = bytearray(PAGE_BYTES)
+    waiting(Board(memory), GRADS, shape=(2, 3), where="/home/me/train.py:31")
+    seen = Board.read(memory)
+    assert (seen.state, seen.channel, seen.seq) == ("waiting", GRADS, 1)
+    assert (seen.operation, seen.where) == ("all_reduce (2, 3) float32", "/home/me/train.py:31")
+    assert seen.progress[GRADS].launched == 1
+
+
+def test_sequence_numbers_count_per_channel():
+    board, other = Board(), Channel("send", "grads", (0, 1, 2), 1, 5)
+    assert [board.launch(c, "x", (), "int64") for c in (GRADS, GRADS, other, GRADS)] == [1, 2, 1, 3]
+
+
+def test_every_write_changes_the_snapshot():
+    board = Board()
+    seen = [board.snapshot()]
+    for _ in range(2):
+        waiting(board, GRADS)
+        seen.append(board.snapshot())
+        board.resume()
+        seen.append(board.snapshot())
+    assert len({snapshot.version for snapshot in seen}) == len(seen)
+
+
+def test_a_page_being_written_is_not_read():
+    memory = bytearray(PAGE_BYTES)
+    waiting(Board(memory), GRADS)
+    memory[0] += 1  # the version while writing is odd
+    assert Board.read(memory) is None
+
+
+def test_the_image_reads_like_the_page():
+    board = waiting(Board(), GRADS)
+    assert Board.read(board.image()) == board.snapshot()
+    assert len(board.image()) < 1024
+
+
+def test_a_long_path_keeps_its_line():
+    board = waiting(Board(), GRADS, where="/a" * 300 + "/train.py:123")
+    assert board.snapshot().where.endswith("/train.py:123")
+
+
+def test_more_channels_than_the_page_holds_still_count():
+    board = Board()
+    channels = [Channel("send", "many", (0, 1), 1, tag) for tag in range(500)]
+    assert [board.launch(c, "send", (1,), "int8") for c in channels + channels] == [1] * 500 + [2] * 500
+    seen = waiting(board, channels[-1], "send").snapshot()
+    assert seen.channel is None and judge({0: seen}) is None
+
+
+@given(
+    st.sampled_from(["collective", "send", "recv"]),
+    st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20),
+    st.lists(st.integers(0, 5000), min_size=1, max_size=8, unique=True),
+    st.none() | st.integers(0, 5000),
+    st.integers(-1, 1 << 30),
+)
+def test_a_channel_reads_back_as_it_was_written(kind, use, ranks, peer, tag):
+    channel = Channel(kind, use, tuple(ranks), peer, tag)
+    assert waiting(Board(), channel).snapshot().channel == channel
+
+
+@pytest.mark.parametrize("ranks", [tuple(range(4096)), tuple(range(3, 4096, 8))])
+def test_large_regular_groups_fit(ranks):
+    channel = Channel("collective", "dp", ranks)
+    assert waiting(Board(), channel).snapshot().channel == channel
+
+
+# The judge
+
+
+def test_a_rank_that_waits_for_one_that_returned_is_deadlocked():
+    verdict = judge(snapshots(r0=waiting(Board(), GRADS), r1=returned(), r2=waiting(Board(), GRADS)))
+    assert (verdict.kind, verdict.ranks) == ("deadlock", (0, 2))
+    assert verdict.text.splitlines() == [
+        "deadlock: ranks 0, 2 wait for something that can never happen",
+        "  ranks 0, 2: waiting in all_reduce #1 (4,) float32 of 'grads' (ranks 0-2) at train.py:7",
+        "  rank 1: returned",
+        "rank 1 returned without launching all_reduce #1 of 'grads'",
+    ]
+
+
+def test_a_rank_that_is_not_seen_may_still_come():
+    assert judge(snapshots(r0=waiting(Board(), GRADS), r1=waiting(Board(), GRADS))) is None
+
+
+def test_a_rank_that_runs_may_still_come():
+    running = Board()
+    running.resume()
+    assert judge(snapshots(r0=waiting(Board(), GRADS), r1=running, r2=waiting(Board(), GRADS))) is None
+
+
+def test_all_ranks_in_one_operation_are_the_networks_business():
+    assert judge(snapshots(**{f"r{r}": waiting(Board(), GRADS) for r in range(3)})) is None
+
+
+def test_a_rank_that_returned_with_its_part_launched_is_not_missed():
+    early = Board()
+    early.launch(GRADS, "all_reduce", (4,), "float32")
+    boards = snapshots(r0=waiting(Board(), GRADS), r1=returned(early), r2=waiting(Board(), GRADS))
+    assert judge(boards) is None
+
+
+def test_a_waiting_rank_that_will_be_served_can_still_come():
+    pair = Channel("collective", "pair", (1, 3))
+    boards = snapshots(r0=waiting(Board(), GRADS), r1=waiting(Board(), pair), r2=waiting(Board(), GRADS))
+    served = {**boards, 3: waiting(Board(), pair).snapshot()}
+    assert judge(served) is None
+
+
+def test_a_chain_of_waits_ends_at_the_rank_that_died():
+    pair = Channel("collective", "pair", (1, 3))
+    boards = snapshots(r0=waiting(Board(), GRADS), r1=waiting(Board(), pair), r2=waiting(Board(), GRADS))
+    verdict = judge({**boards, 3: replace(Board().snapshot(), state="died")})
+    assert verdict.ranks == (0, 1, 2)
+    assert verdict.text.endswith("rank 3 died without launching all_reduce #1 of 'pair'")
+
+
+def test_one_lost_member_is_enough_while_another_still_works():
+    boards = snapshots(r0=waiting(Board(), GRADS), r1=returned())  # rank 2 runs
+    assert judge(boards).ranks == (0,)
+
+
+def test_a_recv_is_served_by_the_send_of_its_tag_only():
+    def recv(tag):
+        return waiting(Board(), Channel("recv", "pp", (0, 1), 1, tag), "recv")
+
+    sender = Board()
+    sender.launch(Channel("send", "pp", (0, 1), 0, 3), "send", (4,), "float32")
+    sender.finish("returned")
+    assert judge(snapshots(r0=recv(3), r1=sender)) is None
+    assert "without launching send #1 to rank 0 of 'pp'" in judge(snapshots(r0=recv(4), r1=sender)).text
+
+
+def test_a_second_recv_needs_a_second_send():
+    receiver, channel = Board(), Channel("recv", "pp", (0, 1), 1)
+    receiver.launch(channel, "recv", (4,), "float32")
+    waiting(receiver, channel, "recv")
+    sender = Board()
+    sender.launch(Channel("send", "pp", (0, 1), 0), "send", (4,), "float32")
+    assert "send #2" in judge(snapshots(r0=receiver, r1=returned(sender))).text
+
+
+def test_another_shape_at_the_same_place_is_a_mismatch():
+    verdict = judge(snapshots(r0=waiting(Board(), GRADS), r1=waiting(Board(), GRADS, shape=(5,))))
+    assert (verdict.kind, verdict.ranks) == ("mismatch", (0, 1))
+    assert "rank 0: all_reduce (4,) float32" in verdict.text and "rank 1: all_reduce (5,) float32" in verdict.text
+
+
+def test_a_mismatch_is_found_although_one_rank_is_already_further():
+    ahead = Board()
+    ahead.launch(GRADS, "broadcast", (4,), "float32")
+    ahead.launch(GRADS, "all_reduce", (4,), "float32")
+    verdict = judge(snapshots(r0=waiting(Board(), GRADS), r1=returned(ahead)))
+    assert verdict.kind == "mismatch" and "operation #1 of 'grads'" in verdict.text
+
+
+def test_a_send_and_a_recv_of_as_many_elements_match():
+    send = waiting(Board(), Channel("send", "pp", (0, 1), 1), "send", (2, 4))
+    recv = waiting(Board(), Channel("recv", "pp", (0, 1), 0), "recv", (8,))
+    assert judge(snapshots(r0=send, r1=recv)) is None
+    short = waiting(Board(), Channel("recv", "pp", (0, 1), 0), "recv", (7,))
+    assert judge(snapshots(r0=send, r1=short)).kind == "mismatch"
+
+
+def test_unequal_shares_of_an_all_to_all_match():
+    boards = {f"r{r}": waiting(Board(), GRADS, "all_to_all", (r + 1, 2)) for r in range(3)}
+    assert judge(snapshots(**boards)) is None
+
+
+def test_a_circle_of_many_ranks_is_told_in_few_lines():
+    size = 40
+    ranks = tuple(range(size))
+    boards = {
+        f"r{r}": waiting(Board(), Channel("recv", "ring", ranks, (r - 1) % size), "recv", where=f"ring.py:{r}")
+        for r in ranks
+    }
+    verdict = judge(snapshots(**boards))
+    assert verdict.ranks == ranks and len(verdict.text.splitlines()) < 15
+
+
+def test_a_verdict_needs_two_equal_readings():
+    stuck, observer = waiting(Board(), GRADS), Observer()
+    gone = returned().snapshot()
+    assert observer.see({0: stuck.snapshot(), 1: gone}, 0.0) is None
+    stuck.resume()
+    waiting(stuck, GRADS)  # looks alike, but has moved
+    assert observer.see({0: stuck.snapshot(), 1: gone}, 1.0) is None
+    assert observer.see({0: stuck.snapshot(), 1: gone}, 2.0).ranks == (0,)
+
+
+def test_rank_names_are_merged_into_runs():
+    assert [rank_names(ranks) for ranks in ([3], [2, 0, 1, 5], [0, 2])] == ["rank 3", "ranks 0-2, 5", "ranks 0, 2"]
+
+
+# The watchdog: the same judge, over a store
+
+
+class Store(dict):
+    """What the watchdog needs of torch's store."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def set(self, key, value):
+        self[key] = value
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def multi_get(self, keys):
+        return [self[key] for key in keys]
+
+    def add(self, key, amount):
+        with self.lock:
+            self[key] = self.get(key, 0) + amount
+            return self[key]
+
+
+PAIR = Channel("collective", "grads", (0, 1))
+
+
+def test_the_lowest_waiting_rank_reports_once_for_all():
+    store, said, done = Store(), [], threading.Event()
+
+    def end(rank):
+        return lambda report: (said.append((rank, report)), done.set())
+
+    boards = [Board(), Board()]
+    dogs = [Watchdog(r, 2, boards[r], store, end=end(r)) for r in range(2)]
+    waiting(boards[1], PAIR)
+    waiting(boards[0], PAIR, name="broadcast")
+    assert done.wait(20)
+    boards[1].finish("returned")
+    boards[0].finish("returned")
+    for dog in dogs:
+        threading.Thread(target=dog.finish, daemon=True).start()
+    for dog in dogs:
+        dog._thread.join(20)
+    assert [rank for rank, _ in said] == [0] and "mismatch: operation #1" in said[0][1]
+
+
+def test_a_wait_longer_than_the_timeout_is_reported_by_its_own_rank():
+    said, done = [], threading.Event()
+    board = Board()
+    dog = Watchdog(0, 2, board, Store(), timeout_s=0.1, end=lambda report: (said.append(report), done.set()))
+    waiting(board, PAIR)  # rank 1 never shows
+    assert done.wait(20)
+    assert "after 0.1 s in one wait\n  rank 0: waiting in all_reduce #1" in said[0]
+    dog._thread.join(20)

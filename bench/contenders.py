@@ -97,7 +97,7 @@ class Floor:
     def __init__(self, seat: Seat):
         self.work, self.full, self.world, self.size = seat.work, seat.full, seat.world, seat.world.size
         self.prepare(self.work.build())
-        self.kernel = kernel_of(self.optimizer)
+        self.kernel = kernel_of(getattr(self.optimizer, "optim", self.optimizer))  # FairScale's holds torch's
         self.model.train()
 
     def prepare(self, model: nn.Module) -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from bench.contenders import Contender, Seat
@@ -89,9 +88,10 @@ def one_process(work: Workload) -> list[Step]:
         model,
         [(batch.tokens, batch.labels, batch.samples) for batch in batches],
         work.adamw(model.parameters()),
-        work.clip_norm,
-        work.seed,
-        lambda step, loss, norm, grads: steps.append(Step(loss, norm, grads)),
+        lrs=[work.lr] * CHECKED_STEPS,
+        clip_norm=work.clip_norm,
+        seed=work.seed,
+        look=lambda step, loss, norm, grads: steps.append(Step(loss, norm, grads)),
     )
     return steps
 
@@ -123,8 +123,3 @@ def agree(name: str, contender: Contender, shares: Sequence[Share], wanted: Sequ
         what = f"has no gradient of {sorted(absent)[0]}" if absent else f"is {worst:.1e} off one process"
         raise RunError(f"{name} {what} on {table.size} ranks (tolerance {TOLERANCE:g}): it is not timed")
     return worst
-
-
-def quiet_threads(world: World) -> int:
-    """Threads torch computes with on this rank."""
-    return torch.get_num_threads()

@@ -5,6 +5,8 @@ A value comes from, later winning: the default here, a TOML file (`--config FILE
 """
 
 import dataclasses
+import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -133,8 +135,8 @@ class Config:
     comm: CommConfig = field(default_factory=CommConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: one GPU per rank where there are enough, else the CPU. cuda: GPUs, several ranks on one if need be."""
+    device: str = "auto"
+    """auto: a GPU per rank where there are enough, else the CPU. cpu. cuda: a GPU per rank. cuda:0: this GPU for all."""
     folder: Path | None = None
     """Run folder: metrics.jsonl, config.toml, loss.png, checkpoints. The next free runs/0001 when not given."""
 
@@ -160,48 +162,81 @@ class Config:
         return Mesh(pp=m.pp, dp=dp, cp=m.cp, tp=m.tp)
 
 
+# Smallest and largest value of each number, by option.
+_RANGES: dict[str, tuple[float, float]] = {
+    "train.steps": (1, math.inf),
+    "train.global-batch": (1, math.inf),
+    "train.micro-batches": (1, math.inf),
+    "train.seed": (0, 2**63 - 1),
+    "train.log-every": (1, math.inf),
+    "train.eval-every": (0, math.inf),
+    "train.eval-samples": (1, math.inf),
+    "train.sample-tokens": (0, math.inf),
+    "checkpoint.every": (0, math.inf),
+    "checkpoint.keep": (1, math.inf),
+    "data.seq-len": (1, math.inf),
+    "optim.lr": (0, math.inf),
+    "optim.weight-decay": (0, math.inf),
+    "optim.momentum": (0, 1),
+    "optim.warmup-steps": (0, math.inf),
+    "optim.min-lr-fraction": (0, 1),
+    "optim.decay-fraction": (0, 1),
+}
+_ABOVE_ZERO = ("optim.eps", "optim.clip-norm", "comm.bucket-mib", "comm.timeout-s")
+
+
 def check(config: Config, world_size: int) -> Mesh:
     """Raise UserError for whatever cannot run, before any rank starts; return the mesh."""
     mesh = config.mesh_of(world_size)
-    train, data, optim = config.train, config.data, config.optim
     try:
         config.model.validate()
     except ValueError as error:
-        raise UserError(str(error)) from None
-    for name, value, least in (
-        ("train.steps", train.steps, 1),
-        ("train.global_batch", train.global_batch, 1),
-        ("train.micro_batches", train.micro_batches, 1),
-        ("train.log_every", train.log_every, 1),
-        ("train.eval_every", train.eval_every, 0),
-        ("train.eval_samples", train.eval_samples, 1),
-        ("train.sample_tokens", train.sample_tokens, 0),
-        ("checkpoint.every", config.checkpoint.every, 0),
-        ("checkpoint.keep", config.checkpoint.keep, 1),
-        ("data.seq_len", data.seq_len, 1),
-        ("optim.warmup_steps", optim.warmup_steps, 0),
-    ):
-        if value < least:
-            raise UserError(f"{name} is {value}; it must be at least {least}. Give --{name} {least} or more.")
-    for name, number in (("comm.bucket_mib", config.comm.bucket_mib), ("comm.timeout_s", config.comm.timeout_s)):
-        if not number > 0:
-            raise UserError(f"{name} is {number}; it must be above 0.")
-    if optim.clip_norm is not None and not optim.clip_norm > 0:
-        raise UserError(f"optim.clip_norm is {optim.clip_norm}; it must be above 0, or none to never clip.")
+        raise UserError(f"model.{error}.") from None
+    _check_numbers(config)
+    train, data = config.train, config.data
+    if data.seq_len > config.model.max_seq_len:
+        raise UserError(
+            f"data.seq-len is {data.seq_len}, the model accepts sequences of at most {config.model.max_seq_len} tokens: "
+            f"give --data.seq-len {config.model.max_seq_len} or less, or --model.max-seq-len {data.seq_len}."
+        )
     if data.min_length is not None and not 1 <= data.min_length <= data.seq_len:
-        raise UserError(f"data.min_length is {data.min_length}; it must be from 1 to data.seq_len ({data.seq_len}).")
+        raise UserError(f"data.min-length is {data.min_length}; it must be from 1 to data.seq-len ({data.seq_len}).")
     parts = mesh.dp * train.micro_batches
     if train.global_batch < parts:
+        fewer = train.global_batch // mesh.dp
         raise UserError(
             f"a global batch of {train.global_batch} samples cannot fill dp={mesh.dp} ranks x "
-            f"{train.micro_batches} micro-batches = {parts} parts on {world_size} ranks ({mesh}): "
-            f"give --train.global-batch {parts} or more, or --train.micro-batches "
-            f"{max(1, train.global_batch // mesh.dp)} or fewer."
+            f"{train.micro_batches} micro-batches = {parts} parts (world size {world_size}, {mesh}): "
+            f"give --train.global-batch {parts} or more"
+            + (f", or --train.micro-batches {fewer} or fewer." if fewer else f", or at most {train.global_batch} ranks.")
         )
     for name, values in (("shares", data.shares), ("weights", data.weights)):
-        if values is not None and (len(values) != mesh.dp or min(values) < 0 or sum(values) <= 0):
+        if values is not None and (
+            len(values) != mesh.dp or not all(0 <= v < math.inf for v in values) or not any(values)
+        ):
             raise UserError(
-                f"data.{name} is {values}: it needs one number per data-parallel rank ({mesh.dp}), none below 0 and "
-                f"one at least above 0."
+                f"data.{name} is {' '.join(map(str, values))} ({len(values)} numbers): it needs one per data-parallel "
+                f"rank ({mesh.dp}), none below 0 and at least one above 0."
             )
     return mesh
+
+
+def _check_numbers(config: Config) -> None:
+    for name, (least, most) in _RANGES.items():
+        value = _value(config, name)
+        if not (least <= value <= most and abs(value) < math.inf):
+            needed = f"from {least} to {most}" if most < math.inf else f"{least} or more"
+            raise UserError(f"{name} is {value}; it must be {needed}: change --{name}.")
+    for name in _ABOVE_ZERO:
+        value = _value(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name} is {value}; it must be above 0: change --{name}.")
+    if not all(0 <= beta < 1 for beta in config.optim.betas):
+        raise UserError(f"optim.betas is {config.optim.betas}; both must be at least 0 and below 1: change --optim.betas.")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
+        raise UserError(f"device is {config.device!r}; possible: auto, cpu, cuda, or one GPU for all ranks: cuda:0.")
+
+
+def _value(config: Config, name: str):
+    section, field_name = name.replace("-", "_").split(".")
+    return getattr(getattr(config, section), field_name)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import tomllib
 import types
 import typing
@@ -11,15 +12,25 @@ from typing import Any, Literal
 from minidist.config import Config
 from minidist.errors import UserError
 
+# What a person calls TOML's types.
+_TOML_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a section",
+}
+
 
 def from_toml(path: Path, base: Config | None = None) -> Config:
     """The configuration in a TOML file, over `base`. Raises UserError naming an unknown key, or a value's type."""
     try:
         text = Path(path).read_text()
     except OSError as error:
-        raise UserError(f"the configuration file {path} cannot be read: {error.strerror}") from None
+        raise UserError(f"--config {path} cannot be read: {error.strerror}. Give a TOML file.") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path} is not a TOML file: it is not text") from None
+        raise UserError(f"--config {path} is not a TOML file: it is not text.") from None
     return from_text(text, str(path), base)
 
 
@@ -61,6 +72,8 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
             return value
         raise UserError(f"{name} is {value!r}; possible: {', '.join(map(str, arguments))}")
     if origin is tuple and isinstance(value, list):
+        if arguments[-1] is not Ellipsis and len(value) != len(arguments):
+            raise UserError(f"{name} has {len(value)} values; it must have {len(arguments)}")
         return tuple(_convert(item, arguments[0], name) for item in value)
     if kind is Path and isinstance(value, str):
         return Path(value)
@@ -68,7 +81,13 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
         return float(value)
     if isinstance(kind, type) and type(value) is kind:
         return value
-    raise UserError(f"{name} is {value!r}, a {type(value).__name__}; it must be {getattr(kind, '__name__', kind)}")
+    raise UserError(f"{name} is {value!r}, {_TOML_NAMES.get(type(value), 'a date')}; it must be {_expected(kind)}")
+
+
+def _expected(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return "a list of numbers"
+    return "a text" if kind is Path else _TOML_NAMES[kind]
 
 
 def to_toml(config: Any, prefix: str = "") -> str:
@@ -93,5 +112,4 @@ def _toml_value(value: Any) -> str:
             return repr(value)
         case tuple() | list():
             return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{text}"'
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's

@@ -1,8 +1,8 @@
 """Facts about parameters, in one table: `specs[global_name]`.
 
-The global name and shape of a parameter are those of the unsplit model in every layout. What this rank holds of it is a
-list of boxes (rectangles of the global tensor): one box for a whole or a tensor-parallel parameter, several for the flat
-ranges of ZeRO. Reduction, norm, clipping, optimizer, checkpoint and parity read this table, so that they agree.
+The global name and shape of a parameter are those of the unsplit model in every layout. What this rank holds of it is
+a list of boxes (rectangles of the global tensor): one box for a whole or a tensor-parallel parameter, several for the
+flat ranges of ZeRO. Reduction, norm, clipping, optimizer, checkpoint and parity read this table, so that they agree.
 
 The table is keyed by name and stored beside the model, because an attribute on a Parameter does not survive deepcopy,
 `to_empty`, `load_state_dict(assign=True)` or a wrapper.
@@ -118,7 +118,7 @@ class ParamSpec:
 
     @property
     def owner(self) -> int:
-        """The one replica that counts in a norm and writes to a checkpoint. Parameters are spread over their replicas."""
+        """The one replica that counts in a norm and writes to a checkpoint; the work is spread over the replicas."""
         return self.replicas[zlib.crc32(self.name.encode()) % len(self.replicas)]
 
     @property

@@ -4,9 +4,14 @@ import os
 import time
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from minidist.train.launch import RankServer
+
+# The same examples in every run, and no clock: the machine may be busy.
+hypothesis.settings.register_profile("minidist", deadline=None, derandomize=True, max_examples=60)
+hypothesis.settings.load_profile("minidist")
 
 DEADLINE_S = 60.0
 _GONE_WITHIN_S = 10.0

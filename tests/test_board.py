@@ -276,6 +276,34 @@ def test_the_lowest_waiting_rank_reports_once_for_all():
     assert [rank for rank, _ in said] == [0] and "mismatch: operation #1" in said[0][1]
 
 
+def watched(rank, board, store):
+    """A watchdog whose thread has ended: the test calls what the thread would."""
+    dog = Watchdog(rank, 2, board, store)
+    dog.stop()
+    return dog
+
+
+def test_a_board_posted_once_may_be_out_of_date():
+    store, boards = Store(), [waiting(Board(), PAIR), waiting(Board(), PAIR, shape=(9,))]
+    first, second = [watched(rank, board, store) for rank, board in enumerate(boards)]
+    for _ in range(3):  # rank 1 may have gone on since it posted: it has nothing to say while it runs
+        first._post()
+        assert first._read() is None
+    second._post()
+    first._post()
+    assert first._read().kind == "mismatch"
+
+
+def test_a_waiting_rank_leaves_the_word_to_a_lower_one():
+    store, boards = Store(), [waiting(Board(), PAIR), waiting(Board(), PAIR, shape=(9,))]
+    first, second = dogs = [watched(rank, board, store) for rank, board in enumerate(boards)]
+    for dog in dogs:
+        dog._read()
+    for dog in dogs:
+        dog._post()
+    assert first._read() is not None and second._read() is None
+
+
 def test_a_wait_longer_than_the_timeout_is_reported_by_its_own_rank():
     said, done = [], threading.Event()
     board = Board()

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from minidist.models import ModelConfig, Transformer, generate, init_parameters
+from minidist.models import ModelConfig, Transformer, init_parameters
+from minidist.models.generate import generate
 
 
 @pytest.fixture

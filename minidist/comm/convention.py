@@ -1,8 +1,8 @@
 """How many bytes one rank puts on the wire: the one table that meter, estimate and grader share.
 
-`n` counts elements, `size` the ranks of the group and `rank` the place of this one. The figures are exact for the named
-algorithm, with the chunk sizes that an uneven cut really has; they are not averages. A library may use another algorithm
-than the one named here, so a figure for its collective is *modelled*; for a transfer the figure is what was sent.
+`n` counts elements, `size` the ranks of the group and `rank` the place of this one. The figures are exact for the
+named algorithm, with the chunk sizes that an uneven cut really has; they are not averages. A library may use another
+algorithm than the one named here, so a figure for its collective is *modelled*; for a transfer it is what was sent.
 
 Algorithms: ring, Patarasuk and Yuan 2009, section 3; binomial tree, Thakur et al. 2005, section 3.
 """

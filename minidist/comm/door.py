@@ -1,8 +1,8 @@
 """The operations: every byte between ranks passes one of these functions.
 
-Each takes a group and moves tensors in place. With `async_op=True` it returns a `Handle` at once, which owns the tensors
-until `wait()`: do not read or write them before. On CUDA `wait()` orders streams and does not block the host. Peers and
-roots are ranks *in the group*. Within a group every rank must launch the same operations in the same order.
+Each takes a group and moves tensors in place. With `async_op=True` it returns a `Handle` at once, which owns the
+tensors until `wait()`: do not read or write them before. On CUDA `wait()` orders streams and does not block the host.
+Peers and roots are ranks *in the group*. Within a group every rank must launch the same operations in the same order.
 
 A group of one rank has nobody to talk to: the operation does its local part and nothing is counted.
 """
@@ -115,7 +115,16 @@ def _announce(group: Group, name: str, tensor: Tensor, channel: Channel, **count
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     seq = group.world.board.launch(channel, name, shape, dtype)
     record = group.meter.record(
-        name, group.use, group.ranks, group.rank, seq, shape, tensor.dtype, peer=channel.peer, **count
+        name,
+        group.use,
+        group.ranks,
+        group.rank,
+        seq,
+        shape,
+        tensor.dtype,
+        device=str(tensor.device),
+        peer=channel.peer,
+        **count,
     )
     return _Launched(channel, seq, name, shape, dtype, record)
 
@@ -246,11 +255,11 @@ def batch(transfers: Sequence[Transfer], group: Group, async_op: bool = False) -
     """Start all transfers together, so that no order among them can deadlock (NCCL demands it of concurrent ones)."""
     if not transfers:
         return _done(group, async_op)
-    launched = []
+    launched, number = [], group.meter.next_batch()
     for transfer in transfers:
         _check_peer(transfer.kind, transfer.peer, group)
         channel = group.transfer(transfer.kind, transfer.peer, transfer.tag)
-        launched.append(_announce(group, transfer.kind, transfer.tensor, channel))
+        launched.append(_announce(group, transfer.kind, transfer.tensor, channel, batch=number))
     calls = {"send": dist.isend, "recv": dist.irecv}
     ops = [
         dist.P2POp(calls[t.kind], t.tensor, group.ranks[t.peer], group=group.process_group, tag=t.tag)

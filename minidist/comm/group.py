@@ -1,8 +1,8 @@
 """Process groups, made from a mesh by declared use.
 
-A *use* says along which axes ranks talk and what for. All groups are made at once, by all ranks in one order, so no rank
-can wait for a group that another has not begun to make. Two uses over the same ranks get groups of their own: what is
-queued for one purpose never delays, and never pairs with, what is sent for another.
+A *use* says along which axes ranks talk and what for. All groups are made at once, by all ranks in one order, so no
+rank can wait for a group that another has not begun to make. Two uses over the same ranks get groups of their own:
+what is queued for one purpose never delays, and never pairs with, what is sent for another.
 """
 
 import weakref

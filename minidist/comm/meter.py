@@ -20,7 +20,8 @@ class Record:
     shape, dtype: the tensor the convention table counts.
     payload_bytes: the size of that tensor; wire_bytes: what this rank sends.
     algorithm: what the wire bytes stand for; modelled: whether that algorithm was assumed rather than seen.
-    peer: global rank on the other end of a transfer.
+    device: where the tensor is; peer: global rank on the other end of a transfer; batch: what transfers that were
+    launched together have in common.
     launched, waited: places in the order of events of this rank's meter; `waited` is None until the wait ended.
     """
 
@@ -34,7 +35,9 @@ class Record:
     wire_bytes: int
     algorithm: str
     modelled: bool
+    device: str = "cpu"
     peer: int | None = None
+    batch: int | None = None
     launched: int = 0
     waited: int | None = None
 
@@ -65,7 +68,9 @@ class Meter:
         *,
         root: int = 0,
         splits: list[int] | None = None,
+        device: str = "cpu",
         peer: int | None = None,
+        batch: int | None = None,
     ) -> Record:
         """Count one launched operation of group rank `rank` and return its record."""
         numel = 1
@@ -83,7 +88,9 @@ class Meter:
             wire_bytes=sent * dtype.itemsize,
             algorithm=ALGORITHM[name],
             modelled=name not in EXACT,
+            device=device,
             peer=peer,
+            batch=batch,
             launched=self._tick(),
         )
         self.operations[use, name] += 1
@@ -107,6 +114,10 @@ class Meter:
     def total_wire_bytes(self) -> int:
         """Bytes this rank has sent, over all uses."""
         return sum(self.wire_bytes.values())
+
+    def next_batch(self) -> int:
+        """A number for transfers that are about to be launched together."""
+        return self._tick()
 
     def _tick(self) -> int:
         self._clock += 1

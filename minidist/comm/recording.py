@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d  # the options are not in torch.distributed's own namespace
 
 from minidist.comm.board import Board, Channel
 from minidist.comm.door import caller_line
@@ -33,7 +34,7 @@ def mount(meter: Meter, board: Board | None = None, use: str = "torch") -> str:
     def create(options, _backend_options) -> RecordingGroup:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         inner = _inner_group(options.store, options.group_rank, options.group_size, options.timeout)
-        return RecordingGroup(inner, ranks, meter, board, use)
+        return RecordingGroup(inner, ranks, meter, board, use, options.group_id)
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     return NAME
@@ -95,9 +96,12 @@ class _RecordedWork(dist.Work):
 class RecordingGroup(dist.ProcessGroup):
     """Counts every operation and passes it to `inner`."""
 
-    def __init__(self, inner: dist.ProcessGroup, ranks: tuple[int, ...], meter: Meter, board: Board, use: str):
+    def __init__(
+        self, inner: dist.ProcessGroup, ranks: tuple[int, ...], meter: Meter, board: Board, use: str, name: str
+    ):
         super().__init__(inner.rank(), inner.size())
         self._inner, self._ranks, self._meter, self._board, self._use = inner, ranks, meter, board, use
+        self._name = name
 
     def _run(
         self,
@@ -109,14 +113,23 @@ class RecordingGroup(dist.ProcessGroup):
         channel: Channel | None = None,
         **count,
     ) -> dist.Work:
-        """Record `name` once per tensor in `counted` (with `numel` elements, if the tensor itself is not the measure)."""
+        """Record `name` once per tensor in `counted`, with `numel` elements if the tensor itself is not the measure."""
         channel = channel or Channel("collective", self._use, self._ranks)
         for tensor in counted:
             shape = tuple(tensor.shape) if numel is None else (numel,)
             dtype = str(tensor.dtype).removeprefix("torch.")
             seq = self._board.launch(channel, name, shape, dtype)
             record = self._meter.record(
-                name, self._use, self._ranks, self.rank(), seq, shape, tensor.dtype, peer=channel.peer, **count
+                name,
+                self._use,
+                self._ranks,
+                self.rank(),
+                seq,
+                shape,
+                tensor.dtype,
+                device=str(tensor.device),
+                peer=channel.peer,
+                **count,
             )
         work = call()
         # Some backends do a small operation at once and have nothing to wait for.
@@ -124,37 +137,37 @@ class RecordingGroup(dist.ProcessGroup):
 
     # -- whole tensors ------------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors, opts=dist.AllreduceOptions()):  # noqa: B008 (torch's own signature)
+    def allreduce(self, tensors, opts=c10d.AllreduceOptions()):
         return self._run("all_reduce", tensors, lambda: self._inner.allreduce(tensors, opts))
 
-    def allreduce_coalesced(self, tensors, opts=dist.AllreduceCoalescedOptions()):  # noqa: B008
+    def allreduce_coalesced(self, tensors, opts=c10d.AllreduceCoalescedOptions()):
         return self._run("all_reduce", tensors, lambda: self._inner.allreduce_coalesced(tensors, opts))
 
-    def broadcast(self, tensors, opts=dist.BroadcastOptions()):  # noqa: B008
+    def broadcast(self, tensors, opts=c10d.BroadcastOptions()):
         return self._run("broadcast", tensors, lambda: self._inner.broadcast(tensors, opts), root=opts.rootRank)
 
-    def reduce(self, tensors, opts=dist.ReduceOptions()):  # noqa: B008
+    def reduce(self, tensors, opts=c10d.ReduceOptions()):
         return self._run("reduce", tensors, lambda: self._inner.reduce(tensors, opts), root=opts.rootRank)
 
-    def barrier(self, opts=dist.BarrierOptions()):  # noqa: B008
+    def barrier(self, opts=c10d.BarrierOptions()):
         return self._run("barrier", [torch.empty(0)], lambda: self._inner.barrier(opts))
 
     # -- all-gather ---------------------------------------------------------------------------------------------------
 
-    def allgather(self, outputs, inputs, opts=dist.AllgatherOptions()):  # noqa: B008
+    def allgather(self, outputs, inputs, opts=c10d.AllgatherOptions()):
         numel = sum(part.numel() for part in outputs[0])
         return self._run("all_gather", inputs, lambda: self._inner.allgather(outputs, inputs, opts), numel=numel)
 
-    def allgather_coalesced(self, outputs, inputs, opts=dist.AllgatherOptions()):  # noqa: B008
+    def allgather_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
         # The count is that of the gathered tensor: meta tensors stand for results that exist only in parts.
         whole = [torch.empty(self.size() * x.numel(), dtype=x.dtype, device="meta") for x in inputs]
         return self._run("all_gather", whole, lambda: self._inner.allgather_coalesced(outputs, inputs, opts))
 
-    def all_gather_single(self, output, input, opts=dist.AllgatherOptions()):  # noqa: B008
+    def all_gather_single(self, output, input, opts=c10d.AllgatherOptions()):
         call = getattr(self._inner, "all_gather_single", None) or self._inner._allgather_base
         return self._run("all_gather", [output], lambda: call(output, input, opts))
 
-    def all_gather_single_coalesced(self, outputs, inputs, opts=dist.AllgatherOptions()):  # noqa: B008
+    def all_gather_single_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
         call = getattr(self._inner, "all_gather_single_coalesced", None) or self._inner.allgather_into_tensor_coalesced
         return self._run("all_gather", outputs, lambda: call(outputs, inputs, opts))
 
@@ -163,17 +176,17 @@ class RecordingGroup(dist.ProcessGroup):
 
     # -- reduce-scatter -----------------------------------------------------------------------------------------------
 
-    def reduce_scatter(self, outputs, inputs, opts=dist.ReduceScatterOptions()):  # noqa: B008
+    def reduce_scatter(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
         numel = sum(part.numel() for part in inputs[0])
         return self._run(
             "reduce_scatter", outputs, lambda: self._inner.reduce_scatter(outputs, inputs, opts), numel=numel
         )
 
-    def reduce_scatter_single(self, output, input, opts=dist.ReduceScatterOptions()):  # noqa: B008
+    def reduce_scatter_single(self, output, input, opts=c10d.ReduceScatterOptions()):
         call = getattr(self._inner, "reduce_scatter_single", None) or self._inner._reduce_scatter_base
         return self._run("reduce_scatter", [input], lambda: call(output, input, opts))
 
-    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=dist.ReduceScatterOptions()):  # noqa: B008
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
         call = (
             getattr(self._inner, "reduce_scatter_single_coalesced", None) or self._inner.reduce_scatter_tensor_coalesced
         )
@@ -184,7 +197,7 @@ class RecordingGroup(dist.ProcessGroup):
 
     # -- personalised -------------------------------------------------------------------------------------------------
 
-    def all_to_all_single(self, output, input, output_splits, input_splits, opts=dist.AllToAllOptions()):  # noqa: B008
+    def all_to_all_single(self, output, input, output_splits, input_splits, opts=c10d.AllToAllOptions()):
         call = getattr(self._inner, "all_to_all_single", None) or self._inner.alltoall_base
         row = input[0].numel() if input.dim() and input.shape[0] else 0
         splits = [rows * row for rows in input_splits] or None
@@ -194,17 +207,17 @@ class RecordingGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def alltoall(self, outputs, inputs, opts=dist.AllToAllOptions()):  # noqa: B008
+    def alltoall(self, outputs, inputs, opts=c10d.AllToAllOptions()):
         splits = [part.numel() for part in inputs]
         return self._run(
             "all_to_all", inputs[:1], lambda: self._inner.alltoall(outputs, inputs, opts),
             numel=sum(splits), splits=splits,
         )  # fmt: skip
 
-    def gather(self, outputs, inputs, opts=dist.GatherOptions()):  # noqa: B008
+    def gather(self, outputs, inputs, opts=c10d.GatherOptions()):
         return self._run("gather", inputs, lambda: self._inner.gather(outputs, inputs, opts), root=opts.rootRank)
 
-    def scatter(self, outputs, inputs, opts=dist.ScatterOptions()):  # noqa: B008
+    def scatter(self, outputs, inputs, opts=c10d.ScatterOptions()):
         return self._run("scatter", outputs, lambda: self._inner.scatter(outputs, inputs, opts), root=opts.rootRank)
 
     # -- transfers ----------------------------------------------------------------------------------------------------
@@ -227,6 +240,10 @@ class RecordingGroup(dist.ProcessGroup):
 
     def getBackendName(self):
         return NAME
+
+    @property
+    def group_name(self) -> str:
+        return self._name  # torch names the groups that it builds itself, not one that a backend brings
 
     def _set_sequence_number_for_group(self):
         pass

@@ -1,9 +1,23 @@
-"""A decoder-only transformer that knows nothing of parallelism. Imports torch and the standard library only."""
+"""A decoder-only transformer that knows nothing of parallelism. Imports torch and the standard library only.
 
-from minidist.models.config import ModelConfig
-from minidist.models.dropout import DropoutAddress
-from minidist.models.generate import generate
-from minidist.models.init import init_parameters, initial_value
-from minidist.models.transformer import IGNORE, Transformer
+Names are looked up when they are first used: the shape of a model (`ModelConfig`) needs no torch, which takes seconds.
+"""
 
-__all__ = ["IGNORE", "DropoutAddress", "ModelConfig", "Transformer", "generate", "init_parameters", "initial_value"]
+import importlib
+
+_HOMES = {
+    "IGNORE": "transformer",
+    "DropoutAddress": "dropout",
+    "ModelConfig": "config",
+    "Transformer": "transformer",
+    "init_parameters": "init",
+    "initial_value": "init",
+}
+
+__all__ = ["IGNORE", "DropoutAddress", "ModelConfig", "Transformer", "init_parameters", "initial_value"]
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

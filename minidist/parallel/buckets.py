@@ -82,7 +82,7 @@ class BucketedSink:
         parameters: Mapping[str, nn.Parameter],
         specs: Specs,
         groups: Iterable[Group],
-        bucket_bytes: int = 4 * MIB,
+        bucket_bytes: int = 25 * MIB,
     ):
         self._parameters = trainable(parameters)
         self._buckets = self._lay_out(specs, list(groups), bucket_bytes)

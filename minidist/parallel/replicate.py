@@ -36,7 +36,7 @@ def gradient_sink(
     parameters: Mapping[str, nn.Parameter],
     specs: Specs,
     groups: Iterable[Group],
-    bucket_mib: float = 4.0,
+    bucket_mib: float = 25.0,
 ) -> GradSink:
     """The sink that sums gradients over the replicas of each parameter."""
     if kind == "naive":

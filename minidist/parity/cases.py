@@ -18,14 +18,14 @@ from minidist.parity.cover import covered, pairs, pairwise
 from minidist.parity.probe import Probe
 
 STEPS = 5
-GLOBAL_BATCH = 26  # neither 3, 4 nor their products divide it
+GLOBAL_BATCH = 29  # a prime: no number of ranks or micro-batches divides it
 SEQ_LEN = 12
 TEXT_LENGTH = 4000
 SEED = 11
 CLIPPED_STEP = 1  # in cases that clip, the one whose gradient is beyond the norm
 EMPTY_STEP = 2  # in cases with an empty step, no token of this one counts
 RESUME_AFTER = 3
-SHORT_SAMPLES = 9  # under padding, the first of each global batch, so that no equal cut of it has equal counts
+SHORT_SAMPLES = 10  # under padding, the first of each global batch, so that no equal cut of it has equal counts
 
 # Everything about a case that is not its world. The first value of a switch is the plain one.
 SWITCHES: dict[str, tuple[Any, ...]] = {
@@ -106,9 +106,9 @@ class Case:
         """A norm that one step of the cases that clip exceeds, and no step of the others."""
         return 2.2 if self.clip else 1e9
 
-    @property
-    def lr(self) -> float:
-        return 1e-3 if self.optimizer == "adamw" else 0.1
+    def lr(self, step: int) -> float:
+        """Learning rate of a step: another one in each, as a schedule would have it."""
+        return (1e-3 if self.optimizer == "adamw" else 0.1) / (1 + 0.2 * step)
 
     def model(self, seed: int = SEED) -> Probe:
         """The model with its initial values, in the dtype of the case."""
@@ -128,9 +128,13 @@ class Case:
         return model.to(getattr(torch, self.dtype))
 
     def config(self) -> Config:
-        optim = OptimConfig(kind=self.optimizer, lr=self.lr, weight_decay=0.1, clip_norm=self.clip_norm)
-        # Buckets so small that the model has several.
-        return Config(optim=optim, comm=CommConfig(gradients=self.gradients, bucket_mib=0.01))
+        # The rate here is not the one of any step. Adam's usual eps of 1e-8 is below the rounding of a float32 gradient:
+        # elements that should be zero would then move by whole learning rates, into gradients of later steps.
+        optim = OptimConfig(
+            kind=self.optimizer, lr=1.0, weight_decay=0.1, momentum=0.5, eps=1e-5, clip_norm=self.clip_norm
+        )
+        # Buckets so small that the model has many, before and after the one with the rarely used parameter.
+        return Config(optim=optim, comm=CommConfig(gradients=self.gradients, bucket_mib=0.004))
 
     def share_of(self) -> tuple[float, ...] | None:
         """The share of the batch of each rank: when uneven, one rank has nothing and the others differ."""

@@ -16,7 +16,7 @@ from minidist.parity.run import run
 from minidist.train.launch import RankServer
 
 WIDTH = 100
-_NAME_WIDTH = 46
+_NAME_WIDTH = 44
 _DIFFERENCES = ("loss_diff", "grad_diff", "grad_norm_diff", "param_diff")
 
 

@@ -5,7 +5,7 @@ shape that does not fit, a number that is not finite on either side, a tensor th
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from minidist.spec import Box, ParamSpec
 
-# In the order in which the name of a tensor says most about what went wrong.
+First = tuple[tuple[int, int, int], str]
+
+# In the order in which one step's are told: the name of a tensor says more than that the loss is wrong.
 KINDS = ("grad", "loss", "grad_norm", "param")
 
 
@@ -51,13 +53,15 @@ class Comparison:
 
     tolerance: of the kinds that are judged; the others are only reported.
     worst: the tensor whose difference is the largest part of its tolerance.
-    first: place (step, kind, order seen) and name of what is wrong first: "step 0 grad model.norm.weight".
+    first: what is wrong first: its place (step, kind, order seen) and "step 0 grad model.norm.weight".
+    found: called when that is known, since a wrong run may not live to its end.
     """
 
     tolerance: Mapping[str, float]
     largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     worst: tuple[float, str | None] = (-1.0, None)
-    first: tuple[tuple[int, int, int], str] | None = None
+    first: First | None = None
+    found: Callable[[First], None] = lambda first: None
     _seen: int = 0
 
     def see(self, kind: str, step: int, name: str | None, diff: float) -> None:
@@ -70,9 +74,8 @@ class Comparison:
         part = diff / self.tolerance[kind]
         if name is not None and part > self.worst[0]:
             self.worst = (part, name)
-        place = (step, KINDS.index(kind), self._seen)
-        if part > 1 and (self.first is None or place < self.first[0]):
-            self.first = (place, f"step {step} {kind} {name or ''}".rstrip())
+        if part > 1:
+            self._wrong(step, kind, f"step {step} {kind} {name or ''}".rstrip())
 
     def see_tensor(
         self, kind: str, step: int, name: str, mine: Tensor | None, whole: Tensor | None, spec: ParamSpec
@@ -83,6 +86,17 @@ class Comparison:
         else:
             diff = difference(mine, whole, spec)
         self.see(kind, step, name, diff)
+
+    def refuse(self, step: int, kind: str, what: str) -> None:
+        """Something is wrong that has no size."""
+        self.largest[kind] = math.inf
+        self._wrong(step, kind, f"step {step} {what}")
+
+    def _wrong(self, step: int, kind: str, what: str) -> None:
+        place = (step, KINDS.index(kind), self._seen)
+        if self.first is None or place < self.first[0]:
+            self.first = (place, what)
+            self.found(self.first)
 
     def see_number(self, kind: str, step: int, mine: float | None, whole: float) -> None:
         """A number that every rank knows."""

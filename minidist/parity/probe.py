@@ -7,16 +7,16 @@ from minidist.models.config import ModelConfig
 from minidist.models.dropout import DropoutAddress
 from minidist.models.transformer import IGNORE, Transformer
 
-# Samples 20, 60, 100, ... use `rare`. In steps of 26 samples these are one in step 0, in another part of the batch one
-# in step 2 and one in step 3, and none in steps 1 and 4.
-RARE_EVERY = 40
+# Samples 35, 75, 115 use `rare`. In steps of 29 samples that is none in step 0, one in each of steps 1, 2 and 3, in
+# another part of the global batch each time, and none in step 4.
+RARE_EVERY, RARE_AT = 40, 35
 
 
 class Probe(Transformer):
     """A transformer and three more parameters of the size of a hidden state, and a buffer.
 
-    rare: used by one sample in forty: by one rank, in one micro-batch, and in some steps by none. It lies among the
-        parameters of the last layer, so that the gradients of the layers before it come while it is still awaited.
+    rare: used by one sample in forty: by one rank, in one micro-batch, in some steps by none, and not in the first. It
+        lies among the parameters of the last layer: those of the layers before it come while it is still awaited.
     never: used by none; its gradient stays None and the optimizer leaves it alone.
     frozen: used, but takes no gradient.
     offset: a buffer, whose values every rank must have from the first one.
@@ -39,7 +39,7 @@ class Probe(Transformer):
     ) -> tuple[Tensor, Tensor]:
         """The transformer's loss sum and count, plus a term of each counted token of the rare samples."""
         loss_sum, count = super().forward(tokens, labels, address=address, positions=positions)
-        chosen = address.samples % RARE_EVERY == RARE_EVERY // 2
+        chosen = address.samples % RARE_EVERY == RARE_AT
         if chosen.any():
             rare = self.model.layers[-1].rare
             counted = (labels[chosen] != IGNORE).to(rare.dtype)  # (r, s)

@@ -7,8 +7,9 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from minidist.mesh import Mesh
 from minidist.parallelize import USES, parallelize
 from minidist.parity import reference
 from minidist.parity.cases import GLOBAL_BATCH, RESUME_AFTER, SEED, STEPS, Case
-from minidist.parity.compare import Comparison
+from minidist.parity.compare import Comparison, First
 from minidist.spec import Box, named_parameters
 from minidist.train.state import pieces, prepare
 from minidist.train.step import Engine
@@ -39,7 +40,7 @@ class Record:
 
     largest: dict[str, float]
     worst: tuple[float, str | None]
-    first: tuple[tuple[int, int, int], str] | None
+    first: First | None
     shapes: dict[str, tuple[int, ...]]
     held: dict[str, tuple[Box, ...]]
     digests: dict[str, str]
@@ -50,6 +51,11 @@ class Record:
 def record_file(folder: str, number: int, rank: int) -> Path:
     """Where a rank leaves its record of case `number`."""
     return Path(folder, f"record-{number}-{rank}.pickle")
+
+
+def first_file(folder: str, number: int, rank: int) -> Path:
+    """Where a rank says what is wrong first in case `number` as soon as it knows."""
+    return Path(folder, f"first-{number}-{rank}.pickle")
 
 
 def reference_file(folder: str, number: int) -> str:
@@ -70,50 +76,56 @@ def write_reference(case: Case, file: str) -> None:
     config = case.config().optim
     if case.optimizer == "adamw":
         optimizer = torch.optim.AdamW(
-            parameters, case.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+            parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
         )
     else:
-        optimizer = torch.optim.SGD(parameters, case.lr, weight_decay=config.weight_decay)
+        optimizer = torch.optim.SGD(parameters, momentum=config.momentum, weight_decay=config.weight_decay)
     loader = case.loader()
     batches = []
     for step in range(STEPS):
         batch = case.shape_labels(step, loader.global_batch(step * GLOBAL_BATCH, GLOBAL_BATCH))
         batches.append((batch.tokens, batch.labels, batch.samples))
     tensors: dict[str, Tensor] = {}
-    scalars: list[tuple[float, float]] = []
+    scalars: list[tuple[float | None, float, int]] = []
 
-    def look(step: int, loss: float, norm: float, grads: dict[str, Tensor | None]) -> None:
-        scalars.append((loss, norm))
+    def look(step: int, loss: float | None, norm: float, tokens: int, grads: dict[str, Tensor | None]) -> None:
+        scalars.append((loss, norm, tokens))
         tensors.update({f"{step}/{name}": grad for name, grad in grads.items() if grad is not None})
 
-    reference.train(model, batches, optimizer, case.clip_norm, SEED, look)
+    lrs = [case.lr(step) for step in range(STEPS)]
+    reference.train(model, batches, optimizer, lrs, case.clip_norm, SEED, look)
     tensors.update({f"end/{name}": tensor.detach() for name, tensor in model.named_parameters()})
     tensors.update({f"end/{name}": tensor for name, tensor in model.named_buffers()})
     save_file(tensors, file, {"scalars": json.dumps(scalars)})
 
 
-def read_reference(file: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """(loss, norm) of each step, and the tensors `STEP/NAME` (gradients) and `end/NAME` (parameters and buffers)."""
+def read_reference(file: str) -> tuple[list[tuple[float | None, float, int]], dict[str, Tensor]]:
+    """(loss, norm, tokens) of each step, and the tensors `STEP/NAME` (gradients) and `end/NAME` (parameters and buffers)."""
     with safe_open(file, framework="pt") as stream:
         scalars = json.loads(stream.metadata()["scalars"])
-    return [tuple(pair) for pair in scalars], load_file(file)
+    return [tuple(row) for row in scalars], load_file(file)
 
 
 def run_cases(world: World, cases: Sequence[tuple[int, Case, int]], folder: str) -> None:
     """Run each case, given with its number and that of its reference, on these ranks, and leave a record of it."""
     groups = bind(world, Mesh(dp=world.size), USES)
     for number, case, of in cases:
-        record = run_case(groups, case, reference_file(folder, of))
-        file = record_file(folder, number, world.rank)
-        aside = file.with_suffix(".partial")
-        aside.write_bytes(pickle.dumps(record))
-        os.rename(aside, file)
+        found = partial(_leave, first_file(folder, number, world.rank))
+        record = run_case(groups, case, reference_file(folder, of), found)
+        _leave(record_file(folder, number, world.rank), record)
 
 
-def run_case(groups: Groups, case: Case, file: str) -> Record:
+def _leave(file: Path, what: object) -> None:
+    """Write a file that is whole as soon as it is there."""
+    aside = file.with_suffix(".partial")
+    aside.write_bytes(pickle.dumps(what))
+    os.replace(aside, file)
+
+
+def run_case(groups: Groups, case: Case, file: str, found: Callable[[First], None]) -> Record:
     """Train as the case says and compare every gradient, loss, norm and, at the end, parameter of this rank."""
     scalars, wanted = read_reference(file)
-    seen, loader, told = Comparison(case.tolerance), case.loader(), []
+    seen, loader, told = Comparison(case.tolerance, found=found), case.loader(), []
     engine = _engine(groups, case)
     rank, mesh = groups.world.rank, groups.mesh
     for step in range(STEPS):
@@ -131,18 +143,20 @@ def run_case(groups: Groups, case: Case, file: str) -> Record:
                 want = wanted.get(f"{step}/{name}")
                 seen.see_tensor("grad", step, name, parameter.grad, want, engine.specs[name])
 
-        result = engine.step(step, batches, case.lr, inspect=compare_gradients)
+        result = engine.step(step, batches, case.lr(step), inspect=compare_gradients)
         if len(looks) != 1:
-            seen.see("grad", step, f"(reduced {len(looks)} times)", math.inf)
+            seen.refuse(step, "grad", f"gradients were shown {len(looks)} times, not once")
         told.append((result.loss, result.grad_norm))
-        loss, norm = scalars[step]
-        if math.isnan(loss):  # no token counted, so nothing may have happened
-            happened = result.loss is not None or result.applied or result.grad_norm != 0
-            seen.see("loss", step, None, math.inf if happened else 0.0)
+        loss, norm, tokens = scalars[step]
+        if result.tokens != tokens:
+            seen.refuse(step, "loss", f"tokens: {result.tokens:g} counted, there are {tokens}")
+        if tokens == 0:
+            if result.loss is not None or result.applied or result.grad_norm != 0:
+                seen.refuse(step, "loss", "has no token that counts, and was taken all the same")
         else:
             seen.see_number("loss", step, result.loss, loss)
             seen.see_number("grad_norm", step, result.grad_norm, norm)
-    return _end(seen, engine, wanted, told, sum(norm > case.clip_norm for _, norm in scalars))
+    return _end(seen, engine, wanted, told, sum(norm > case.clip_norm for _, norm, _ in scalars))
 
 
 def _end(seen: Comparison, engine: Engine, wanted: dict[str, Tensor], told: list, clipped_steps: int) -> Record:
@@ -173,12 +187,11 @@ def _digest(tensor: Tensor) -> str:
 
 def _engine(groups: Groups, case: Case, fresh: int = 0) -> Engine:
     """The trainer's engine; ranks of a "different" start, and those of a resumed run, begin with values of their own."""
-    rank = groups.world.rank
-    model = case.model(SEED + fresh + (rank if case.start == "different" else 0))
-    if case.start == "different" and rank > 0:
-        with torch.no_grad():
-            model.frozen.fill_(1 + rank)
-            model.offset.fill_(1 + rank)
+    own = fresh + (groups.world.rank if case.start == "different" else 0)
+    model = case.model(SEED + own)
+    with torch.no_grad():
+        model.frozen.add_(own)
+        model.offset.add_(own)
     return Engine(parallelize(model, groups, case.config()), groups, case.config().optim, SEED)
 
 

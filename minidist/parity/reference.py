@@ -16,14 +16,16 @@ def train(
     model: nn.Module,
     batches: Sequence[tuple[Tensor, Tensor, Tensor]],
     optimizer: torch.optim.Optimizer,
+    lrs: Sequence[float],
     clip_norm: float,
     seed: int,
-    look: Callable[[int, float, float, dict[str, Tensor | None]], None],
+    look: Callable[[int, float | None, float, int, dict[str, Tensor | None]], None],
 ) -> None:
-    """One step per batch of (tokens, labels, sample numbers), each the global batch of that step.
+    """One step per batch of (tokens, labels, sample numbers), each the global batch of that step, with its rate of `lrs`.
 
-    look: called before clipping with the step, the loss, the global gradient norm and the gradients by name (None for
-    a parameter that was not used). A batch in which no token counts is passed over: the loss is then nan.
+    look: called with the step, the loss, the global gradient norm, the number of tokens that count, and the gradients
+    by name as they were before clipping (None for a parameter that was not used). A batch in which no token counts is
+    passed over: it has no loss.
     """
     model.train()
     for step, (tokens, labels, samples) in enumerate(batches):
@@ -32,11 +34,13 @@ def train(
         address = DropoutAddress(seed, step, samples, positions)
         loss_sum, count = model(tokens, labels, address=address)
         if count == 0:
-            look(step, float("nan"), 0.0, {name: None for name, _ in model.named_parameters()})
+            look(step, None, 0.0, 0, {name: None for name, _ in model.named_parameters()})
             continue
         loss = loss_sum / count
         loss.backward()
         grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        look(step, loss.item(), norm.item(), grads)
+        look(step, loss.item(), norm.item(), count.item(), grads)
+        for group in optimizer.param_groups:
+            group["lr"] = lrs[step]
         optimizer.step()

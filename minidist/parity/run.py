@@ -7,8 +7,8 @@ from itertools import combinations
 
 from minidist.errors import RunError, UserError
 from minidist.parity.cases import Case
-from minidist.parity.compare import not_held
-from minidist.parity.ranks import Record, record_file, run_cases, run_references
+from minidist.parity.compare import First, not_held
+from minidist.parity.ranks import Record, first_file, record_file, run_cases, run_references
 from minidist.train.launch import RankServer, usable_cores
 
 _POLL_S = 0.1
@@ -63,8 +63,15 @@ def _run_world(
         if failure is not None:
             if not left:  # after the last row: nothing that could be marked as not run
                 raise failure
-            yield left[0][1], str(failure)
+            yield left[0][1], _why(folder, left[0][0], world, failure)
             left = left[1:]
+
+
+def _why(folder: str, number: int, world: int, failure: Exception) -> str:
+    """Why a case has no row: what was wrong already, if anything, and how the ranks ended."""
+    files = [first_file(folder, number, rank) for rank in range(world)]
+    wrong = _first_of([pickle.loads(file.read_bytes()) if file.exists() else None for file in files])
+    return f"{wrong} is wrong; then\n{failure}" if wrong else str(failure)
 
 
 def _records(folder: str, number: int, world: int) -> list[Record] | None:
@@ -79,7 +86,7 @@ def row_of(case: Case, records: Sequence[Record]) -> dict:
     """One row of the table. It is ok when no rank saw anything wrong and the ranks, taken together, are not wrong."""
     largest = {kind: max(record.largest[kind] for record in records) for kind in records[0].largest}
     _, worst = max((record.worst for record in records), key=lambda pair: pair[0])
-    first_wrong = _first_wrong(records) or _wrong_together(case, records)
+    first_wrong = _first_of([record.first for record in records]) or _wrong_together(case, records)
     return {
         "layout": case.layout,
         "dtype": case.dtype,
@@ -95,15 +102,14 @@ def row_of(case: Case, records: Sequence[Record]) -> dict:
     }
 
 
-def _first_wrong(records: Sequence[Record]) -> str | None:
+def _first_of(by_rank: Sequence[First | None]) -> str | None:
     """What is wrong first on any rank, and on which ranks if not on all."""
-    firsts = {rank: record.first for rank, record in enumerate(records) if record.first is not None}
+    firsts = {rank: first for rank, first in enumerate(by_rank) if first is not None}
     if not firsts:
         return None
-    # Where a rank stands in its own order of looking breaks ties within a step and kind.
-    place, text = min(firsts.values())
+    text = min(firsts.values())[1]
     same = [rank for rank, first in firsts.items() if first[1] == text]
-    if len(same) == len(records):
+    if len(same) == len(by_rank):
         return text
     return f"{text} on rank{'s' if len(same) > 1 else ''} {', '.join(map(str, same))}"
 

@@ -49,12 +49,14 @@ class StepResult:
 
 
 def make_optimizer(optim: OptimConfig, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """torch's own AdamW or SGD, in its fused kernel."""
+    """torch's own AdamW or SGD, in its fused kernel where that is right."""
     if optim.kind == "adamw":
         return torch.optim.AdamW(
             parameters, optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
         )
-    return torch.optim.SGD(parameters, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True)
+    # The fused SGD cannot begin a momentum later than the first step: it raises for a parameter that was unused until now.
+    fused = optim.momentum == 0
+    return torch.optim.SGD(parameters, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=fused)
 
 
 class Count:

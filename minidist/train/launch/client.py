@@ -121,7 +121,7 @@ class RankServer:
         # Imported after the server has started: with our package comes torch, which both then load at the same time.
         from minidist.train.launch.job import Job
 
-        self._wait_until_ready()
+        self.wait_until_ready()
         self._next_job += 1
         return Job(self, self._next_job, ranks, bootstrap, capture, deadline_s)
 
@@ -156,7 +156,8 @@ class RankServer:
         theirs.close()
         self._line, self._ready = Line(ours), False
 
-    def _wait_until_ready(self) -> None:
+    def wait_until_ready(self) -> None:
+        """Block until the server can start ranks; replace it when it died. Raises RunError if it does not start."""
         if self._process.poll() is not None:
             self._line.socket.close()
             self._boot()

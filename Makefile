@@ -1,0 +1,36 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+#
+# Set-up (a virtual environment in .venv, and the install) is skipped while pyproject.toml is unchanged; the run never is.
+# pip's own configuration is honoured, and a torch that this Python has already, in the right range, is used as it is.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := $(shell $(PYTHON) -c "import hashlib; print(hashlib.sha256(open('pyproject.toml', 'rb').read()).hexdigest()[:16])")
+
+.PHONY: train test bench clean
+
+train: .venv/train-$(STAMP)
+	$(BIN)/minidist train
+
+test: .venv/test-$(STAMP)
+	$(BIN)/python -m pytest --durations=10
+
+bench: .venv/test-$(STAMP)
+	$(BIN)/python -m bench dp
+
+.venv/train-$(STAMP): | .venv/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+.venv/test-$(STAMP): | .venv/python
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+# With the system's packages only if one of them is a torch that fits: nobody downloads gigabytes twice.
+.venv/python:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'minidist needs Python 3.11 or newer; this is ' + sys.version.split()[0] + '. Use make PYTHON=python3.12 ...')"
+	$(PYTHON) -m venv .venv $$($(PYTHON) -c "import torch; v = tuple(map(int, torch.__version__.split('.')[:2])); print('--system-site-packages' * ((2, 11) <= v < (2, 14)))" 2>/dev/null)
+	@touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,150 @@
+"""The meter's lower mount: it sees what the door sees, and what never passes the door."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from minidist import comm
+from minidist.comm import Meter, Transfer, Use, World, bind
+from minidist.comm.recording import RecordingGroup, mount
+from minidist.mesh import Mesh
+
+
+def both_mounts(world: World) -> tuple[list, list]:
+    upper, lower = Meter(), Meter()
+    groups = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=upper, backend=mount(lower))
+    group, n = groups["data"], world.size
+    comm.all_reduce(torch.ones(7), group)
+    comm.all_reduce(torch.ones(3, dtype=torch.float64), group, "max", async_op=True).wait()
+    comm.broadcast(torch.ones(5), n - 1, group)
+    comm.all_gather(torch.empty(3 * n), torch.ones(3), group)
+    comm.reduce_scatter(torch.empty(2), torch.ones(2 * n), group)
+    comm.all_to_all(torch.empty(n, 3), torch.ones(n, 3), group)
+    splits = [1 + (i == (world.rank + 1) % n) for i in range(n)]
+    received = [1 + ((r + 1) % n == world.rank) for r in range(n)]
+    comm.all_to_all(torch.empty(sum(received), 2), torch.ones(sum(splits), 2), group, received, splits)
+    right, left = (world.rank + 1) % n, (world.rank - 1) % n
+    comm.batch([Transfer("send", torch.ones(4), right), Transfer("recv", torch.empty(4), left)], group)
+    comm.barrier(group)
+    return [facts(r) for r in upper.records], [facts(r) for r in lower.records]
+
+
+def facts(record):
+    numel = record.payload_bytes // record.dtype.itemsize
+    return (record.name, record.ranks, numel, record.dtype, record.payload_bytes, record.wire_bytes, record.modelled)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_two_mounts_agree(ranks, size):
+    for upper, lower in ranks(both_mounts, size):
+        assert len(upper) == 10
+        assert lower == upper
+
+
+def raw_calls(world: World) -> list:
+    meter = Meter()
+    group = dist.new_group(backend=mount(meter))
+    n, rank = world.size, world.rank
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=group)
+    parts = [torch.empty(2) for _ in range(n)]
+    dist.all_gather(parts, torch.full((2,), float(rank)), group=group)
+    out = torch.empty(2)
+    dist.reduce_scatter(out, [torch.full((2,), float(i)) for i in range(n)], group=group)
+    outs = [torch.empty(1) for _ in range(n)]
+    dist.all_to_all(outs, [torch.tensor([float(10 * rank + i)]) for i in range(n)], group=group)
+    dist.reduce(torch.ones(3), dst=0, group=group)
+    dist.gather(torch.ones(3), [torch.empty(3) for _ in range(n)] if rank == 0 else None, dst=0, group=group)
+    scattered = torch.empty(3)
+    dist.scatter(scattered, [torch.full((3,), float(i)) for i in range(n)] if rank == 0 else None, src=0, group=group)
+    assert total.item() == sum(range(n))
+    assert [p[0].item() for p in parts] == list(range(n))
+    assert out.tolist() == [rank * n] * 2
+    assert [o.item() for o in outs] == [10 * r + rank for r in range(n)]
+    assert scattered.tolist() == [rank] * 3
+    return [(r.name, r.payload_bytes, r.wire_bytes) for r in meter.records]
+
+
+def test_raw_calls_are_seen_and_do_what_they_did(ranks):
+    first, second = ranks(raw_calls, 2)
+    shared = [("all_reduce", 4, 4), ("all_gather", 16, 8), ("reduce_scatter", 16, 8), ("all_to_all", 8, 4)]
+    # One element in two chunks of 1 and 0: what a rank sends of it depends on its place.
+    assert [row[:2] for row in first[:4]] == [row[:2] for row in second[:4]] == [row[:2] for row in shared]
+    assert [row[2] for row in first[1:4]] == [row[2] for row in shared[1:]]
+    assert first[0][2] + second[0][2] == 8
+    assert first[4:] == [("reduce", 12, 0), ("gather", 12, 0), ("scatter", 12, 12)]
+    assert second[4:] == [("reduce", 12, 12), ("gather", 12, 12), ("scatter", 12, 0)]
+
+
+def under_ddp(world: World) -> tuple:
+    meter = Meter()
+    group = dist.new_group(backend=mount(meter))
+    torch.manual_seed(world.rank)
+    model = DistributedDataParallel(torch.nn.Linear(6, 5), process_group=group)
+    meter.records.clear()
+    model(torch.full((3, 6), 1.0 + world.rank)).sum().backward()
+    return [(r.name, r.payload_bytes) for r in meter.records], model.module.weight.grad
+
+
+def test_torchs_own_ddp_runs_on_it_and_is_seen(ranks):
+    for records, grad in ranks(under_ddp, 2):
+        assert records == [("all_reduce", 4 * (6 * 5 + 5))]
+        # The gradient of a sum over 3 rows of ones (or twos), averaged by DDP over two ranks.
+        assert torch.equal(grad, torch.full((5, 6), 4.5))
+
+
+def under_fsdp(world: World) -> tuple:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    meter = Meter()
+    group = dist.new_group(backend=mount(meter))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 4, bias=False)
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    meter.records.clear()
+    model(torch.full((3, 6), 1.0 + world.rank)).sum().backward()
+    return [(r.name, r.payload_bytes) for r in meter.records], model.weight.grad.to_local()
+
+
+def test_torchs_own_fsdp2_runs_on_it_and_is_seen(ranks):
+    for records, grad in ranks(under_fsdp, 2):
+        names = [name for name, _ in records]
+        assert names.count("reduce_scatter") == 1 and names.count("all_gather") >= 1
+        assert {payload for name, payload in records} == {4 * 24}
+        assert torch.equal(grad, torch.full((2, 6), 4.5))
+
+
+# What a process group can do that moves no tensor between ranks, or that torch implements on top of the others.
+NOT_TRAFFIC = {
+    "abort", "bound_device_id", "boxed", "group_desc", "group_name", "get_group_store", "merge_remote_group",
+    "monitored_barrier", "name", "rank", "size", "set_timeout", "shutdown", "split_group", "unbox",
+    "use_pg_for_symm_mem_rendezvous", "recv_anysource",
+}  # fmt: skip
+
+
+def test_every_operation_that_torch_has_is_overridden():
+    operations = {
+        name
+        for name in vars(dist.ProcessGroup)
+        if not name.startswith("_") and callable(getattr(dist.ProcessGroup, name)) and name != "BackendType"
+    }
+    assert len(operations) > 20
+    missing = operations - NOT_TRAFFIC - set(vars(RecordingGroup))
+    assert not missing, f"torch {torch.__version__} has operations the meter would not see: {sorted(missing)}"
+
+
+def deadlocked(world: World) -> None:
+    group = dist.new_group(backend=mount(Meter(), world.board))
+    if world.rank == 0:
+        dist.all_reduce(torch.ones(3), group=group)
+
+
+def test_a_deadlock_of_raw_calls_is_explained(server):
+    from minidist.train.launch import RankFailure
+
+    with pytest.raises(RankFailure) as failure:
+        server.run(deadlocked, 2, deadline_s=60.0)
+    assert failure.value.kind == "deadlock"
+    assert "all_reduce #1" in str(failure.value) and "test_recording.py" in str(failure.value)

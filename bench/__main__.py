@@ -1,6 +1,8 @@
 """`python -m bench dp --ranks 2 --ranks 4 --json FILE --picture FILE`."""
 
 import argparse
+import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -28,12 +30,16 @@ SIZES = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 2 for a wrong request, 1 for a contender that computes wrongly."""
+def main(arguments: Sequence[str] | None = None, server: RankServer | None = None) -> int:
+    """Run the command line; returns the exit code: 2 for a wrong request, 1 for a contender that computes wrongly.
+
+    server: where the ranks come from; one of its own when None.
+    """
     options = _parse(arguments)
     try:
         _check(options)
-        _run_dp(options)
+        with contextlib.nullcontext(server) if server else RankServer() as ranks_from:
+            _run_dp(options, ranks_from)
     except (UserError, RunError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
@@ -45,7 +51,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command = parser.add_subparsers(dest="command", required=True).add_parser("dp", help="data parallelism")
     add = command.add_argument
     add("--ranks", type=int, action="append", help="number of ranks, may be repeated (default: 2 and 4)")
-    add("--mode", choices=MODES, action="append", help="full: what a trainer does; bare: no clip, no log (default: both)")
+    add(
+        "--mode",
+        choices=MODES,
+        action="append",
+        help="full: what a trainer does; bare: no clip, no log (default: both)",
+    )
     add("--rounds", type=int, default=20, help="turns of every contender (default: %(default)s)")
     add("--steps", type=int, default=2, help="steps per turn (default: %(default)s)")
     add("--only", action="append", metavar="NAME", help=f"contenders, may be repeated: {', '.join(LINEUP)}")
@@ -62,7 +73,9 @@ def _check(options: argparse.Namespace) -> None:
     batch = SIZES[options.size].global_batch
     for ranks in options.ranks:
         if not 2 <= ranks <= batch:
-            raise UserError(f"--ranks {ranks}: a comparison needs 2 ranks or more, and at most one per sample ({batch})")
+            raise UserError(
+                f"--ranks {ranks}: a comparison needs 2 ranks or more, and at most one per sample ({batch})"
+            )
     for name, value in (("rounds", options.rounds), ("steps", options.steps)):
         if value < 1:
             raise UserError(f"--{name} is {value}; it must be at least 1")
@@ -72,19 +85,15 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"--only {name!r} is no contender; possible: {', '.join(LINEUP)}")
 
 
-def _run_dp(options: argparse.Namespace) -> None:
+def _run_dp(options: argparse.Namespace, server: RankServer) -> None:
     work, runs = SIZES[options.size], []
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     title = report.heading(work, options.rounds, options.steps)
     console.print(title, highlight=False, soft_wrap=True)
-    with RankServer() as server:
-        for ranks in options.ranks:
-            for mode in options.mode:
-                run = dp.compare(
-                    server, work, ranks, mode, options.rounds, options.steps, options.only, not options.no_memory
-                )
-                report.print_run(run, console)
-                runs.append(run)
+    for ranks, mode in itertools.product(options.ranks, options.mode):
+        run = dp.compare(server, work, ranks, mode, options.rounds, options.steps, options.only, not options.no_memory)
+        report.print_run(run, console)
+        runs.append(run)
     for path in (options.json, options.picture):
         path.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(dp.as_json(runs, work, options.rounds, options.steps), indent=1) + "\n")

@@ -56,7 +56,7 @@ class Contender(Protocol):
 
 
 class Ours:
-    """minidist's engine, as `minidist train` drives it; in mode bare its phases without count, agreement and clipping."""
+    """minidist's engine, as `minidist train` drives it; in mode bare without its phases count, agree and clip."""
 
     exact = True
 

@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,8 @@ class Row:
     """One contender in one run.
 
     step_s: seconds of a step in each round; over_floor: its time over that of the floor; ours: our time over its time
-    (below 1: we are faster). tensor_bytes, resident_bytes: peak of the rank that holds most.
+    (below 1: we are faster). cpu_s, ours_cpu: the same of the CPU time of all ranks, which a busy machine disturbs
+    less. tensor_bytes, resident_bytes: peak of the rank that holds most.
     """
 
     name: str
@@ -33,6 +34,8 @@ class Row:
     step_s: list[float]
     over_floor: Interval | None
     ours: Interval | None
+    cpu_s: list[float]
+    ours_cpu: Interval | None
     tensor_bytes: int | None
     resident_bytes: int | None
 
@@ -70,8 +73,12 @@ def compare(
     options = {"threads": THREADS_PER_RANK, "deadline_s": 3600.0}
     seen = server.run(rounds.run, ranks, (names, work, mode, n_rounds, steps), **options).values
     if len(set(seen[0].kernels.values())) > 1:
-        raise RunError(f"the contenders run different optimizer kernels, which no ratio can see through: {seen[0].kernels}")
-    times = {name: step_times(np.array([turns.spans[name] for turns in seen])) / steps for name in names}
+        raise RunError(
+            f"the contenders run different optimizer kernels, which no ratio can see through: {seen[0].kernels}"
+        )
+    spans = {name: np.array([turns.spans[name] for turns in seen]) for name in names}  # (ranks, rounds, 3)
+    times = {name: step_times(spans[name]) / steps for name in names}
+    cpu = {name: spans[name][:, :, 2].sum(axis=0) / steps for name in names}
     rows = []
     for name in names:
         tensors = residents = None
@@ -87,6 +94,8 @@ def compare(
                 times[name].tolist(),
                 _ratio(times, name, FLOOR),
                 _ratio(times, OURS, name),
+                cpu[name].tolist(),
+                _ratio(cpu, OURS, name),
                 tensors,
                 residents,
             )
@@ -109,7 +118,7 @@ def machine_facts() -> dict:
         "torch": torch.__version__,
         "backend": "gloo",
         "threads_per_rank": THREADS_PER_RANK,
-        "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -155,7 +164,7 @@ def as_json(runs: Sequence[Run], work: Workload, n_rounds: int, steps: int) -> d
 
 def _row_json(row: Row) -> dict:
     values = asdict(row) | {"median_s": row.median_s}
-    for key in ("over_floor", "ours"):
+    for key in ("over_floor", "ours", "ours_cpu"):
         interval = getattr(row, key)
         values[key] = None if interval is None else interval._asdict()
     del values["name"]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import matplotlib
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +30,7 @@ def heading(work: Workload, n_rounds: int, steps: int) -> str:
 
 def print_run(run: Run, console: Console) -> None:
     table = Table(title=f"{run.ranks} ranks, {run.mode}: {MODE_TEXT[run.mode]}", title_justify="left")
-    columns = ("ms", "over floor", f"{OURS} / it [95 %]", "off", "tensors MiB", "PSS MiB")
+    columns = ("ms", "over floor", f"{OURS} / it [95 %]", "CPU ms", "of CPU", "off", "tensors MiB", "PSS MiB")
     table.add_column("contender", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -40,6 +41,8 @@ def print_run(run: Run, console: Console) -> None:
             f"{row.median_s * 1e3:.1f}",
             "-" if row.over_floor is None else f"{(row.over_floor.median - 1) * 100:+.1f} %",
             "-" if row.ours is None else str(row.ours),
+            f"{np.median(row.cpu_s) * 1e3:.0f}",
+            "-" if row.ours_cpu is None else f"{row.ours_cpu.median:.3f}",
             "-" if row.agreement is None else f"{row.agreement:.0e}",
             _mib(row.tensor_bytes),
             _mib(row.resident_bytes),
@@ -79,7 +82,7 @@ def draw(runs: Sequence[Run], title: str, path) -> None:
         tensors = [(row.tensor_bytes or 0) / 2**20 for row in run.rows]
         sizes.barh(names, tensors, color=colors)
         for at, size in enumerate(tensors):
-            sizes.text(size, at, f" {size:.0f}" if size else " not measured", va="center", fontsize=8)
+            sizes.text(size, at, f" {size:.4g}" if size else " not measured", va="center", fontsize=8)
         sizes.set_xlabel("peak MiB of tensors and segments")
         sizes.margins(x=0.12)
         for axis in (times, ratios, sizes):

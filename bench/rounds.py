@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from bench.contenders import Contender, Seat
 from bench.lineup import LINEUP
@@ -14,7 +15,6 @@ from bench.workload import Share, Workload
 from minidist.comm import Group, Use, World, barrier, bind, gather_objects
 from minidist.errors import RunError
 from minidist.mesh import Mesh
-from minidist.parity import reference
 
 # float32: a batch cut in two or four gives gradients 7e-7 apart; ten times that, and a wrong divisor is 1e-2 and more.
 TOLERANCE = 1e-5
@@ -22,13 +22,21 @@ CHECKED_STEPS = 3
 WARM_UP_STEPS = 3  # DDP lays out its buckets anew after its first step, and AdamW makes its state
 
 
+class Span(NamedTuple):
+    """One turn: start and end on this machine's monotonic clock, and CPU time of all threads of the rank, in s."""
+
+    start_s: float
+    end_s: float
+    cpu_s: float
+
+
 class Turns(NamedTuple):
-    """From one rank. spans: name to a (start, end) in seconds per round, on this machine's monotonic clock.
+    """From one rank. spans: name to a `Span` per round.
 
     kernels: name to optimizer kernel. agreement: name to the largest relative difference to one process.
     """
 
-    spans: dict[str, list[tuple[float, float]]]
+    spans: dict[str, list[Span]]
     kernels: dict[str, str]
     agreement: dict[str, float]
 
@@ -44,11 +52,9 @@ def run(world: World, names: Sequence[str], work: Workload, mode: str, rounds: i
     contenders = {name: LINEUP[name](seat) for name in names}
     wanted = one_process(work)
     agreement = {
-        name: agree(name, contender, shares, wanted, table)
-        for name, contender in contenders.items()
-        if contender.exact
+        name: agree(name, contender, shares, wanted, table) for name, contender in contenders.items() if contender.exact
     }
-    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    spans: dict[str, list[Span]] = {name: [] for name in names}
     for name in names:
         turn(contenders[name], shares[:WARM_UP_STEPS], table)
     for number in range(rounds):
@@ -59,17 +65,17 @@ def run(world: World, names: Sequence[str], work: Workload, mode: str, rounds: i
     return Turns(spans, kernels, agreement)
 
 
-def turn(contender: Contender, shares: Sequence[Share], table: Group) -> tuple[float, float]:
-    """One step per share after all ranks have met; (start, end). Python's garbage is collected before, not within."""
+def turn(contender: Contender, shares: Sequence[Share], table: Group) -> Span:
+    """One step per share after all ranks have met. Python's garbage is collected before, not within."""
     gc.collect()
     gc.disable()
     barrier(table)
-    start_s = time.monotonic()
+    start_s, start_cpu_s = time.monotonic(), time.process_time()
     for share in shares:
         contender.step(share)
-    end_s = time.monotonic()
+    span = Span(start_s, time.monotonic(), time.process_time() - start_cpu_s)
     gc.enable()
-    return start_s, end_s
+    return span
 
 
 class Step(NamedTuple):
@@ -81,18 +87,19 @@ class Step(NamedTuple):
 
 
 def one_process(work: Workload) -> list[Step]:
-    """The first steps as one process takes them with the whole batch."""
+    """The first steps as one process takes them: the whole batch at once, torch's own clipping."""
     model, loader, steps = work.build(), work.loader(), []
-    batches = [loader.global_batch(i * work.global_batch, work.global_batch) for i in range(CHECKED_STEPS)]
-    reference.train(
-        model,
-        [(batch.tokens, batch.labels, batch.samples) for batch in batches],
-        work.adamw(model.parameters()),
-        lrs=[work.lr] * CHECKED_STEPS,
-        clip_norm=work.clip_norm,
-        seed=work.seed,
-        look=lambda step, loss, norm, grads: steps.append(Step(loss, norm, grads)),
-    )
+    optimizer = work.adamw(model.parameters())
+    for i in range(CHECKED_STEPS):
+        batch = loader.global_batch(i * work.global_batch, work.global_batch)
+        loss_sum, count = model(batch.tokens, batch.labels)
+        loss = loss_sum / count
+        loss.backward()
+        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        norm = clip_grad_norm_(model.parameters(), work.clip_norm)
+        steps.append(Step(loss.item(), norm.item(), gradients))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return steps
 
 

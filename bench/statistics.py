@@ -20,7 +20,7 @@ class Interval(NamedTuple):
 def step_times(spans: np.ndarray) -> np.ndarray:
     """Seconds from the first rank's start to the last rank's end.
 
-    spans: (ranks, rounds, 2) start and end on a clock that all ranks share. Returns (rounds,).
+    spans: (ranks, rounds, 2 or more) start, end on a clock that all ranks share. Returns (rounds,).
     """
     return spans[:, :, 1].max(axis=0) - spans[:, :, 0].min(axis=0)
 

@@ -26,8 +26,8 @@ MODEL = ModelConfig(
 class Workload:
     """A training job small enough to repeat often.
 
-    global_batch: samples per step over all ranks, of `seq_len` tokens. min_length: samples are padded to uneven lengths,
-    so that a mean of means is not the mean, and a contender that takes one is found out.
+    global_batch: samples per step over all ranks, of `seq_len` tokens. min_length: samples are padded to uneven
+    lengths, so that a mean of means is not the mean, and a contender that takes one is found out.
     clip_norm: below the norm of the first steps, so that clipping is active.
     """
 

@@ -4,8 +4,7 @@ Whatever is wrong with what was asked for ends in one message and exit code 2, b
 ends in one message and exit code 1. Neither shows a traceback.
 """
 
-import dataclasses
-import signal
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     try:
         if argv[0] not in runners:
-            raise UserError(f"there is no command {argv[0]!r}; possible: {', '.join(runners)} (minidist --help)")
+            close = difflib.get_close_matches(argv[0], runners, 1)
+            guess = f"did you mean {close[0]}?" if close else f"possible: {', '.join(runners)}"
+            raise UserError(f"there is no command {argv[0]!r}; {guess} (minidist --help)")
         return runners[argv[0]](argv[1:])
     except (UserError, RunError) as error:
         _complain(str(error))
@@ -67,18 +68,30 @@ def _complain(message: str) -> None:
 def _parse(kind, name: str, argv: list[str], default=None):
     import tyro
 
-    return tyro.cli(kind, prog=f"minidist {name}", args=argv, **({} if default is None else {"default": default}))
+    from minidist.train.launch.torchrun import is_first_rank
+
+    return tyro.cli(
+        kind,
+        prog=f"minidist {name}",
+        args=argv,
+        console_outputs=is_first_rank(),
+        **({} if default is None else {"default": default}),
+    )
 
 
 def _train(argv: list[str]) -> int:
     import tyro
 
-    from minidist.config import Config, check
-    from minidist.train.launch.torchrun import under_torchrun
+    from minidist.config import Config
+    from minidist.train.launch.torchrun import hold_sigterm, under_torchrun
+    from minidist.train.start import default_ranks, train_here, train_under_torchrun
 
     @dataclass(frozen=True)
     class TrainOptions:
-        """Train a decoder-only transformer, by default on the sources of Python's standard library."""
+        """Train a decoder-only transformer, by default on the sources of Python's standard library.
+
+        Ctrl-C or SIGTERM: the run saves after its step and ends with exit code 0; a second Ctrl-C ends it at once.
+        """
 
         run: Annotated[Config, tyro.conf.arg(name="")]
         ranks: int | None = None
@@ -86,29 +99,33 @@ def _train(argv: list[str]) -> int:
         config: Path | None = None
         """A TOML file with options; those on the command line win."""
 
+    hold_sigterm()
     options = _parse(TrainOptions, "train", argv, default=TrainOptions(_base_config(argv)))
+    config, ranks = options.run, options.ranks
     if under_torchrun():
-        return _train_under_torchrun(options.run, options.ranks)
-    ranks = options.ranks if options.ranks is not None else _default_ranks(options.run)
-    if ranks < 1:
+        if ranks is not None:
+            raise UserError(f"--ranks {ranks} under torchrun, which starts the ranks itself: leave --ranks out.")
+        train_under_torchrun(config)
+        return 0
+    if ranks is not None and ranks < 1:
         raise UserError(f"--ranks is {ranks}; at least 1 rank is needed.")
-    check(options.run, ranks)
-    return _train_here(options.run, ranks)
+    train_here(config, default_ranks(config) if ranks is None else ranks)
+    return 0
 
 
 def _base_config(argv: list[str]):
-    """Where options start from: the run to resume, else the TOML file, else the defaults."""
+    """Where options start from: the TOML file, over the run to resume, over the defaults."""
     from minidist.config import Config
     from minidist.configfile import from_toml
-    from minidist.train.trainer import resumed_config
+    from minidist.train.resume import resumed_config
 
-    base = Config()
-    if resume := _value_of(argv, "--checkpoint.resume"):
-        asked = dataclasses.replace(base.checkpoint, resume=Path(resume))
-        base = resumed_config(dataclasses.replace(base, checkpoint=asked))
-    if file := _value_of(argv, "--config"):
-        base = from_toml(Path(file), base)
-    return base
+    file, base = _value_of(argv, "--config"), Config()
+    resume = _value_of(argv, "--checkpoint.resume")
+    if resume is None and file is not None:
+        resume = from_toml(Path(file)).checkpoint.resume
+    if resume not in (None, "None"):
+        base = resumed_config(Path(resume))
+    return base if file is None else from_toml(Path(file), base)
 
 
 def _value_of(argv: list[str], option: str) -> str | None:
@@ -119,46 +136,6 @@ def _value_of(argv: list[str], option: str) -> str | None:
         if word.startswith(option + "="):
             return word.split("=", 1)[1]
     return None
-
-
-def _default_ranks(config) -> int:
-    if config.device == "cpu":
-        return 2
-    import torch
-
-    return torch.cuda.device_count() or 2
-
-
-def _train_here(config, ranks: int) -> int:
-    from minidist.train.launch import RankServer, forward_signals
-    from minidist.train.trainer import train
-
-    with RankServer() as server:
-        job = server.start(
-            train,
-            ranks,
-            (config,),
-            backend=config.comm.backend,
-            device=config.device,
-            capture=False,
-            timeout_s=config.comm.timeout_s,
-        )
-        with forward_signals(job, signal.SIGINT, signal.SIGTERM):
-            job.wait()
-    return 0
-
-
-def _train_under_torchrun(config, ranks: int | None) -> int:
-    from minidist.config import check
-    from minidist.train.launch.torchrun import torchrun_size, torchrun_world
-    from minidist.train.trainer import train
-
-    if ranks is not None:
-        raise UserError(f"--ranks {ranks} under torchrun, which starts the ranks itself: leave --ranks out.")
-    check(config, torchrun_size())
-    with torchrun_world(config.device, config.comm.backend, config.comm.timeout_s) as world:
-        train(world, config)
-    return 0
 
 
 def _sample(argv: list[str]) -> int:

@@ -136,7 +136,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     device: str = "auto"
-    """auto: a GPU per rank where there are enough, else the CPU. cpu. cuda: a GPU per rank. cuda:0: this GPU for all."""
+    """cpu; cuda: a GPU per rank; cuda:0: this GPU for all ranks; auto: cuda where there are enough GPUs, else cpu."""
     folder: Path | None = None
     """Run folder: metrics.jsonl, config.toml, loss.png, checkpoints. The next free runs/0001 when not given."""
 
@@ -196,7 +196,7 @@ def check(config: Config, world_size: int) -> Mesh:
     train, data = config.train, config.data
     if data.seq_len > config.model.max_seq_len:
         raise UserError(
-            f"data.seq-len is {data.seq_len}, the model accepts sequences of at most {config.model.max_seq_len} tokens: "
+            f"data.seq-len is {data.seq_len}, the model accepts at most {config.model.max_seq_len} tokens: "
             f"give --data.seq-len {config.model.max_seq_len} or less, or --model.max-seq-len {data.seq_len}."
         )
     if data.min_length is not None and not 1 <= data.min_length <= data.seq_len:
@@ -208,7 +208,11 @@ def check(config: Config, world_size: int) -> Mesh:
             f"a global batch of {train.global_batch} samples cannot fill dp={mesh.dp} ranks x "
             f"{train.micro_batches} micro-batches = {parts} parts (world size {world_size}, {mesh}): "
             f"give --train.global-batch {parts} or more"
-            + (f", or --train.micro-batches {fewer} or fewer." if fewer else f", or at most {train.global_batch} ranks.")
+            + (
+                f", or --train.micro-batches {fewer} or fewer."
+                if fewer
+                else f", or {train.global_batch} ranks or fewer."
+            )
         )
     for name, values in (("shares", data.shares), ("weights", data.weights)):
         if values is not None and (
@@ -232,7 +236,9 @@ def _check_numbers(config: Config) -> None:
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{name} is {value}; it must be above 0: change --{name}.")
     if not all(0 <= beta < 1 for beta in config.optim.betas):
-        raise UserError(f"optim.betas is {config.optim.betas}; both must be at least 0 and below 1: change --optim.betas.")
+        raise UserError(
+            f"optim.betas is {config.optim.betas}; both must be 0 or more and below 1: change --optim.betas."
+        )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise UserError(f"device is {config.device!r}; possible: auto, cpu, cuda, or one GPU for all ranks: cuda:0.")
 

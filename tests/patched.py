@@ -175,6 +175,7 @@ def _exits_with_code():
 def _serve(stream) -> None:
     import safetensors.torch  # noqa: F401  (what the package imports, but never the package itself)
     import torch._dynamo
+    import pytest  # noqa: F401
     import torch.distributed  # noqa: F401
 
     assert not any(name.partition(".")[0] == "minidist" for name in sys.modules)

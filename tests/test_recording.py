@@ -42,6 +42,10 @@ def test_the_two_mounts_agree(ranks, size):
         assert lower == upper
 
 
+# gloo of torch 2.11 has no all_to_all of lists.
+LISTS = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+
+
 def raw_calls(world: World) -> list:
     meter = Meter()
     group = dist.new_group(backend=mount(meter))
@@ -53,7 +57,9 @@ def raw_calls(world: World) -> list:
     out = torch.empty(2)
     dist.reduce_scatter(out, [torch.full((2,), float(i)) for i in range(n)], group=group)
     outs = [torch.empty(1) for _ in range(n)]
-    dist.all_to_all(outs, [torch.tensor([float(10 * rank + i)]) for i in range(n)], group=group)
+    if LISTS:
+        dist.all_to_all(outs, [torch.tensor([float(10 * rank + i)]) for i in range(n)], group=group)
+        assert [o.item() for o in outs] == [10 * r + rank for r in range(n)]
     dist.reduce(torch.ones(3), dst=0, group=group)
     dist.gather(torch.ones(3), [torch.empty(3) for _ in range(n)] if rank == 0 else None, dst=0, group=group)
     scattered = torch.empty(3)
@@ -61,20 +67,18 @@ def raw_calls(world: World) -> list:
     assert total.item() == sum(range(n))
     assert [p[0].item() for p in parts] == list(range(n))
     assert out.tolist() == [rank * n] * 2
-    assert [o.item() for o in outs] == [10 * r + rank for r in range(n)]
     assert scattered.tolist() == [rank] * 3
     return [(r.name, r.payload_bytes, r.wire_bytes) for r in meter.records]
 
 
 def test_raw_calls_are_seen_and_do_what_they_did(ranks):
     first, second = ranks(raw_calls, 2)
-    shared = [("all_reduce", 4, 4), ("all_gather", 16, 8), ("reduce_scatter", 16, 8), ("all_to_all", 8, 4)]
     # One element in two chunks of 1 and 0: what a rank sends of it depends on its place.
-    assert [row[:2] for row in first[:4]] == [row[:2] for row in second[:4]] == [row[:2] for row in shared]
-    assert [row[2] for row in first[1:4]] == [row[2] for row in shared[1:]]
-    assert first[0][2] + second[0][2] == 8
-    assert first[4:] == [("reduce", 12, 0), ("gather", 12, 0), ("scatter", 12, 12)]
-    assert second[4:] == [("reduce", 12, 12), ("gather", 12, 12), ("scatter", 12, 0)]
+    assert first[0][:2] == second[0][:2] == ("all_reduce", 4) and first[0][2] + second[0][2] == 8
+    shared = [("all_gather", 16, 8), ("reduce_scatter", 16, 8)] + [("all_to_all", 8, 4)] * LISTS
+    assert first[1:-3] == second[1:-3] == shared
+    assert first[-3:] == [("reduce", 12, 0), ("gather", 12, 0), ("scatter", 12, 12)]
+    assert second[-3:] == [("reduce", 12, 12), ("gather", 12, 12), ("scatter", 12, 0)]
 
 
 def under_ddp(world: World) -> tuple:

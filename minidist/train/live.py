@@ -6,8 +6,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from minidist.data.corpus import Corpus
-from minidist.train.report import MB, Silent, baseline_lines
+from minidist.train.report import MB, Silent, end_line
 from minidist.train.step import StepResult
 
 _LANE_WIDTH = 24
@@ -17,10 +16,10 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 class Live(Silent):
     """Redraws in place; notes scroll by above it and stay."""
 
-    def __init__(self, header: list[str], steps: int, console: Console | None = None):
+    def __init__(self, header: list[str], steps: int, start: int = 0, console: Console | None = None):
         self.console = console or Console()
         for line in header:
-            self.console.print(line, highlight=False)
+            self.note(line)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -30,7 +29,7 @@ class Live(Silent):
             TimeRemainingColumn(),
             console=self.console,
         )
-        self._task = self._progress.add_task("train", total=steps)
+        self._task = self._progress.add_task("train", total=steps, completed=start)
         self._losses: list[float] = []
         self._row: dict | None = None
         self._lanes: list[dict] = []
@@ -52,15 +51,17 @@ class Live(Silent):
         self._held_out = (step, loss)
         self._live.update(self._draw())
 
-    def baselines(self, held_out: float, unigram: float, bigram: float, corpus: Corpus) -> None:
-        for line in baseline_lines(held_out, unigram, bigram, corpus):
-            self.note(line)
-
     def text(self, prompt: str, continuation: str) -> None:
+        self.console.rule("sample: held-out text, then the model", align="left", style="dim")
         self.console.print(Text.assemble((prompt, "dim"), (continuation, "bold")))
+        self.console.rule(style="dim")
+
+    def end(self, held_out: float, lines: dict[str, float]) -> None:
+        self.note(end_line(held_out, lines))
 
     def note(self, line: str) -> None:
-        self.console.print(line, highlight=False)
+        # Text, since a folder called [red] is no markup.
+        self.console.print(Text(line), soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()

@@ -1,59 +1,39 @@
 """What a person sees of a run: one plain line per log step, or a live view on a terminal. Only rank 0 speaks."""
 
+import sys
 from pathlib import Path
-from typing import Protocol
 
 from minidist.comm import World
 from minidist.config import Config
-from minidist.data.corpus import Corpus
 from minidist.mesh import Mesh
 from minidist.train.step import StepResult
 
 MB = 1e6
 
 
-class Reporter(Protocol):
-    """Told what happens, as it happens."""
+class Silent:
+    """What the other ranks say. Each method is told what happens, as it happens."""
 
-    def step(self, step: int, result: StepResult) -> None: ...
+    def step(self, step: int, result: StepResult) -> None:
+        """A step is done."""
 
     def log(self, row: dict, lanes: list[dict]) -> None:
         """A line of metrics, and what each rank did in that step."""
 
-    def held_out(self, step: int, loss: float) -> None: ...
-
-    def baselines(self, held_out: float, unigram: float, bigram: float, corpus: Corpus) -> None: ...
-
-    def text(self, prompt: str, continuation: str) -> None: ...
-
-    def note(self, line: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Silent:
-    """What the other ranks say."""
-
-    def step(self, step: int, result: StepResult) -> None:
-        pass
-
-    def log(self, row: dict, lanes: list[dict]) -> None:
-        pass
-
     def held_out(self, step: int, loss: float) -> None:
-        pass
-
-    def baselines(self, held_out: float, unigram: float, bigram: float, corpus: Corpus) -> None:
-        pass
+        """The loss on held-out text after a step, in nats per token."""
 
     def text(self, prompt: str, continuation: str) -> None:
-        pass
+        """What the model makes of the prompt."""
+
+    def end(self, held_out: float, lines: dict[str, float]) -> None:
+        """The last held-out loss, and losses to compare it with by name."""
 
     def note(self, line: str) -> None:
-        pass
+        """Anything else worth a line."""
 
     def close(self) -> None:
-        pass
+        """Training is over; notes may still come."""
 
 
 class Plain(Silent):
@@ -69,13 +49,12 @@ class Plain(Silent):
     def held_out(self, step: int, loss: float) -> None:
         self.note(f"step {step:>6}  held-out loss {loss:.4f}")
 
-    def baselines(self, held_out: float, unigram: float, bigram: float, corpus: Corpus) -> None:
-        for line in baseline_lines(held_out, unigram, bigram, corpus):
-            self.note(line)
-
     def text(self, prompt: str, continuation: str) -> None:
-        self.note("sample (the prompt is held-out text, the model's part begins after the mark):")
-        self.note("\n".join("    " + line for line in (prompt + "\u2503" + continuation).splitlines()))
+        self.note("sample: held-out text up to the bar, then the model")
+        self.note("\n".join("    " + line for line in f"{prompt}\u2503{continuation}".splitlines()))
+
+    def end(self, held_out: float, lines: dict[str, float]) -> None:
+        self.note(end_line(held_out, lines))
 
     def note(self, line: str) -> None:
         print(line, flush=True)
@@ -92,24 +71,20 @@ def metrics_line(row: dict) -> str:
     return line + (f"  mfu {row['mfu']:.1%}" if "mfu" in row else "")
 
 
-def baseline_lines(held_out: float, unigram: float, bigram: float, corpus: Corpus) -> list[str]:
-    """The final loss beside what counting reaches."""
-    verdict = "below" if held_out < bigram else "not below"
-    lines = [
-        f"held-out loss {held_out:.4f} nats per token, {verdict} that of a bigram model: "
-        f"bigram {bigram:.4f}, unigram {unigram:.4f}"
-    ]
-    if corpus.entropy_rate is not None:
-        lines.append(f"best possible loss on this text {corpus.entropy_rate:.4f}")
-    return lines
+def end_line(held_out: float, lines: dict[str, float]) -> str:
+    """The last held-out loss beside what counting reaches."""
+    others = ", ".join(f"{name} {value:.4f}" for name, value in lines.items())
+    verdict = "" if "bigram" not in lines else "below" if held_out < lines["bigram"] else "not below"
+    return f"held-out loss {held_out:.4f} nats per token ({others})" + (verdict and f": {verdict} the bigram model")
 
 
-def make_reporter(world: World, config: Config, mesh: Mesh, corpus: str, folder: Path) -> Reporter:
-    """The reporter of this rank: live on a terminal, plain lines elsewhere, silent on ranks other than 0."""
+def make_reporter(world: World, config: Config, mesh: Mesh, corpus: str, folder: Path, step: int) -> Silent:
+    """The reporter of this rank: live on a terminal, plain lines elsewhere, silent on ranks other than 0.
+
+    step: where the run begins, above 0 for one that goes on.
+    """
     if world.rank != 0:
         return Silent()
-    import sys
-
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}"
     backend = f" over {world.backend}" if world.backend else ""
     train = config.train
@@ -119,8 +94,10 @@ def make_reporter(world: World, config: Config, mesh: Mesh, corpus: str, folder:
         f"{train.steps} steps of {train.global_batch} samples x {config.data.seq_len} tokens, "
         f"{train.micro_batches} micro-batch{'es' if train.micro_batches > 1 else ''} per rank; run folder {folder}",
     ]
+    if step:
+        header.append(f"going on after step {step}")
     if sys.stdout.isatty():
         from minidist.train.live import Live
 
-        return Live(header, config.train.steps)
+        return Live(header, train.steps, step)
     return Plain(header)

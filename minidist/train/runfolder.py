@@ -1,41 +1,84 @@
 """The run folder: config.toml, metrics.jsonl, loss.png and checkpoints/. Only rank 0 writes here, checkpoints apart."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
 
 from minidist.config import Config
 from minidist.configfile import to_toml
-from minidist.errors import UserError
+from minidist.errors import RunError, UserError
 from minidist.fault import folders
 
 CHECKPOINTS = "checkpoints"
+RUNS = Path("runs")
 
 
-def choose(config: Config) -> Path:
-    """The folder of this run: the one asked for, that of the run to resume, or the next free `runs/0001`.
+def claim(config: Config) -> Path:
+    """Choose the folder of this run and make it: no other run gets it. Raises UserError when that cannot be.
 
-    Raises UserError when a new run would write into the folder of another one. Nothing is created yet.
+    It is the one asked for, that of the run to go on with, or the next free `runs/0001`.
     """
-    resume = config.checkpoint.resume
-    if config.folder is None and resume is not None:
-        return run_of(folders.latest(checkpoints_of(resume)))
-    if config.folder is None:
-        taken = [int(path.name) for path in Path("runs").glob("[0-9]*") if path.name.isdigit()]
-        return Path("runs") / f"{max(taken, default=0) + 1:04d}"
-    folder = Path(config.folder)
+    folder = _asked_for(config)
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+        RUNS.mkdir(exist_ok=True)
+        while True:
+            taken = [int(path.name) for path in RUNS.iterdir() if path.name.isdigit()]
+            folder = RUNS / f"{max(taken, default=0) + 1:04d}"
+            with contextlib.suppress(FileExistsError):  # another run was faster
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise UserError(
+            f"the run folder {folder or RUNS.resolve()} cannot be made: {error.strerror}. "
+            "Give --folder a place where you may write."
+        ) from None
+
+
+def abandon(folder: Path) -> None:
+    """Give back a folder in which nothing was written."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _asked_for(config: Config) -> Path | None:
+    """The folder that the options name; None for a new one."""
+    folder = None if config.folder is None else Path(config.folder).expanduser()
+    resume, source = config.checkpoint.resume, None
+    if resume is not None:
+        at = folders.latest(checkpoints_of(resume))
+        source = run_of(at)
+        if source is not None and (folder is None or folder.resolve() == source):
+            _refuse_to_go_back(at, source)
+            return folder or source
+    if folder is None:
+        return None
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {folder} is a file; give a folder that does not exist yet.")
-    if resume is None and folder.is_dir() and any(folder.iterdir()):
-        held = sorted(path.name for path in folder.iterdir())
-        what = (
-            f"to go on from it give --checkpoint.resume {folder}" if CHECKPOINTS in held else "it is not a run folder"
-        )
+    if folder.is_dir() and (held := sorted(path.name for path in folder.iterdir())):
+        ours = folders.complete(folder / CHECKPOINTS)
+        instead = f", or go on with this one by --checkpoint.resume {folder}" if ours and resume is None else ""
+        more = f" and {len(held) - 4} more" if len(held) > 4 else ""
         raise UserError(
-            f"--folder {folder} is not empty (it holds {', '.join(held[:4])}): {what}; "
-            "a new run needs a folder of its own."
+            f"--folder {folder} is not empty (it holds {', '.join(held[:4])}{more}), and a new run needs a folder of "
+            f"its own: give another one{instead}."
         )
     return folder
+
+
+def _refuse_to_go_back(at: Path, source: Path) -> None:
+    """A run cannot go on from an earlier checkpoint in a folder that holds later ones: two histories would mix."""
+    found = folders.complete(at.parent)
+    step = next((step for step, path in found.items() if path.resolve() == at.resolve()), None)
+    later = [] if step is None else [other for other in found if other > step]
+    if later:
+        raise UserError(
+            f"{at} is at step {step}, and its run has gone on to step {max(later)}: resume the latest with "
+            f"--checkpoint.resume {source}, or give the new run a folder of its own with --folder."
+        )
 
 
 def checkpoints_of(path: str | Path) -> Path:
@@ -44,28 +87,40 @@ def checkpoints_of(path: str | Path) -> Path:
     return inner if inner.is_dir() else Path(path)
 
 
-def run_of(checkpoint: Path) -> Path:
-    """The run folder a checkpoint lies in; beside it when it lies somewhere else."""
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder a checkpoint lies in; None when it lies somewhere else."""
     parent = checkpoint.resolve().parent
-    return parent.parent if parent.name == CHECKPOINTS else parent
+    return parent.parent if parent.name == CHECKPOINTS else None
+
+
+def last_checkpoint(folder: Path) -> str:
+    """What a run that failed leaves, in a sentence."""
+    found = folders.complete(folder / CHECKPOINTS)
+    if not found:
+        return "No checkpoint had been written yet."
+    return f"The last checkpoint is {found[max(found)]}: go on with --checkpoint.resume {folder}"
 
 
 class Metrics:
     """metrics.jsonl: one JSON object per line, appended and flushed.
 
-    A run that goes on from step `start` drops the lines of later steps, which it is about to write again.
+    {"start": 0, "corpus": fingerprint, ...} when a run begins or goes on, {"step": 10, "loss": ...} per log step,
+    {"step": 100, "held_out_loss": ...} per evaluation. A run that goes on from step `start` keeps the lines up to
+    there, its own or those of the run `source`, and writes the later ones again.
+    Raises RunError when the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, config: Config, start: int):
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, config: Config, start: int, source: Path | None = None):
         self.path = folder / "metrics.jsonl"
-        self.rows = [row for row in read_metrics(self.path) if row["step"] <= start] if start else []
-        _replace(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
-        _replace(folder / "config.toml", to_toml(config))
+        before = read_metrics((source or folder) / self.path.name) if start else []
+        self.rows = [row for row in before if row.get("step", start) <= start and row.get("start", -1) < start]
+        with writing(folder):
+            _replace(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
+            _replace(folder / "config.toml", to_toml(config))
 
     def write(self, row: dict) -> None:
         self.rows.append(row)
-        with self.path.open("a") as stream:
+        with writing(self.path.parent), self.path.open("a") as stream:
             stream.write(json.dumps(row) + "\n")
 
 
@@ -80,43 +135,19 @@ def read_metrics(path: Path) -> list[dict]:
     return rows
 
 
+@contextlib.contextmanager
+def writing(folder: Path):
+    """Within this context the system's refusal to write in the run folder is one message."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"the run folder {folder} cannot be written: {error.strerror or error}. {last_checkpoint(folder)}"
+        ) from error
+
+
 def _replace(path: Path, text: str) -> None:
     """Write a file aside and give it its name, so that a reader never sees half of it."""
     aside = path.with_suffix(path.suffix + ".partial")
     aside.write_text(text)
     os.replace(aside, path)
-
-
-def draw_loss(rows: list[dict], lines: dict[str, float], path: Path) -> dict[str, list[tuple[int, float]]]:
-    """loss.png: training and held-out loss over steps, and horizontal lines to compare with. Returns what it drew."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    curves = {
-        name: [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        for name, key in (("training", "loss"), ("held out", "held_out_loss"))
-    }
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
-    for (name, points), style in zip(curves.items(), ("-", "o-"), strict=True):
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=f"{name}: {points[-1][1]:.3f}", lw=1.4, ms=4)
-    for (name, value), style in zip(lines.items(), ("--", ":", "-."), strict=False):
-        axes.axhline(value, ls=style, color="0.4", lw=1)
-        axes.text(
-            1.0,
-            value,
-            f"{name} {value:.3f} ",
-            transform=axes.get_yaxis_transform(),
-            ha="right",
-            va="bottom",
-            fontsize=8,
-        )
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title="Loss")
-    axes.grid(alpha=0.25)
-    axes.legend(loc="upper right")
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-    return curves

@@ -1,27 +1,31 @@
 """The training state as pieces of global tensors, which is how a checkpoint holds it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from minidist.fault.index import Index
-from minidist.fault.layout import Piece
-from minidist.spec import Box, ParamSpec
+from minidist.fault.layout import DTYPES, Piece, pieces_of
+from minidist.spec import Box
 from minidist.train.step import Engine
 
-PARAMETERS = "params/"
+PARAMETERS = "params"
+_OPTIMIZER = "optimizer."
 
 
 def pieces(engine: Engine) -> Iterator[Piece]:
     """Everything a resumed run needs besides its position: parameters, buffers and the optimizer's state."""
     rank = engine.groups.world.rank
     for name, parameter in engine.parameters.items():
-        yield from _boxes(PARAMETERS + name, engine.specs[name], parameter, rank)
-    for name, parameter in engine.parameters.items():
+        spec = engine.specs[name]
+        yield from pieces_of(PARAMETERS, spec, parameter.detach(), rank)
         for key, value in engine.optimizer.state.get(parameter, {}).items():
-            if value is not None:
-                yield from _optimizer_piece(engine, name, key, value, rank)
+            if value is None:
+                continue
+            if value.dim():
+                yield from pieces_of(_OPTIMIZER + key, spec, value, rank)
+            else:  # AdamW counts its steps for every parameter
+                yield Piece(f"{_OPTIMIZER}{key}/{name}", (), Box((), ()), value, writes=spec.owner == rank)
     for name, buffer in engine.model.named_buffers():
         shape = tuple(buffer.shape)
         yield Piece(f"buffers/{name}", shape, Box.whole(shape), buffer, writes=rank == 0)
@@ -32,30 +36,10 @@ def prepare(engine: Engine, index: Index) -> None:
 
     A parameter that no step has used has no state, there as here.
     """
-    names = {stored.split("/", 1)[1]: None for stored in index.tensors if _key(stored) is not None}
-    for name in names.keys() & engine.parameters.keys():
-        parameter, state = engine.parameters[name], engine.optimizer.state
-        for stored, tensor in index.tensors.items():
-            if _key(stored) is not None and stored.split("/", 1)[1] == name:
-                like = torch.zeros_like(parameter) if tensor.shape else torch.zeros((), dtype=torch.float32)
-                state[parameter][_key(stored)] = like
-
-
-def _key(stored: str) -> str | None:
-    """`exp_avg` of `optimizer.exp_avg/name`; None for what is not optimizer state."""
-    kind = stored.split("/", 1)[0]
-    return kind.removeprefix("optimizer.") if kind.startswith("optimizer.") else None
-
-
-def _optimizer_piece(engine: Engine, name: str, key: str, value: Tensor, rank: int) -> Iterable[Piece]:
-    stored, spec = f"optimizer.{key}/{name}", engine.specs[name]
-    if value.dim():
-        return _boxes(stored, spec, value, rank)
-    return [Piece(stored, (), Box((), ()), value, writes=spec.owner == rank)]
-
-
-def _boxes(stored: str, spec: ParamSpec, tensor: Tensor, rank: int) -> Iterator[Piece]:
-    flat, at = tensor.detach().view(-1), 0
-    for box in spec.boxes:
-        yield Piece(stored, spec.shape, box, flat[at : at + box.numel].view(box.shape), writes=spec.owner == rank)
-        at += box.numel
+    for stored, tensor in index.tensors.items():
+        kind, name = stored.split("/", 1)
+        if kind.startswith(_OPTIMIZER) and name in engine.parameters:
+            parameter = engine.parameters[name]
+            like = {"dtype": DTYPES[tensor.dtype], "device": parameter.device}
+            made = torch.zeros_like(parameter, **like) if tensor.shape else torch.zeros((), **like)
+            engine.optimizer.state[parameter][kind.removeprefix(_OPTIMIZER)] = made

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from minidist.comm.board import Snapshot
 from minidist.comm.standing import describe, rank_names
-from minidist.errors import UserError
+from minidist.errors import RunError, UserError
 from minidist.train.launch.failure import RankError, RankFailure
 from minidist.train.launch.remote import RemoteRank
 
@@ -26,12 +26,14 @@ def death_report(ranks: Sequence[RemoteRank], boards: Sequence[Snapshot | None])
 
 
 def error_report(ranks: Sequence[RemoteRank], boards: Sequence[Snapshot | None]) -> Exception:
-    """Ranks raised. One UserError that all of them agree on is raised here as it was there."""
+    """Ranks raised. One UserError, or the RunError of all, that they agree on is raised here as it was there."""
     errors = {n: rank.error for n, rank in enumerate(ranks) if rank.error}
-    if {error.exit_code for error in errors.values()} == {UserError.exit_code}:
-        messages = {error.message for error in errors.values()}
-        if len(messages) == 1:
-            return UserError(messages.pop())
+    if len({(error.kind, error.message) for error in errors.values()}) == 1:
+        first = next(iter(errors.values()))
+        if first.exit_code == UserError.exit_code:
+            return UserError(first.message)
+        if first.kind == RunError.__name__ and len(errors) == len(ranks):
+            return RunError(first.message)
     others = {n: boards[n] for n in range(len(ranks)) if n not in errors}
     return _failure("raised", list(errors), [*_merged_errors(errors), *_standing(others)], errors)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +28,45 @@ def torchrun_size() -> int:
     return _number("WORLD_SIZE")
 
 
+def torchrun_local_size() -> int:
+    """How many of them on this machine."""
+    return _number("LOCAL_WORLD_SIZE", torchrun_size())
+
+
+def meeting_port() -> int:
+    """The port where the ranks meet. Raises UserError for port 0, which `--master-port 0` hands on as it is.
+
+    torchrun's own store takes a free port then, but tells the ranks 0, and they would look for it for ever.
+    """
+    port = _number("MASTER_PORT")
+    if port == 0:
+        raise UserError(
+            f"MASTER_PORT is 0, so the {torchrun_size()} ranks cannot find each other: start torchrun with "
+            "--standalone, which takes a free port and says which, or give --master-port a number from 1024 to 65535."
+        )
+    return port
+
+
+class Held:
+    """What SIGTERM does under torchrun until the ranks meet: it is remembered.
+
+    torchrun sends it to all ranks as soon as one has ended. Where all find the same fault in what was asked for, rank
+    0, which tells it, need not be the first.
+    """
+
+    def __init__(self):
+        self.asked = False
+
+    def __call__(self, *_) -> None:
+        self.asked = True
+
+
+def hold_sigterm() -> None:
+    """Begin to hold SIGTERM, under torchrun; `torchrun_world` lets go of it, and holds it again after an error."""
+    if under_torchrun():
+        signal.signal(signal.SIGTERM, Held())
+
+
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or no rank at all: the one that speaks for all."""
     return os.environ.get("RANK", "0") == "0"
@@ -48,6 +88,11 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
     from minidist.comm.world import World
     from minidist.train.launch.place import choose_backend, choose_device, init_group, prefer_loopback
 
+    held = signal.getsignal(signal.SIGTERM)
+    if isinstance(held, Held):
+        if held.asked:
+            raise SystemExit(128 + signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     local_rank, local_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size)
     torch.set_num_threads(threads_per_rank(local_size, _own_environ()))
@@ -57,7 +102,7 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
     if talks is None:
         yield world
         return
-    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    address, port = os.environ["MASTER_ADDR"], meeting_port()
     if local_size == size and address in _LOCAL:
         prefer_loopback()
     init_group(talks, _store(rank, size, address, port, timeout_s), rank, size, chosen, timeout_s)
@@ -68,6 +113,8 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
     try:
         yield world
     except BaseException:
+        if isinstance(held, Held):
+            signal.signal(signal.SIGTERM, held)
         world.board.finish("failed")
         watchdog.stop()
         raise

@@ -1,0 +1,47 @@
+"""loss.png: how a run went, beside what counting reaches."""
+
+from pathlib import Path
+
+_LABEL_HEIGHT = 0.055  # of the axes
+
+
+def draw_loss(rows: list[dict], lines: dict[str, float], path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Training and held-out loss over steps, and horizontal lines to compare with. Returns the points it drew.
+
+    rows: as in metrics.jsonl; lines: name to loss in nats per token.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    curves = {
+        name: [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        for name, key in (("training", "loss"), ("held out", "held_out_loss"))
+    }
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
+    for (name, points), style in zip(curves.items(), ("-", "o-"), strict=True):
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=f"{name}, last {points[-1][1]:.3f}", lw=1.4, ms=4)
+    for value, style in zip(lines.values(), ("--", ":", "-."), strict=False):
+        axes.axhline(value, ls=style, color="0.4", lw=1)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.margins(x=0.02)
+    axes.grid(alpha=0.25)
+    if any(curves.values()):
+        axes.legend(loc="upper right", framealpha=1.0)
+    low, high = axes.get_ylim()
+    for (name, value), at in zip(lines.items(), label_places(lines, low, high), strict=True):
+        axes.text(1.01, at, f"{name} {value:.3f}", transform=axes.transAxes, va="center", fontsize=9)
+    figure.savefig(path, bbox_inches="tight")
+    plt.close(figure)
+    return curves
+
+
+def label_places(lines: dict[str, float], low: float, high: float) -> list[float]:
+    """Heights (0 to 1 of the axes) for a label beside each line, in the order of `lines`, none upon another."""
+    at = {name: (value - low) / (high - low) for name, value in lines.items()}
+    below = float("-inf")
+    for name in sorted(at, key=at.get):
+        at[name] = below = max(at[name], below + _LABEL_HEIGHT)
+    return list(at.values())

@@ -1,0 +1,71 @@
+"""Going on with a run: which configuration, and whether this checkpoint can be the beginning of this run."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minidist.config import Config
+from minidist.configfile import from_text
+from minidist.errors import UserError
+from minidist.fault import folders
+from minidist.train.runfolder import checkpoints_of
+
+if TYPE_CHECKING:
+    from minidist.data.corpus import Corpus
+
+
+def resumed_config(resume: Path) -> Config:
+    """The configuration of the run whose checkpoint, or folder, `resume` is, to lay new options over.
+
+    Raises UserError when there is no checkpoint or it is damaged.
+    """
+    path = folders.latest(checkpoints_of(resume))
+    from minidist.fault import checkpoint  # here, since torch comes with it: a missing folder is told at once
+
+    stored = stored_config(path, checkpoint.read_index(path).state)
+    return dataclasses.replace(
+        stored, folder=None, checkpoint=dataclasses.replace(stored.checkpoint, resume=Path(resume))
+    )
+
+
+def check_before(config: Config, corpus: "Corpus") -> None:
+    """Raise UserError when `config` resumes from a checkpoint that it cannot go on from. No rank is needed."""
+    if config.checkpoint.resume is None:
+        return
+    path = folders.latest(checkpoints_of(config.checkpoint.resume))
+    from minidist.fault import checkpoint
+
+    check_resumable(path, checkpoint.read_index(path).state, config, corpus)
+
+
+def stored_config(path: Path, state: dict[str, Any]) -> Config:
+    """The configuration in a checkpoint's state. Raises UserError when it was not written by this trainer."""
+    try:
+        return from_text(state["config"], str(path))
+    except KeyError:
+        raise UserError(f"{path} is a checkpoint, but not of a run of this trainer: its state has no config.") from None
+
+
+def check_resumable(path: Path, state: dict[str, Any], config: Config, corpus: "Corpus") -> None:
+    """Raise UserError unless the run of `config` on `corpus` can go on from the checkpoint in `path`."""
+    before = stored_config(path, state)
+    if state["corpus"] != corpus.fingerprint:
+        raise UserError(
+            f"{path} was trained on another corpus ({state['corpus_name']}) than this run has ({corpus.describe()}). "
+            "Give the same --data.source or --data.path, or start a new run."
+        )
+    for name, was, now in (
+        ("train.seed", before.train.seed, config.train.seed),
+        ("data.seq-len", before.data.seq_len, config.data.seq_len),
+        ("data.min-length", before.data.min_length, config.data.min_length),
+    ):
+        if was != now:
+            raise UserError(
+                f"{path} was trained with --{name} {was}, this run has {now}: its data would not go on where that "
+                f"run's ended. Give --{name} {was}, or start a new run."
+            )
+    if state["step"] >= config.train.steps:
+        raise UserError(
+            f"{path} is at step {state['step']}, and the run ends at step {config.train.steps}: nothing is left to "
+            f"do. Give --train.steps more than {state['step']}."
+        )

@@ -1,0 +1,62 @@
+"""A trained model, and text from it."""
+
+from pathlib import Path
+
+import torch
+
+from minidist.config import Config
+from minidist.fault import checkpoint
+from minidist.fault.layout import Piece
+from minidist.models.generate import generate
+from minidist.models.transformer import Transformer
+from minidist.spec import Box, named_parameters
+from minidist.train.resume import stored_config
+from minidist.train.state import PARAMETERS
+
+
+def load_model(path: Path) -> tuple[Transformer, Config]:
+    """The model of the checkpoint in folder `path` on the CPU, whole, and the configuration it was trained with.
+
+    Raises UserError when it is damaged.
+    """
+    config = stored_config(path, checkpoint.read_index(path).state)
+    model = Transformer(config.model)
+    pieces = []
+    for name, parameter in named_parameters(model).items():
+        shape = tuple(parameter.shape)
+        pieces.append(Piece(f"{PARAMETERS}/{name}", shape, Box.whole(shape), parameter.detach()))
+    checkpoint.load(path, pieces, prefix=PARAMETERS + "/")
+    return model, config
+
+
+def continue_text(
+    model: Transformer,
+    prompt: bytes,
+    config: Config,
+    *,
+    tokens: int | None = None,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> tuple[str, str]:
+    """The prompt (bytes are tokens) and what the model makes of it, as text."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    ids = generate(
+        model,
+        ids,
+        config.train.sample_tokens if tokens is None else tokens,
+        temperature=temperature,
+        top_k=top_k,
+        generator=generator,
+        context=config.data.seq_len,
+    )
+    data = bytes(min(token, 255) for token in ids[0].tolist())
+    return _readable(data[: len(prompt)]), _readable(data[len(prompt) :])
+
+
+def _readable(data: bytes) -> str:
+    """As text; what is none, or would drive the terminal, becomes U+FFFD."""
+    text = data.decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

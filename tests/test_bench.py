@@ -1,0 +1,255 @@
+"""The bench measures equal work, refuses a contender that computes wrongly, and its instruments read what is there."""
+
+import itertools
+import json
+import mmap
+import os
+import sys
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bench import lineup, memory, peers, rounds
+from bench.__main__ import SIZES, main
+from bench.contenders import MODES, Floor, Ours, Seat, TorchDDP
+from bench.statistics import median_interval, paired_ratios, step_times
+from bench.workload import Share
+from minidist.comm import Use, bind
+from minidist.errors import RunError
+from minidist.mesh import Mesh
+
+TINY = SIZES["tiny"]
+MIB = 2**20
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_lasts_from_the_first_start_to_the_last_end():
+    spans = np.array([[[0.0, 3.0], [10.0, 11.0]], [[1.0, 2.0], [10.5, 14.0]]])  # 2 ranks, 2 rounds
+    assert step_times(spans).tolist() == [3.0, 4.0]
+
+
+def test_what_slows_a_whole_round_does_not_change_its_ratio():
+    slow = np.array([1.0, 7.0, 1.0, 30.0])
+    assert paired_ratios(2 * slow, 4 * slow).tolist() == [0.5] * 4
+
+
+def test_times_of_unequal_rounds_are_not_paired():
+    with pytest.raises(ValueError, match="same number of rounds"):
+        paired_ratios([1.0, 2.0], [1.0])
+
+
+def test_equal_values_have_an_interval_of_no_width():
+    assert median_interval([0.9] * 20) == (0.9, 0.9, 0.9)
+
+
+def test_the_interval_covers_the_true_median_as_often_as_it_says():
+    draws = np.random.default_rng(1).exponential(size=(300, 25))
+    intervals = [median_interval(values, resamples=400) for values in draws]
+    covered = np.mean([low <= np.log(2) <= high for _, low, high in intervals])  # the median of an exponential
+    # 300 trials at 0.95 have a standard deviation of 0.013; four of them, and the bootstrap's own bias at 25 values.
+    assert 0.88 <= covered <= 1.0
+    assert all(low <= median <= high for median, low, high in intervals)
+    assert np.mean([high - low for _, low, high in intervals]) < 1.2  # and it does not do so by being wide
+
+
+# -- equal work -------------------------------------------------------------------------------------------------------
+
+
+def verdicts(world, kinds):
+    """Name and mode to how far the contender is off one process, or to why it is not timed."""
+    table = bind(world, Mesh(dp=world.size), [Use("bench", ("dp",))])["bench"]
+    shares, wanted, found = TINY.batches(world.rank, world.size), rounds.one_process(TINY), {}
+    for name, mode in itertools.product(kinds, MODES):
+        contender = (lineup.LINEUP.get(name) or WRONG[name])(Seat(TINY, mode, world))
+        try:
+            found[name, mode] = rounds.agree(name, contender, shares, wanted, table)
+        except RunError as error:
+            found[name, mode] = str(error)
+    return found
+
+
+class ScaledGradient(TorchDDP):
+    def backward(self, loss):
+        (loss * 1.001).backward()
+
+
+class MeanOfMeans(TorchDDP):
+    """Every rank divides by its own count, and DDP takes the mean."""
+
+    def step(self, share, inspect=None):
+        own = Share(share.batch, share.batch.count * self.size)
+        self.full = False
+        return super().step(own, inspect)
+
+
+class OtherUpdate(TorchDDP):
+    def prepare(self, model):
+        super().prepare(model)
+        self.optimizer.param_groups[0]["lr"] *= 10
+
+
+class Silent(TorchDDP):
+    def gradients(self):
+        return {name: grad for name, grad in super().gradients().items() if name != "lm_head.weight"}
+
+
+WRONG = {kind.__name__: kind for kind in (ScaledGradient, MeanOfMeans, OtherUpdate, Silent, Floor)}
+RIGHT = [name for name in lineup.LINEUP if name.startswith(("minidist", "torch"))]
+
+
+def test_contenders_have_the_numbers_of_one_process(ranks):
+    for found in ranks(verdicts, 2, RIGHT):
+        assert len(found) == 2 * len(RIGHT) == 8
+        for key, off in found.items():
+            assert isinstance(off, float) and off < rounds.TOLERANCE / 10, key
+
+
+def test_a_contender_that_computes_wrongly_is_not_timed(ranks):
+    for found in ranks(verdicts, 2, list(WRONG)):
+        for name in WRONG:
+            assert "it is not timed" in str(found[name, "full"]), name
+        assert "has no gradient of lm_head.weight on 2 ranks" in found["Silent", "bare"]
+
+
+def clipping_and_counts(world):
+    steps = rounds.one_process(TINY)
+    counts = [share.batch.count for share in TINY.batches(world.rank, world.size)]
+    return [step.grad_norm for step in steps], counts
+
+
+def test_the_workload_clips_and_pads_unevenly(ranks):
+    (norms, ours), (_, theirs) = ranks(clipping_and_counts, 2)
+    assert min(norms) > TINY.clip_norm  # otherwise a wrong norm would change nothing
+    assert all(a != b for a, b in zip(ours[:3], theirs[:3], strict=True))
+
+
+def kernels(world):
+    return {name: lineup.LINEUP[name](Seat(TINY, "full", world)).kernel for name in [*RIGHT, lineup.FLOOR]}
+
+
+def test_all_run_the_same_optimizer_kernel(ranks):
+    for seen in ranks(kernels, 2):
+        assert set(seen.values()) == {"AdamW fused"}
+
+
+def test_a_peer_that_is_not_installed_is_left_out_in_one_line(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    names, left_out = lineup.present(2, 8)
+    assert names == [*RIGHT, lineup.FLOOR]
+    assert len(left_out) == 2 and all("minidist[peers]" in line for line in left_out)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_peak_is_what_was_live_at_one_time_after_the_mark():
+    with memory.StoragePeak() as peak:
+        kept = torch.empty(MIB, dtype=torch.uint8)
+        before = torch.empty(50 * MIB, dtype=torch.uint8)
+        del before
+        peak.mark()
+        for _ in range(2):  # never both at once
+            one = torch.empty(3 * MIB, dtype=torch.uint8)
+            del one
+        two = torch.empty(2 * MIB, dtype=torch.uint8)
+    assert peak.bytes == 4 * MIB
+    del kept, two
+
+
+def buckets_of_ddp(world):
+    model = nn.Linear(512, 512, bias=False)  # 1 MiB
+    with memory.StoragePeak() as peak:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        peak.mark()
+    del wrapped
+    return peak.bytes
+
+
+def test_buckets_that_ddp_holds_in_cpp_are_seen(ranks):
+    for seen in ranks(buckets_of_ddp, 2):
+        assert MIB <= seen < 1.1 * MIB
+
+
+@needs_proc
+def test_mapped_segments_are_seen():
+    before = memory.segment_bytes()
+    fd = os.memfd_create("bench-test")
+    os.ftruncate(fd, MIB)
+    with mmap.mmap(fd, MIB) as segment:
+        segment.write(b"x" * MIB)
+        assert memory.segment_bytes() - before == MIB  # mapped once, so all of it is ours
+    os.close(fd)
+
+
+@needs_proc
+def test_the_resident_peak_sees_memory_that_torch_did_not_allocate():
+    before = memory.pss_bytes()
+    with memory.ResidentPeak() as peak:
+        held = bytearray(os.urandom(32 * MIB))
+        while peak.bytes - before < 31 * MIB:  # until the sampling thread has looked
+            os.sched_yield()
+    assert len(held) == 32 * MIB
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_figures_and_a_picture(server, tmp_path, capsys):
+    figures, picture = tmp_path / "sub" / "dp.json", tmp_path / "dp.png"
+    names = ["minidist", "torch DDP", "no communication"]
+    only = [word for name in names for word in ("--only", name)]
+    code = main(
+        ["dp", "--size", "tiny", "--ranks", "2", "--mode", "full", "--rounds", "2", "--steps", "1", *only,
+         "--json", str(figures), "--picture", str(picture)],
+        server,
+    )  # fmt: skip
+    assert code == 0
+    result = json.loads(figures.read_text())
+    (run,) = result["runs"]
+    assert (run["ranks"], run["mode"], list(run["contenders"])) == (2, "full", names)
+    for name, row in run["contenders"].items():
+        assert len(row["step_s"]) == len(row["cpu_s"]) == 2 and min(row["step_s"] + row["cpu_s"]) > 0
+        assert row["kernel"] == "AdamW fused"
+        assert row["tensor_bytes"] > 4 * 4 * TINY.model.num_parameters()  # weights, two moments, gradients or buckets
+        assert (row["ours"] is None) == (name == "minidist")
+        assert (row["over_floor"] is None) == (name == "no communication")
+    assert result["machine"]["torch"] == torch.__version__ and result["machine"]["threads_per_rank"] == 1
+    assert len(run["verdict"]) == 2
+    pixels = matplotlib.image.imread(picture)[..., :3]
+    red = np.abs(pixels - np.array([0xC4, 0x4E, 0x52]) / 255).max(-1) < 0.02
+    assert red.mean() > 0.001  # bars of ours are drawn
+    text = capsys.readouterr().out
+    assert "torch DDP" in text and f"{result['machine']['cores']} cores" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "1"], "needs 2 ranks or more"),
+        (["--ranks", "9"], "at most one per sample (8)"),
+        (["--rounds", "0"], "--rounds is 0; it must be at least 1"),
+        (["--only", "nobody"], "'nobody' is no contender; possible: minidist,"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(capsys, arguments, said):
+    assert main(["dp", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_the_bare_mode_of_ours_sends_neither_count_nor_control(ranks):
+    for by_use in ranks(bare_traffic, 2):
+        assert by_use == {"grads"}
+
+
+def bare_traffic(world):
+    ours = Ours(Seat(TINY, "bare", world))
+    meter = ours.engine.groups.meter
+    meter.operations.clear()
+    ours.step(TINY.batches(world.rank, world.size)[0])
+    return {use for use, _ in meter.operations}

@@ -1,0 +1,86 @@
+"""Every fault that is known to have shipped somewhere turns parity, or the test it names, red on a patched copy."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from patched import FAULTS, Edit, Fault, ForkServer, copy, faults, read
+
+DEADLINE_S = 60.0
+KNOWN = faults()
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a warm process on Linux only")
+
+
+@pytest.fixture(scope="module")
+def fork_server(_nothing_is_left_behind):
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+def parity(fork_server, folder, only):
+    """Run parity of two ranks on the copy in `folder`: exit code, its JSON and what it printed."""
+    file = folder / "rows.json"
+    arguments = ["--ranks", "2", "--only", only, "--json", str(file)]
+    code, output = fork_server.run(folder, "minidist.parity", arguments, DEADLINE_S)
+    assert code is not None, f"parity was not done after {DEADLINE_S:g} s; it printed\n{output}"
+    assert file.exists(), f"parity ended with exit code {code} and no rows; it printed\n{output}"
+    return code, json.loads(file.read_text()), output
+
+
+@pytest.mark.parametrize("fault", [fault for fault in KNOWN if fault.only], ids=lambda fault: fault.name)
+def test_a_fault_turns_parity_red_and_what_is_wrong_first_is_named(fault, fork_server, tmp_path):
+    code, found, output = parity(fork_server, copy(tmp_path, fault.edit), fault.only)
+    told = [row["first_wrong"] for row in found["rows"]] + [row["why"] for row in found["not_run"]]
+    assert code == 1 and told, f"{fault.title} It stayed green:\n{output}"
+    assert not any(row["ok"] for row in found["rows"]), f"{fault.title} A row of {fault.only!r} stayed green:\n{output}"
+    unexpected = [text for text in told if not re.search(fault.expect, text)]
+    assert not unexpected, f"expected {fault.expect!r} to be wrong first, not:\n" + "\n".join(unexpected)
+
+
+@pytest.mark.parametrize("fault", [fault for fault in KNOWN if fault.detector], ids=lambda fault: fault.name)
+def test_a_fault_that_parity_cannot_see_fails_the_test_it_names(fault, fork_server, tmp_path):
+    detector = f"{FAULTS.parent.parent}/{fault.detector}"
+    arguments = ["-x", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "temporary"), detector]
+    code, output = fork_server.run(copy(tmp_path, fault.edit), "pytest", arguments, DEADLINE_S)
+    assert code is not None, f"{fault.detector} was not done after {DEADLINE_S:g} s; it printed\n{output}"
+    # An assertion, not an import or a name that is gone: those fail with and without the fault.
+    failed = code == 1 and f"FAILED {fault.detector}" in output and re.search(r"^E +assert ", output, re.MULTILINE)
+    assert failed, f"{fault.title} {fault.detector} did not notice:\n{output}"
+
+
+def test_without_a_fault_every_row_that_finds_one_is_green(fork_server, tmp_path):
+    only = "|".join(f"(?:{fault.only})" for fault in KNOWN if fault.only)
+    code, found, output = parity(fork_server, copy(tmp_path), only)
+    assert code == 0 and found["rows"] and all(row["ok"] for row in found["rows"]) and not found["not_run"], output
+
+
+def test_a_program_that_hangs_ends_at_its_deadline(fork_server, tmp_path):
+    (tmp_path / "endless.py").write_text("import minidist\nprint('on my way', flush=True)\nwhile True: pass\n")
+    code, output = fork_server.run(copy(tmp_path), "endless", [], deadline_s=0.5)
+    assert code is None
+
+
+def test_a_patch_that_does_not_apply_exactly_once_is_an_error(tmp_path):
+    for number, (find, times) in enumerate((("no such text", 0), ("import", r"\d+"))):
+        with pytest.raises(ValueError, match=f"train/step.py has this text {times} times, not once"):
+            copy(tmp_path / str(number), [Edit("train/step.py", find, "")])
+
+
+def test_a_fault_without_an_edit_or_with_two_ways_to_be_found_is_refused(tmp_path):
+    edit = (Edit("a.py", "x", "y"),)
+    for wrong in ({"edit": (), "detector": "t"}, {"edit": edit}, {"edit": edit, "only": "a"}):
+        with pytest.raises(ValueError, match="needs edits, and either"):
+            Fault("name", "title", "source", **wrong)
+    with pytest.raises(ValueError, match="needs edits, and either"):
+        Fault("name", "title", "source", edit, only="a", expect="b", detector="t")
+    (tmp_path / "f.toml").write_text('title = "t"\nsource = "s"\ndetector = "d"\nexpct = "x"\n[[edit]]\nfile="f"\nfind="a"\nreplace="b"')
+    with pytest.raises(TypeError, match="expct"):
+        read(tmp_path / "f.toml")
+
+
+def test_there_are_faults():
+    assert len(KNOWN) > 40 and len([fault for fault in KNOWN if fault.only]) > 30

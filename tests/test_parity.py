@@ -1,0 +1,221 @@
+"""Parity itself: its rows are green, its reference is independent, and its command says what it found."""
+
+import ast
+import contextlib
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import minidist.parity.reference
+from minidist.data.partition import block
+from minidist.errors import UserError
+from minidist.models.dropout import DropoutAddress
+from minidist.parity import command
+from minidist.parity.cases import GLOBAL_BATCH, SEED, TOLERANCES, Case, plan
+from minidist.parity.command import ParityOptions, as_json, chosen, describe, main, table_lines
+from minidist.parity.run import run
+
+KEYS = (
+    *("layout", "dtype", "optimizer", "loss_diff", "grad_diff", "grad_norm_diff", "param_diff"),
+    *("worst_tensor", "first_wrong", "tolerance", "ok"),
+)
+CASE = plan(2)[0]
+ROW = dict.fromkeys(KEYS, 0.0) | {"layout": "dp=2 bucketed tied", "dtype": "float64", "optimizer": "sgd"}
+GOOD = ROW | {"first_wrong": None, "worst_tensor": "w", "tolerance": {"loss": 1e-10}, "ok": True}
+BAD = GOOD | {"first_wrong": "step 0 grad w", "grad_diff": math.inf, "ok": False}
+
+
+# The rows
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_row_equals_one_process(server, world):
+    cases = [case for case in plan(world) if case.world == world]
+    outcomes = list(run(server, cases))
+    assert [case for case, _ in outcomes] == cases
+    for _, row in outcomes:
+        assert tuple(row) == KEYS
+        assert row["ok"] and row["first_wrong"] is None, row
+        assert all(row[f"{kind}_diff"] <= limit for kind, limit in row["tolerance"].items())
+        assert row["worst_tensor"]
+
+
+def test_tolerances_are_those_of_the_issue():
+    everything = {"loss": 1e-10, "grad": 1e-10, "grad_norm": 1e-10, "param": 1e-10}
+    rounded = {"loss": 2e-6, "grad": 1e-5, "grad_norm": 2e-6}
+    assert TOLERANCES["float64", "adamw"] == TOLERANCES["float64", "sgd"] == everything
+    assert TOLERANCES["float32", "sgd"] == rounded | {"param": 1e-5}
+    assert TOLERANCES["float32", "adamw"] == rounded
+
+
+def run_off(world, cases, folder):
+    """In place of `run_cases`: the second rank fails in the second case."""
+    from minidist.parity import ranks
+
+    real, left = ranks.run_case, [1]
+
+    def run_case(*args):
+        if not left and world.rank == 1:
+            raise RuntimeError("out of order")
+        left.pop()
+        return real(*args)
+
+    ranks.run_case = run_case
+    real_cases(world, cases, folder)
+
+
+real_cases = command.run.__globals__["run_cases"]
+
+
+def test_a_case_whose_ranks_fail_is_told_and_the_others_still_run(server, monkeypatch):
+    monkeypatch.setitem(command.run.__globals__, "run_cases", run_off)
+    cases = [case for case in plan(2) if case.world == 2][:4]
+    outcomes = [outcome for _, outcome in run(server, cases)]
+    assert [isinstance(outcome, dict) for outcome in outcomes] == [True, False, True, False]
+    assert "rank 1 raised RuntimeError: out of order" in outcomes[1]
+
+
+# The reference
+
+
+def test_the_reference_is_short_and_imports_only_torch_and_the_models():
+    source = open(minidist.parity.reference.__file__).read()
+    assert len(source.splitlines()) <= 80
+    modules = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            modules.append(node.module)
+        elif isinstance(node, ast.Name | ast.Attribute):
+            assert getattr(node, "id", getattr(node, "attr", "")) not in ("__import__", "import_module", "modules")
+    foreign = [
+        name for name in modules
+        if name.split(".")[0] not in {"torch"} | set(sys.stdlib_module_names) and not name.startswith("minidist.models")
+    ]
+    assert modules and foreign == []
+    assert "importlib" not in modules
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_under_padding_a_mean_of_means_is_a_thousand_tolerances_off(tied, parts):
+    case = next(case for case in plan(1, full=True) if case.padding and case.tied is tied and case.dtype == "float64")
+    model, loader = case.model(), case.loader()
+    batch = case.shape_labels(0, loader.global_batch(0, GLOBAL_BATCH))
+
+    def loss_of(rows):
+        address = DropoutAddress(SEED, 0, batch.samples[rows], torch.arange(batch.tokens.shape[1]))
+        return model(batch.tokens[rows], batch.labels[rows], address=address)
+
+    sums, counts = zip(*(loss_of(torch.from_numpy(block(GLOBAL_BATCH, parts, i))) for i in range(parts)), strict=True)
+    right = sum(sums) / sum(counts)
+    mean_of_means = sum(s / n for s, n in zip(sums, counts, strict=True)) / parts
+    loosest = max(tolerance["loss"] for tolerance in TOLERANCES.values())
+    assert abs(right - mean_of_means).item() / right.item() > 1000 * loosest
+
+
+# The command
+
+
+def fake(monkeypatch, *outcomes):
+    """Let the command find these outcomes instead of running ranks."""
+    monkeypatch.setattr(command, "RankServer", contextlib.nullcontext)
+    monkeypatch.setattr(command, "run", lambda server, cases: zip(cases, outcomes, strict=False))
+    monkeypatch.setattr(command, "plan", lambda ranks, full: plan(2)[: max(1, len(outcomes))])
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "last"),
+    [
+        ([GOOD, GOOD], 0, "2 of 2 rows equal one process ("),
+        ([GOOD, BAD], 1, "1 of 2 rows equal one process; 1 differ ("),
+        ([GOOD, "rank 1 died"], 1, "1 of 2 rows equal one process; 1 could not be run ("),
+        ([], 1, "0 of 1 rows equal one process ("),
+    ],
+)
+def test_the_exit_code_is_0_only_when_every_row_ran_and_is_ok(monkeypatch, capsys, tmp_path, outcomes, code, last):
+    fake(monkeypatch, *outcomes)
+    assert main(ParityOptions(json=tmp_path / "rows.json")) == code
+    assert capsys.readouterr().out.splitlines()[-1].startswith(last)
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert list(found) == ["rows", "refused", "not_run"] and found["refused"] == []
+    assert len(found["rows"]) == sum(isinstance(outcome, dict) for outcome in outcomes)
+    assert found["not_run"] == [
+        {"what": plan(2)[i].name, "why": o} for i, o in enumerate(outcomes) if isinstance(o, str)
+    ]
+
+
+def test_an_infinite_difference_is_the_largest_number_that_json_has():
+    (row,) = json.loads(as_json([BAD], []), parse_constant=pytest.fail)["rows"]
+    assert row == BAD | {"grad_diff": sys.float_info.max} and tuple(row) == KEYS
+
+
+def test_a_wrong_row_says_what_is_wrong_first_and_a_row_that_did_not_run_says_why(monkeypatch, capsys):
+    fake(monkeypatch, BAD, "deadlock: ranks 0-1 wait\n  rank 0: in all_reduce")
+    main(ParityOptions())
+    out = capsys.readouterr().out
+    assert "WRONG\n    wrong first: step 0 grad w\n" in out
+    assert "NOT RUN:\n    deadlock: ranks 0-1 wait\n      rank 0: in all_reduce\n" in out
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16])
+def test_the_table_fits_100_columns(ranks):
+    cases = plan(ranks)
+    options = ParityOptions(ranks=ranks)
+    rows = [BAD | {"layout": case.layout, "dtype": case.dtype, "optimizer": case.optimizer} for case in cases]
+    lines = [line for row in rows for line in table_lines(row)] + describe(options, cases)
+    assert max(map(len, lines)) <= 100
+
+
+def test_the_plan_is_printed_with_its_rows_and_the_pairs_they_cover():
+    text = "\n".join(describe(ParityOptions(), plan(2)))
+    assert "16 rows" in text and "1 rank: 8 rows; 221 of the 221 pairs" in text
+    assert "2 ranks: 8 rows; 264 of the 264 pairs" in text
+
+
+def test_only_takes_a_part_of_a_name_or_a_regular_expression():
+    everything = chosen(ParityOptions())
+    assert chosen(ParityOptions(only="dp=2 bucketed")) == [c for c in everything if c.name.startswith("dp=2 bucketed")]
+    assert chosen(ParityOptions(only="dp=2.*sgd$")) == [c for c in everything if c.world == 2 and c.optimizer == "sgd"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (ParityOptions(ranks=0), "--ranks is 0; parity needs at least 1 rank"),
+        (ParityOptions(ranks=-3), "--ranks is -3"),
+        (ParityOptions(only="dp=7"), "--only 'dp=7' matches none of the 16 rows of --ranks 2, which are named like 'dp=2"),
+        (ParityOptions(only="("), "--only '(' is not a regular expression"),
+        (ParityOptions(json="/no/such/folder/rows.json"), "there is no folder /no/such/folder"),
+    ],
+)
+def test_bad_input_is_refused_with_the_numbers(options, said):
+    if isinstance(options.json, str):
+        options = dataclasses.replace(options, json=__import__("pathlib").Path(options.json))
+    with pytest.raises(UserError) as error:
+        main(options)
+    assert said in str(error.value)
+
+
+def command_line(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "minidist.parity", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_module_runs_as_a_command(tmp_path):
+    file = tmp_path / "rows.json"
+    done = command_line("--ranks", "2", "--only", CASE.name.replace("dp=1", "dp="), "--json", str(file))
+    assert done.returncode == 2 and "matches none" in done.stderr and not file.exists()
+    name = plan(2)[-1].name
+    done = command_line("--ranks", "2", "--only", name, "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(file.read_text())["rows"]
+    assert f"{row['layout']} {row['dtype']} {row['optimizer']}" == name

@@ -135,7 +135,6 @@ def workload_facts(work: Workload) -> dict:
         "parameters": work.model.num_parameters(),
         "global_batch": work.global_batch,
         "seq_len": work.seq_len,
-        "optimizer": "AdamW fused",
         "clip_norm": work.clip_norm,
         "model": asdict(work.model),
     }

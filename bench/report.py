@@ -22,19 +22,19 @@ def heading(work: Workload, n_rounds: int, steps: int) -> str:
     m, w = machine_facts(), workload_facts(work)
     return (
         f"{w['parameters'] / 1e6:.2f}M parameters, global batch {w['global_batch']} x {w['seq_len']} tokens, "
-        f"{n_rounds} rounds of {steps} steps, {w['optimizer']} for all\n"
+        f"{n_rounds} rounds of {steps} steps\n"
         f"{m['processor']}, {m['cores']} cores, {m['threads_per_rank']} thread per rank, torch {m['torch']}, "
         f"backend {m['backend']}"
     )
 
 
 def print_run(run: Run, console: Console) -> None:
-    table = Table(title=f"{run.ranks} ranks, {run.mode}: {MODE_TEXT[run.mode]}", title_justify="left")
-    columns = ("ms", "over floor", f"{OURS} / it [95 %]", "CPU ms", "of CPU", "off", "tensors MiB", "PSS MiB")
+    title = f"{run.ranks} ranks, {run.mode}: {MODE_TEXT[run.mode]}; {run.rows[0].kernel} for all"
+    table = Table(title=title, title_justify="left")
+    columns = ("ms", "over floor", f"{OURS} / it [95 %]", "CPU ms", "of CPU", "off", "peak MiB", "PSS MiB")
     table.add_column("contender", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("optimizer", no_wrap=True)
     for row in run.rows:
         table.add_row(
             row.name,
@@ -46,7 +46,6 @@ def print_run(run: Run, console: Console) -> None:
             "-" if row.agreement is None else f"{row.agreement:.0e}",
             _mib(row.tensor_bytes),
             _mib(row.resident_bytes),
-            row.kernel,
         )
     console.print(table)
     for line in [*run.left_out, *verdict(run)]:

@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "parity": _parity,
         "doctor": _doctor,
     }
+    from minidist.train.launch.torchrun import hold_sigterm
+
+    hold_sigterm()
     try:
         if argv[0] not in runners:
             close = difflib.get_close_matches(argv[0], runners, 1)
@@ -59,31 +62,33 @@ def usage() -> str:
 
 def _complain(message: str) -> None:
     """One message on stderr; under torchrun, where every rank has the same one, only rank 0's."""
-    from minidist.train.launch.torchrun import is_first_rank
+    from minidist.train.launch.torchrun import is_first_rank, let_first_rank_tell
 
     if is_first_rank():
         print(f"minidist: {message}", file=sys.stderr, flush=True)
+    else:
+        let_first_rank_tell()
 
 
 def _parse(kind, name: str, argv: list[str], default=None):
     import tyro
 
-    from minidist.train.launch.torchrun import is_first_rank
+    from minidist.train.launch.torchrun import is_first_rank, let_first_rank_tell
 
-    return tyro.cli(
-        kind,
-        prog=f"minidist {name}",
-        args=argv,
-        console_outputs=is_first_rank(),
-        **({} if default is None else {"default": default}),
-    )
+    more = {} if default is None else {"default": default}
+    try:
+        return tyro.cli(kind, prog=f"minidist {name}", args=argv, console_outputs=is_first_rank(), **more)
+    except SystemExit as end:
+        if end.code and not is_first_rank():
+            let_first_rank_tell()
+        raise
 
 
 def _train(argv: list[str]) -> int:
     import tyro
 
     from minidist.config import Config
-    from minidist.train.launch.torchrun import hold_sigterm, under_torchrun
+    from minidist.train.launch.torchrun import under_torchrun
     from minidist.train.start import default_ranks, train_here, train_under_torchrun
 
     @dataclass(frozen=True)
@@ -99,7 +104,6 @@ def _train(argv: list[str]) -> int:
         config: Path | None = None
         """A TOML file with options; those on the command line win."""
 
-    hold_sigterm()
     options = _parse(TrainOptions, "train", argv, default=TrainOptions(_base_config(argv)))
     config, ranks = options.run, options.ranks
     if under_torchrun():

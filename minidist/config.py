@@ -94,7 +94,7 @@ class CommConfig:
 class TrainConfig:
     """How long, how much at once, and how often to look."""
 
-    steps: int = 700
+    steps: int = 600
     """Optimizer steps."""
     global_batch: int = 32
     """Samples per step, over all ranks."""

@@ -67,7 +67,7 @@ def faults() -> list[Fault]:
 
 
 def copy(folder: Path, edits: Sequence[Edit] = ()) -> Path:
-    """Copy the package into `folder` and apply the edits. Raises ValueError for one that does not apply exactly once."""
+    """Copy the package into `folder` and edit it. Raises ValueError for an edit that does not apply exactly once."""
     shutil.copytree(PACKAGE, folder / "minidist")
     for edit in edits:
         file = folder / "minidist" / edit.file
@@ -86,7 +86,13 @@ class ForkServer:
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # a process that forks must have no threads
+            # A process that forks must have no threads.
+            env={
+                **os.environ,
+                "OPENBLAS_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": "1",
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            },
             start_new_session=True,
         )
         theirs.close()
@@ -107,7 +113,7 @@ class ForkServer:
 
 
 class ForkedInterpreter:
-    """Stands in for `subprocess.Popen([python, "-P", "-c", code], ...)`: a fork of this process that executes the code."""
+    """Stands in for `subprocess.Popen([python, "-P", "-c", code], ...)`: a fork of this process executes the code."""
 
     def __init__(self, command: Sequence[str], *, env, stdin, pass_fds: Sequence[int], start_new_session: bool):
         self._code: int | None = None
@@ -173,9 +179,9 @@ def _exits_with_code():
 
 
 def _serve(stream) -> None:
+    import pytest  # noqa: F401
     import safetensors.torch  # noqa: F401  (what the package imports, but never the package itself)
     import torch._dynamo
-    import pytest  # noqa: F401
     import torch.distributed  # noqa: F401
 
     assert not any(name.partition(".")[0] == "minidist" for name in sys.modules)

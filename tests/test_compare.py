@@ -119,7 +119,13 @@ def test_a_nan_is_not_lost_among_larger_and_smaller_differences():
 
 def test_what_is_wrong_first_is_the_earliest_step_and_in_it_a_gradient():
     seen = Comparison(TOLERANCE)
-    for kind, step, name in (("param", 5, "p"), ("loss", 2, None), ("grad_norm", 2, None), ("grad", 2, "b"), ("grad", 2, "a")):
+    for kind, step, name in (
+        ("param", 5, "p"),
+        ("loss", 2, None),
+        ("grad_norm", 2, None),
+        ("grad", 2, "b"),
+        ("grad", 2, "a"),
+    ):
         seen.see(kind, step, name, 1.0)
     assert seen.first[1] == "step 2 grad b"
 

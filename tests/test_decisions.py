@@ -56,11 +56,15 @@ def step_with_a_bad_parameter(world, kind):
 
     def poison():
         if kind == "gradient":  # the same on every rank, as after a reduction, but one rank counts it in the norm
-            next(p for name, p in engine.parameters.items() if engine.specs[name].owner == 1).grad.view(-1)[0] = math.inf
+            next(p for name, p in engine.parameters.items() if engine.specs[name].owner == 1).grad.view(-1)[0] = (
+                math.inf
+            )
 
     if kind == "loss" and world.rank == 1:
         forward = engine.model.forward
-        engine.model.forward = lambda *args, **kwargs: tuple(part * math.inf for part in forward(*args, **kwargs)[:1]) + (1,)
+        engine.model.forward = lambda *args, **kwargs: (
+            tuple(part * math.inf for part in forward(*args, **kwargs)[:1]) + (1,)
+        )
     bad = engine.step(0, batches_of(world, 0), 0.1, inspect=poison)
     untouched = same(before, values(engine))
     engine.model.__dict__.pop("forward", None)

@@ -187,3 +187,34 @@ def test_impossible_calls_are_refused_before_anything_is_sent(ranks):
 
 def test_a_world_of_one_needs_no_process_group():
     assert everything(World.single()) == len(SHAPES) * len(DTYPES) * 2 + 6
+
+
+def other_sizes(world: World) -> None:
+    group = bind(world, Mesh(dp=2))["control"]
+    comm.all_reduce(torch.ones(3 if world.rank == 0 else 300_000), group)
+
+
+def test_sizes_that_differ_are_told_whatever_the_backend_does_with_them(server):
+    from minidist.train.launch import RankFailure
+
+    with pytest.raises(RankFailure) as failure:
+        server.run(other_sizes, 2, deadline_s=60.0)
+    assert failure.value.kind == "mismatch"  # gloo may abort one of the processes
+    assert "all_reduce (3) float32" in str(failure.value) and "all_reduce (300000) float32" in str(failure.value)
+
+
+def dies_alone(world: World) -> None:
+    import os
+
+    group = bind(world, Mesh(dp=2))["control"]
+    if world.rank == 1:
+        os.abort()
+    comm.all_reduce(torch.ones(3), group)
+
+
+def test_a_death_without_a_mismatch_is_told_as_a_death(server):
+    from minidist.train.launch import RankFailure
+
+    with pytest.raises(RankFailure) as failure:
+        server.run(dies_alone, 2, deadline_s=60.0)
+    assert failure.value.kind == "died" and "rank 1 died" in str(failure.value)

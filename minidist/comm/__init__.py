@@ -1,7 +1,7 @@
 """The one door to the network: nothing outside this folder calls torch.distributed.
 
-`bind` makes the groups of a mesh, the door's operations move tensors through them, the meter counts every byte, the board
-says where each rank stands, and the watchdog turns a deadlock into a sentence.
+`bind` makes the groups of a mesh, the door's operations move tensors through them, the meter counts every byte, the
+board says where each rank stands, and the watchdog turns a deadlock into a sentence.
 """
 
 from minidist.comm.control import exchange, gather_objects

@@ -43,13 +43,8 @@ def judge(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
     snapshots: by rank, only of ranks whose board was the same in two readings, the first readings of all before the
     second of any: then all stood like this at one moment. A rank that is not there counts as running.
     """
-    for rank, snapshot in sorted(snapshots.items()):
-        channels = [snapshot.channel] if snapshot.state == "waiting" else []
-        channels = list(snapshot.progress) if snapshot.state == "failed" else channels
-        for channel in channels:
-            verdict = _mismatch(rank, channel, snapshots)
-            if verdict:
-                return verdict
+    if verdict := mismatched(snapshots):
+        return verdict
     missing = {rank: _missing(rank, snapshot, snapshots) for rank, snapshot in sorted(snapshots.items())}
     stuck = {rank for rank, ranks in missing.items() if ranks}
     lost = {rank for rank, snapshot in snapshots.items() if snapshot.state in ENDED}
@@ -59,6 +54,20 @@ def judge(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
         return None
     hopeless = {rank: [m for m in missing[rank] if m in stuck or m in lost] for rank in sorted(stuck)}
     return _deadlock(hopeless, snapshots)
+
+
+def mismatched(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
+    """The verdict on ranks that launched different operations as the same one of a group; None when they did not.
+
+    Of a rank that waits the channel it waits on counts, of one that failed or died all of them.
+    """
+    for rank, snapshot in sorted(snapshots.items()):
+        channels = [snapshot.channel] if snapshot.state == "waiting" else []
+        channels = list(snapshot.progress) if snapshot.state in ("failed", "died") else channels
+        for channel in channels:
+            if verdict := _mismatch(rank, channel, snapshots):
+                return verdict
+    return None
 
 
 class Observer:

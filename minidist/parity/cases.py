@@ -25,7 +25,7 @@ SEED = 11
 CLIPPED_STEP = 1  # in cases that clip, the one whose gradient is beyond the norm
 EMPTY_STEP = 2  # in cases with an empty step, no token of this one counts
 RESUME_AFTER = 3
-SHORT_SAMPLES = 10  # under padding, the first of each global batch, so that no equal cut of it has equal counts
+SHORT_SAMPLES = 13  # under padding, the first of each global batch, so that no equal cut of it has equal counts
 
 # Everything about a case that is not its world. The first value of a switch is the plain one.
 SWITCHES: dict[str, tuple[Any, ...]] = {
@@ -128,8 +128,8 @@ class Case:
         return model.to(getattr(torch, self.dtype))
 
     def config(self) -> Config:
-        # The rate here is not the one of any step. Adam's usual eps of 1e-8 is below the rounding of a float32 gradient:
-        # elements that should be zero would then move by whole learning rates, into gradients of later steps.
+        # The rate here is not that of any step. Adam's usual eps of 1e-8 is below the rounding of a float32 gradient:
+        # elements that should be zero would move by whole learning rates, and later gradients would show it.
         optim = OptimConfig(
             kind=self.optimizer, lr=1.0, weight_decay=0.1, momentum=0.5, eps=1e-5, clip_norm=self.clip_norm
         )

@@ -134,9 +134,7 @@ def as_json(rows: Sequence[dict], not_run: Sequence[dict]) -> str:
     JSON has no infinity. A difference that is infinite (one side has no tensor, or a number is not finite) is written
     as the largest double, 1.8e308, so that whoever compares it with the tolerance decides rightly.
     """
-    finite = [
-        {key: sys.float_info.max if value == math.inf else value for key, value in row.items()} for row in rows
-    ]
+    finite = [{key: sys.float_info.max if value == math.inf else value for key, value in row.items()} for row in rows]
     whole = {"rows": finite, "refused": [], "not_run": list(not_run)}
     return json.dumps(whole, indent=1, allow_nan=False) + "\n"
 

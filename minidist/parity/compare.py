@@ -81,11 +81,10 @@ class Comparison:
         self, kind: str, step: int, name: str, mine: Tensor | None, whole: Tensor | None, spec: ParamSpec
     ) -> None:
         """A tensor that may be None (a parameter nobody used), on either side."""
-        if mine is None or whole is None:
-            diff = 0.0 if mine is whole else math.inf
+        if mine is not None and whole is not None:
+            self.see(kind, step, name, difference(mine, whole, spec))
         else:
-            diff = difference(mine, whole, spec)
-        self.see(kind, step, name, diff)
+            self.see(kind, step, name, 0.0 if mine is whole else math.inf)
 
     def refuse(self, step: int, kind: str, what: str) -> None:
         """Something is wrong that has no size."""

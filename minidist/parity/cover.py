@@ -14,9 +14,7 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 def pairs(switches: Mapping[str, Sequence[Any]]) -> set[Pair]:
     """Every pair of values of two different switches."""
-    return {
-        ((a, x), (b, y)) for a, b in combinations(switches, 2) for x, y in product(switches[a], switches[b])
-    }
+    return {((a, x), (b, y)) for a, b in combinations(switches, 2) for x, y in product(switches[a], switches[b])}
 
 
 def covered(case: Mapping[str, Any]) -> set[Pair]:

@@ -75,9 +75,7 @@ def write_reference(case: Case, file: str) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     config = case.config().optim
     if case.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(
-            parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-        )
+        optimizer = torch.optim.AdamW(parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
     else:
         optimizer = torch.optim.SGD(parameters, momentum=config.momentum, weight_decay=config.weight_decay)
     loader = case.loader()
@@ -100,7 +98,7 @@ def write_reference(case: Case, file: str) -> None:
 
 
 def read_reference(file: str) -> tuple[list[tuple[float | None, float, int]], dict[str, Tensor]]:
-    """(loss, norm, tokens) of each step, and the tensors `STEP/NAME` (gradients) and `end/NAME` (parameters and buffers)."""
+    """(loss, norm, tokens) of each step, and the tensors: gradients `STEP/NAME`, parameters and buffers `end/NAME`."""
     with safe_open(file, framework="pt") as stream:
         scalars = json.loads(stream.metadata()["scalars"])
     return [tuple(row) for row in scalars], load_file(file)
@@ -186,7 +184,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _engine(groups: Groups, case: Case, fresh: int = 0) -> Engine:
-    """The trainer's engine; ranks of a "different" start, and those of a resumed run, begin with values of their own."""
+    """The trainer's engine; ranks of a "different" start, and those of a resumed run, begin with other values."""
     own = fresh + (groups.world.rank if case.start == "different" else 0)
     model = case.model(SEED + own)
     with torch.no_grad():

@@ -21,7 +21,7 @@ def train(
     seed: int,
     look: Callable[[int, float | None, float, int, dict[str, Tensor | None]], None],
 ) -> None:
-    """One step per batch of (tokens, labels, sample numbers), each the global batch of that step, with its rate of `lrs`.
+    """One step, at the rate of `lrs`, per batch of (tokens, labels, sample numbers): the global batch of that step.
 
     look: called with the step, the loss, the global gradient norm, the number of tokens that count, and the gradients
     by name as they were before clipping (None for a parameter that was not used). A batch in which no token counts is

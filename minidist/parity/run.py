@@ -14,7 +14,9 @@ from minidist.train.launch import RankServer, usable_cores
 _POLL_S = 0.1
 
 
-def run(server: RankServer, cases: Sequence[Case], deadline_s: float | None = None) -> Iterator[tuple[Case, dict | str]]:
+def run(
+    server: RankServer, cases: Sequence[Case], deadline_s: float | None = None
+) -> Iterator[tuple[Case, dict | str]]:
     """Each case, as it ends, with its row of the table, or with the reason why it has none (its ranks failed).
 
     deadline_s: for all cases of one world together; by default generous. After a failure the cases that are left go on
@@ -115,7 +117,7 @@ def _first_of(by_rank: Sequence[First | None]) -> str | None:
 
 
 def _wrong_together(case: Case, records: Sequence[Record]) -> str | None:
-    """What no rank can see alone: a tensor that nobody compared, replicas that differ in a bit, a case that is not one."""
+    """What no rank sees alone: a tensor nobody compared, replicas that differ in a bit, `clip` without clipping."""
     for name, shape in records[0].shapes.items():
         if not_held(shape, [box for record in records for box in record.held.get(name, ())]):
             return f"step 0 param {name} is not held by any rank, or not all of it"

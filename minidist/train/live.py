@@ -30,6 +30,7 @@ class Live(Silent):
             console=self.console,
         )
         self._task = self._progress.add_task("train", total=steps, completed=start)
+        self._over = False
         self._losses: list[float] = []
         self._row: dict | None = None
         self._lanes: list[dict] = []
@@ -64,12 +65,16 @@ class Live(Silent):
         self.console.print(Text(line), soft_wrap=True)
 
     def close(self) -> None:
+        self._over = True
+        self._live.update(self._draw())
         self._live.stop()
 
     def _draw(self) -> Group:
         parts = [self._progress, self._numbers()]
         if self._lanes:
             parts.append(self._ranks())
+        if not self._over:
+            parts.append(Text("Ctrl-C: save and end; twice: end at once", style="dim"))
         return Group(*parts)
 
     def _numbers(self) -> Table:

@@ -25,10 +25,10 @@ CPU_RANKS = 2
 
 
 class StoppedError(RunError):
-    """A signal came before the first step: there is nothing to save."""
+    """A person ended the run, and not after a step: `exit_code` is that of the signal."""
 
-    def __init__(self, number: int):
-        super().__init__(f"stopped by {signal.Signals(number).name} before the first step; nothing was written")
+    def __init__(self, number: int, message: str):
+        super().__init__(message)
         self.exit_code = 128 + number
 
 
@@ -108,13 +108,19 @@ def _wait(job: "Job", folder: Path) -> None:
             raise KeyboardInterrupt
         asked.append(number)
         job.signal(number)
+        if not sys.stdout.isatty():  # a live view says so itself
+            name = signal.Signals(number).name
+            print(f"{name}: saving after this step; a second SIGINT ends the run at once", file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         job.wait()
+    except KeyboardInterrupt:
+        raise StoppedError(signal.SIGINT, f"ended at once. {runfolder.last_checkpoint(folder)}") from None
     except RankFailure as failure:
         if asked and _only_stopped(failure, asked):
-            raise StoppedError(asked[0]) from None
+            name = signal.Signals(asked[0]).name
+            raise StoppedError(asked[0], f"ended by {name} before the first step; nothing was written.") from None
         last = runfolder.last_checkpoint(folder)
         raise RunError(str(failure) if last in str(failure) else f"{failure}\n{last}") from failure
     finally:
@@ -130,12 +136,13 @@ def _only_stopped(failure: RankFailure, asked: list[int]) -> bool:
 
 @contextlib.contextmanager
 def _whole_terminal() -> Iterator[None]:
-    """A rank that is killed cannot show the cursor again that its live view has hidden."""
+    """A rank that is killed can neither show the cursor that its live view has hidden nor end its last line."""
     try:
         yield
-    finally:
+    except BaseException:
         if sys.stdout.isatty():
-            print("\x1b[?25h", end="", flush=True)
+            print("\x1b[?25h", flush=True)
+        raise
 
 
 def train_under_torchrun(config: Config) -> None:

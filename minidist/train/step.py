@@ -54,7 +54,7 @@ def make_optimizer(optim: OptimConfig, parameters: Sequence[Tensor]) -> torch.op
         return torch.optim.AdamW(
             parameters, optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
         )
-    # The fused SGD cannot begin a momentum later than the first step: it raises for a parameter that was unused until now.
+    # The fused SGD raises for a parameter that was unused until now: it begins all momenta in the first step or none.
     fused = optim.momentum == 0
     return torch.optim.SGD(parameters, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=fused)
 
@@ -104,7 +104,7 @@ class Engine:
         """Train on this rank's part of the global batch of step number `step`.
 
         weight: w_i of this rank's data; stop: whether this rank asks for the end of the run; inspect: called when every
-        `.grad` is reduced and not yet clipped. Raises CommError when the ranks could not agree; nothing was updated then.
+        `.grad` is reduced and not yet clipped. Raises CommError when the ranks could not agree: nothing was updated.
         """
         self.model.train()
         count = self.count(micro_batches, weight)

@@ -53,10 +53,10 @@ def continue_text(
         context=config.data.seq_len,
     )
     data = bytes(min(token, 255) for token in ids[0].tolist())
-    return _readable(data[: len(prompt)]), _readable(data[len(prompt) :])
+    return readable(data[: len(prompt)]), readable(data[len(prompt) :])
 
 
-def _readable(data: bytes) -> str:
+def readable(data: bytes) -> str:
     """As text; what is none, or would drive the terminal, becomes U+FFFD."""
     text = data.decode(errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

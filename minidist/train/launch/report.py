@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from minidist.comm.board import Snapshot
 from minidist.comm.standing import describe, rank_names
+from minidist.comm.watchdog import mismatched
 from minidist.errors import RunError, UserError
 from minidist.train.launch.failure import RankError, RankFailure
 from minidist.train.launch.remote import RemoteRank
@@ -21,6 +22,10 @@ def death_report(ranks: Sequence[RemoteRank], boards: Sequence[Snapshot | None])
     errors = {n: rank.error for n, rank in enumerate(ranks) if rank.error}
     own = {n: error for n, error in errors.items() if not error.from_network}
     lines += _merged_errors(own)
+    # A backend may abort on sizes that do not fit: what the ranks had launched then says more than the signal.
+    seen = {n: replace(s, state="died" if n in dead else s.state) for n, s in enumerate(boards) if s is not None}
+    if verdict := mismatched(seen):
+        return _failure(verdict.kind, verdict.ranks, [str(verdict), *lines], own)
     others = {n: _before_error(boards[n]) for n in range(len(ranks)) if n not in dead and n not in own}
     return _failure("died", dead, [*lines, *_standing(others)], own)
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _GIVEN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = ("localhost", "127.0.0.1", "::1")
+_TELL_S = 5.0
 
 
 def under_torchrun() -> bool:
@@ -51,7 +53,7 @@ class Held:
     """What SIGTERM does under torchrun until the ranks meet: it is remembered.
 
     torchrun sends it to all ranks as soon as one has ended. Where all find the same fault in what was asked for, rank
-    0, which tells it, need not be the first.
+    0, which tells it, must not be cut short.
     """
 
     def __init__(self):
@@ -65,6 +67,17 @@ def hold_sigterm() -> None:
     """Begin to hold SIGTERM, under torchrun; `torchrun_world` lets go of it, and holds it again after an error."""
     if under_torchrun():
         signal.signal(signal.SIGTERM, Held())
+
+
+def let_first_rank_tell() -> None:
+    """Before a rank ends with an error that rank 0 has as well: wait until rank 0 has ended.
+
+    torchrun then sends SIGTERM to the others. Waits for a few seconds at most: rank 0 may have no error.
+    """
+    held = signal.getsignal(signal.SIGTERM)
+    end_s = time.monotonic() + _TELL_S
+    while isinstance(held, Held) and not held.asked and time.monotonic() < end_s:
+        time.sleep(0.02)
 
 
 def is_first_rank() -> bool:

@@ -1,0 +1,145 @@
+"""A run small enough for a test: a few thousand parameters, a text of a few thousand bytes, steps of milliseconds."""
+
+import dataclasses
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from minidist.config import CheckpointConfig, Config, DataConfig, OptimConfig, TrainConfig
+from minidist.models.config import ModelConfig
+from minidist.train.trainer import Trainer
+
+WORDS = ("to be", "or not", "that is", "the question", "ay", "there", "\n")
+DEADLINE_S = 100.0
+
+# The same run as options of the command line.
+OPTIONS = (
+    *("--model.hidden-size", "16", "--model.intermediate-size", "24", "--model.num-layers", "1"),
+    *("--model.num-heads", "2", "--model.num-kv-heads", "1", "--data.seq-len", "16", "--train.global-batch", "12"),
+    *("--train.sample-tokens", "4", "--train.eval-samples", "8", "--device", "cpu"),
+)
+
+
+def write_text(folder: Path, seed: int = 0) -> Path:
+    """A text of some six thousand bytes."""
+    words = random.Random(seed)
+    file = folder / f"text-{seed}.txt"
+    file.write_text(" ".join(words.choice(WORDS) for _ in range(1000)))
+    return file
+
+
+def small_config(folder: Path, text: Path, **changes) -> Config:
+    """Run `folder` on `text`: 12 samples a step (they divide by 1, 2, 3, and 4), dropout on, plain SGD.
+
+    changes: `section__field=value`, or `field=value` of the top.
+    """
+    config = Config(
+        model=ModelConfig(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1, dropout=0.1),
+        data=DataConfig(path=text, seq_len=16),
+        optim=OptimConfig(kind="sgd", lr=0.5, weight_decay=0.0, warmup_steps=2),
+        train=TrainConfig(
+            steps=6, global_batch=12, micro_batches=2, log_every=1, eval_every=0, eval_samples=8, sample_tokens=0
+        ),
+        checkpoint=CheckpointConfig(every=3),
+        folder=folder,
+    )
+    return changed(config, **changes)
+
+
+def changed(config: Config, **changes) -> Config:
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        if field:
+            value = dataclasses.replace(getattr(config, section), **{field: value})
+        config = dataclasses.replace(config, **{section: value})
+    return config
+
+
+class Stop:
+    """A request to stop that comes while step `after` of this process runs; never when None."""
+
+    def __init__(self, after: int | None = None):
+        self._left = after
+
+    @property
+    def requested(self) -> str | None:
+        if self._left is None:
+            return None
+        self._left -= 1
+        return "SIGTERM" if self._left == 0 else None
+
+
+def run(world, config: Config, stop_after: int | None = None) -> dict:
+    """Train on this rank; returns the summary."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a model this small is slower on every further thread
+    try:
+        return Trainer(world, config).run(Stop(stop_after))
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Command:
+    """`minidist ...` (or another module) as a process of its own, whose output is read as it comes."""
+
+    def __init__(self, *arguments, module: tuple[str, ...] = ("minidist",), folder: Path):
+        self.output = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-m", *module, *map(str, arguments)],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.kill()
+        self.process.stdout.close()
+        self.process.wait()
+
+    def read_until(self, text: str) -> None:
+        """Read lines until one holds `text`."""
+        for line in self.process.stdout:
+            self.output += line
+            if text in line:
+                return
+        raise AssertionError(f"{text!r} was never said:\n{self.output}")
+
+    def end(self) -> int:
+        """Read to the end; returns the exit code."""
+        self.output += self.process.stdout.read()
+        return self.process.wait(DEADLINE_S)
+
+
+def descendants(pid: int) -> dict[int, int]:
+    """Process id to parent's, of all processes below `pid`."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+    below: dict[int, int] = {}
+    found = {pid}
+    while found:
+        found = {child for child, parent in parents.items() if parent in found}
+        below |= {child: parents[child] for child in found}
+    return below
+
+
+def all_gone(pids, within_s: float = 10.0) -> bool:
+    """Whether none of these processes is there any more, after at most that long."""
+    end_s = time.monotonic() + within_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() > end_s:
+            return False
+    return True

@@ -84,8 +84,8 @@ class CommConfig:
     """auto: nccl for one rank per GPU, gloo for ranks on CPU or several ranks on one GPU."""
     gradients: Literal["bucketed", "naive"] = "bucketed"
     """bucketed: all-reduce in buckets while backward runs. naive: one all-reduce per parameter after backward."""
-    bucket_mib: float = 4.0
-    """Size of a gradient bucket in MiB (2**20 bytes)."""
+    bucket_mib: float = 25.0
+    """Largest gradient bucket in MiB (2**20 bytes); the first is at most 1 MiB, to leave early."""
     timeout_s: float = 600.0
     """After this many seconds in one operation the run is given up."""
 

@@ -98,7 +98,7 @@ def test_the_live_view_shows_numbers_and_a_lane_per_rank():
 
 
 def test_a_sparkline_falls_with_its_values():
-    assert sparkline([3.0, 2.0, 1.0], 10) == "█▄▁"
+    assert sparkline([3.0, 2.0, 1.0], 10) == "█▅▁"
     assert len(sparkline([float(i) for i in range(100)], 10)) == 10
     assert sparkline([], 10) == "" and sparkline([1.0, 1.0], 10) == "▁▁"
 

@@ -43,7 +43,9 @@ def test_a_fault_turns_parity_red_and_what_is_wrong_first_is_named(fault, fork_s
 @pytest.mark.parametrize("fault", [fault for fault in KNOWN if fault.detector], ids=lambda fault: fault.name)
 def test_a_fault_that_parity_cannot_see_fails_the_test_it_names(fault, fork_server, tmp_path):
     detector = f"{FAULTS.parent.parent}/{fault.detector}"
-    arguments = ["-x", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "temporary"), detector]
+    # Without pyproject's pythonpath, which would put the package itself before the patched copy.
+    plain = ["-p", "no:cacheprovider", "-o", "pythonpath=", "--basetemp", str(tmp_path / "temporary")]
+    arguments = ["-x", *plain, detector]
     code, output = fork_server.run(copy(tmp_path, fault.edit), "pytest", arguments, DEADLINE_S)
     assert code is not None, f"{fault.detector} was not done after {DEADLINE_S:g} s; it printed\n{output}"
     # An assertion, not an import or a name that is gone: those fail with and without the fault.

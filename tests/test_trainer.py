@@ -59,6 +59,19 @@ def test_uneven_shares_are_the_same_run(ranks, tmp_path, text):
     assert losses(tmp_path / "uneven") == pytest.approx(losses(tmp_path / "even"), rel=TOLERANCE)
 
 
+def test_shares_and_weights_say_whose_samples_count(ranks, tmp_path, text):
+    """The mean loss of a step is that of 9 samples of rank 0 and 3 of rank 1, each seen alone by a weight of 0."""
+    config = small_config(tmp_path / "both", text, train__steps=1)
+    ranks(run, 2, config)
+    cut = changed(config, data__shares=(3.0, 1.0))
+    ranks(run, 2, changed(cut, folder=tmp_path / "first", data__weights=(2.0, 0.0)))
+    ranks(run, 2, changed(cut, folder=tmp_path / "second", data__weights=(0.0, 2.0)))
+    (both,), (first,), (second,) = (losses(tmp_path / name) for name in ("both", "first", "second"))
+    assert abs(first - second) > 100 * TOLERANCE
+    assert (9 * first + 3 * second) / 12 == pytest.approx(both, rel=1e-6)  # float32 sums
+    assert (first + second) / 2 != pytest.approx(both, rel=1e-6)
+
+
 def test_metrics_say_where_and_how_fast(ranks, tmp_path, text):
     ranks(run, 2, small_config(tmp_path / "run", text))
     first, *rows = metrics(tmp_path / "run")

@@ -33,7 +33,7 @@ def main(fd: int, method: str, preload: Sequence[str]) -> None:
             finalizer.atexit = False  # torch's hundreds cost a rank 30 ms; those it makes itself do run when it ends
         gc.collect()
         gc.freeze()  # the collector of a rank leaves the shared pages alone
-    server.line.send({"event": "ready"})
+    server._tell({"event": "ready"})
     server.serve()
 
 

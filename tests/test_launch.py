@@ -256,6 +256,7 @@ def test_an_endless_loop_ends_at_the_deadline_with_its_line(ranks):
 def test_a_killed_rank_takes_its_job_and_its_own_children_along(server):
     job = server.start(loop_for_ever, 3, (True,))
     assert until(lambda: not job.poll(0.01) and all(job.pids) and job.output(0).endswith("\n"))
+    assert until(lambda: all(board and board.state == "running" for board in job.boards()))
     pids, child = job.pids, int(job.output(0))
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(RankFailure) as caught:

@@ -13,7 +13,7 @@ from minidist.comm.group import Group
 def gather_objects(value: Any, group: Group) -> list[Any]:
     """Every rank's `value` (anything that can be pickled), in rank order, on every rank."""
     data = pickle.dumps(value)
-    device = group.world.device
+    device = group.world.control_device
     lengths = torch.empty(group.size, dtype=torch.int64, device=device)
     all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64, device=device), group)
     longest = int(lengths.max())

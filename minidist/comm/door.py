@@ -276,7 +276,7 @@ def barrier(group: Group, async_op: bool = False) -> Handle | None:
     """Return when every rank of the group has called it."""
     if group.size == 1:
         return _done(group, async_op)
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, device=group.world.control_device)
 
     def start():
         return dist.barrier(group=group.process_group, async_op=True)

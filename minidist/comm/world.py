@@ -26,6 +26,11 @@ class World:
     board: Board
     node_rank: int = 0
 
+    @property
+    def control_device(self) -> torch.device:
+        """Where small tensors for other ranks are made: nccl takes those of a GPU only, gloo takes few from a GPU."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> "World":
         """The world of a process on its own."""

@@ -121,7 +121,7 @@ class Engine:
     def count(self, micro_batches: Sequence[Batch], weight: float) -> "Count":
         """The (weighted) number of tokens that count in the global batch, on its way."""
         tokens = sum(batch.count for batch in micro_batches) * weight
-        return Count(torch.tensor(tokens, dtype=torch.float64, device=self.device), self.groups["loss"])
+        return Count(self._control([tokens]), self.groups["loss"])
 
     def backward(self, step: int, micro_batches: Sequence[Batch], weight: float, count: "Count") -> float | Tensor:
         """Run every micro-batch; return this rank's contribution to the mean loss of the global batch."""
@@ -153,7 +153,7 @@ class Engine:
     def agree(self, loss: float | Tensor, tokens: float, stop: bool) -> StepResult:
         """Sum one control vector over all ranks and decide: the decision is the same everywhere."""
         mine = loss if self._counts_loss else 0.0
-        vector = torch.tensor([float(mine), self._squared_norm(), float(stop)], dtype=torch.float64, device=self.device)
+        vector = self._control([float(mine), self._squared_norm(), float(stop)])
         all_reduce(vector, self.groups["control"])
         total, squared_norm, stops = vector.tolist()
         finite = math.isfinite(total) and math.isfinite(squared_norm)
@@ -167,6 +167,9 @@ class Engine:
             own_loss_finite=math.isfinite(mine),
             not_finite=None if finite else self.first_not_finite(),
         )
+
+    def _control(self, numbers: Sequence[float]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.float64, device=self.groups.world.control_device)
 
     def _squared_norm(self) -> float:
         """This rank's part of the squared gradient norm: each parameter counts on one of its replicas."""
@@ -194,12 +197,13 @@ class Engine:
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Mean loss in nats over the counted tokens of all ranks' batches. Every rank gets the same number."""
         self.model.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        mine = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             if len(batch.samples):
                 batch = batch.to(self.device)
                 loss_sum, count = self.model(batch.tokens, batch.labels)
-                total += torch.stack([loss_sum.double(), count.double()])
+                mine += torch.stack([loss_sum.double(), count.double()])
+        total = self._control(mine.tolist())
         all_reduce(total, self.groups["loss"])
         loss_sum, count = total.tolist()
         return loss_sum / count if count else math.nan

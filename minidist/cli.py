@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"there is no command {argv[0]!r}; {guess} (minidist --help)")
         return runners[argv[0]](argv[1:])
     except (UserError, RunError) as error:
-        _complain(str(error))
+        _complain(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -60,14 +60,17 @@ def usage() -> str:
     return "\n".join([*lines, "", "minidist COMMAND --help lists the options of a command."])
 
 
-def _complain(message: str) -> None:
-    """One message on stderr; under torchrun, where every rank has the same one, only rank 0's."""
-    from minidist.train.launch.torchrun import is_first_rank, let_first_rank_tell
+def _complain(error: UserError | RunError) -> None:
+    """One message on stderr. Under torchrun rank 0 speaks for all; another rank only of what rank 0 does not have."""
+    from minidist.train.launch.torchrun import is_first_rank, let_first_rank_tell, own_rank
 
     if is_first_rank():
-        print(f"minidist: {message}", file=sys.stderr, flush=True)
-    else:
-        let_first_rank_tell()
+        print(f"minidist: {error}", file=sys.stderr, flush=True)
+        return
+    first_has_ended = let_first_rank_tell()
+    # An operation fails on those whose peer died: rank 0 may be the one that can say nothing any more.
+    if not first_has_ended or type(error).__name__ == "CommError":
+        print(f"minidist: rank {own_rank()}: {error}", file=sys.stderr, flush=True)
 
 
 def _parse(kind, name: str, argv: list[str], default=None):

@@ -218,3 +218,50 @@ def test_a_death_without_a_mismatch_is_told_as_a_death(server):
     with pytest.raises(RankFailure) as failure:
         server.run(dies_alone, 2, deadline_s=60.0)
     assert failure.value.kind == "died" and "rank 1 died" in str(failure.value)
+
+
+def told(server, function) -> tuple[str, str]:
+    from minidist.train.launch import RankFailure
+
+    with pytest.raises(RankFailure) as failure:
+        server.run(function, 2, deadline_s=60.0)
+    return failure.value.kind, str(failure.value)
+
+
+def own_root(world: World) -> None:
+    comm.broadcast(torch.ones(3), world.rank, bind(world, Mesh(dp=2))["control"])
+
+
+def test_a_broadcast_from_several_roots_is_found(server):
+    kind, text = told(server, own_root)
+    assert kind == "mismatch" and "broadcast root 0 (3,)" in text and "broadcast root 1 (3,)" in text
+
+
+def own_reduction(world: World) -> None:
+    comm.all_reduce(torch.ones(3), bind(world, Mesh(dp=2))["control"], "max" if world.rank else "sum")
+    comm.barrier(bind(world, Mesh(dp=2))["control"]) if world.rank else None  # the end of rank 0 brings it to light
+
+
+def test_reductions_that_differ_are_found_when_ranks_stand_still(server):
+    kind, text = told(server, own_reduction)
+    assert kind in ("mismatch", "deadlock"), text
+
+
+def bound_alone(world: World) -> None:
+    if world.rank == 0:
+        bind(world, Mesh(dp=2))
+
+
+def test_groups_that_one_rank_does_not_make_are_a_deadlock(server):
+    kind, text = told(server, bound_alone)
+    assert kind == "deadlock" and "bind #1" in text and "rank 1: returned" in text
+
+
+def other_view(world: World) -> list:
+    x = torch.ones(8) if world.rank else torch.ones(4, 2)
+    comm.all_reduce(x, bind(world, Mesh(dp=2))["control"])
+    return x.flatten().tolist()
+
+
+def test_another_shape_of_as_many_elements_is_legal(ranks):
+    assert ranks(other_view, 2) == [[2.0] * 8] * 2

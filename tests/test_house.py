@@ -19,6 +19,7 @@ ALLOWED = {
     "parallel": {"ground", "comm"},
     "fault": {"ground"},
     "train": {"ground", "comm", "data", "fault", "models", "parallel", "parallelize"},
+    "notebook": {"ground", "comm", "pieces", "train"},
     "parity": {"ground", "comm", "data", "fault", "models", "parallel", "parallelize", "train"},
 }
 GROUND = {"mesh", "spec", "errors", "config", "configfile"}

@@ -206,3 +206,34 @@ def test_replicas_without_a_group_are_refused():
     groups = bind(World.single(), Mesh())
     with pytest.raises(KeyError, match=r"no group was bound over ranks \(0, 1\), the replicas of parameter hidden"):
         group_of(replicated(Net(), (0, 1))["hidden.weight"], groups.values())
+
+
+@pytest.mark.parametrize("kind", ["naive", "bucketed"])
+def test_a_gradient_after_its_ready_is_refused(kind):
+    model, sink, _ = set_up(World.single(), kind, 1e-4)
+    sink.add("never", torch.ones(3, dtype=torch.float64))
+    sink.ready("never")
+    with pytest.raises(RuntimeError, match="a gradient of never came after ready"):
+        sink.add("never", torch.ones(3, dtype=torch.float64))
+    sink.clear()
+    sink.add("never", torch.ones(3, dtype=torch.float64))
+    sink.finish()
+    assert model.never.grad.tolist() == [1.0] * 3
+
+
+def broken_off(world: World) -> list:
+    """A step is given up while its first bucket is on its way; the next one must not touch that memory."""
+    model, sink, meter = set_up(world, "bucketed", 1e-9)
+    meter.records.clear()
+    sink.add("tied.bias", torch.full((5,), 100.0, dtype=torch.float64))
+    sink.ready("tied.bias")
+    assert len(meter.records) == 1
+    before = sink._buckets[0]
+    sink.clear()
+    assert sink._buckets[0].buffer.data_ptr() != before.buffer.data_ptr()
+    before.handle.wait()
+    return before.views["tied.bias"].tolist()
+
+
+def test_a_step_that_is_broken_off_keeps_the_memory_of_what_is_on_its_way(ranks):
+    assert ranks(broken_off, 2) == [[200.0] * 5] * 2

@@ -83,6 +83,7 @@ def test_a_rank_has_one_device_and_shares_no_gpu():
     assert violations({0: log("cuda:0"), 1: log("cuda:1")}) == []
     assert violations({0: log("cpu"), 1: log("cpu")}) == []
     assert violations({0: log("cuda:0"), 1: log("cuda:0")}) == ["ranks 0 and 1 share cuda:0"]
+    assert violations({0: log("cuda:0"), 1: log("cuda:0")}, nodes={0: 0, 1: 1}) == []
     assert violations({0: log("cuda:0", "cuda:1")}) == ["rank 0 sends from several devices: cuda:0, cuda:1"]
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import alive, needs_proc, until
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,7 +25,9 @@ with torchrun_world(device="cpu") as world:
     all_reduce(total, grads)
     threads = torch.get_num_threads() == threads_per_rank(2, {})
     place = f"rank {world.rank} of {world.size} on {world.device} by {world.backend}"
-    print(f"{place}: {total.item()} {threads}", flush=True)
+    # One write: torchrun's ranks are unbuffered, and the end of a line would be another.
+    sys.stdout.write(f"{place}: {total.item()} {threads}" + chr(10))
+    sys.stdout.flush()
     if sys.argv[1] == "hang" and world.rank == 0:
         all_reduce(total, grads)
 """
@@ -89,3 +92,31 @@ def test_a_port_in_use_is_named(tmp_path):
         ended = run(script, "end", RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     told = ended.stderr.splitlines()[-1]
     assert told.startswith(f"minidist.errors.UserError: port {port} of 127.0.0.1") and "--master-port" in told
+
+
+ORPHAN = """
+import sys
+from minidist.train.launch.torchrun import torchrun_world
+with torchrun_world(device="cpu") as world:
+    sys.stdout.write(f"{__import__('os').getpid()}\\n")
+    sys.stdout.flush()
+    while True:
+        sum(range(1000))
+"""
+
+
+@needs_proc
+def test_a_killed_torchrun_leaves_no_rank(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(ORPHAN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    with subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as launcher:
+        pids = [int(launcher.stdout.readline()) for _ in range(2)]
+        launcher.kill()
+        assert until(lambda: not any(map(alive, pids)))

@@ -128,6 +128,15 @@ class Board:
         """Record that this rank launches nothing any more: "returned" or "failed"."""
         self._set_state(state)
 
+    def clear(self) -> None:
+        """Forget all channels and the latest wait: new groups begin to count at 1."""
+        self._begin()
+        end = _CHANNELS_AT + self._listed * _ENTRY_BYTES
+        self._page[_HEADER_AT:end] = bytes(end - _HEADER_AT)
+        self._page[_STATE_AT] = STATES.index("running")
+        self._end()
+        self._channels.clear()
+
     def snapshot(self) -> Snapshot:
         """What a reader sees now."""
         return Board.read(self._page)
@@ -191,8 +200,8 @@ class Board:
                 same = f"{math.prod(shape)} {dtype}"
             elif name == "all_to_all":  # ranks may send unequal shares
                 same = f"{name} {dtype}"
-            else:
-                same = text
+            else:  # the backends look at elements only: () and (1,), or (8,) and (4, 2), go together
+                same = f"{name} {math.prod(shape)} {dtype}"
             found = self._signatures[key] = (text.encode(), same.encode())
         return found
 

@@ -15,12 +15,13 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     data = pickle.dumps(value)
     device = group.world.control_device
     lengths = torch.empty(group.size, dtype=torch.int64, device=device)
-    all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64, device=device), group)
+    mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    all_gather(lengths, mine, group, async_op=True).wait(host=True)
     longest = int(lengths.max())
     mine = torch.zeros(longest, dtype=torch.uint8, device=device)
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     gathered = torch.empty(group.size * longest, dtype=torch.uint8, device=device)
-    all_gather(gathered, mine, group)
+    all_gather(gathered, mine, group, async_op=True).wait(host=True)
     rows = gathered.view(group.size, longest).cpu()
     return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths.tolist(), strict=True)]
 

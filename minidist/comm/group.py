@@ -14,6 +14,7 @@ from functools import cached_property
 import torch.distributed as dist
 
 from minidist.comm.board import Channel
+from minidist.comm.caller import caller_line
 from minidist.comm.meter import Meter
 from minidist.comm.world import World
 from minidist.mesh import AXES, Mesh
@@ -120,6 +121,7 @@ def bind(
     if len({use.name for use in uses}) != len(uses):
         raise ValueError(f"two uses share a name: {', '.join(use.name for use in uses)}")
     groups = Groups(mesh, world, meter if meter is not None else Meter())
+    _announce(world, mesh, uses)
     for use in uses:
         mine = mesh.ranks(use.axes, world.rank)
         made = None
@@ -129,4 +131,14 @@ def bind(
                 made = pg if ranks == mine else made
         group = Group(use.name, mine, mine.index(world.rank), made, world, groups.meter)
         groups._groups[use.name] = _LIVE[group.key] = group
+    world.board.resume()
     return groups
+
+
+def _announce(world: World, mesh: Mesh, uses: list[Use]) -> None:
+    """Say on the board that this rank waits for all others to bind the same: making groups blocks like an operation."""
+    what = ", ".join(f"{use.name} over {'/'.join(use.axes)}" for use in uses)
+    channel, told = Channel("collective", "bind", tuple(range(world.size))), f"on {mesh}: {what}"
+    seq = world.board.launch(channel, "bind", (), told)
+    if world.size > 1:
+        world.board.wait(channel, seq, "bind", (), told, caller_line())

@@ -18,26 +18,36 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d  # the options are not in torch.distributed's own namespace
 
 from minidist.comm.board import Board, Channel
-from minidist.comm.door import caller_line
+from minidist.comm.caller import caller_line
+from minidist.comm.door import REDUCE_OPS
 from minidist.comm.meter import Meter, Record
 
 NAME = "recorded"
 
 
-def mount(meter: Meter, board: Board | None = None, use: str = "torch") -> str:
+# How to wait for a work of torch; a duration of 0 is the group's own time-out.
+Wait = Callable[[dist.Work, timedelta], bool]
+
+
+def mount(meter: Meter, board: Board | None = None, use: str = "torch", wait: Wait | None = None) -> str:
     """Make the backend "recorded" known to torch in this process and return its name. Call it once, before the groups.
 
     meter: receives the records; board: where the operations announce themselves; use: the records' group use.
+    wait: how to wait, for ranks that must be able to stop waiting; by default inside torch until it is done.
     """
     board = board if board is not None else Board()
 
     def create(options, _backend_options) -> RecordingGroup:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         inner = _inner_group(options.store, options.group_rank, options.group_size, options.timeout)
-        return RecordingGroup(inner, ranks, meter, board, use, options.group_id)
+        return RecordingGroup(inner, ranks, meter, board, use, options.group_id, wait or _wait)
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     return NAME
+
+
+def _wait(work: dist.Work, timeout: timedelta) -> bool:
+    return work.wait(timeout) if timeout else work.wait()
 
 
 def _inner_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -58,14 +68,15 @@ def _inner_group(store: dist.Store, rank: int, size: int, timeout: timedelta) ->
 class _RecordedWork(dist.Work):
     """torch's work, with the wait shown on the board and marked in the meter."""
 
-    def __init__(self, work: dist.Work, board: Board, meter: Meter, at: tuple, record: Record):
+    def __init__(self, work: dist.Work, board: Board, meter: Meter, at: tuple, record: Record, wait: Wait):
         super().__init__()
         self._work, self._board, self._meter, self._at, self._record = work, board, meter, at, record
+        self._wait = wait
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._board.wait(*self._at, caller_line())
         try:
-            done = self._work.wait(timeout) if timeout else self._work.wait()
+            done = self._wait(self._work, timeout)
         finally:
             self._board.resume()
         self._meter.waited(self._record)
@@ -93,15 +104,28 @@ class _RecordedWork(dist.Work):
         return self._work.source_rank()
 
 
+def _how(opts) -> str:
+    """How an all-reduce reduces; a sum goes without saying."""
+    names = [name for name, op in REDUCE_OPS.items() if opts.reduceOp == op and name != "sum"]
+    return names[0] if names else ""
+
+
 class RecordingGroup(dist.ProcessGroup):
     """Counts every operation and passes it to `inner`."""
 
     def __init__(
-        self, inner: dist.ProcessGroup, ranks: tuple[int, ...], meter: Meter, board: Board, use: str, name: str
+        self,
+        inner: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        meter: Meter,
+        board: Board,
+        use: str,
+        name: str,
+        wait: Wait = _wait,
     ):
         super().__init__(inner.rank(), inner.size())
         self._inner, self._ranks, self._meter, self._board, self._use = inner, ranks, meter, board, use
-        self._name = name
+        self._name, self._wait = name, wait
 
     def _run(
         self,
@@ -111,14 +135,19 @@ class RecordingGroup(dist.ProcessGroup):
         *,
         numel: int | None = None,
         channel: Channel | None = None,
+        detail: str = "",
         **count,
     ) -> dist.Work:
-        """Record `name` once per tensor in `counted`, with `numel` elements if the tensor itself is not the measure."""
+        """Record `name` once per tensor in `counted`, with `numel` elements if the tensor itself is not the measure.
+
+        detail: what all ranks must agree on besides name, elements and dtype.
+        """
         channel = channel or Channel("collective", self._use, self._ranks)
+        told = f"{name} {detail}".rstrip()
         for tensor in counted:
             shape = tuple(tensor.shape) if numel is None else (numel,)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            seq = self._board.launch(channel, name, shape, dtype)
+            seq = self._board.launch(channel, told, shape, dtype)
             record = self._meter.record(
                 name,
                 self._use,
@@ -133,21 +162,27 @@ class RecordingGroup(dist.ProcessGroup):
             )
         work = call()
         # Some backends do a small operation at once and have nothing to wait for.
-        return work and _RecordedWork(work, self._board, self._meter, (channel, seq, name, shape, dtype), record)
+        at = (channel, seq, told, shape, dtype)
+        return work and _RecordedWork(work, self._board, self._meter, at, record, self._wait)
+
+    def _root(self, opts) -> dict:
+        return {"root": opts.rootRank, "detail": f"root {self._ranks[opts.rootRank]}"}
 
     # -- whole tensors ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors, opts=c10d.AllreduceOptions()):
-        return self._run("all_reduce", tensors, lambda: self._inner.allreduce(tensors, opts))
+        return self._run("all_reduce", tensors, lambda: self._inner.allreduce(tensors, opts), detail=_how(opts))
 
     def allreduce_coalesced(self, tensors, opts=c10d.AllreduceCoalescedOptions()):
-        return self._run("all_reduce", tensors, lambda: self._inner.allreduce_coalesced(tensors, opts))
+        return self._run(
+            "all_reduce", tensors, lambda: self._inner.allreduce_coalesced(tensors, opts), detail=_how(opts)
+        )
 
     def broadcast(self, tensors, opts=c10d.BroadcastOptions()):
-        return self._run("broadcast", tensors, lambda: self._inner.broadcast(tensors, opts), root=opts.rootRank)
+        return self._run("broadcast", tensors, lambda: self._inner.broadcast(tensors, opts), **self._root(opts))
 
     def reduce(self, tensors, opts=c10d.ReduceOptions()):
-        return self._run("reduce", tensors, lambda: self._inner.reduce(tensors, opts), root=opts.rootRank)
+        return self._run("reduce", tensors, lambda: self._inner.reduce(tensors, opts), **self._root(opts))
 
     def barrier(self, opts=c10d.BarrierOptions()):
         return self._run("barrier", [torch.empty(0)], lambda: self._inner.barrier(opts))
@@ -215,10 +250,10 @@ class RecordingGroup(dist.ProcessGroup):
         )  # fmt: skip
 
     def gather(self, outputs, inputs, opts=c10d.GatherOptions()):
-        return self._run("gather", inputs, lambda: self._inner.gather(outputs, inputs, opts), root=opts.rootRank)
+        return self._run("gather", inputs, lambda: self._inner.gather(outputs, inputs, opts), **self._root(opts))
 
     def scatter(self, outputs, inputs, opts=c10d.ScatterOptions()):
-        return self._run("scatter", outputs, lambda: self._inner.scatter(outputs, inputs, opts), root=opts.rootRank)
+        return self._run("scatter", outputs, lambda: self._inner.scatter(outputs, inputs, opts), **self._root(opts))
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 

@@ -18,12 +18,15 @@ Log = Sequence[Record]
 _TRANSFERS = ("send", "recv")
 
 
-def violations(logs: Mapping[int, Log]) -> list[str]:
-    """What breaks a rule, one line each, given every rank's records in the order of launch."""
+def violations(logs: Mapping[int, Log], nodes: Mapping[int, int] | None = None) -> list[str]:
+    """What breaks a rule, one line each, given every rank's records in the order of launch.
+
+    nodes: the machine of each rank; all on one when not given.
+    """
     found = [line for a, b in combinations(sorted(logs), 2) for line in _order(logs, a, b)]
     for rank, log in sorted(logs.items()):
         found += _unbatched(rank, log)
-    return found + _devices(logs)
+    return found + _devices(logs, nodes or dict.fromkeys(logs, 0))
 
 
 def _order(logs: Mapping[int, Log], a: int, b: int) -> list[str]:
@@ -56,12 +59,12 @@ def _unbatched(rank: int, log: Log) -> list[str]:
     return found
 
 
-def _devices(logs: Mapping[int, Log]) -> list[str]:
+def _devices(logs: Mapping[int, Log], nodes: Mapping[int, int]) -> list[str]:
     devices = {rank: sorted({record.device for record in log}) for rank, log in logs.items() if log}
     found = [f"rank {rank} sends from several devices: {', '.join(many)}" for rank, many in devices.items() if many[1:]]
     for a, b in combinations(sorted(devices), 2):
         for device in set(devices[a]) & set(devices[b]):
-            if device.startswith("cuda"):
+            if device.startswith("cuda") and nodes[a] == nodes[b]:
                 found.append(f"ranks {a} and {b} share {device}")
     return found
 

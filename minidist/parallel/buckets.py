@@ -85,9 +85,13 @@ class BucketedSink:
         bucket_bytes: int = 25 * MIB,
     ):
         self._parameters = trainable(parameters)
-        self._buckets = self._lay_out(specs, list(groups), bucket_bytes)
-        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
+        self._given = specs, list(groups), bucket_bytes
+        self._make_buckets()
         self._start_step()
+
+    def _make_buckets(self) -> None:
+        self._buckets = self._lay_out(*self._given)
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
 
     def _lay_out(self, specs: Specs, groups: list[Group], bucket_bytes: int) -> list[Bucket]:
         """Buckets in backward order, apart by what cannot share a buffer: the group, the dtype and the device."""
@@ -105,6 +109,8 @@ class BucketedSink:
         return buckets
 
     def add(self, name: str, grad: Tensor) -> None:
+        if name not in self._awaited:
+            raise RuntimeError(f"a gradient of {name} came after ready({name!r}), when its bucket may be on its way")
         view = self._bucket_of[name].views[name]
         if name in self._filled:
             view.add_(grad)
@@ -121,13 +127,15 @@ class BucketedSink:
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
-            bucket.handle.wait()
+            bucket.handle.wait(host=bool(bucket.reports))
         for bucket in self._buckets:
             for name, uses in zip(bucket.reports, bucket.uses.tolist(), strict=True):
                 self._parameters[name].grad = self._bucket_of[name].views[name] if uses else None
         self._start_step()
 
     def clear(self) -> None:
+        if self._next:  # the step was broken off: what has been launched still owns its memory
+            self._make_buckets()
         self._start_step()
         for parameter in self._parameters.values():
             parameter.grad = None

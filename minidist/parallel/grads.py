@@ -23,7 +23,10 @@ class GradSink(Protocol):
     """Accumulates the gradients of one step and reduces them over the replicas."""
 
     def add(self, name: str, grad: Tensor) -> None:
-        """One contribution of this rank to the gradient of parameter `name`, of the parameter's shape."""
+        """One contribution of this rank to the gradient of parameter `name`, of the parameter's shape.
+
+        Raises RuntimeError after `ready(name)`: the gradient may be on its way already.
+        """
 
     def ready(self, name: str) -> None:
         """No more contributions to `name` will come in this step."""
@@ -59,15 +62,18 @@ class NaiveSink:
         groups = list(groups)
         self._groups = {name: group_of(specs[name], groups) for name in self._parameters}
         self._sums: dict[str, Tensor] = {}
+        self._ready: set[str] = set()
 
     def add(self, name: str, grad: Tensor) -> None:
+        if name in self._ready:
+            raise RuntimeError(f"a gradient of {name} came after ready({name!r})")
         if name in self._sums:
             self._sums[name].add_(grad)
         else:
             self._sums[name] = grad.detach().clone(memory_format=torch.contiguous_format)
 
     def ready(self, name: str) -> None:
-        pass  # nothing is sent before the end
+        self._ready.add(name)  # nothing is sent before the end
 
     def finish(self) -> None:
         for name, parameter in self._parameters.items():
@@ -80,10 +86,10 @@ class NaiveSink:
             all_reduce(total, group)
             all_reduce(used, group, "max")
             parameter.grad = total.view_as(parameter) if used.item() else None
-        self._sums = {}
+        self._sums, self._ready = {}, set()
 
     def clear(self) -> None:
-        self._sums = {}
+        self._sums, self._ready = {}, set()
         for parameter in self._parameters.values():
             parameter.grad = None
 

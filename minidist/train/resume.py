@@ -58,11 +58,12 @@ def check_resumable(path: Path, state: dict[str, Any], config: Config, corpus: "
         ("train.seed", before.train.seed, config.train.seed),
         ("data.seq-len", before.data.seq_len, config.data.seq_len),
         ("data.min-length", before.data.min_length, config.data.min_length),
+        ("optim.kind", before.optim.kind, config.optim.kind),
     ):
         if was != now:
             raise UserError(
-                f"{path} was trained with --{name} {was}, this run has {now}: its data would not go on where that "
-                f"run's ended. Give --{name} {was}, or start a new run."
+                f"{path} was trained with --{name} {was}, this run has {now}: it would not go on where that run ended. "
+                f"Give --{name} {was}, or start a new run."
             )
     if state["step"] >= config.train.steps:
         raise UserError(

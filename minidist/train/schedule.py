@@ -22,6 +22,6 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
             return optim.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
         case "wsd":
             length = max(1, round(steps * optim.decay_fraction))
-            done = max(0.0, (step - (steps - length)) / length)
+            done = max(0.0, (step + 1 - (steps - length)) / length)  # the last step has the last rate
             return optim.lr * (1 - (1 - floor) * min(1.0, done))
     raise ValueError(f"no schedule {optim.schedule!r}: possible are constant, cosine and wsd")

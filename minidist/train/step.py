@@ -69,7 +69,7 @@ class Count:
     @cached_property
     def value(self) -> float:
         """The sum; waits for it the first time."""
-        self._handle.wait()
+        self._handle.wait(host=True)
         return self._total.item()
 
 
@@ -154,7 +154,7 @@ class Engine:
         """Sum one control vector over all ranks and decide: the decision is the same everywhere."""
         mine = loss if self._counts_loss else 0.0
         vector = self._control([float(mine), self._squared_norm(), float(stop)])
-        all_reduce(vector, self.groups["control"])
+        all_reduce(vector, self.groups["control"], async_op=True).wait(host=True)
         total, squared_norm, stops = vector.tolist()
         finite = math.isfinite(total) and math.isfinite(squared_norm)
         return StepResult(
@@ -204,7 +204,7 @@ class Engine:
                 loss_sum, count = self.model(batch.tokens, batch.labels)
                 mine += torch.stack([loss_sum.double(), count.double()])
         total = self._control(mine.tolist())
-        all_reduce(total, self.groups["loss"])
+        all_reduce(total, self.groups["loss"], async_op=True).wait(host=True)
         loss_sum, count = total.tolist()
         return loss_sum / count if count else math.nan
 

@@ -1,5 +1,6 @@
 """The training run: data in order, steps, looks at held-out text, checkpoints, and a clean end."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from minidist import comm
-from minidist.comm import Meter, World
+from minidist.comm import CommError, Meter, World
 from minidist.comm.standing import rank_names
 from minidist.config import Config, check
 from minidist.configfile import to_toml
@@ -56,6 +57,8 @@ def train(world: World, config: Config) -> dict:
         trainer = Trainer(world, config)
         try:
             return trainer.run(stop)
+        except CommError as error:
+            raise CommError(f"{error}\n{runfolder.last_checkpoint(trainer.folder)}") from error
         finally:
             trainer.reporter.close()
 
@@ -89,7 +92,7 @@ class Trainer:
         self.folder = self.swap(made)[0]
         self.metrics = None
         if world.rank == 0:
-            self.metrics = runfolder.Metrics(self.folder, config, self.progress.step, source)
+            self.metrics = runfolder.Metrics(self.folder, reusable(config), self.progress.step, source)
             begun = {"start": self.progress.step, "corpus": self.corpus.fingerprint, "ranks": world.size}
             self.metrics.write(begun | {"text": self.corpus.describe()})
         self.reporter = make_reporter(world, config, self.mesh, self.corpus.describe(), self.folder, self.progress.step)
@@ -232,7 +235,7 @@ class Trainer:
     def _save(self) -> None:
         root = self.folder / runfolder.CHECKPOINTS
         kept = {
-            "config": to_toml(self.config),
+            "config": to_toml(reusable(self.config)),
             "step": self.progress.step,
             "position": self.progress.position,
             "corpus": self.corpus.fingerprint,
@@ -265,6 +268,11 @@ class Trainer:
                 f"the ranks read different texts: rank 0 {found[0][1]}; rank {other} {found[other][1]}. "
                 "Give all of them the same --data.path (the standard library differs between Python versions)."
             )
+
+
+def reusable(config: Config) -> Config:
+    """The configuration without what belongs to one run: its folder, and where it went on from."""
+    return dataclasses.replace(config, folder=None, checkpoint=dataclasses.replace(config.checkpoint, resume=None))
 
 
 def _due(step: int, every: int) -> bool:

@@ -88,6 +88,7 @@ class RankServer:
         deadline_s: float | None = None,
         timeout_s: float = 1800.0,
         threads: int | None = None,
+        live: bool = False,
     ) -> "Job":
         """Start `function(world, *args, **kwargs)` on fresh ranks of this machine.
 
@@ -98,13 +99,14 @@ class RankServer:
         capture: keep what ranks print for `Result.output`; else they write to our own stdout and stderr.
         deadline_s: kill the job after that many seconds; never when None. timeout_s: torch's own for one operation.
         threads: per rank; by default as `threads_per_rank` says.
+        live: the function takes a `Seat` after the world and answers what a `LiveJob` asks.
         """
         if not isinstance(ranks, int) or ranks < 1:
             raise UserError(f"{ranks!r} ranks were asked for; ask for a whole number of at least 1")
         if device != "cpu" and self.method == "fork":
             return self._spawning().start(
                 function, ranks, args, kwargs, backend=backend, device=device, capture=capture,
-                deadline_s=deadline_s, timeout_s=timeout_s, threads=threads,
+                deadline_s=deadline_s, timeout_s=timeout_s, threads=threads, live=live,
             )  # fmt: skip
         bootstrap = {
             "function": reference(function),
@@ -113,6 +115,7 @@ class RankServer:
             "device": device,
             "timeout_s": timeout_s,
             "threads": threads,
+            "live": live,
             "environ": {**os.environ, **self.env},
             "cwd": os.getcwd(),
             "path": list(sys.path),
@@ -123,6 +126,8 @@ class RankServer:
 
         self.wait_until_ready()
         self._next_job += 1
+        if live:
+            from minidist.train.launch.livejob import LiveJob as Job
         return Job(self, self._next_job, ranks, bootstrap, capture, deadline_s)
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import io
 import mmap
@@ -17,11 +16,11 @@ import traceback
 
 from minidist.train.launch.failure import RankError
 from minidist.train.launch.functions import resolve
+from minidist.train.launch.orphans import die_with
 from minidist.train.launch.protocol import receive_object, send_object
 from minidist.train.launch.threads import threads_per_rank
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_PR_SET_PDEATHSIG = 1
 
 
 def main(server: int, control_fd: int, stack_fd: int, board_fd: int, listen_fd: int = -1) -> int:
@@ -33,7 +32,7 @@ def main(server: int, control_fd: int, stack_fd: int, board_fd: int, listen_fd: 
     try:
         job = receive_object(control)
         _take_over(job)
-        kind, payload = _run(job, board_fd, listen_fd)
+        kind, payload = _run(job, board_fd, listen_fd, control)
         for name in ("SIGINT", "SIGTERM"):  # the work is done: only SIGKILL ends the wait for the others
             signal.signal(getattr(signal, name), signal.SIG_IGN)
         _flush()
@@ -52,10 +51,7 @@ def _die_with(server: int, control: socket.socket) -> None:
     """End this process when its server or its client ends, however they end."""
     with contextlib.suppress(PermissionError):  # a spawned rank leads its group already
         os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:
-        os._exit(1)
+    die_with(server)
 
     def watch():
         poll = select.poll()
@@ -81,7 +77,7 @@ def _take_over(job: dict) -> None:
         setattr(sys, name, text)
 
 
-def _run(job: dict, board_fd: int, listen_fd: int) -> tuple[str, object]:
+def _run(job: dict, board_fd: int, listen_fd: int, control: socket.socket) -> tuple[str, object]:
     """("value", pickled result), ("error", RankError) or ("exit", code)."""
     # Imported here: a spawned rank must first be able to say what goes wrong.
     from minidist.comm.board import PAGE_BYTES, Board
@@ -93,6 +89,10 @@ def _run(job: dict, board_fd: int, listen_fd: int) -> tuple[str, object]:
         function = resolve(job["function"])
         args, kwargs = pickle.loads(job["arguments"])
         board.resume()
+        if job["live"]:
+            from minidist.train.launch.seat import Seat
+
+            args = (Seat(world, control, _store(job, listen_fd)), *args)
         value = function(world, *args, **kwargs)
         board.finish("returned")
         return "value", _pickled(value, job["function"].qualname)
@@ -174,7 +174,8 @@ def _leave() -> None:
     """Close the process group and do what an interpreter does on its way out."""
     import torch.distributed as dist
 
-    if dist.is_initialized():
+    # nccl destroys a communicator together with all ranks, and rank 0 ends last: the end of the process does it too.
+    if dist.is_initialized() and dist.get_backend() != "nccl":
         dist.destroy_process_group()
     atexit._run_exitfuncs()
     _flush()

@@ -28,6 +28,7 @@ class RemoteRank:
         self.pid = 0
         self.state, self.payload, self.said_s = "running", None, 0.0
         self.code: int | None = None
+        self.answers: list[Any] = []  # of a live rank, taken by who asked
         self._frames, self._output, self._dropped, self._stack = Frames(), bytearray(), 0, bytearray()
         control.setblocking(True)
         for fd in self.fds:
@@ -48,8 +49,12 @@ class RemoteRank:
 
     def release(self) -> None:
         """Let a rank that has returned end its process."""
+        self.tell("end")
+
+    def tell(self, message: Any) -> None:
+        """Send a message to a rank that waits for one."""
         self.control.setblocking(True)
-        self._send("end")
+        self._send(message)
         self.control.setblocking(False)
 
     def _send(self, message: Any) -> None:
@@ -68,8 +73,11 @@ class RemoteRank:
             if not data:
                 return False
             for frame in self._frames.feed(data):
-                self.state, self.payload = pickle.loads(frame)
-                self.said_s = time.monotonic()
+                kind, payload = pickle.loads(frame)
+                if kind == "answer":
+                    self.answers.append(payload)
+                    continue
+                self.state, self.payload, self.said_s = kind, payload, time.monotonic()
 
     def read_output(self) -> bool:
         data = _read(self.output_fd)
@@ -94,6 +102,20 @@ class RemoteRank:
     def output(self) -> str:
         more = f"\n[{self._dropped} more bytes were not kept]" if self._dropped else ""
         return self._output.decode(errors="replace") + more
+
+    @property
+    def dropped(self) -> int:
+        """How many bytes of output were not kept."""
+        return self._dropped
+
+    @property
+    def printed(self) -> int:
+        """How many bytes of output there are."""
+        return len(self._output) + self._dropped
+
+    def forget_output(self) -> None:
+        self._output.clear()
+        self._dropped = 0
 
     @property
     def died(self) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minidist.errors import UserError
+from minidist.train.launch.orphans import die_with
 from minidist.train.launch.threads import threads_per_rank
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ def hold_sigterm() -> None:
         signal.signal(signal.SIGTERM, Held())
 
 
-def let_first_rank_tell() -> None:
-    """Before a rank ends with an error that rank 0 has as well: wait until rank 0 has ended.
+def let_first_rank_tell() -> bool:
+    """Before a rank ends with an error that rank 0 may have as well: wait until rank 0 has ended; whether it has.
 
     torchrun then sends SIGTERM to the others. Waits for a few seconds at most: rank 0 may have no error.
     """
@@ -78,11 +79,17 @@ def let_first_rank_tell() -> None:
     end_s = time.monotonic() + _TELL_S
     while isinstance(held, Held) and not held.asked and time.monotonic() < end_s:
         time.sleep(0.02)
+    return isinstance(held, Held) and held.asked
 
 
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or no rank at all: the one that speaks for all."""
-    return os.environ.get("RANK", "0") == "0"
+    return not under_torchrun() or own_rank() == 0
+
+
+def own_rank() -> int:
+    """The rank that the launcher gave this process."""
+    return _number("RANK")
 
 
 @contextlib.contextmanager
@@ -101,6 +108,8 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
     from minidist.comm.world import World
     from minidist.train.launch.place import choose_backend, choose_device, init_group, prefer_loopback
 
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(os.getppid())  # torchrun gives its ranks a session of their own, and no end with its own
     held = signal.getsignal(signal.SIGTERM)
     if isinstance(held, Held):
         if held.asked:

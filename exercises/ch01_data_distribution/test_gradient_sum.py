@@ -1,0 +1,104 @@
+"""Tests of gradient_sum: whole numbers as gradients, so that the sums are exact in any order."""
+
+import torch
+from torch import nn
+
+from exercises.testing import expect, test
+from minidist.spec import named_parameters, replicated
+
+SHAPES = {"weight": (20, 3), "bias": (3,), "scale": ()}
+
+
+class Net(nn.Module):
+    """Parameters that start different on every rank; `rare` is used by the last rank only, `never` by none."""
+
+    def __init__(self, rank):
+        super().__init__()
+        for name, shape in {**SHAPES, "rare": (2,), "never": (2,)}.items():
+            setattr(self, name, nn.Parameter(torch.full(shape, 0.5 + rank)))
+
+
+def gradient(name, rank, step=0):
+    """What one rank adds: whole numbers that differ by rank, parameter, element and step."""
+    shape = SHAPES[name]
+    numbers = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    return numbers + 10 * rank + 100 * step + len(name)
+
+
+def sink_of(answer, world, network):
+    """The learner's sink over a model of this rank."""
+    model = Net(world.rank)
+    parameters = named_parameters(model)
+    return answer.NaiveSink(parameters, replicated(model, network.group.ranks), [network.group]), parameters
+
+
+def run_step(sink, world, step=0):
+    """Hand over this rank's gradients and finish."""
+    for name in SHAPES:
+        sink.add(name, gradient(name, world.rank, step))
+        sink.ready(name)
+    sink.finish()
+
+
+def total(name, world, step=0):
+    """The sum over all ranks."""
+    return sum(gradient(name, rank, step) for rank in range(world.size))
+
+
+def grad_of(parameters, name):
+    """The gradient as lists; None when there is none."""
+    return None if parameters[name].grad is None else parameters[name].grad.tolist()
+
+
+@test(points=4, ranks=(1, 2, 3, 4))
+def sums_over_ranks(answer, world, network):
+    """After finish() every rank has the sum of all ranks' gradients."""
+    sink, parameters = sink_of(answer, world, network)
+    run_step(sink, world)
+    for name in SHAPES:
+        expect(f"the gradient of {name}", grad_of(parameters, name), total(name, world).tolist())
+
+
+@test(points=2, ranks=(2, 3))
+def each_step_by_itself(answer, world, network):
+    """The second step's gradient holds nothing of the first."""
+    sink, parameters = sink_of(answer, world, network)
+    for step in range(2):
+        run_step(sink, world, step)
+    for name in SHAPES:
+        expected = total(name, world, 1).tolist()
+        expect(f"the gradient of {name} in step 2", grad_of(parameters, name), expected)
+
+
+@test(points=3, ranks=(1, 2, 3))
+def unused_is_agreed(answer, world, network):
+    """A parameter that one rank used gets its gradient everywhere; one that nobody used keeps None."""
+    sink, parameters = sink_of(answer, world, network)
+    if world.rank == world.size - 1:
+        sink.add("rare", torch.tensor([3.0, 4.0]))
+    run_step(sink, world)
+    expect("the gradient of a parameter that only the last rank used", grad_of(parameters, "rare"), [3.0, 4.0])
+    expect("the gradient of a parameter that no rank used", grad_of(parameters, "never"), None)
+
+
+@test(points=2, ranks=(2,))
+def parameters_stay(answer, world, network):
+    """The sink changes gradients, never parameters."""
+    sink, parameters = sink_of(answer, world, network)
+    run_step(sink, world)
+    for name, shape in SHAPES.items():
+        expect(f"the gradient of {name}", grad_of(parameters, name), total(name, world).tolist())
+        expect(f"the parameter {name}", parameters[name], torch.full(shape, 0.5 + world.rank))
+
+
+@test(points=3, ranks=(2, 3))
+def nothing_more_is_sent(answer, world, network):
+    """Each gradient is all-reduced once, and besides at most 16 bytes per parameter are."""
+    sink, parameters = sink_of(answer, world, network)
+    run_step(sink, world)
+    names = sorted({record.name for record in network.records})
+    expect("the operations beneath torch", names, ["all_reduce"])
+    payload = sum(record.payload_bytes for record in network.records)
+    least = sum(parameter.numel() * 4 for parameter in parameters.values())
+    most = least + 16 * len(parameters)
+    expect(f"between {least} and {most} bytes reduced, not {payload}", least <= payload <= most, True)

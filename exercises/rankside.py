@@ -1,0 +1,196 @@
+"""Tests on one rank: load the learner's file, run them in order, write down the first thing that is found."""
+
+import contextlib
+import faulthandler
+import importlib.util
+import inspect
+import json
+import os
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from exercises.guard import Forbidden, Guard
+from exercises.testing import Answer, Finding, Note, Wrong
+
+PASSED = "passed"
+_MODULE = "answer"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run. folder: where findings are left, and where the learner's code runs."""
+
+    answer: str
+    test_file: str
+    tests: tuple[str, ...]
+    symbols: tuple[str, ...]
+    pieces: tuple[str, ...]
+    guards: tuple[str, ...]
+    secret: tuple[str, ...]
+    folder: str
+    memory_bytes: int
+
+
+class Found(Exception):
+    """This rank has left a finding; the job ends."""
+
+
+class Network:
+    """A group over all ranks, metered beneath torch: `group`, and the `records` of what passed so far."""
+
+    def __init__(self, world):
+        from minidist.comm import Meter, Use, bind
+        from minidist.comm.recording import mount
+        from minidist.mesh import Mesh
+
+        self.meter = Meter()
+        backend = mount(self.meter, world.board) if world.size > 1 else None
+        self._groups = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], backend=backend)
+        self.group = self._groups["data"]
+        self._before = 0
+
+    def begin(self) -> None:
+        """Another test has begun: what passed before is not its concern."""
+        self._before = len(self.meter.records)
+
+    @property
+    def records(self) -> list:
+        return self.meter.records[self._before :]
+
+
+def run_tests(world, request: Request) -> str:
+    """Run the tests on this rank. Raises Found at the first finding, which then is in the folder."""
+    os.chdir(request.folder)
+    sys.dont_write_bytecode = True
+    faulthandler.enable(file=2, all_threads=False)
+    note = Note(f"{request.folder}/note-{world.rank}")
+    guard = Guard(request.answer)
+    module = _load("exercise_tests", request.test_file)
+    tests = {name: getattr(module, name) for name in request.tests}
+    wanted = {name: set(inspect.signature(test).parameters) for name, test in tests.items()}
+    offered = {"world": world}
+    if any("network" in names for names in wanted.values()):
+        offered["network"] = Network(world)
+    guard.install(request.pieces, request.guards, request.secret)
+    for name, test in tests.items():
+        note.begin(name)
+        if "network" in offered:
+            offered["network"].begin()
+        try:
+            with _limited(request.memory_bytes):
+                offered["answer"] = Answer(_answer(request), note)
+                test(**{key: offered[key] for key in wanted[name]})
+                finding = None
+        except BaseException as error:
+            finding = _finding(error, request.answer)
+        if guard.caught:
+            finding = Finding("forbidden", guard.caught[0], line=guard.caught[1])
+        if finding is not None:
+            guard.stop()
+            _leave(finding, note, world, request)
+    return PASSED
+
+
+def _leave(finding: Finding, note: Note, world, request: Request) -> None:
+    """Put the finding where the parent looks for it, and end the job."""
+    finding.test, finding.call = note.test, finding.call or note.text
+    finding.rank, finding.size = world.rank, world.size
+    finding.source = _source_line(request.answer, finding.line)
+    Path(f"{request.folder}/finding-{world.rank}").write_text(json.dumps(asdict(finding)))
+    raise Found(finding.kind)
+
+
+def _load(name: str, file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _answer(request: Request) -> ModuleType:
+    module = _load(_MODULE, request.answer)
+    for symbol in request.symbols:
+        if not callable(getattr(module, symbol, None)):
+            raise Wrong("missing", f"your file defines no {symbol}, which this exercise asks for")
+    return module
+
+
+@contextlib.contextmanager
+def _limited(memory_bytes: int):
+    """No core file, and at most so much more memory than now: an answer that takes all of it ends itself alone."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    now = _mapped_bytes()
+    if now is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (now + memory_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _mapped_bytes() -> int | None:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return None
+
+
+def _finding(error: BaseException, answer: str) -> Finding:
+    line = _line(error, answer)
+    kind, text = type(error).__name__, _text(error)
+    if isinstance(error, Wrong):
+        return Finding(error.kind, text, error.case, error.expected, error.got)
+    if isinstance(error, SyntaxError) and error.filename in (answer, None):
+        return Finding("syntax", f"Python cannot read your file: {error.msg}", line=error.lineno)
+    if isinstance(error, NotImplementedError) and line is not None:
+        return Finding("unwritten", f"not written yet: {text}", line=line)
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return Finding("memory", "your code asks for more memory than a check may use", line=line)
+    if isinstance(error, SystemExit):
+        return Finding("exit", "your code ends the program (sys.exit)", line=line)
+    if isinstance(error, Forbidden):
+        return Finding("forbidden", text, line=line)
+    if _of_network(error):
+        return Finding("network", f"the connection to another rank broke: {_first(text)}", line=line)
+    if line is None:
+        what = f"the test could not use what your code did: {kind}: {_first(text)}"
+        return Finding("type", what)
+    return Finding("raised", f"your code raised {kind}: {_first(text)}", line=line)
+
+
+def _text(error: BaseException) -> str:
+    """What the error says; the learner's own classes may be unable to."""
+    try:
+        return str(error).strip()
+    except Exception:
+        return ""
+
+
+def _of_network(error: BaseException) -> bool:
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or type(error).__name__ == "CommError" or "gloo" in _text(error)
+
+
+def _first(text: str) -> str:
+    return text.splitlines()[0][:160] if text else "no message"
+
+
+def _line(error: BaseException, answer: str) -> int | None:
+    """The innermost line of the learner's file in the traceback."""
+    line, trace = None, error.__traceback__
+    while trace is not None:
+        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == answer else line
+        trace = trace.tb_next
+    return line
+
+
+def _source_line(file: str, line: int | None) -> str:
+    text: list[Any] = Path(file).read_text(errors="replace").splitlines() if line else []
+    return text[line - 1].strip()[:100] if line and line <= len(text) else ""

@@ -1,0 +1,66 @@
+"""A verdict in words, in fewer than fifteen lines, and as JSON."""
+
+from typing import Any
+
+from exercises import stubs
+from exercises.check import TestResult, Verdict
+from exercises.testing import Finding
+
+MAX_LINES = 14
+
+
+def message(finding: Finding, most: int = MAX_LINES) -> list[str]:
+    """One finding: what is wrong, the call that shows it, the rank, expected, got, the line. At most `most` lines."""
+    facts = {
+        "for": finding.call,
+        "rank": f"{finding.rank} of {finding.size}" if finding.size > 1 and finding.kind != "deadlock" else "",
+        "expected": finding.expected,
+        "got": finding.got,
+        "line": f"{finding.line}: {finding.source}" if finding.line else "",
+        "printed": finding.printed,
+    }
+    lines = [f"  {name:<8}  {value}" for name, value in facts.items() if value]
+    what, room = finding.what.splitlines(), most - len(lines)
+    return (what if len(what) <= room else [*what[: room - 1], "..."]) + lines
+
+
+def text(verdict: Verdict, hints_left: int = 0) -> str:
+    """The report for the shell: what passed, what failed, and the first failure in full."""
+    name, of = verdict.exercise.name, verdict.exercise.points
+    if verdict.passed:
+        return f"{name}: passed, {of} of {of} points\npython -m exercises solution {name} shows the package's own"
+    failed = [result for result in verdict.results if result.finding]
+    passed = [result.id for result in verdict.results if not result.finding]
+    lines = [f"{name}: {verdict.points} of {of} points"]
+    lines += [f"passed: {', '.join(passed)}"] if passed else []
+    lines += [f"failed: {', '.join(result.id for result in failed)}"]
+    lines += ["", f"{failed[0].id}: {failed[0].says}"]
+    after = []
+    if _outdated(verdict):
+        after += [f"Your file began as an older stub: python -m exercises reset {name} keeps it and gives the new one."]
+    if hints_left:
+        after += [f"Next hint: python -m exercises hint {name} ({hints_left} left)"]
+    return "\n".join([*lines, *message(failed[0].finding, MAX_LINES - len(lines) - len(after)), *after])
+
+
+def as_json(verdict: Verdict) -> dict[str, Any]:
+    """The verdict for programs; the same file gives the same text."""
+    return {
+        "exercise": verdict.exercise.name,
+        "kind": verdict.exercise.kind,
+        "passed": verdict.passed,
+        "points": verdict.points,
+        "of": verdict.exercise.points,
+        "tests": [_test_json(result) for result in verdict.results],
+    }
+
+
+def _test_json(result: TestResult) -> dict[str, Any]:
+    told = "\n".join(message(result.finding)) if result.finding else ""
+    kind = result.finding.kind if result.finding else ""
+    return {"id": result.id, "points": result.points, "of": result.of, "kind": kind, "message": told}
+
+
+def _outdated(verdict: Verdict) -> bool:
+    began = stubs.version(verdict.answer.read_text(errors="replace"))
+    return began is not None and began != stubs.version(stubs.stub(verdict.exercise))

@@ -1,0 +1,144 @@
+"""The learner's folder `work/`: copies of stubs and notebooks, and progress.json.
+
+Nothing here writes outside that folder. A file that the learner has edited is never overwritten: what was copied is
+remembered by its hash, and only a file that still has it follows a newer stub.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from exercises.catalogue import Catalogue, Exercise
+from minidist.errors import UserError
+
+
+class Work:
+    """A learner's folder, which need not exist yet."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def file(self, exercise: Exercise) -> Path:
+        """Where the learner writes this exercise."""
+        return self.folder / "exercises" / exercise.chapter / f"{exercise.name}.py"
+
+    def update(self, catalogue: Catalogue) -> dict[str, list[Path]]:
+        """Copy what is new: `added`, `renewed` (untouched and out of date) and `kept` (edited) files."""
+        done: dict[str, list[Path]] = {"added": [], "renewed": [], "kept": []}
+        with self._progress() as progress:
+            copied = progress.setdefault("files", {})
+            for target, content in self._course(catalogue):
+                name, now = str(target.relative_to(self.folder)), _digest(content)
+                if not target.exists():
+                    done["added"].append(target)
+                elif _digest(target.read_bytes()) == now:
+                    copied[name] = now
+                    continue
+                elif _digest(target.read_bytes()) == copied.get(name):
+                    done["renewed"].append(target)
+                else:
+                    done["kept"].append(target)
+                    continue
+                _write(target, content)
+                copied[name] = now
+        return done
+
+    def reset(self, exercise: Exercise) -> Path | None:
+        """Put the stub in place of the learner's file; returns where that is kept, None when there was none."""
+        file, backup = self.file(exercise), None
+        if file.exists():
+            number = 1
+            while (backup := file.with_name(f"{file.stem}.backup-{number}.py")).exists():
+                number += 1
+            _write(backup, file.read_bytes())
+        with self._progress() as progress:
+            content = exercise.stub.read_bytes()
+            _write(file, content)
+            progress.setdefault("files", {})[str(file.relative_to(self.folder))] = _digest(content)
+        return backup
+
+    def record(self, exercise: Exercise, passed: bool, points: int) -> None:
+        """Keep the best result of the exercise, and that it was tried."""
+        with self._progress() as progress:
+            entry = progress.setdefault("exercises", {}).setdefault(exercise.name, {})
+            entry["attempts"] = entry.get("attempts", 0) + 1
+            entry["passed"] = bool(entry.get("passed") or passed)
+            entry["points"] = max(entry.get("points", 0), points)
+
+    def next_hint(self, exercise: Exercise) -> int:
+        """The number of hints the learner has seen when this one is shown as well."""
+        with self._progress() as progress:
+            entry = progress.setdefault("exercises", {}).setdefault(exercise.name, {})
+            entry["hints"] = min(entry.get("hints", 0) + 1, len(exercise.hints))
+            return entry["hints"]
+
+    def entry(self, exercise: Exercise) -> dict[str, Any]:
+        """What is known of one exercise: attempts, passed, points, hints; empty when it was never tried."""
+        return self.read().get("exercises", {}).get(exercise.name, {})
+
+    def read(self) -> dict[str, Any]:
+        """progress.json as it is; empty when there is none. Raises UserError when it is damaged."""
+        file = self.folder / "progress.json"
+        if not file.exists():
+            return {}
+        try:
+            progress = json.loads(file.read_text())
+        except ValueError as error:
+            raise UserError(f"{file} is damaged ({error}); move it away to begin a new one") from None
+        if not isinstance(progress, dict):
+            raise UserError(f"{file} holds no table; move it away to begin a new one")
+        return progress
+
+    @contextlib.contextmanager
+    def _progress(self) -> Iterator[dict[str, Any]]:
+        """Change progress.json: one process at a time, and whole or not at all. What others keep there stays."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            progress = self.read()
+            before = json.dumps(progress)
+            yield progress
+            if json.dumps(progress) != before:
+                _write(self.folder / "progress.json", (json.dumps(progress, indent=2) + "\n").encode())
+
+    def _course(self, catalogue: Catalogue) -> Iterator[tuple[Path, bytes]]:
+        """What the course has for the learner: (where it goes, content)."""
+        for exercise in catalogue.values():
+            yield self.file(exercise), exercise.stub.read_bytes()
+        chapters = catalogue.root / "chapters"
+        for notebook in sorted(chapters.glob("[0-9]*/*.ipynb")):
+            yield self.folder / "chapters" / notebook.relative_to(chapters), _without_outputs(notebook)
+
+
+def _without_outputs(notebook: Path) -> bytes:
+    content = json.loads(notebook.read_text())
+    for cell in content["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Whole or not at all, also when the machine stops."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fd, beside = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
+    try:
+        with os.fdopen(fd, "wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        os.chmod(beside, 0o644)
+        os.replace(beside, file)
+    except BaseException:
+        os.unlink(beside)
+        raise

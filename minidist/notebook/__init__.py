@@ -1,0 +1,26 @@
+"""Live ranks in JupyterLab: `%load_ext minidist.notebook`, then `%ranks 4` and `%%ranks` on top of a cell.
+
+A cell's ranks keep their variables for the next one, `%%piece` replaces a part of the package in all of them, `predict`
+asks before a measurement, and the pictures draw what was measured.
+"""
+
+from minidist.notebook.pictures import timeline, traffic
+from minidist.notebook.predict import NEVER, Prediction, measured, predict
+from minidist.notebook.result import CellResult
+from minidist.notebook.session import LiveRanks
+
+__all__ = ["NEVER", "CellResult", "LiveRanks", "Prediction", "measured", "predict", "timeline", "traffic"]
+
+
+def load_ipython_extension(shell) -> None:
+    """What `%load_ext minidist.notebook` does."""
+    from minidist.notebook.magics import RanksMagics  # IPython is needed from here on only
+
+    shell.register_magics(RanksMagics(shell))
+
+
+def unload_ipython_extension(shell) -> None:
+    """What `%unload_ext minidist.notebook` does: the ranks end, the pieces are the package's own again."""
+    magics = shell.magics_manager.registry.pop("RanksMagics", None)
+    if magics is not None:
+        magics.close()

@@ -1,0 +1,145 @@
+"""Pictures of what was just measured. Each draws into the notebook and returns the data it drew; nothing to draw is an
+error, because an empty picture looks like an answer."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from minidist.comm import Record
+from minidist.errors import UserError
+from minidist.notebook.result import CellResult
+
+Measured = CellResult | Sequence[Iterable[Record]]
+
+
+class Span(NamedTuple):
+    """One operation in the order of events of its rank: begun as event `launched`, waited for until event `waited`
+    (None if nobody waited)."""
+
+    name: str
+    launched: int
+    waited: int | None
+    wire_bytes: int
+
+
+def traffic(measured: Measured, draw: bool = True) -> list[list[int]]:
+    """Who sent how many bytes to whom: a row for every sender.
+
+    measured: a cell's result (`ranks.last`), or the records of every rank in rank order. A transfer is what was sent;
+    a collective is that of the algorithm the meter names (`Record.algorithm`).
+    Raises UserError when nothing was sent.
+    """
+    records = _by_rank(measured)
+    size = max([len(records), *(1 + max(r.ranks) for rows in records for r in rows)])
+    matrix = [[0] * size for _ in range(size)]
+    whole = {(r.use, r.ranks, r.seq, r.name, rank): r for rank, rows in enumerate(records) for r in rows}
+    for rank, rows in enumerate(records):
+        for record in rows:
+            for receiver, count in _receivers(record, rank, whole):
+                matrix[rank][receiver] += count
+    if not any(map(any, matrix)):
+        raise UserError("there is no traffic to draw: no rank sent anything to another")
+    if draw:
+        _draw_matrix(matrix)
+    return matrix
+
+
+def timeline(measured: Measured, draw: bool = True) -> list[list[Span]]:
+    """The operations of every rank in its own order of events: what was in flight while something else began.
+
+    The axis counts events, not seconds. Raises UserError when there was no operation.
+    """
+    records = _by_rank(measured)
+    first = [min((r.launched for r in rows), default=0) for rows in records]
+    spans = [
+        [
+            Span(r.name, r.launched - first[rank], r.waited and r.waited - first[rank], r.wire_bytes)
+            for r in sorted(rows, key=lambda r: r.launched)
+        ]
+        for rank, rows in enumerate(records)
+    ]
+    if not any(spans):
+        raise UserError("there is nothing to draw: no rank began an operation")
+    if draw:
+        _draw_spans(spans)
+    return spans
+
+
+def _by_rank(measured: Measured) -> list[list[Record]]:
+    return [list(rows) for rows in (measured.records if isinstance(measured, CellResult) else measured)]
+
+
+def _receivers(record: Record, rank: int, whole: dict) -> list[tuple[int, int]]:
+    """(receiver, bytes) for what `rank` sent in this operation."""
+    ranks, sent = record.ranks, record.wire_bytes
+    if not sent:
+        return []
+    if record.peer is not None:
+        return [(record.peer, sent)]
+    at, size = ranks.index(rank), len(ranks)
+    others = [r for r in ranks if r != rank]
+    if record.algorithm == "ring":
+        return [(ranks[(at + 1) % size], sent)]
+    if record.algorithm == "binomial tree":
+        root = _root(record, whole)
+        relative = (at - root) % size
+        if record.name == "reduce":
+            return [(ranks[(relative - (relative & -relative) + root) % size], sent)]
+        fed = [relative + (1 << k) for k in range(size.bit_length()) if (1 << k) > relative]
+        fed = [ranks[(child + root) % size] for child in fed if child < size]
+        return [(child, sent // len(fed)) for child in fed]
+    if record.name == "gather":
+        return [(ranks[_root(record, whole)], sent)]
+    return [(other, sent // len(others)) for other in others]  # scatter; all_to_all, in equal parts
+
+
+def _root(record: Record, whole: dict) -> int:
+    """The group rank that an operation with a root is about: it sends most in a broadcast, nothing in the others."""
+    sent = []
+    for rank in record.ranks:
+        other = whole.get((record.use, record.ranks, record.seq, record.name, rank))
+        sent.append(other.wire_bytes if other else 0)
+    return sent.index(max(sent)) if record.name == "broadcast" else sent.index(min(sent))
+
+
+def _draw_matrix(matrix: list[list[int]]) -> None:
+    from matplotlib import pyplot as plt
+
+    size = len(matrix)
+    figure, axes = plt.subplots(figsize=(1.6 + 0.8 * size, 1.2 + 0.7 * size))
+    axes.imshow(matrix, cmap="Blues")
+    high = max(map(max, matrix))
+    for sender, row in enumerate(matrix):
+        for receiver, count in enumerate(row):
+            if count:
+                color = "white" if count > high / 2 else "black"
+                axes.text(receiver, sender, _bytes(count), ha="center", va="center", color=color, fontsize=8)
+    axes.set(xlabel="to rank", ylabel="from rank", xticks=range(size), yticks=range(size), title="bytes sent")
+    figure.tight_layout()
+
+
+def _draw_spans(spans: list[list[Span]]) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.6 * len(spans)))
+    names = sorted({span.name for rows in spans for span in rows})
+    labelled = set()
+    for rank, rows in enumerate(spans):
+        for span in rows:
+            end = span.launched + 0.9 if span.waited is None else span.waited
+            label = None if span.name in labelled else span.name
+            labelled.add(span.name)
+            axes.broken_barh(
+                [(span.launched, max(end - span.launched, 0.3))], (rank - 0.35, 0.7),
+                facecolors=f"C{names.index(span.name)}", edgecolors="white", alpha=0.8, label=label,
+            )  # fmt: skip
+    axes.set(xlabel="order of events on each rank", ylabel="rank", yticks=range(len(spans)))
+    axes.invert_yaxis()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    figure.tight_layout()
+
+
+def _bytes(count: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count} B"

@@ -1,0 +1,34 @@
+"""Blocks of one random order: the solution, as it stands in minidist.data.partition.
+
+Nothing is sent: equal seeds give equal orders on all ranks, and the block cuts them so that nobody shares a sample.
+The order is a function of (seed, epoch) alone. A generator that is drawn from as the run goes on would give another
+order after a restart, and the global one of numpy is changed by whoever uses it.
+
+Usual wrong answers:
+* the package's own random is called
+* the same answer for every input
+* the order depends on the number of ranks
+* every epoch has the same order
+* the global generator decides, which is in another state on every rank
+* the order is turned by a random amount, and neighbours stay together
+* the last rank takes the whole rest
+* every rank shuffles by itself, so ranks share samples and miss others
+* the global generator is seeded, and with it everybody who draws from it
+* every rank keeps its block and shuffles inside, so no sample ever changes its rank
+* the order is cut in strides, so another number of ranks gives another order
+* numbers are drawn, and may be drawn twice
+* zeros of the right length
+"""
+
+import numpy as np
+
+from minidist.data.partition import block, permutation
+
+
+def random(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
+    """Indices of `rank` when a permutation that all ranks compute alike is cut into blocks.  -> (size,) int64
+
+    Raises ValueError as `block` does.
+    """
+    mine = block(n, world_size, rank)
+    return permutation(n, seed, epoch)[mine]

@@ -1,0 +1,57 @@
+"""Shares in proportion to weights: the solution, as it stands in minidist.data.partition.
+
+Largest remainder (Hamilton's method) gives shares that add up to n and are within one of the exact ones. Rounding
+each share by itself does neither. Fractions are exact: the same shares on every machine, also where a float cannot
+hold n.
+
+Usual wrong answers:
+* blocks start as if all ranks before had the size of this one
+* the package's own sizes and weighted are called
+* the same answer for every input
+* floats cannot hold the shares of many samples
+* shares are rounded down, and the samples left over go to nobody
+* what is left over goes to the first ranks
+* all that is left over goes to the largest weight
+* every share is rounded by itself, and together they are not n
+* ties go to the higher rank
+* weights are made whole numbers, and those below one vanish
+* nothing for anybody
+"""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from minidist.data.partition import _check
+
+
+def sizes(n: int, weights: Sequence[float]) -> list[int]:
+    """Whole shares of n in proportion to `weights`, by largest remainder (Hamilton's method); their sum is n.
+
+    A weight of 0 gets nothing, and every share is within one of n w_i / sum(w). Equal weights give the sizes of
+    `block`. Raises ValueError for weights that are empty, negative, not finite, or all zero.
+    """
+    if n < 0:
+        raise ValueError(f"cannot share n={n} samples: n must be at least 0")
+    if not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights):
+        raise ValueError(f"weights={list(weights)}: each must be finite and at least 0, and one must be above 0")
+    exact = [Fraction(w) for w in weights]  # a float is a fraction: no rounding, the same shares on every machine
+    total = sum(exact)
+    quotas = [n * w / total for w in exact]
+    shares = [math.floor(q) for q in quotas]
+    by_remainder = sorted(range(len(weights)), key=lambda i: shares[i] - quotas[i])  # stable: ties to the lower rank
+    for i in by_remainder[: n - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def weighted(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
+    """Indices of `rank` when rank i holds a consecutive block in proportion to weights[i].  -> (size,) int64
+
+    Raises ValueError for a bad rank or for weights that `sizes` refuses.
+    """
+    _check(n, len(weights), rank)
+    cuts = np.cumsum([0, *sizes(n, weights)])
+    return np.arange(cuts[rank], cuts[rank + 1], dtype=np.int64)

@@ -1,0 +1,10 @@
+"""each_index_once: the start forgets that earlier blocks may be longer, so blocks overlap"""
+
+import numpy as np
+
+
+def block(n, world_size, rank):
+    if n < 0 or world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"n={n}, world_size={world_size}, rank={rank}")
+    size, longer = divmod(n, world_size)
+    return np.arange(rank * size, rank * size + size + (rank < longer), dtype=np.int64)

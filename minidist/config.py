@@ -157,7 +157,7 @@ class Config:
             hint = f'start with torchrun or "--ranks {dp}"' if world_size == 1 else f"set --mesh.dp {world_size}"
             raise UserError(
                 f"the mesh pp={m.pp} x dp={dp} x cp={m.cp} x tp={m.tp} needs {m.pp * dp * m.cp * m.tp} ranks, "
-                f"the world has {world_size}: {hint}, or leave --mesh.dp out."
+                f"the world has {world_size}: {hint}."
             )
         return Mesh(pp=m.pp, dp=dp, cp=m.cp, tp=m.tp)
 

@@ -82,7 +82,7 @@ def different_operations(world):
 def test_different_operations_at_one_sequence_number_are_both_named(server):
     error = failure(server, different_operations, 2)
     assert "operation #2 of 'grads'" in str(error)
-    assert "rank 0: all_reduce (4,) float32" in str(error) and "rank 1: broadcast (4,) float32" in str(error)
+    assert "rank 0: all_reduce (4,) float32" in str(error) and "rank 1: broadcast root 1 (4,) float32" in str(error)
 
 
 def two_groups_crossed(world):

@@ -178,7 +178,7 @@ def test_the_rate_rises_and_then_follows_its_schedule(schedule):
     if schedule == "constant":
         assert rates[4:] == [1.0] * 36
     elif schedule == "wsd":
-        assert rates[4:31] == [1.0] * 27 and rates[35] == pytest.approx(0.55) and rates[39] == pytest.approx(0.19)
+        assert rates[4:30] == [1.0] * 26 and rates[34] == pytest.approx(0.55) and rates[39] == pytest.approx(0.1)
     else:
         assert rates[22] == pytest.approx(0.55)
         assert rates[39] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 35 / 36)))

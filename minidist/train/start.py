@@ -63,7 +63,7 @@ def choose_place(config: Config, ranks: int) -> str:
     else:
         place = "cuda" if found and ranks <= found else "cpu"
     if place is None:
-        raise UserError(f"--device {asked}: torch sees {found} GPUs here. Give --device cpu, or leave --device out.")
+        raise UserError(f"--device {asked}: torch sees {found} GPUs here. Give --device cpu.")
     if backend == "nccl" and (place == "cpu" or (place != "cuda" and ranks > 1)):
         raise UserError(
             f"--comm.backend nccl needs a GPU of its own for each rank; here are {ranks} ranks on {place} and "

@@ -69,7 +69,7 @@ def _complain(error: UserError | RunError) -> None:
         return
     first_has_ended = let_first_rank_tell()
     # An operation fails on those whose peer died: rank 0 may be the one that can say nothing any more.
-    if not first_has_ended or type(error).__name__ == "CommError":
+    if not first_has_ended or (isinstance(error, RunError) and error.of_some_ranks):
         print(f"minidist: rank {own_rank()}: {error}", file=sys.stderr, flush=True)
 
 

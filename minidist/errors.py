@@ -17,3 +17,5 @@ class RunError(Exception):
     """A run that was possible failed (a rank died, ranks deadlocked, a loss was not finite). Exit code 1."""
 
     exit_code = 1
+    # Whether it strikes some ranks and not others, so that rank 0 may have nothing to say of it.
+    of_some_ranks = False

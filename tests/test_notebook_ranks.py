@@ -5,31 +5,16 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from processes import alive, needs_proc, until
 
 from minidist.comm.board import Board, Channel
 from minidist.errors import UserError
 from minidist.notebook import LiveRanks
 
 LATER_S = 30.0  # a cell that should have been explained before fails as "deadline"
-
-
-def alive(pid: int) -> bool:
-    """Whether the process exists and is not just a zombie that its parent has not asked for yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(condition, deadline_s=20.0) -> bool:
-    end_s = time.monotonic() + deadline_s
-    while not condition() and time.monotonic() < end_s:
-        os.sched_yield()
-    return bool(condition())
 
 
 @pytest.fixture
@@ -338,7 +323,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="tells living processes by /proc")
+@needs_proc
 def test_ranks_die_with_the_kernel(tmp_path):
     script = tmp_path / "kernel.py"
     script.write_text(KERNEL)

@@ -17,6 +17,8 @@ from minidist.errors import RunError
 class CommError(RunError):
     """An operation between ranks failed: a peer died, or the backend gave up."""
 
+    of_some_ranks = True
+
 
 @dataclass
 class Launched:

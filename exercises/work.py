@@ -5,17 +5,14 @@ remembered by its hash, and only a file that still has it follows a newer stub.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from exercises.catalogue import Catalogue, Exercise
-from minidist.errors import UserError
+from minidist import progress
 
 
 class Work:
@@ -31,8 +28,8 @@ class Work:
     def update(self, catalogue: Catalogue) -> dict[str, list[Path]]:
         """Copy what is new: `added`, `renewed` (untouched and out of date) and `kept` (edited) files."""
         done: dict[str, list[Path]] = {"added": [], "renewed": [], "kept": []}
-        with self._progress() as progress:
-            copied = progress.setdefault("files", {})
+        with self._changing() as kept:
+            copied = kept.setdefault("files", {})
             for target, content in self._course(catalogue):
                 name, now = str(target.relative_to(self.folder)), _digest(content)
                 if not target.exists():
@@ -45,7 +42,7 @@ class Work:
                 else:
                     done["kept"].append(target)
                     continue
-                _write(target, content)
+                progress.write_whole(target, content)
                 copied[name] = now
         return done
 
@@ -56,25 +53,25 @@ class Work:
             number = 1
             while (backup := file.with_name(f"{file.stem}.backup-{number}.py")).exists():
                 number += 1
-            _write(backup, file.read_bytes())
-        with self._progress() as progress:
+            progress.write_whole(backup, file.read_bytes())
+        with self._changing() as kept:
             content = exercise.stub.read_bytes()
-            _write(file, content)
-            progress.setdefault("files", {})[str(file.relative_to(self.folder))] = _digest(content)
+            progress.write_whole(file, content)
+            kept.setdefault("files", {})[str(file.relative_to(self.folder))] = _digest(content)
         return backup
 
     def record(self, exercise: Exercise, passed: bool, points: int) -> None:
         """Keep the best result of the exercise, and that it was tried."""
-        with self._progress() as progress:
-            entry = progress.setdefault("exercises", {}).setdefault(exercise.name, {})
+        with self._changing() as kept:
+            entry = kept.setdefault("exercises", {}).setdefault(exercise.name, {})
             entry["attempts"] = entry.get("attempts", 0) + 1
             entry["passed"] = bool(entry.get("passed") or passed)
             entry["points"] = max(entry.get("points", 0), points)
 
     def next_hint(self, exercise: Exercise) -> int:
         """The number of hints the learner has seen when this one is shown as well."""
-        with self._progress() as progress:
-            entry = progress.setdefault("exercises", {}).setdefault(exercise.name, {})
+        with self._changing() as kept:
+            entry = kept.setdefault("exercises", {}).setdefault(exercise.name, {})
             entry["hints"] = min(entry.get("hints", 0) + 1, len(exercise.hints))
             return entry["hints"]
 
@@ -84,28 +81,10 @@ class Work:
 
     def read(self) -> dict[str, Any]:
         """progress.json as it is; empty when there is none. Raises UserError when it is damaged."""
-        file = self.folder / "progress.json"
-        if not file.exists():
-            return {}
-        try:
-            progress = json.loads(file.read_text())
-        except ValueError as error:
-            raise UserError(f"{file} is damaged ({error}); move it away to begin a new one") from None
-        if not isinstance(progress, dict):
-            raise UserError(f"{file} holds no table; move it away to begin a new one")
-        return progress
+        return progress.read(self.folder / progress.NAME)
 
-    @contextlib.contextmanager
-    def _progress(self) -> Iterator[dict[str, Any]]:
-        """Change progress.json: one process at a time, and whole or not at all. What others keep there stays."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            progress = self.read()
-            before = json.dumps(progress)
-            yield progress
-            if json.dumps(progress) != before:
-                _write(self.folder / "progress.json", (json.dumps(progress, indent=2) + "\n").encode())
+    def _changing(self) -> contextlib.AbstractContextManager[dict[str, Any]]:
+        return progress.changing(self.folder / progress.NAME)
 
     def _course(self, catalogue: Catalogue) -> Iterator[tuple[Path, bytes]]:
         """What the course has for the learner: (where it goes, content)."""
@@ -126,19 +105,3 @@ def _without_outputs(notebook: Path) -> bytes:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Whole or not at all, also when the machine stops."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fd, beside = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
-    try:
-        with os.fdopen(fd, "wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(beside, 0o644)
-        os.replace(beside, file)
-    except BaseException:
-        os.unlink(beside)
-        raise

@@ -22,7 +22,7 @@ ALLOWED = {
     "notebook": {"ground", "comm", "pieces", "train"},
     "parity": {"ground", "comm", "data", "fault", "models", "parallel", "parallelize", "train"},
 }
-GROUND = {"mesh", "spec", "errors", "config", "configfile"}
+GROUND = {"mesh", "spec", "errors", "config", "configfile", "progress"}
 ENVIRONMENT = PACKAGE / "train" / "launch"
 
 

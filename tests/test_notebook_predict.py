@@ -1,6 +1,7 @@
 """Predict, then run: what is scored, what is not, and the file that keeps it."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_the_file_keeps_what_others_wrote_and_nothing_lies_beside_it(file):
     asked(file, 1, 1)
     kept = json.loads(file.read_text())
     assert kept["exercises"] == {"block": "passed"} and kept["predictions"]["q"]["score"] == 1
-    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert sorted(path.name for path in file.parent.iterdir()) == [".lock", file.name]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"predictions": 3}', '{"predictions": {"q": {"odd": 1}}}'])
@@ -130,7 +131,21 @@ def test_a_write_that_fails_leaves_the_old_file(file, monkeypatch):
     def fail(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr(json, "dump", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         predict("other", "?", 1, file=file)
-    assert file.read_text() == before and [path.name for path in file.parent.iterdir()] == [file.name]
+    assert file.read_text() == before
+    assert sorted(path.name for path in file.parent.iterdir()) == [".lock", file.name]
+
+
+def test_scores_are_kept_in_the_learners_folder_and_nowhere_else(tmp_path, monkeypatch):
+    work, inside = tmp_path / "work", tmp_path / "work" / "chapters" / "00"
+    for folder in (inside, work / "exercises"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    predict("only here", "?", 1)
+    assert measured("only here", 1).score == 1 and not (work / "progress.json").exists()
+    (work / "progress.json").write_text("{}")
+    predict("kept", "?", 2)
+    assert measured("kept", 2).score == 1
+    assert list(json.loads((work / "progress.json").read_text())["predictions"]) == ["kept"]

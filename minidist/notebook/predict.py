@@ -5,22 +5,23 @@
     measured("ring-bytes", ranks.last)                            # or a number that the meter gave
 
 Nothing here blocks or raises because of what was answered. Only an answer that was there before the measurement is
-scored, also in a later session.
+scored, also in a later session. Scores are kept in the learner's folder; a notebook outside of it keeps them to itself.
 """
 
-import json
+import contextlib
 import math
 import os
-import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from minidist import progress
 from minidist.errors import UserError
 from minidist.notebook.result import CellResult
 
 NEVER = "it never returns"
-_ROOT = Path(__file__).resolve().parents[2]
+_UNKEPT: dict[str, Any] = {}  # of this process, for a notebook that lies in no learner's folder
 
 
 @dataclass
@@ -60,18 +61,18 @@ def predict(
 ) -> Prediction:
     """Ask a question, or take in the answer to it: a number, a list of ranks, words, or NEVER.
 
-    file: where scores are kept, `work/progress.json` of the course when None.
+    file: where scores are kept; progress.json of the learner's folder that we are in when None.
     """
-    path, progress = _opened(file)
-    known = _known(progress, id)
     answer = _plain(answer)
-    kept = Prediction(**{**asdict(known), "question": question, "unit": unit}) if known else None
-    prediction = kept or Prediction(id, question, unit)
-    if prediction.value is None:
-        prediction.answer = answer
-    elif answer is not None and answer != prediction.answer:
-        prediction.late = answer
-    _keep(path, progress, prediction)
+    with _kept(file) as predictions:
+        known = _known(predictions, id)
+        kept = Prediction(**{**asdict(known), "question": question, "unit": unit}) if known else None
+        prediction = kept or Prediction(id, question, unit)
+        if prediction.value is None:
+            prediction.answer = answer
+        elif answer is not None and answer != prediction.answer:
+            prediction.late = answer
+        predictions[id] = _entry(prediction)
     return prediction
 
 
@@ -86,14 +87,14 @@ def measured(id: str, value: Any, *, tolerance: float = 0.0, file: str | os.Path
         if value.kind not in ("deadlock", "quiet"):
             raise UserError(f"the cell of {id!r} did return, so say what was measured: measured({id!r}, number)")
         value = NEVER
-    path, progress = _opened(file)
-    prediction = _known(progress, id)
-    if prediction is None:
-        raise UserError(f"{id!r} was not asked: the cell with predict({id!r}, ...) comes first")
-    prediction.value = _plain(value)
-    if prediction.answer is not None:
-        prediction.score = int(agree(prediction.answer, prediction.value, tolerance))
-    _keep(path, progress, prediction)
+    with _kept(file) as predictions:
+        prediction = _known(predictions, id)
+        if prediction is None:
+            raise UserError(f"{id!r} was not asked: the cell with predict({id!r}, ...) comes first")
+        prediction.value = _plain(value)
+        if prediction.answer is not None:
+            prediction.score = int(agree(prediction.answer, prediction.value, tolerance))
+        predictions[id] = _entry(prediction)
     return prediction
 
 
@@ -132,40 +133,32 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _opened(file: str | os.PathLike | None) -> tuple[Path, dict]:
-    path = Path(file) if file is not None else _ROOT / "work" / "progress.json"
+@contextlib.contextmanager
+def _kept(file: str | os.PathLike | None) -> Iterator[dict[str, Any]]:
+    """The predictions made so far, to be changed in place."""
+    path = progress.find(Path.cwd()) if file is None else Path(file)
+    if path is None:
+        yield _UNKEPT
+        return
     try:
-        progress = json.loads(path.read_text())
-    except FileNotFoundError:
-        return path, {}
-    except ValueError:
-        progress = None
-    if isinstance(progress, dict) and isinstance(progress.get("predictions", {}), dict):
-        return path, progress
-    aside = path.with_suffix(".broken.json")
-    os.replace(path, aside)
-    print(f"{path} could not be read and was put aside as {aside.name}; scores begin anew")
-    return path, {}
+        damaged = not isinstance(progress.read(path).get("predictions", {}), dict)
+    except UserError:
+        damaged = True
+    if damaged:
+        aside = path.with_suffix(".broken.json")
+        os.replace(path, aside)
+        print(f"{path} could not be read and was put aside as {aside.name}; scores begin anew")
+    with progress.changing(path) as content:
+        yield content.setdefault("predictions", {})
 
 
-def _known(progress: dict, id: str) -> Prediction | None:
-    entry = progress.get("predictions", {}).get(id)
+def _known(predictions: dict, id: str) -> Prediction | None:
+    entry = predictions.get(id)
     try:
         return Prediction(**{**entry, "id": id}) if entry else None
     except TypeError:  # of another version
         return None
 
 
-def _keep(path: Path, progress: dict, prediction: Prediction) -> None:
-    """Write the file whole or not at all; what others keep in it stays."""
-    entry = {key: value for key, value in asdict(prediction).items() if key != "id"}
-    progress.setdefault("predictions", {})[prediction.id] = entry
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "w") as out:
-            json.dump(progress, out, indent=1)
-        os.replace(aside, path)
-    except BaseException:
-        os.unlink(aside)
-        raise
+def _entry(prediction: Prediction) -> dict[str, Any]:
+    return {key: value for key, value in asdict(prediction).items() if key != "id"}

@@ -8,6 +8,7 @@ from minidist.comm import Meter
 from minidist.comm.convention import ALGORITHM, sent_elements
 from minidist.errors import UserError
 from minidist.notebook import LiveRanks, timeline, traffic
+from minidist.notebook.pictures import Span, lanes
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -80,6 +81,28 @@ dist.barrier()
         assert last[:3] == ("barrier", 3, 4)
     axes = plt.gcf().axes[0]
     assert len(axes.collections) == 6
+    assert [lanes(rows) for rows in spans] == [[0, 1, 0]] * 2
+
+
+def test_marks_stand_in_the_same_order_of_events(server):
+    source = """
+meter.event("computed")
+work = dist.all_reduce(torch.ones(2), async_op=True)
+meter.event("computed")
+work.wait()
+"""
+    with LiveRanks(2, server=server) as live:
+        live.run("dist.barrier()")
+        live.run(source)
+        spans = timeline(live.last, live.get("meter.events"))
+    assert [[span[:3] for span in rows] for rows in spans] == [[("all_reduce", 1, 3)]] * 2
+    marks = {line.get_label(): line.get_xydata().tolist() for line in plt.gcf().axes[0].lines}
+    assert marks == {"computed": [[0, 0], [2, 0], [0, 1], [2, 1]]}
+
+
+def test_what_is_in_flight_together_has_lanes_of_its_own():
+    spans = [Span("a", 0, 5, 1), Span("b", 1, 3, 1), Span("c", 2, None, 1), Span("d", 3, 6, 1), Span("e", 5, 7, 1)]
+    assert lanes(spans) == [0, 1, 2, 1, 0]
 
 
 def test_an_empty_picture_is_an_error(server):

@@ -43,13 +43,21 @@ def traffic(measured: Measured, draw: bool = True) -> list[list[int]]:
     return matrix
 
 
-def timeline(measured: Measured, draw: bool = True) -> list[list[Span]]:
+Marks = Sequence[Iterable[tuple[int, str]]]
+
+
+def timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> list[list[Span]]:
     """The operations of every rank in its own order of events: what was in flight while something else began.
 
-    The axis counts events, not seconds. Raises UserError when there was no operation.
+    marks: of each rank, `Meter.events`: (place in the same order of events, what it was).
+    The axis counts events, not seconds, from the first operation or mark. Raises UserError when there was no operation.
     """
     records = _by_rank(measured)
-    first = [min((r.launched for r in rows), default=0) for rows in records]
+    marks = [list(rows) for rows in marks] or [[] for _ in records]
+    first = [
+        min([*(r.launched for r in rows), *(at for at, _ in marked)], default=0)
+        for rows, marked in zip(records, marks, strict=True)
+    ]
     spans = [
         [
             Span(r.name, r.launched - first[rank], r.waited and r.waited - first[rank], r.wire_bytes)
@@ -60,8 +68,23 @@ def timeline(measured: Measured, draw: bool = True) -> list[list[Span]]:
     if not any(spans):
         raise UserError("there is nothing to draw: no rank began an operation")
     if draw:
-        _draw_spans(spans)
+        _draw_spans(spans, [[(at - first[n], label) for at, label in rows] for n, rows in enumerate(marks)])
     return spans
+
+
+def lanes(spans: Sequence[Span]) -> list[int]:
+    """A lane for each span, in launch order, so that no two in one lane are in flight at the same time."""
+    free: list[int] = []  # where the last span of each lane ends
+    chosen = []
+    for span in spans:
+        lane = next((i for i, end in enumerate(free) if end <= span.launched), len(free))
+        free[lane : lane + 1] = [_end(span)]
+        chosen.append(lane)
+    return chosen
+
+
+def _end(span: Span) -> float:
+    return span.launched + 0.9 if span.waited is None else max(span.waited, span.launched + 0.3)
 
 
 def _by_rank(measured: Measured) -> list[list[Record]]:
@@ -117,24 +140,26 @@ def _draw_matrix(matrix: list[list[int]]) -> None:
     figure.tight_layout()
 
 
-def _draw_spans(spans: list[list[Span]]) -> None:
+def _draw_spans(spans: list[list[Span]], marks: list[list[tuple[int, str]]]) -> None:
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 1 + 0.6 * len(spans)))
-    names = sorted({span.name for rows in spans for span in rows})
-    labelled = set()
+    placed = [lanes(rows) for rows in spans]
+    height = 0.8 / (1 + max(max(rows, default=0) for rows in placed))
+    figure, axes = plt.subplots(figsize=(8, 1 + len(spans) * max(0.6, 0.12 / height)))
+    colors = {name: f"C{i}" for i, name in enumerate(sorted({span.name for rows in spans for span in rows}))}
     for rank, rows in enumerate(spans):
-        for span in rows:
-            end = span.launched + 0.9 if span.waited is None else span.waited
-            label = None if span.name in labelled else span.name
-            labelled.add(span.name)
+        for span, lane in zip(rows, placed[rank], strict=True):
             axes.broken_barh(
-                [(span.launched, max(end - span.launched, 0.3))], (rank - 0.35, 0.7),
-                facecolors=f"C{names.index(span.name)}", edgecolors="white", alpha=0.8, label=label,
+                [(span.launched, _end(span) - span.launched)], (rank - 0.4 + lane * height, 0.9 * height),
+                facecolors=colors[span.name], label=span.name,
             )  # fmt: skip
+    for label in sorted({label for rows in marks for _, label in rows}):
+        at = [(place, rank) for rank, rows in enumerate(marks) for place, other in rows if other == label]
+        axes.plot(*zip(*at, strict=True), "|", color="black", markersize=14, label=label)
     axes.set(xlabel="order of events on each rank", ylabel="rank", yticks=range(len(spans)))
     axes.invert_yaxis()
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(handles.values(), handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     figure.tight_layout()
 
 

@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make train` and `make test`.
+# Three commands do everything on a fresh machine: `make train`, `make lab` and `make test`.
 #
 # Set-up (a virtual environment in .venv, and the install) is skipped while pyproject.toml is unchanged; the run never is.
 # pip's own configuration is honoured, and a torch that this Python has already, in the right range, is used as it is.
@@ -7,10 +7,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := $(shell $(PYTHON) -c "import hashlib; print(hashlib.sha256(open('pyproject.toml', 'rb').read()).hexdigest()[:16])")
 
-.PHONY: train test bench clean
+.PHONY: train lab test bench clean
 
 train: .venv/train-$(STAMP)
 	$(BIN)/minidist train
+
+# The course in JupyterLab; ARGS="--no-browser --port 9999" goes to JupyterLab.
+lab: .venv/course-$(STAMP)
+	$(BIN)/python -m exercises lab $(ARGS)
 
 test: .venv/test-$(STAMP)
 	$(BIN)/python -m pytest --durations=10
@@ -20,6 +24,12 @@ bench: .venv/test-$(STAMP)
 
 .venv/train-$(STAMP): | .venv/python
 	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+# The kernel is named in .venv itself, or one of the system's, without minidist, could come first.
+.venv/course-$(STAMP): | .venv/python
+	$(BIN)/python -m pip install --quiet --editable '.[course]'
+	$(BIN)/python -m ipykernel install --sys-prefix > /dev/null
 	@touch $@
 
 .venv/test-$(STAMP): | .venv/python

@@ -25,6 +25,7 @@ from minidist.comm import Meter, World, bind
 from minidist.config import CommConfig, Config
 from minidist.mesh import Mesh
 from minidist.parallelize import USES, parallelize
+from minidist.train.loss import backward
 from minidist.train.step import Engine
 
 MODES = ("full", "bare")
@@ -73,7 +74,7 @@ class Ours:
         if self.full:
             result = engine.step(self.steps, [share.batch], engine.optim.lr, inspect=look)
             return result.loss, result.grad_norm
-        engine.backward(self.steps, [share.batch], 1.0, _Known(share.global_count))
+        backward(engine.loss_sums(self.steps, [share.batch]), 1.0, _Known(share.global_count))
         engine.reduce()
         if look:
             look()

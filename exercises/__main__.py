@@ -6,18 +6,27 @@ import sys
 import time
 from pathlib import Path
 
-from exercises import report, stubs
+from exercises import mutate, report, stubs
+from exercises.attempt import attempt, hint, hints_left
 from exercises.catalogue import ROOT, Catalogue
 from exercises.check import PRELOAD, check
 from exercises.gate import Gate
+from exercises.lab import lab
+from exercises.train import train
+from exercises.watch import Watcher
 from exercises.work import Work
+from minidist.cli import complain
 from minidist.errors import RunError, UserError
 from minidist.train.launch import RankServer
+from minidist.train.launch.torchrun import hold_sigterm
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done or passed, 1 not passed, 2 impossible."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options, options.rest = parser.parse_known_args(argv)
+    if options.rest and options.command not in (_lab, _train):
+        parser.error(f"unrecognized arguments: {' '.join(options.rest)}")
     try:
         return options.command(options, Catalogue(options.root), Work(options.work))
     except (UserError, RunError) as error:
@@ -35,6 +44,13 @@ def _start(options, catalogue: Catalogue, work: Work) -> int:
     return 0
 
 
+def _lab(options, catalogue: Catalogue, work: Work) -> int:
+    _start(options, catalogue, work)
+    sys.stdout.flush()  # what was told so far, before this process becomes another program
+    lab(work, options.rest)
+    return 0
+
+
 def _list(options, catalogue: Catalogue, work: Work) -> int:
     for exercise in catalogue.values():
         mark = "passed" if work.entry(exercise).get("passed") else ""
@@ -45,23 +61,24 @@ def _list(options, catalogue: Catalogue, work: Work) -> int:
 
 def _check(options, catalogue: Catalogue, work: Work) -> int:
     exercise = catalogue[options.name]
-    answer = options.file or work.file(exercise)
-    if not answer.is_file():
-        raise UserError(f"{answer} is not there; python -m exercises start copies the stubs to {work.folder}")
     with RankServer(preload=PRELOAD) as server:
-        verdict = check(exercise, answer, server)
-    if not options.file:
-        work.record(exercise, verdict.passed, verdict.points)
-    left = len(exercise.hints) - work.entry(exercise).get("hints", 0)
-    print(json.dumps(report.as_json(verdict), indent=2) if options.json else report.text(verdict, left))
+        if options.file:
+            verdict = check(exercise, options.file, server)
+            text = report.text(verdict, hints_left(exercise, work))
+        else:
+            verdict, text = attempt(exercise, work, server)
+    print(json.dumps(report.as_json(verdict), indent=2) if options.json else text)
     return 0 if verdict.passed else 1
 
 
+def _watch(options, catalogue: Catalogue, work: Work) -> int:
+    with RankServer(preload=PRELOAD) as server:
+        Watcher(catalogue, work, server, options.name).run()
+    return 0
+
+
 def _hint(options, catalogue: Catalogue, work: Work) -> int:
-    exercise = catalogue[options.name]
-    shown = work.next_hint(exercise)
-    for number, hint in enumerate(exercise.hints[:shown], start=1):
-        print(f"hint {number} of {len(exercise.hints)}: {hint}")
+    print(hint(catalogue[options.name], work))
     return 0
 
 
@@ -90,9 +107,23 @@ def _progress(options, catalogue: Catalogue, work: Work) -> int:
     return 0
 
 
+def _train(options, catalogue: Catalogue, work: Work) -> int:
+    hold_sigterm()
+    try:
+        train(catalogue, work, options.only, options.rest)
+    except (UserError, RunError) as error:
+        complain(error, "exercises")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
 def _gate(options, catalogue: Catalogue, work: Work) -> int:
     chosen = [catalogue[name] for name in options.names] if options.names else list(catalogue.values())
     with RankServer(preload=PRELOAD) as server:
+        if options.mutate:
+            return 0 if mutate.run(chosen, server) else 1
         gate = Gate(server)
         for exercise in chosen:
             start_s, before = time.perf_counter(), len(gate.problems)
@@ -126,18 +157,24 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     command("start", _start, "copy the stubs and notebooks to the learner's folder")
+    command("lab", _lab, "start, and then JupyterLab on the learner's folder; options as of jupyter lab")
     command("update", _start, "copy what is new, and keep every edited file")
     command("list", _list, "all exercises")
     judge = command("check", _check, "judge your file", exercise=True)
     judge.add_argument("--json", action="store_true", help="the verdict for programs")
     judge.add_argument("--file", type=Path, help="judge this file instead, and record nothing")
+    watch = command("watch", _watch, "judge every file that you save, one exercise after the other; Ctrl-C ends")
+    watch.add_argument("name", nargs="?", help="the exercise to begin with; the first you have not passed")
     command("hint", _hint, "one more hint", exercise=True)
     command("reset", _reset, "the stub again; your file is kept beside it", exercise=True)
     solution = command("solution", _solution, "the package's own, and why it is so", exercise=True)
     solution.add_argument("--anyway", action="store_true", help="before you have passed")
     command("progress", _progress, "what you have so far")
+    run = command("train", _train, "train the model with the pieces you have passed; options as of `minidist train`")
+    run.add_argument("--only", action="append", default=[], metavar="NAME", help="this piece, and those named likewise")
     gate = command("gate", _gate, "the project's check of its own checks")
     gate.add_argument("names", nargs="*", help="exercises; all when none is named")
+    gate.add_argument("--mutate", action="store_true", help="whether small mistakes in the solutions are seen")
     command("generate", _generate, "write stubs and solutions from the package's source")
     return parser
 

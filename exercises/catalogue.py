@@ -1,7 +1,7 @@
 """What exercises there are: `exercise.toml` of every chapter folder, read and checked to the letter.
 
-A key that is missing, unknown or of another type is an error, and so is an exercise without hints or tests. Reading
-imports neither torch nor the package: pieces and tests are found in the source text.
+A key that is missing, unknown, of another type or of another kind of exercise is an error, and so is an exercise
+without hints or tests. Reading imports neither torch nor the package: pieces and tests are found in the source text.
 """
 
 import ast
@@ -13,20 +13,32 @@ from pathlib import Path
 from minidist.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = ("piece",)
+_COMMON = ("kind", "title", "section", "difficulty", "minutes", "points", "route", "why", "hints")
+# The keys that an exercise of each kind has besides.
+KINDS = {
+    "piece": ("piece", "calls", "guards", "blank"),
+    "script": ("defines", "guards", "changes", "fails"),
+    "clinic": ("defines", "guards", "changes", "fails", "fault"),
+    "predict": ("changes",),
+}
+_OPTIONAL = {"piece": ("also",)}
+# What the learner of a kind fills in besides functions.
+_CONSTANTS = {"clinic": ("INVARIANT", "LINE"), "predict": ("ANSWERS",)}
 _MIN_HINTS = 2
 
 
 @dataclass(frozen=True)
-class Blank:
-    """Lines of a piece that the learner writes: from the line that begins with `first` to the one with `last`.
+class Change:
+    """Lines of the right text that the stub has otherwise: from the line that begins with `first` to the one with
+    `last`. put: what stands there instead.
 
-    say: what these lines have to do; the stub raises NotImplementedError with it.
+    Those of a piece are called `blank` and have no `put` but `say`: what these lines have to do. The stub raises
+    NotImplementedError with it.
     """
 
     first: str
     last: str
-    say: str
+    put: str
 
 
 @dataclass(frozen=True)
@@ -43,9 +55,15 @@ class TestCase:
 class Exercise:
     """One table of an exercise.toml.
 
+    kind: "piece", a symbol of the package with lines left blank; "script", a program to be mended; "clinic", one whose
+    loss falls and whose numbers are wrong: name what is violated and where, then mend it; "predict", scenarios whose
+    outcome is to be told before the check measures it.
     piece: the symbol to write, `module:symbol`; also: further symbols of the same module that belong to it.
     calls: what the blank lines may call. guards: ready-made equivalents (`numpy.array_split`) that are no answer.
-    route: the trainer's option that runs the piece, or `none: ` and why there is none. why: the solution's note.
+    defines: the functions a program must keep. changes: what the stub has otherwise than the right text. fails: the
+    test that the stub of a program must fail. fault: the line of a clinic's stub that is to be found.
+    route: `always` when every training run calls the piece; the trainer's options under which it does, where {shares}
+    stands for one number per rank; or `none: ` and why there are none. why: the solution's note.
     """
 
     name: str
@@ -56,14 +74,17 @@ class Exercise:
     difficulty: int
     minutes: int
     points: int
-    piece: str
-    calls: tuple[str, ...]
-    guards: tuple[str, ...]
     route: str
     why: str
     hints: tuple[str, ...]
-    blank: tuple[Blank, ...]
+    changes: tuple[Change, ...]
+    piece: str = ""
     also: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    guards: tuple[str, ...] = ()
+    defines: tuple[str, ...] = ()
+    fails: str = ""
+    fault: str = ""
 
     @property
     def chapter(self) -> str:
@@ -91,13 +112,26 @@ class Exercise:
         return self.root / "tests" / "answers" / self.chapter / self.name
 
     @property
+    def pieces(self) -> tuple[str, ...]:
+        """What is replaced in the package, `module:symbol` each; none but for a piece."""
+        return (*self.also, self.piece) if self.piece else ()
+
+    @property
     def symbols(self) -> tuple[str, ...]:
-        """The names a learner's file must define."""
-        return tuple(piece.split(":")[1] for piece in (*self.also, self.piece))
+        """The names a learner's file must define; those in capitals are no functions."""
+        names = tuple(piece.split(":")[1] for piece in self.pieces)
+        return (*names, *self.defines, *_CONSTANTS.get(self.kind, ()))
 
     @property
     def module(self) -> str:
         return self.piece.split(":")[0]
+
+    @property
+    def source(self) -> Path:
+        """The file with the right text: the module of a piece, else a program beside the stub."""
+        if self.piece:
+            return (ROOT / Path(*self.module.split("."))).with_suffix(".py")
+        return self.folder / "programs" / f"{self.name}.py"
 
     def tests(self) -> list[TestCase]:
         """The tests in the order of their file. Raises UserError when the file has none or its points do not add up."""
@@ -144,23 +178,31 @@ def _exercise(name: str, table: object, file: Path) -> Exercise:
     where = f"{file}: [{name}]"
     if not isinstance(table, dict):
         raise UserError(f"{where} is no table")
-    wanted = {f.name: f for f in fields(Exercise) if f.name not in ("name", "folder")}
-    unknown, missing = table.keys() - wanted.keys(), wanted.keys() - table.keys() - {"also"}
+    kind = table.get("kind")
+    if kind not in KINDS:
+        raise UserError(f"{where} kind must be one of {', '.join(KINDS)}, not {kind!r}")
+    needed, allowed = {*_COMMON, *KINDS[kind]}, {*_COMMON, *KINDS[kind], *_OPTIONAL.get(kind, ())}
+    unknown, missing = table.keys() - allowed, needed - table.keys()
     if unknown or missing:
         told = [f"unknown {sorted(unknown)}"] * bool(unknown) + [f"missing {sorted(missing)}"] * bool(missing)
-        raise UserError(f"{where} has {' and '.join(told)}; the keys are {', '.join(wanted)}")
-    values = {key: _value(value, wanted[key].type, f"{where} {key}") for key, value in table.items()}
+        raise UserError(f"{where} has {' and '.join(told)}; the keys of a {kind} are {', '.join(sorted(allowed))}")
+    types = {f.name: f.type for f in fields(Exercise)}
+    values = {key: _value(value, types[key], f"{where} {key}") for key, value in table.items() if key != "blank"}
+    if "blank" in table:
+        blank = _tables(table["blank"], ("first", "last", "say"), f"{where} blank")
+        values["changes"] = tuple(Change(b["first"], b["last"], _unwritten(b["say"])) for b in blank)
     exercise = Exercise(name=name, folder=file.parent, **values)
     _check(exercise, where)
     return exercise
 
 
+def _unwritten(say: str) -> str:
+    return f'raise NotImplementedError("{say}")'
+
+
 def _value(value: object, kind: object, where: str) -> object:
-    if kind == tuple[Blank, ...]:
-        keys = {f.name for f in fields(Blank)}
-        if not isinstance(value, list) or not all(isinstance(b, dict) and b.keys() == keys for b in value):
-            raise UserError(f"{where} must be a list of tables with the keys {', '.join(sorted(keys))}")
-        return tuple(Blank(**blank) for blank in value)
+    if kind == tuple[Change, ...]:
+        return tuple(Change(**change) for change in _tables(value, ("first", "last", "put"), where))
     if kind == tuple[str, ...]:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise UserError(f"{where} must be a list of texts")
@@ -170,19 +212,28 @@ def _value(value: object, kind: object, where: str) -> object:
     return value
 
 
+def _tables(value: object, keys: tuple[str, ...], where: str) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not all(isinstance(table, dict) and {*keys} == {*table} for table in value):
+        raise UserError(f"{where} must be a list of tables with the keys {', '.join(keys)}")
+    return value
+
+
 def _check(exercise: Exercise, where: str) -> None:
-    if exercise.kind not in KINDS:
-        raise UserError(f"{where} kind must be one of {', '.join(KINDS)}, not {exercise.kind!r}")
     if not 1 <= exercise.difficulty <= 5 or exercise.minutes < 1 or exercise.points < 1:
         raise UserError(f"{where} difficulty must be 1 to 5, minutes and points at least 1")
     if len(exercise.hints) < _MIN_HINTS or not all(hint.strip() for hint in exercise.hints):
         raise UserError(f"{where} needs at least {_MIN_HINTS} hints")
-    if not exercise.blank:
-        raise UserError(f"{where} leaves no line blank")
-    if not all(":" in piece and piece.split(":")[0] == exercise.module for piece in (exercise.piece, *exercise.also)):
+    if not exercise.changes:
+        raise UserError(f"{where} leaves the learner nothing to do: no line is blank or changed")
+    if exercise.kind == "piece" and not all(
+        ":" in piece and piece.split(":")[0] == exercise.module for piece in exercise.pieces
+    ):
         raise UserError(f"{where} piece and also must be module:symbol, of one module")
-    if not exercise.test_file.exists():
-        raise UserError(f"{where} has no tests: {exercise.test_file} is not there")
+    for file, what in ((exercise.test_file, "tests"), (exercise.source, "right text")):
+        if not file.exists():
+            raise UserError(f"{where} has no {what}: {file} is not there")
+    if exercise.fails and exercise.fails not in [test.id for test in exercise.tests()]:
+        raise UserError(f"{where} fails must be one of its tests, not {exercise.fails!r}")
 
 
 def _test_case(node: ast.stmt, exercise: Exercise) -> TestCase | None:

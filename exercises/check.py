@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exercises.catalogue import ROOT, Exercise, TestCase
+from exercises import stubs
+from exercises.catalogue import Exercise, TestCase
 from exercises.testing import Finding
 from minidist.errors import RunError, UserError
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 HANG_S = 5.0
 MEMORY_BYTES = 1 << 30
-PRELOAD = ("numpy", "minidist.data.partition", "exercises.rankside")  # what ranks find imported
+# What ranks find imported. torch's optimizers import torch._dynamo, a second in every rank that finds it missing.
+_ALWAYS = ("numpy", "minidist.data.partition", "exercises.network", "exercises.rankside")
+PRELOAD = (*_ALWAYS, "torch._dynamo")
+_PROGRAMS = ("script", "clinic")  # kinds whose answers are programs as torchrun starts them
 _OUTPUT_BYTES = 1 << 20
 _LOOK_S = 0.05
 # After these the other tests would end alike.
@@ -57,6 +61,11 @@ class Verdict:
         return sum(result.points for result in self.results)
 
 
+def preload(exercise: Exercise) -> tuple[str, ...]:
+    """What a server preloads that judges this exercise alone: PRELOAD, or less when it needs less."""
+    return PRELOAD if exercise.kind in _PROGRAMS else _ALWAYS
+
+
 def check(
     exercise: Exercise,
     answer: Path,
@@ -64,11 +73,12 @@ def check(
     *,
     only: Sequence[str] | None = None,
     hang_s: float = HANG_S,
+    stop: bool = False,
 ) -> Verdict:
     """Run the exercise's tests on the file `answer`. The same file gives the same verdict.
 
     server: started with PRELOAD, so that ranks are quick. only: these tests and no others. hang_s: ranks that
-    do nothing new for so long hang.
+    do nothing new for so long hang. stop: at the first finding, whatever it is.
     """
     answer = answer.resolve()
     if not answer.is_file():
@@ -83,7 +93,7 @@ def check(
                 break
             findings[found.test] = found
             wanted = wanted[wanted.index(found.test) + 1 :]
-            if found.kind in _ENOUGH:
+            if stop or found.kind in _ENOUGH:
                 for test in _unfinished(tests, size, found.test):
                     findings.setdefault(test.id, Finding("skipped", _SKIPPED, test=test.id))
                 return Verdict(exercise, answer, _results(tests, findings))
@@ -115,13 +125,12 @@ def _run(exercise: Exercise, tests: Sequence[str], answer: Path, size: int, serv
 def _request(exercise: Exercise, tests: Sequence[str], answer: Path, folder: str):
     from exercises.rankside import Request
 
-    pieces = (exercise.piece, *(f"{exercise.module}:{symbol}" for symbol in exercise.symbols[:-1]))
-    source = Path(ROOT, *exercise.module.split(".")).with_suffix(".py")
-    secret = (exercise.root / "solutions", exercise.root / "tests" / "answers", exercise.test_file, source)
+    offered = {"fault": (stubs.fault_line(exercise), exercise.fault)} if exercise.fault else {}
+    secret = (exercise.root / "solutions", exercise.root / "tests" / "answers", exercise.test_file, exercise.source)
     secret = tuple(str(path) for path in secret if not answer.is_relative_to(path))
     return Request(
-        str(answer), str(exercise.test_file), tuple(tests), exercise.symbols, pieces, exercise.guards, secret, folder,
-        MEMORY_BYTES,
+        str(answer), str(exercise.test_file), tuple(tests), exercise.symbols, exercise.pieces, exercise.guards, secret,
+        folder, MEMORY_BYTES, exercise.kind in _PROGRAMS, offered,
     )  # fmt: skip
 
 
@@ -129,7 +138,7 @@ def _judge(request, size: int, server: "RankServer", hang_s: float) -> Finding |
     from exercises.rankside import PASSED, run_tests
     from minidist.train.launch import RankFailure
 
-    job = server.start(run_tests, size, (request,), threads=1, deadline_s=_LONGEST_S)
+    job = server.start(run_tests, size, (request,), backend=None, threads=1, deadline_s=_LONGEST_S, tidy=False)
     stopped = None
     try:
         stopped = _watch(job, request, size, hang_s)

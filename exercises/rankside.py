@@ -8,7 +8,8 @@ import json
 import os
 import resource
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,10 @@ _MODULE = "answer"
 
 @dataclass(frozen=True)
 class Request:
-    """What to run. folder: where findings are left, and where the learner's code runs."""
+    """What to run. folder: where findings are left, and where the learner's code runs.
+
+    program: whether the answer makes its process group itself. offered: what tests may ask for by name besides.
+    """
 
     answer: str
     test_file: str
@@ -33,37 +37,18 @@ class Request:
     secret: tuple[str, ...]
     folder: str
     memory_bytes: int
+    program: bool = False
+    offered: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Found(Exception):
     """This rank has left a finding; the job ends."""
 
 
-class Network:
-    """A group over all ranks, metered beneath torch: `group`, and the `records` of what passed so far."""
-
-    def __init__(self, world):
-        from minidist.comm import Meter, Use, bind
-        from minidist.comm.recording import mount
-        from minidist.mesh import Mesh
-
-        self.meter = Meter()
-        backend = mount(self.meter, world.board) if world.size > 1 else None
-        self._groups = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], backend=backend)
-        self.group = self._groups["data"]
-        self._before = 0
-
-    def begin(self) -> None:
-        """Another test has begun: what passed before is not its concern."""
-        self._before = len(self.meter.records)
-
-    @property
-    def records(self) -> list:
-        return self.meter.records[self._before :]
-
-
 def run_tests(world, request: Request) -> str:
     """Run the tests on this rank. Raises Found at the first finding, which then is in the folder."""
+    from exercises.network import Network, Torchrun  # with it comes torch, which the parent of the ranks can do without
+
     os.chdir(request.folder)
     sys.dont_write_bytecode = True
     faulthandler.enable(file=2, all_threads=False)
@@ -72,14 +57,13 @@ def run_tests(world, request: Request) -> str:
     module = _load("exercise_tests", request.test_file)
     tests = {name: getattr(module, name) for name in request.tests}
     wanted = {name: set(inspect.signature(test).parameters) for name, test in tests.items()}
-    offered = {"world": world}
-    if any("network" in names for names in wanted.values()):
-        offered["network"] = Network(world)
+    network = None if request.program else Network(world)
+    offered = {"world": world, "network": network, "run": request.program and Torchrun(world), **request.offered}
     guard.install(request.pieces, request.guards, request.secret)
     for name, test in tests.items():
         note.begin(name)
-        if "network" in offered:
-            offered["network"].begin()
+        if network is not None:
+            network.begin()
         try:
             with _limited(request.memory_bytes):
                 offered["answer"] = Answer(_answer(request), note)
@@ -115,7 +99,7 @@ def _load(name: str, file: str) -> ModuleType:
 def _answer(request: Request) -> ModuleType:
     module = _load(_MODULE, request.answer)
     for symbol in request.symbols:
-        if not callable(getattr(module, symbol, None)):
+        if not (hasattr(module, symbol) if symbol.isupper() else callable(getattr(module, symbol, None))):
             raise Wrong("missing", f"your file defines no {symbol}, which this exercise asks for")
     return module
 
@@ -145,7 +129,7 @@ def _finding(error: BaseException, answer: str) -> Finding:
     line = _line(error, answer)
     kind, text = type(error).__name__, _text(error)
     if isinstance(error, Wrong):
-        return Finding(error.kind, text, error.case, error.expected, error.got)
+        return Finding(error.kind, text, error.case, error.expected, error.got, line=line)
     if isinstance(error, SyntaxError) and error.filename in (answer, None):
         return Finding("syntax", f"Python cannot read your file: {error.msg}", line=error.lineno)
     if isinstance(error, NotImplementedError) and line is not None:

@@ -1,8 +1,9 @@
-"""Stubs and solutions, generated from the source of the package.
+"""Stubs and solutions, generated from the right text of each exercise, which stands in one place.
 
-A solution is the piece as it stands in the package, in a file of its own: the imports it needs, then the symbols, with
-a note on why it is so and what usually goes wrong. A stub is the same with the lines that exercise.toml declares blank
-replaced by one `raise NotImplementedError`.
+The right text of a piece is the package's own source: the imports it needs, then its symbols. That of a script, a
+clinic or a prediction is a program in the chapter's folder `programs/`, whose docstring says what is asked. A solution
+is the right text with a note on why it is so and what usually goes wrong. A stub is the right text with other lines in
+the places that exercise.toml declares: one `raise NotImplementedError` in a piece, faults in a program.
 """
 
 import ast
@@ -11,7 +12,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from exercises.catalogue import ROOT, Blank, Exercise
+from exercises.catalogue import Change, Exercise
 from minidist.errors import UserError
 
 _WIDTH = 118
@@ -20,12 +21,11 @@ _STUB = re.compile(r"^Stub ([0-9a-f]{8})\.$", re.MULTILINE)
 
 def stub(exercise: Exercise) -> str:
     """The text of the learner's file."""
-    body = _imports(exercise) + "\n\n\n" + "\n\n\n".join(_blanked(exercise))
+    body = _joined(exercise, _changed(exercise))
     told = [
         f"{exercise.title}.",
         "",
-        *_wrapped(f"Write the missing lines of {' and '.join(exercise.symbols)}; the docstring says what is asked."),
-        *_wrapped(f"You may call: {', '.join(exercise.calls)}."),
+        *_asked(exercise),
         f"Check it with: python -m exercises check {exercise.name}",
         "",
         f"Stub {hashlib.sha256(body.encode()).hexdigest()[:8]}.",
@@ -34,22 +34,33 @@ def stub(exercise: Exercise) -> str:
 
 
 def empty(exercise: Exercise) -> str:
-    """The stub with nothing in the place of the missing lines: what a learner has who deletes the `raise`."""
-    return re.sub(r"raise NotImplementedError\(.*\)", "pass", stub(exercise))
+    """An answer with nothing in it: a piece without its `raise`; functions that do nothing, constants left empty."""
+    if exercise.kind == "piece":
+        return re.sub(r"raise NotImplementedError\(.*\)", "pass", stub(exercise))
+    functions = [f"def {name}(*args, **kwargs):\n    pass\n" for name in exercise.symbols if not name.isupper()]
+    return "\n\n".join([*functions, *(f"{name} = {{}}\n" for name in exercise.symbols if name.isupper())])
+
+
+def fault_line(exercise: Exercise) -> int:
+    """The number of the line to be found in a clinic's stub. Raises UserError when it is not there exactly once."""
+    found = [number for number, line in enumerate(stub(exercise).splitlines(), 1) if line.strip() == exercise.fault]
+    if len(found) != 1:
+        raise UserError(f"{exercise.name}: the stub has {len(found)} lines {exercise.fault!r}, and must have one")
+    return found[0]
 
 
 def solution(exercise: Exercise) -> str:
     """The text of the solution."""
     wrong = [f"* {says}" for _, says in wrong_answers(exercise) if says]
     told = [
-        f"{exercise.title}: the solution, as it stands in {exercise.module}.",
+        f"{exercise.title}: the solution{f', as it stands in {exercise.module}' * bool(exercise.piece)}.",
         "",
         *_wrapped(exercise.why),
         "",
         "Usual wrong answers:",
         *(line for each in wrong for line in textwrap.wrap(each, _WIDTH, subsequent_indent="  ")),
     ]
-    return _docstring(told) + "\n\n" + _imports(exercise) + "\n\n\n" + "\n\n\n".join(_sources(exercise)) + "\n"
+    return _docstring(told) + "\n\n" + _joined(exercise, _sources(exercise)) + "\n"
 
 
 def wrong_answers(exercise: Exercise) -> list[tuple[str, str]]:
@@ -86,13 +97,25 @@ def generate(exercise: Exercise) -> list[Path]:
     return changed
 
 
-def _module_text(exercise: Exercise) -> str:
-    return (ROOT / Path(*exercise.module.split("."))).with_suffix(".py").read_text()
+def _asked(exercise: Exercise) -> list[str]:
+    if not exercise.piece:
+        return [*_wrapped(ast.get_docstring(ast.parse(exercise.source.read_text())) or ""), ""]
+    return [
+        *_wrapped(f"Write the missing lines of {' and '.join(exercise.symbols)}; the docstring says what is asked."),
+        *_wrapped(f"You may call: {', '.join(exercise.calls)}."),
+    ]
+
+
+def _joined(exercise: Exercise, parts: list[str]) -> str:
+    return "\n\n\n".join([_imports(exercise), *parts] if exercise.piece else parts)
 
 
 def _sources(exercise: Exercise) -> list[str]:
-    """The source of each symbol, decorators included."""
-    text = _module_text(exercise)
+    """The right text: the source of each symbol of a piece, decorators included; a program without its docstring."""
+    text = exercise.source.read_text()
+    if not exercise.piece:
+        end = ast.parse(text).body[0].end_lineno
+        return ["\n".join(text.splitlines()[end:]).strip()]
     nodes = {node.name: node for node in ast.parse(text).body if hasattr(node, "name")}
     found = []
     for name in exercise.symbols:
@@ -104,35 +127,37 @@ def _sources(exercise: Exercise) -> list[str]:
     return found
 
 
-def _blanked(exercise: Exercise) -> list[str]:
-    sources, left = _sources(exercise), list(exercise.blank)
-    for i, source in enumerate(sources):
-        for blank in list(left):
-            if (lines := _lines_of(blank, source)) is not None:
-                left.remove(blank)
-                sources[i] = source = _without(source, lines, blank.say)
-    if left:
-        raise UserError(f"{exercise.name}: no lines from {left[0].first!r} to {left[0].last!r} in {exercise.symbols}")
+def _changed(exercise: Exercise) -> list[str]:
+    """The right text as the stub has it."""
+    sources = _sources(exercise)
+    for change in exercise.changes:
+        for i, source in enumerate(sources):
+            if (lines := _lines_of(change, source)) is not None:
+                sources[i] = _with(source, lines, change.put)
+                break
+        else:
+            where = exercise.symbols if exercise.piece else exercise.source.name
+            raise UserError(f"{exercise.name}: no lines from {change.first!r} to {change.last!r} in {where}")
     return sources
 
 
-def _lines_of(blank: Blank, source: str) -> tuple[int, int] | None:
-    """First and last line of the blank; None when the source has no such line, or several."""
+def _lines_of(change: Change, source: str) -> tuple[int, int] | None:
+    """First and last line of the change; None when the source has no such line, or several."""
     lines = [line.strip() for line in source.splitlines()]
-    first = [i for i, line in enumerate(lines) if line.startswith(blank.first)]
-    last = [i for i, line in enumerate(lines) if line.startswith(blank.last)]
+    first = [i for i, line in enumerate(lines) if line.startswith(change.first)]
+    last = [i for i, line in enumerate(lines) if line.startswith(change.last)]
     return (first[0], last[0]) if len(first) == len(last) == 1 and first[0] <= last[0] else None
 
 
-def _without(source: str, lines: tuple[int, int], say: str) -> str:
+def _with(source: str, lines: tuple[int, int], put: str) -> str:
     text = source.splitlines()
     indent = re.match(r" *", text[lines[0]])[0]
-    return "\n".join([*text[: lines[0]], f'{indent}raise NotImplementedError("{say}")', *text[lines[1] + 1 :]])
+    return "\n".join([*text[: lines[0]], *textwrap.indent(put.strip("\n"), indent).splitlines(), *text[lines[1] + 1 :]])
 
 
 def _imports(exercise: Exercise) -> str:
     """The imports of the module that the symbols use, and an import of the module's own names."""
-    tree = ast.parse(_module_text(exercise))
+    tree = ast.parse(exercise.source.read_text())
     used = {n.id for source in _sources(exercise) for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)}
     own = {name for node in tree.body for name in _defined(node)} & used - set(exercise.symbols)
     statements = [kept for node in tree.body if (kept := _used_part(node, used))]

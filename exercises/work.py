@@ -48,16 +48,43 @@ class Work:
 
     def reset(self, exercise: Exercise) -> Path | None:
         """Put the stub in place of the learner's file; returns where that is kept, None when there was none."""
-        file, backup = self.file(exercise), None
-        if file.exists():
-            number = 1
-            while (backup := file.with_name(f"{file.stem}.backup-{number}.py")).exists():
-                number += 1
-            progress.write_whole(backup, file.read_bytes())
+        file = self.file(exercise)
+        backup = self._backup(file) if file.exists() else None
         with self._changing() as kept:
             content = exercise.stub.read_bytes()
             progress.write_whole(file, content)
             kept.setdefault("files", {})[str(file.relative_to(self.folder))] = _digest(content)
+        return backup
+
+    def open_in_cell(self, exercise: Exercise) -> str:
+        """The learner's file for a notebook cell to begin with; the stub when there is none yet."""
+        file = self.file(exercise)
+        if not file.exists():
+            self.reset(exercise)
+        self._know(exercise, file.read_bytes())
+        return file.read_text()
+
+    def write_from_cell(self, exercise: Exercise, text: str) -> Path | None:
+        """Make `text` the learner's file. What somebody else wrote there since the cell last did is kept in the file
+        that this returns; None when there was nothing to keep."""
+        file, content, backup = self.file(exercise), text.encode(), None
+        before = file.read_bytes() if file.exists() else exercise.stub.read_bytes()
+        known = (self.entry(exercise).get("cell"), _digest(content), _digest(exercise.stub.read_bytes()))
+        if _digest(before) not in known:
+            backup = self._backup(file)
+        progress.write_whole(file, content)
+        self._know(exercise, content)
+        return backup
+
+    def _know(self, exercise: Exercise, content: bytes) -> None:
+        with self._changing() as kept:
+            kept.setdefault("exercises", {}).setdefault(exercise.name, {})["cell"] = _digest(content)
+
+    def _backup(self, file: Path) -> Path:
+        number = 1
+        while (backup := file.with_name(f"{file.stem}.backup-{number}{file.suffix}")).exists():
+            number += 1
+        progress.write_whole(backup, file.read_bytes())
         return backup
 
     def record(self, exercise: Exercise, passed: bool, points: int) -> None:
@@ -67,6 +94,13 @@ class Work:
             entry["attempts"] = entry.get("attempts", 0) + 1
             entry["passed"] = bool(entry.get("passed") or passed)
             entry["points"] = max(entry.get("points", 0), points)
+            if passed:
+                entry["sha256"] = _digest(self.file(exercise).read_bytes())
+
+    def as_passed(self, exercise: Exercise) -> bool:
+        """Whether the file is the one that passed last."""
+        file = self.file(exercise)
+        return file.is_file() and self.entry(exercise).get("sha256") == _digest(file.read_bytes())
 
     def next_hint(self, exercise: Exercise) -> int:
         """The number of hints the learner has seen when this one is shown as well."""

@@ -9,10 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from minidist import __version__
 from minidist.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from minidist.config import Config
 
 COMMANDS = {
     "train": "train a model on the ranks of this machine, or under torchrun",
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"there is no command {argv[0]!r}; {guess} (minidist --help)")
         return runners[argv[0]](argv[1:])
     except (UserError, RunError) as error:
-        _complain(error)
+        complain(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -60,17 +63,17 @@ def usage() -> str:
     return "\n".join([*lines, "", "minidist COMMAND --help lists the options of a command."])
 
 
-def _complain(error: UserError | RunError) -> None:
+def complain(error: UserError | RunError, name: str = "minidist") -> None:
     """One message on stderr. Under torchrun rank 0 speaks for all; another rank only of what rank 0 does not have."""
     from minidist.train.launch.torchrun import is_first_rank, let_first_rank_tell, own_rank
 
     if is_first_rank():
-        print(f"minidist: {error}", file=sys.stderr, flush=True)
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
         return
     first_has_ended = let_first_rank_tell()
     # An operation fails on those whose peer died: rank 0 may be the one that can say nothing any more.
     if not first_has_ended or (isinstance(error, RunError) and error.of_some_ranks):
-        print(f"minidist: rank {own_rank()}: {error}", file=sys.stderr, flush=True)
+        print(f"{name}: rank {own_rank()}: {error}", file=sys.stderr, flush=True)
 
 
 def _parse(kind, name: str, argv: list[str], default=None):
@@ -88,11 +91,20 @@ def _parse(kind, name: str, argv: list[str], default=None):
 
 
 def _train(argv: list[str]) -> int:
+    from minidist.train.start import start
+
+    start(*train_options(argv))
+    return 0
+
+
+def train_options(argv: list[str], over: Sequence[str] = ()) -> tuple["Config", int | None]:
+    """What `minidist train` is asked for: the configuration, and the ranks to start here (None when not given).
+
+    over: options in the place of the defaults; those in `argv` win over them.
+    """
     import tyro
 
     from minidist.config import Config
-    from minidist.train.launch.torchrun import under_torchrun
-    from minidist.train.start import default_ranks, train_here, train_under_torchrun
 
     @dataclass(frozen=True)
     class TrainOptions:
@@ -107,17 +119,10 @@ def _train(argv: list[str]) -> int:
         config: Path | None = None
         """A TOML file with options; those on the command line win."""
 
-    options = _parse(TrainOptions, "train", argv, default=TrainOptions(_base_config(argv)))
-    config, ranks = options.run, options.ranks
-    if under_torchrun():
-        if ranks is not None:
-            raise UserError(f"--ranks {ranks} under torchrun, which starts the ranks itself: leave --ranks out.")
-        train_under_torchrun(config)
-        return 0
-    if ranks is not None and ranks < 1:
-        raise UserError(f"--ranks is {ranks}; at least 1 rank is needed.")
-    train_here(config, default_ranks(config) if ranks is None else ranks)
-    return 0
+    options = TrainOptions(_base_config(argv))
+    for words in (list(over), argv):
+        options = _parse(TrainOptions, "train", words, default=options)
+    return options.run, options.ranks
 
 
 def _base_config(argv: list[str]):

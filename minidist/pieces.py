@@ -8,11 +8,12 @@ The new source runs in the namespace of its module, so it may use whatever the m
 `module:symbol` or `module:Class.method`.
 """
 
+import ast
 import importlib
 import inspect
 import linecache
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
@@ -30,10 +31,16 @@ class Pieces:
 
     _originals: dict[str, Any] = field(default_factory=dict)
 
-    def replace(self, name: str, source: str, filename: str | None = None) -> None:
+    def replace(
+        self,
+        name: str,
+        source: str,
+        filename: str | None = None,
+        prepare: Callable[[ast.Module], ast.Module] | None = None,
+    ) -> None:
         """Give the symbol `name` the definition in `source`, everywhere.
 
-        filename: what tracebacks call the source; `<piece name>` when not given.
+        filename: what tracebacks call the source; `<piece name>` when not given. prepare: changes the parsed source.
         Raises UserError when there is no such symbol, it is neither function nor class, or `source` does not define it;
         SyntaxError or whatever running the source raises. Nothing has changed then.
         """
@@ -41,7 +48,7 @@ class Pieces:
         old = _unwrapped(inspect.getattr_static(holder, symbol))
         if not isinstance(old, FunctionType | type):
             raise UserError(f"{name} is a {type(old).__name__}; only functions and classes can be replaced")
-        new = _define(source, module, symbol, filename or f"<piece {name}>", name)
+        new = _define(source, module, symbol, filename or f"<piece {name}>", name, prepare)
         if isinstance(old, type) != isinstance(new, type):
             kinds = {True: "class", False: "function"}
             raise UserError(
@@ -92,14 +99,16 @@ def _find(name: str) -> tuple[ModuleType, Any, str]:
     return module, holder, symbol
 
 
-def _define(source: str, module: ModuleType, symbol: str, filename: str, name: str) -> Any:
+def _define(source: str, module: ModuleType, symbol: str, filename: str, name: str, prepare: Callable | None) -> Any:
     """Run the source over the module's namespace and return what it calls `symbol`; the module itself is untouched."""
     source = textwrap.dedent(source)
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     # Assignments go to `defined`, look-ups fall through to the module: but a function looks up its globals in the one
     # dictionary it was made with, which must be the module's own. So it is made there, and what it displaced put back.
     namespace, before = vars(module), dict(vars(module))
-    code = compile(source, filename, "exec", dont_inherit=True)
+    code = compile(source, filename, "exec", dont_inherit=True, flags=ast.PyCF_ONLY_AST if prepare else 0)
+    if prepare:
+        code = compile(prepare(code), filename, "exec", dont_inherit=True)
     try:
         exec(code, namespace)
         new = namespace.get(symbol)

@@ -2,6 +2,7 @@
 
 import atexit
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -153,3 +154,48 @@ def test_the_extension_loads_and_leaves_nothing(shell, capsys):
     assert capsys.readouterr().out.startswith("1 rank on cpu\nrank 0: 0\n")
     assert live._job.done and live._server._process.poll() is not None
     assert len(imported_before(4, 2, 0)) == 2
+
+
+@pytest.fixture
+def published(shell, monkeypatch):
+    """What the notebook shows besides text, in order: (what, text). `published.then(text)` is called after each."""
+
+    class Shown(list):
+        def then(self, text):
+            pass
+
+    shown = Shown()
+
+    def publish(data, metadata=None, source=None, *, transient=None, update=False, **_):
+        shown.append(("update" if update else "display", data["text/plain"]))
+        shown.then(data["text/plain"])
+
+    monkeypatch.setattr(InteractiveShell, "_instance", shell, raising=False)
+    monkeypatch.setattr(shell.display_pub, "publish", publish)
+    monkeypatch.setattr(shell.display_pub, "clear_output", lambda wait=False: shown.append(("clear", wait)))
+    return shown
+
+
+def look_on(shell, person: bool) -> None:
+    shell.kernel = SimpleNamespace(get_parent=lambda: {"content": {"allow_stdin": person}})
+
+
+@pytest.mark.parametrize("last", ["print('c')", ""], ids=["with text", "without"])
+def test_what_ranks_print_is_seen_until_the_result_takes_its_place(cell, shell, published, tmp_path, last):
+    look_on(shell, True)
+    wait = f"while not os.path.exists({str(tmp_path)!r} + '/{{}}'):\n    pass\n"
+    published.then = lambda text: (tmp_path / text[-1]).touch()
+    cell("%ranks 2")
+    source = "import os\nprint('a')\n" + wait.format("a") + "print('b')\n" + wait.format("b") + last
+    told = cell(f"%%ranks\n{source}")
+    assert told == "ranks 0-1:\n  a\n  b\n" + "  c\n" * bool(last)
+    assert [entry[0] for entry in published] == ["display", "update", "clear"]
+    assert published[0][1] == "ranks 0-1: a" and published[-1] == ("clear", True)
+
+
+def test_a_program_that_runs_a_notebook_sees_the_result_only(cell, shell, published):
+    look_on(shell, False)
+    cell("%ranks 2")
+    end = "import time\nend = time.monotonic() + 1\nwhile time.monotonic() < end:\n    print('.', flush=True)\n"
+    assert "... in all" in cell(f"%%ranks\n{end}")
+    assert published == []

@@ -4,7 +4,7 @@ Write the missing lines of NaiveSink; the docstring says what is asked.
 You may call: all_reduce, torch.tensor, torch.zeros_like.
 Check it with: python -m exercises check gradient_sum
 
-Stub ac024259.
+Stub ba9c04e0.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,6 +28,7 @@ class NaiveSink:
         self._ready: set[str] = set()
 
     def add(self, name: str, grad: Tensor) -> None:
+        """Add a contribution of this rank to what it has of `name` already."""
         if name in self._ready:
             raise RuntimeError(f"a gradient of {name} came after ready({name!r})")
         if name in self._sums:
@@ -39,6 +40,7 @@ class NaiveSink:
         self._ready.add(name)  # nothing is sent before the end
 
     def finish(self) -> None:
+        """Sum over the group: every `.grad` holds its sum, or None when no rank of the group used the parameter."""
         for name, parameter in self._parameters.items():
             group = self._groups[name]
             raise NotImplementedError("sum the gradient over the group; None if no rank used the parameter")

@@ -30,7 +30,8 @@ def stands(snapshot: Snapshot | None) -> str:
     name, _, rest = snapshot.operation.partition(" ")
     peer = "" if channel.peer is None else f" {'to' if channel.kind == 'send' else 'from'} rank {channel.peer}"
     peer += f" (tag {channel.tag})" if channel.tag else ""
-    return f"waiting in {name}{peer} #{snapshot.seq} {rest} of {group_name(channel)} at {place(snapshot.where)}"
+    tensor = "" if name == "barrier" else f" {rest}"  # a barrier has no tensor of its own
+    return f"waiting in {name}{peer} #{snapshot.seq}{tensor} of {group_name(channel)} at {place(snapshot.where)}"
 
 
 def place(where: str) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from minidist.comm.board import Board
 
@@ -14,7 +15,7 @@ class World:
     rank, size: among all ranks. local_rank, local_size: among those of this machine; node_rank: which machine.
     device: where this rank computes. backend: of the default process group; None when there is no process group, which
     is so for one rank unless the caller asked for one.
-    board: where this rank says what it is doing.
+    board: where this rank says what it is doing. store: where ranks meet to make groups, on ranks of the rank server.
     """
 
     rank: int
@@ -25,6 +26,7 @@ class World:
     backend: str | None
     board: Board
     node_rank: int = 0
+    store: dist.Store | None = None
 
     @property
     def control_device(self) -> torch.device:

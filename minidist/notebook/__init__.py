@@ -4,18 +4,33 @@ A cell's ranks keep their variables for the next one, `%%piece` replaces a part 
 asks before a measurement, and the pictures draw what was measured.
 """
 
+from minidist.notebook.charts import loss_curves, memory_bars, tensor_bytes
+from minidist.notebook.course import reach_course
 from minidist.notebook.pictures import timeline, traffic
 from minidist.notebook.predict import NEVER, Prediction, measured, predict
 from minidist.notebook.result import CellResult
 from minidist.notebook.session import LiveRanks
 
-__all__ = ["NEVER", "CellResult", "LiveRanks", "Prediction", "measured", "predict", "timeline", "traffic"]
+__all__ = [
+    "NEVER",
+    "CellResult",
+    "LiveRanks",
+    "Prediction",
+    "loss_curves",
+    "measured",
+    "memory_bars",
+    "predict",
+    "tensor_bytes",
+    "timeline",
+    "traffic",
+]
 
 
 def load_ipython_extension(shell) -> None:
     """What `%load_ext minidist.notebook` does."""
     from minidist.notebook.magics import RanksMagics  # IPython is needed from here on only
 
+    reach_course()
     shell.register_magics(RanksMagics(shell))
 
 

@@ -1,6 +1,7 @@
 """The rank's side of a live session: run cells in one namespace that stays, answer what became of each."""
 
 import ast
+import contextlib
 import linecache
 import os
 import pickle
@@ -16,6 +17,7 @@ import torch
 from minidist.comm import Record
 from minidist.comm.world import World
 from minidist.pieces import Pieces
+from minidist.train.launch.memory import MemoryLimit
 from minidist.train.launch.seat import Seat
 
 _MAX_RECORDS = 20_000  # of one cell, sent to the kernel
@@ -58,9 +60,12 @@ class Answer(NamedTuple):
     grouped: bool = True
 
 
-def serve(world: World, seat: Seat) -> None:
-    """Answer messages until the client is gone. A message is a method's name and its arguments."""
-    resident = Resident(world, seat)
+def serve(world: World, seat: Seat, memory_bytes: int | None = None) -> None:
+    """Answer messages until the client is gone. A message is a method's name and its arguments.
+
+    memory_bytes: how much more than now a cell may take; a share of what is free when None.
+    """
+    resident = Resident(world, seat, memory_bytes)
     while True:
         number, (name, *arguments) = seat.receive()
         answer = resident.guarded(getattr(resident, name), *arguments)
@@ -73,9 +78,10 @@ def serve(world: World, seat: Seat) -> None:
 class Resident:
     """What a live rank keeps between cells."""
 
-    def __init__(self, world: World, seat: Seat):
+    def __init__(self, world: World, seat: Seat, memory_bytes: int | None):
         self._world, self._seat, self._pieces = world, seat, Pieces()
         self._busy = False
+        self._memory = MemoryLimit(world.local_size, memory_bytes) if world.device.type == "cpu" else None
         self._wake, woken = socket.socketpair()
         woken.setblocking(False)
         signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
@@ -109,17 +115,26 @@ class Resident:
         try:
             try:
                 self._busy = method in (self.run, self.get)  # a late interrupt must not hit what mends the ranks
-                answer = method(*arguments)
+                with self._memory.within() if self._busy and self._memory else contextlib.nullcontext():
+                    answer = method(*arguments)
             finally:
                 self._busy = False
                 _flush()
         except KeyboardInterrupt:
             answer = Answer("stopped")
         except BaseException as error:
-            answer = Answer("error", fault=_fault(error))
+            answer = Answer("error", fault=self._told(_fault(error)))
         board.finish("returned" if answer.kind == "done" else "failed")
         records = tuple(self._seat.meter.records[first:][-_MAX_RECORDS:])
         return answer._replace(records=records, grouped=torch.distributed.is_initialized())
+
+    def _told(self, fault: Fault) -> Fault:
+        """An error for want of memory in words that say what to do."""
+        if self._memory is None or not (fault.kind == "MemoryError" or "can't allocate memory" in fault.message):
+            return fault
+        more = f"more than the {self._memory.more_bytes / 2**30:.1f} GiB that this rank may take on this machine"
+        more += "\nits variables are kept: `del` the large ones, or ask for new ranks with %ranks"
+        return fault._replace(kind="MemoryError", message=more)
 
     def regroup(self, generation: int) -> Answer:
         self.names["comm"] = self._seat.regroup(generation)

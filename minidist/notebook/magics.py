@@ -1,7 +1,7 @@
 """The magic commands of a notebook: `%load_ext minidist.notebook` makes them known.
 
-%ranks 4                   four ranks that stay
-%%ranks                    the cell runs on every rank
+%ranks 4                   four ranks that stay (--memory 2: GiB for each)
+%%ranks                    the cell runs on every rank (--quiet 60: it may do nothing visible for so long)
 %%piece module:symbol      the cell becomes that function or class, here and on every rank
 %piece --reset [name]      back to the original
 """
@@ -13,12 +13,13 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from minidist.errors import RunError, UserError
+from minidist.notebook.frontend import WhileRunning, somebody_looks_on
 from minidist.notebook.session import QUIET_S, LiveRanks
 from minidist.pieces import Pieces
 from minidist.train.launch import RankServer
 
 _HELP = "write %ranks 4 for four ranks, %%ranks on top of a cell to run it on each of them, %ranks --stop to end them"
-_OPTIONS = {"--device": str, "--quiet": float, "--timeout": float}
+_OPTIONS = {"--device": str, "--quiet": float, "--timeout": float, "--memory": float}
 
 
 @magics_class
@@ -29,7 +30,7 @@ class RanksMagics(Magics):
         super().__init__(shell)
         self.pieces, self.sources = Pieces(), {}
         self.live: LiveRanks | None = None
-        self._server, self._own = server or RankServer(), server is None
+        self.server, self._own = server or RankServer(), server is None
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -39,14 +40,14 @@ class RanksMagics(Magics):
         self.sources.clear()
         self._stop()
         if self._own:
-            self._server.close()
+            self.server.close()
 
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None):
         """Start ranks (`%ranks 4`), or run a cell on every one of them (`%%ranks`)."""
         words, options = _parsed(line, "--stop")
         if cell is not None:
-            if words or "--device" in options:
+            if words or options.keys() - {"--quiet", "--timeout"}:
                 raise UsageError(f"%%ranks takes --quiet and --timeout, in seconds, not {line.strip()!r}; {_HELP}")
             return self._run(cell, options)
         if "--timeout" in options:
@@ -71,9 +72,7 @@ class RanksMagics(Magics):
             return
         if len(words) != 1:
             raise UsageError("write %%piece module:symbol, as in %%piece minidist.data.partition:block")
-        self._replace(words[0], "\n" + cell)  # line numbers as the notebook shows them
-        where = f"here and on {_count(self.live)}" if self.live else "here"
-        print(f"{words[0]} replaced {where}")
+        self.replace(words[0], "\n" + cell)  # line numbers as the notebook shows them
 
     def _start(self, words: list[str], options: dict) -> None:
         if len(words) != 1 or not words[0].isdigit() or not int(words[0]):
@@ -82,8 +81,8 @@ class RanksMagics(Magics):
         device, quiet_s = options.get("--device", "cpu"), options.get("--quiet", QUIET_S)
         try:
             self.live = LiveRanks(
-                int(words[0]), device=device, quiet_s=quiet_s,
-                server=self._server, pieces=self.pieces, sources=self.sources,
+                int(words[0]), device=device, quiet_s=quiet_s, memory_gib=options.get("--memory"),
+                server=self.server, pieces=self.pieces, sources=self.sources,
             )  # fmt: skip
         except (UserError, RunError) as error:
             raise UsageError(str(error)) from None
@@ -93,6 +92,7 @@ class RanksMagics(Magics):
     def _run(self, cell: str, options: dict) -> None:
         if self.live is None:
             raise UsageError(f"there are no ranks yet; {_HELP}")
+        shown = WhileRunning()
         try:
             result = self.live.run(
                 cell,
@@ -100,9 +100,11 @@ class RanksMagics(Magics):
                 first_line=2,  # below the magic itself
                 quiet_s=options.get("--quiet"),
                 timeout_s=options.get("--timeout"),
+                show=shown if somebody_looks_on(self.shell) else None,
             )
         except (UserError, RunError) as error:
             raise UsageError(str(error)) from None
+        shown.end(more_comes=bool(str(result)))
         if str(result):
             print(result)
 
@@ -110,7 +112,8 @@ class RanksMagics(Magics):
         """The number the notebook shows beside this cell; releases of IPython count on before or after a cell runs."""
         return max(1, len(self.shell.user_ns.get("In", ())) - 1)
 
-    def _replace(self, name: str, source: str) -> None:
+    def replace(self, name: str, source: str) -> None:
+        """Put `source` in the place of a piece, here and on the ranks, and say so."""
         try:
             if self.live is not None:
                 self.live.piece(name, source)
@@ -123,6 +126,8 @@ class RanksMagics(Magics):
             raise UsageError(f"line {error.lineno} of the cell: {error.msg}; {name} is as before") from None
         except Exception as error:
             raise UsageError(f"running the cell raised {type(error).__name__}: {error}; {name} is as before") from None
+        where = f"here and on {_count(self.live)}" if self.live else "here"
+        print(f"{name} replaced {where}")
 
     def _reset(self, name: str | None = None) -> list[str]:
         if self.live is not None:
@@ -154,7 +159,8 @@ def _parsed(line: str, *flags: str) -> tuple[list[str], dict]:
             try:
                 options[name] = _OPTIONS[name](value)
             except ValueError:
-                raise UsageError(f"{name} {value!r}: give seconds as a number; {_HELP}") from None
+                unit = "GiB" if name == "--memory" else "seconds"
+                raise UsageError(f"{name} {value!r}: give {unit} as a number; {_HELP}") from None
         elif word.startswith("-") and word not in flags:
             raise UsageError(f"no option {word}; there are {', '.join([*_OPTIONS, *flags])}")
         else:

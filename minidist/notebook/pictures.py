@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from minidist.comm import Record
 from minidist.errors import UserError
+from minidist.notebook.charts import bytes_text
 from minidist.notebook.result import CellResult
 
 Measured = CellResult | Sequence[Iterable[Record]]
@@ -135,7 +136,7 @@ def _draw_matrix(matrix: list[list[int]]) -> None:
         for receiver, count in enumerate(row):
             if count:
                 color = "white" if count > high / 2 else "black"
-                axes.text(receiver, sender, _bytes(count), ha="center", va="center", color=color, fontsize=8)
+                axes.text(receiver, sender, bytes_text(count), ha="center", va="center", color=color, fontsize=8)
     axes.set(xlabel="to rank", ylabel="from rank", xticks=range(size), yticks=range(size), title="bytes sent")
     figure.tight_layout()
 
@@ -161,10 +162,3 @@ def _draw_spans(spans: list[list[Span]], marks: list[list[tuple[int, str]]]) -> 
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     axes.legend(handles.values(), handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     figure.tight_layout()
-
-
-def _bytes(count: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count} B"

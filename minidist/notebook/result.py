@@ -1,7 +1,7 @@
 """What became of a cell, and how it is shown: by rank, equal things once."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from minidist.comm import Record
@@ -10,6 +10,8 @@ from minidist.notebook.cell import Fault
 
 _MAX_TEXT = 10_000  # characters of one rank's output
 _MAX_LINES = 200
+_MAX_LIVE_LINES = 12
+_MAX_LIVE_TEXT = 2_000
 _MAX_FAULTS = 5
 _MAX_MESSAGE_LINES = 6
 
@@ -48,6 +50,15 @@ def _short(text: str) -> str:
     if len(text) <= _MAX_TEXT and len(lines) <= _MAX_LINES:
         return text
     return "\n".join(lines[:_MAX_LINES])[:_MAX_TEXT] + f"\n... in all {len(lines)} lines, {len(text)} characters"
+
+
+def so_far(outputs: Sequence[str]) -> str:
+    """The end of what each rank has printed, in the form that the whole will have."""
+    texts = {}
+    for rank, output in enumerate(outputs):
+        lines = output[-_MAX_LIVE_TEXT:].rstrip("\n").splitlines()[-_MAX_LIVE_LINES:]
+        texts[rank] = "\n".join(lines)
+    return "\n".join(merged(texts))
 
 
 def merged(texts: Mapping[int, str]) -> list[str]:

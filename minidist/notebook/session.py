@@ -4,6 +4,7 @@ import contextlib
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from minidist.comm.standing import rank_names
@@ -29,6 +30,7 @@ class LiveRanks:
 
     device: as for `RankServer.start`. quiet_s: stop a cell after that long without an operation begun or ended and
     without output on any rank that still runs it.
+    memory_gib: how much memory each rank's variables may take, on CPU; a share of what is free when None.
     server: a warm rank server to use; one of our own when None.
     pieces: the replacements made in this process; sources: their texts by name, which the ranks are given too.
     Raises UserError when `n` is no number of ranks or there is no such device.
@@ -40,12 +42,14 @@ class LiveRanks:
         *,
         device: str = "cpu",
         quiet_s: float = QUIET_S,
+        memory_gib: float | None = None,
         server: RankServer | None = None,
         pieces: Pieces | None = None,
         sources: dict[str, str] | None = None,
     ):
         self.n, self.quiet_s, self.last = n, quiet_s, None
         self.device = device if device == "cpu" or choose_device(device, 0, n).type != "cpu" else "cpu"
+        self._memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
         self._own = server is None
         self._pieces = pieces if pieces is not None else Pieces()
         self._sources = sources if sources is not None else {}
@@ -84,17 +88,19 @@ class LiveRanks:
         first_line: int = 1,
         quiet_s: float | None = None,
         timeout_s: float | None = None,
+        show: Callable[[str], None] | None = None,
     ) -> CellResult:
         """Execute `source` on every rank and return what became of it. Never raises because of what the cell does.
 
         name: the cell's number or name in messages, without spaces; first_line: the number of its first line there.
         quiet_s: in place of the one given for all cells; timeout_s: the longest the cell may take; for ever when None.
+        show: called now and then, while a cell takes long, with what the ranks have printed so far.
         """
         self._cells += 1
         cell = Cell(f"cell {self._cells if name is None else name}", "\n" * (first_line - 1) + source)
         with _interrupts() as pressed:
             notes = self._replaced()
-            watch = Watch(self._job, self.quiet_s if quiet_s is None else quiet_s, timeout_s)
+            watch = Watch(self._job, self.quiet_s if quiet_s is None else quiet_s, timeout_s, show)
             kind, why = watch.ask(("run", cell), pressed)
             if kind not in ("done", "died"):
                 self._free()
@@ -134,7 +140,8 @@ class LiveRanks:
 
     def _start(self) -> None:
         for _ in range(_TRIES):  # a rank server that is just dying may take one more job
-            self._job = self._server.start(serve, self.n, backend=None, device=self.device, live=True)
+            arguments = (self._memory_bytes,)
+            self._job = self._server.start(serve, self.n, arguments, backend=None, device=self.device, live=True)
             if self._regroup():
                 for name, source in self._sources.items():
                     self._give(name, source)

@@ -1,23 +1,31 @@
 """Waiting for what live ranks answer, and saying why the rest will not come."""
 
 import time
+from collections.abc import Callable
 
 from minidist.comm.board import Progress, Snapshot
 from minidist.comm.standing import rank_names, stands
-from minidist.notebook.result import in_the_cell, lines_of_cell
+from minidist.notebook.result import in_the_cell, lines_of_cell, so_far
 from minidist.train.launch.livejob import LiveJob
 
 _LOOK_S = 0.05
 _MAX_UNMATCHED = 3
 _NOTHING = Progress(0, ())
+_SHOW_S = 0.5  # between two looks at what was printed
 _TOGETHER_S = 0.15  # after a death, for others that die of the same cause
 
 
 class Watch:
-    """Waits for the answers to one message, and finds out when they will not come."""
+    """Waits for the answers to one message, and finds out when they will not come.
 
-    def __init__(self, job: LiveJob, quiet_s: float, timeout_s: float | None):
-        self._job, self._quiet_s, self._timeout_s = job, quiet_s, timeout_s
+    show: called with what the ranks have printed so far, now and then, while they work on.
+    """
+
+    def __init__(
+        self, job: LiveJob, quiet_s: float, timeout_s: float | None, show: Callable[[str], None] | None = None
+    ):
+        self._job, self._quiet_s, self._timeout_s, self._show = job, quiet_s, timeout_s, show
+        self._shown_s, self._shown = time.monotonic(), [0] * job.size
 
     def ask(self, message: tuple, pressed: list) -> tuple[str, str]:
         """("done", ""), or what is wrong and its explanation. pressed: not empty once the person wants it to stop."""
@@ -33,6 +41,7 @@ class Watch:
                 return self._died()
             if job.answered:
                 break
+            self._show_more(now_s)
             if job.verdict is not None:
                 return job.verdict.kind, self._explained(str(job.verdict))
             if pressed:
@@ -47,6 +56,12 @@ class Watch:
                 head = f"the cell was not done after {self._timeout_s:g} s; the ranks stand here:"
                 return "deadline", "\n".join([head, *self._places()])
         return "done", ""
+
+    def _show_more(self, now_s: float) -> None:
+        printed = [rank.printed for rank in self._job.ranks]
+        if self._show is not None and now_s - self._shown_s >= _SHOW_S and printed != self._shown:
+            self._shown_s, self._shown = now_s, printed
+            self._show(so_far([rank.output for rank in self._job.ranks]))
 
     def _seen(self) -> list:
         job = self._job

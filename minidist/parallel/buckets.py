@@ -28,8 +28,9 @@ FIRST_BYTES = MIB
 def assign(sizes: Mapping[str, int], limit: int, first: int | None = None) -> list[list[str]]:
     """Cut parameter names into buckets of consecutive names, in the order of `sizes`, each of at most `limit` bytes.
 
-    sizes: name to bytes. first: limit of the first bucket, if another. A parameter larger than the limit has a bucket
-    of its own.
+    A bucket takes the next name as long as it fits. A parameter larger than the limit has a bucket of its own.
+
+    sizes: name to bytes. first: limit of the first bucket, if it is to be smaller.
     """
     buckets: list[list[str]] = []
     filled = room = 0
@@ -109,6 +110,7 @@ class BucketedSink:
         return buckets
 
     def add(self, name: str, grad: Tensor) -> None:
+        """Put a contribution into its place in the bucket; the caller's tensor is free again."""
         if name not in self._awaited:
             raise RuntimeError(f"a gradient of {name} came after ready({name!r}), when its bucket may be on its way")
         view = self._bucket_of[name].views[name]
@@ -119,11 +121,13 @@ class BucketedSink:
             self._filled.add(name)
 
     def ready(self, name: str) -> None:
+        """No more will come for `name`: launch what is complete, as far as no bucket ahead is incomplete."""
         self._awaited.discard(name)
         while self._next < len(self._buckets) and self._awaited.isdisjoint(self._buckets[self._next].views):
             self._launch_next()
 
     def finish(self) -> None:
+        """End of backward: launch what is left, then wait. After it every `.grad` holds its sum over the group."""
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
@@ -145,10 +149,12 @@ class BucketedSink:
             bucket.buffer.mul_(factor)
 
     def _start_step(self) -> None:
+        # The parameters whose gradient lies in its place, those that may still get more, the first bucket not launched.
         self._filled: set[str] = set()
         self._awaited = set(self._parameters)
         self._next = 0
 
     def _launch_next(self) -> None:
+        """Launch the first bucket that was not launched yet; another is the first one then."""
         self._buckets[self._next].launch(self._filled)
         self._next += 1

@@ -65,6 +65,7 @@ class NaiveSink:
         self._ready: set[str] = set()
 
     def add(self, name: str, grad: Tensor) -> None:
+        """Add a contribution of this rank to what it has of `name` already."""
         if name in self._ready:
             raise RuntimeError(f"a gradient of {name} came after ready({name!r})")
         if name in self._sums:
@@ -76,6 +77,7 @@ class NaiveSink:
         self._ready.add(name)  # nothing is sent before the end
 
     def finish(self) -> None:
+        """Sum over the group: every `.grad` holds its sum, or None when no rank of the group used the parameter."""
         for name, parameter in self._parameters.items():
             group = self._groups[name]
             # Ranks must agree on what is sent: a rank that did not use the parameter sends zeros all the same.
@@ -105,7 +107,9 @@ def collect(
     """Let autograd feed the sink: every gradient goes there the moment it is complete for this backward.
 
     last: whether the backward that is running is the last of the step, so that each gradient is then ready. Before it,
-    contributions only accumulate: nothing is sent in an inner micro-batch.
+    contributions only accumulate: nothing is sent in an inner micro-batch. `.grad` is left None, since autograd would
+    add the next backward's gradient to one that the sink has already. A parameter that a backward does not use has no
+    hook called in it. Returns the hooks, whose `remove()` ends this.
     """
 
     def hook_for(name: str):

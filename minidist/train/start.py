@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,13 @@ from minidist.data.corpus import open_corpus
 from minidist.errors import RunError, UserError
 from minidist.train import runfolder
 from minidist.train.launch import RankFailure, RankServer
+from minidist.train.launch.torchrun import (
+    meeting_port,
+    torchrun_local_size,
+    torchrun_size,
+    torchrun_world,
+    under_torchrun,
+)
 from minidist.train.resume import check_before
 
 if TYPE_CHECKING:
@@ -72,7 +79,23 @@ def choose_place(config: Config, ranks: int) -> str:
     return place
 
 
-def train_here(config: Config, ranks: int) -> None:
+def start(config: Config, ranks: int | None, program: Callable | None = None, more: Sequence = ()) -> None:
+    """Train on `ranks` ranks of this machine (None: as many as suit it), or as a rank that torchrun has started.
+
+    program: what every rank runs, `program(world, config, *more)`; the trainer when None.
+    Raises UserError when it cannot be done, before any rank starts; RunError when the run fails.
+    """
+    if under_torchrun():
+        if ranks is not None:
+            raise UserError(f"--ranks {ranks} under torchrun, which starts the ranks itself: leave --ranks out.")
+        train_under_torchrun(config, program, more)
+        return
+    if ranks is not None and ranks < 1:
+        raise UserError(f"--ranks is {ranks}; at least 1 rank is needed.")
+    train_here(config, default_ranks(config) if ranks is None else ranks, program, more)
+
+
+def train_here(config: Config, ranks: int, program: Callable | None = None, more: Sequence = ()) -> None:
     """Train on fresh ranks of this machine. Raises UserError before any of them starts, RunError when the run fails."""
     check(config, ranks)
     place = choose_place(config, ranks)
@@ -86,9 +109,9 @@ def train_here(config: Config, ranks: int) -> None:
             from minidist.train.trainer import train  # while the server imports torch, this process does too
 
             job = server.start(
-                train,
+                program or train,
                 ranks,
-                (dataclasses.replace(config, folder=folder),),
+                (dataclasses.replace(config, folder=folder), *more),
                 backend=config.comm.backend,
                 device=place,
                 capture=False,
@@ -145,19 +168,12 @@ def _whole_terminal() -> Iterator[None]:
         raise
 
 
-def train_under_torchrun(config: Config) -> None:
+def train_under_torchrun(config: Config, program: Callable | None = None, more: Sequence = ()) -> None:
     """Train as one of the ranks that torchrun has started."""
-    from minidist.train.launch.torchrun import (
-        meeting_port,
-        torchrun_local_size,
-        torchrun_size,
-        torchrun_world,
-    )
-
     meeting_port()
     check(config, torchrun_size())
     choose_place(config, torchrun_local_size())
     from minidist.train.trainer import train
 
     with torchrun_world(config.device, config.comm.backend, config.comm.timeout_s) as world:
-        train(world, config)
+        (program or train)(world, config, *more)

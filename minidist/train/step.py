@@ -2,7 +2,7 @@
 
 The phases, in the order in which `Engine.step` reads:
 
-* count: how many tokens of the global batch count, one number for all ranks, before the first backward;
+* count: how many tokens of the global batch count, one number for all ranks, before the first backward (`loss.py`);
 * forward and backward: micro-batch by micro-batch; each loss sum is divided by that count, and by nothing else;
 * reduce: the sink ends what it began inside backward: every `.grad` is the gradient of the global batch;
 * agree: one small vector is summed over all ranks, so that all clip alike and step, or stop, together;
@@ -10,20 +10,20 @@ The phases, in the order in which `Engine.step` reads:
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from minidist.comm import Group, Groups, all_reduce
+from minidist.comm import Groups, all_reduce
 from minidist.config import OptimConfig
 from minidist.data.loader import Batch
 from minidist.models.dropout import DropoutAddress
 from minidist.parallel.grads import collect
 from minidist.parallelize import Parallel
 from minidist.spec import named_parameters
+from minidist.train.loss import backward, count_tokens
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,6 @@ def make_optimizer(optim: OptimConfig, parameters: Sequence[Tensor]) -> torch.op
     # The fused SGD raises for a parameter that was unused until now: it begins all momenta in the first step or none.
     fused = optim.momentum == 0
     return torch.optim.SGD(parameters, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=fused)
-
-
-class Count:
-    """A number that is being summed over a group while something else is computed."""
-
-    def __init__(self, mine: Tensor, group: Group):
-        self._total = mine
-        self._handle = all_reduce(self._total, group, async_op=True)
-
-    @cached_property
-    def value(self) -> float:
-        """The sum; waits for it the first time."""
-        self._handle.wait(host=True)
-        return self._total.item()
 
 
 class Engine:
@@ -107,8 +93,8 @@ class Engine:
         `.grad` is reduced and not yet clipped. Raises CommError when the ranks could not agree: nothing was updated.
         """
         self.model.train()
-        count = self.count(micro_batches, weight)
-        loss = self.backward(step, micro_batches, weight, count)
+        count = count_tokens([batch.count for batch in micro_batches], weight, self.groups["loss"])
+        loss = backward(self.loss_sums(step, micro_batches), weight, count)
         self.reduce()
         if inspect is not None:
             inspect()
@@ -118,33 +104,16 @@ class Engine:
         self.sink.clear()
         return result
 
-    def count(self, micro_batches: Sequence[Batch], weight: float) -> "Count":
-        """The (weighted) number of tokens that count in the global batch, on its way."""
-        tokens = sum(batch.count for batch in micro_batches) * weight
-        return Count(self._control([tokens]), self.groups["loss"])
-
-    def backward(self, step: int, micro_batches: Sequence[Batch], weight: float, count: "Count") -> float | Tensor:
-        """Run every micro-batch; return this rank's contribution to the mean loss of the global batch."""
-        loss = 0.0
+    def loss_sums(self, step: int, micro_batches: Sequence[Batch]) -> Iterator[Tensor]:
+        """The forward of one micro-batch after the other: the sum of the losses of its tokens."""
         for i, batch in enumerate(micro_batches):
             self._last_micro_batch = i == len(micro_batches) - 1
             if len(batch.samples) == 0:
                 continue
-            loss_sum = self._loss(step, batch, weight)
-            if count.value == 0:
-                continue
-            scaled = loss_sum / count.value
-            scaled.backward()
-            loss = loss + scaled.detach()
-        return loss
-
-    def _loss(self, step: int, batch: Batch, weight: float) -> Tensor:
-        """The weighted loss sum of a micro-batch."""
-        batch = batch.to(self.device)
-        positions = torch.arange(batch.tokens.shape[1], device=self.device)
-        address = DropoutAddress(self.seed, step, batch.samples, positions)
-        loss_sum, _ = self.model(batch.tokens, batch.labels, address=address, positions=positions)
-        return loss_sum * weight
+            batch = batch.to(self.device)
+            positions = torch.arange(batch.tokens.shape[1], device=self.device)
+            address = DropoutAddress(self.seed, step, batch.samples, positions)
+            yield self.model(batch.tokens, batch.labels, address=address, positions=positions)[0]
 
     def reduce(self) -> None:
         """End the reduction that backward began."""

@@ -43,6 +43,7 @@ class NaiveSink:
         self._ready: set[str] = set()
 
     def add(self, name: str, grad: Tensor) -> None:
+        """Add a contribution of this rank to what it has of `name` already."""
         if name in self._ready:
             raise RuntimeError(f"a gradient of {name} came after ready({name!r})")
         if name in self._sums:
@@ -54,6 +55,7 @@ class NaiveSink:
         self._ready.add(name)  # nothing is sent before the end
 
     def finish(self) -> None:
+        """Sum over the group: every `.grad` holds its sum, or None when no rank of the group used the parameter."""
         for name, parameter in self._parameters.items():
             group = self._groups[name]
             # Ranks must agree on what is sent: a rank that did not use the parameter sends zeros all the same.

@@ -89,6 +89,7 @@ class RankServer:
         timeout_s: float = 1800.0,
         threads: int | None = None,
         live: bool = False,
+        tidy: bool = True,
     ) -> "Job":
         """Start `function(world, *args, **kwargs)` on fresh ranks of this machine.
 
@@ -100,13 +101,14 @@ class RankServer:
         deadline_s: kill the job after that many seconds; never when None. timeout_s: torch's own for one operation.
         threads: per rank; by default as `threads_per_rank` says.
         live: the function takes a `Seat` after the world and answers what a `LiveJob` asks.
+        tidy: ranks that have returned close what they hold before they end; False when nobody would miss that.
         """
         if not isinstance(ranks, int) or ranks < 1:
             raise UserError(f"{ranks!r} ranks were asked for; ask for a whole number of at least 1")
         if device != "cpu" and self.method == "fork":
             return self._spawning().start(
                 function, ranks, args, kwargs, backend=backend, device=device, capture=capture,
-                deadline_s=deadline_s, timeout_s=timeout_s, threads=threads, live=live,
+                deadline_s=deadline_s, timeout_s=timeout_s, threads=threads, live=live, tidy=tidy,
             )  # fmt: skip
         bootstrap = {
             "function": reference(function),
@@ -116,6 +118,7 @@ class RankServer:
             "timeout_s": timeout_s,
             "threads": threads,
             "live": live,
+            "tidy": tidy,
             "environ": {**os.environ, **self.env},
             "cwd": os.getcwd(),
             "path": list(sys.path),

@@ -40,7 +40,7 @@ def main(server: int, control_fd: int, stack_fd: int, board_fd: int, listen_fd: 
         # The process, its connections and the store live on until every rank has ended: peers that still wait for this
         # one see a rank that returned, not a broken connection.
         receive_object(control)
-        if kind == "value":
+        if kind == "value" and job["tidy"]:
             _leave()
     except (EOFError, ConnectionError):
         return 1
@@ -119,10 +119,11 @@ def _join(job: dict, board, listen_fd: int):
     torch.set_num_threads(job["threads"] or threads_per_rank(size, job["environ"]))
     device = choose_device(job["device"], rank, size)
     backend = choose_backend(job["backend"], device, job["device"], size)
+    store = _store(job, listen_fd) if backend is not None or size > 1 else None
     if backend is not None:
         prefer_loopback()
-        init_group(backend, _store(job, listen_fd), rank, size, device, job["timeout_s"])
-    return World(rank, size, rank, size, device, backend, board)
+        init_group(backend, store, rank, size, device, job["timeout_s"])
+    return World(rank, size, rank, size, device, backend, board, store=store)
 
 
 def _store(job: dict, listen_fd: int):

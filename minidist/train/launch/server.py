@@ -20,7 +20,13 @@ from collections.abc import Sequence
 from minidist.train.launch.protocol import Line
 
 _LOOK_FOR_PARENT_S = 1.0
-_NEEDED_BY_RANKS = ("torch.distributed", "minidist.comm", "minidist.train.launch.place", "minidist.train.launch.rank")
+_NEEDED_BY_RANKS = (
+    "torch.distributed",
+    "minidist.comm.control",
+    "minidist.comm.door",
+    "minidist.train.launch.place",
+    "minidist.train.launch.rank",
+)
 
 
 def main(fd: int, method: str, preload: Sequence[str]) -> None:

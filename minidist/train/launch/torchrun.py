@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minidist.errors import UserError
+from minidist.train.launch.environment import rank_and_world, whole_number
 from minidist.train.launch.orphans import die_with
 from minidist.train.launch.threads import threads_per_rank
 
@@ -28,12 +29,12 @@ def under_torchrun() -> bool:
 
 def torchrun_size() -> int:
     """How many ranks the launcher has started."""
-    return _number("WORLD_SIZE")
+    return rank_and_world(os.environ).size
 
 
 def torchrun_local_size() -> int:
     """How many of them on this machine."""
-    return _number("LOCAL_WORLD_SIZE", torchrun_size())
+    return rank_and_world(os.environ).local_size
 
 
 def meeting_port() -> int:
@@ -41,7 +42,7 @@ def meeting_port() -> int:
 
     torchrun's own store takes a free port then, but tells the ranks 0, and they would look for it for ever.
     """
-    port = _number("MASTER_PORT")
+    port = whole_number(os.environ, "MASTER_PORT")
     if port == 0:
         raise UserError(
             f"MASTER_PORT is 0, so the {torchrun_size()} ranks cannot find each other: start torchrun with "
@@ -84,12 +85,12 @@ def let_first_rank_tell() -> bool:
 
 def is_first_rank() -> bool:
     """Whether this process is rank 0, or no rank at all: the one that speaks for all."""
-    return not under_torchrun() or own_rank() == 0
+    return not under_torchrun() or own_rank() == "0"
 
 
-def own_rank() -> int:
-    """The rank that the launcher gave this process."""
-    return _number("RANK")
+def own_rank() -> str:
+    """What the launcher calls this process; no number if it made a mistake, which must be possible to say."""
+    return os.environ["RANK"]
 
 
 @contextlib.contextmanager
@@ -115,12 +116,11 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
         if held.asked:
             raise SystemExit(128 + signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
-    local_rank, local_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size)
+    rank, size, local_rank, local_size, node_rank = rank_and_world(os.environ)
     torch.set_num_threads(threads_per_rank(local_size, _own_environ()))
     chosen = choose_device(device, local_rank, local_size)
     talks = choose_backend(backend, chosen, device, size)
-    world = World(rank, size, local_rank, local_size, chosen, talks, Board(), _number("GROUP_RANK", 0))
+    world = World(rank, size, local_rank, local_size, chosen, talks, Board(), node_rank)
     if talks is None:
         yield world
         return
@@ -160,16 +160,6 @@ def _store(rank: int, size: int, address: str, port: int, timeout_s: float):
             f"pass another --master-port to torchrun, or --standalone, which takes a free one"
         ) from None
     return store
-
-
-def _number(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdigit():
-        given = "is not set" if text is None else f"is {text!r}"
-        raise UserError(f"{name} {given}; start with torchrun, which sets it to a whole number, or with --ranks N")
-    return int(text)
 
 
 def _own_environ() -> Mapping[str, str]:

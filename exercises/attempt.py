@@ -1,0 +1,41 @@
+"""One attempt at an exercise: the learner's file is judged, the result recorded and told. The same in the shell, in a
+notebook and in watch."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from exercises import report
+from exercises.catalogue import Exercise
+from exercises.check import Verdict, check
+from exercises.work import Work
+from minidist.errors import UserError
+
+if TYPE_CHECKING:
+    from minidist.train.launch import RankServer
+
+
+class Attempt(NamedTuple):
+    """The verdict on a learner's file, and the report about it."""
+
+    verdict: Verdict
+    text: str
+
+
+def attempt(exercise: Exercise, work: Work, server: "RankServer") -> Attempt:
+    """Judge the learner's file of the exercise. Raises UserError when it is not there."""
+    answer = work.file(exercise)
+    if not answer.is_file():
+        raise UserError(f"{answer} is not there; python -m exercises start copies the stubs to {work.folder}")
+    verdict = check(exercise, answer, server)
+    work.record(exercise, verdict.passed, verdict.points)
+    return Attempt(verdict, report.text(verdict, hints_left(exercise, work)))
+
+
+def hints_left(exercise: Exercise, work: Work) -> int:
+    """How many hints the learner has not seen."""
+    return len(exercise.hints) - work.entry(exercise).get("hints", 0)
+
+
+def hint(exercise: Exercise, work: Work) -> str:
+    """All hints seen so far, and one more."""
+    shown = exercise.hints[: work.next_hint(exercise)]
+    return "\n".join(f"hint {number} of {len(exercise.hints)}: {text}" for number, text in enumerate(shown, start=1))

@@ -1,0 +1,71 @@
+"""The script that everyone copies.
+
+This is the training script that everyone copies, and it has six faults. Mend it, so that torchrun runs it on any
+number of ranks, with or without GPUs, and the model it returns is the one that a single process would have trained:
+
+* every process joins as the rank that torchrun made it (RANK, LOCAL_RANK and WORLD_SIZE in os.environ), and the group
+is ended when training is over; * each rank computes on a GPU of its own over nccl where there is one for each, else
+on the CPU over gloo; * a step is taken for every batch_size samples, in their order, the last batch may be shorter.
+The ranks share each batch: over all ranks every sample is read once per epoch, also when a rank's share of a batch is
+empty; * all replicas start as the one of rank 0, and each step applies the gradient of the mean loss over the whole
+batch.
+
+Run it yourself with: torchrun --standalone --nproc-per-node 2 THIS_FILE
+
+Check it with: python -m exercises check repaired_script
+
+Stub 860aa6e1.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Network(nn.Module):
+    """10 inputs, 20 hidden units, 1 output."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Linear(10, 20)
+        self.output = nn.Linear(20, 1)
+
+    def forward(self, inputs):  # (batch, 10) -> (batch, 1)
+        return self.output(torch.relu(self.hidden(inputs)))
+
+
+def device_and_backend(local_rank, local_world_size):
+    """Where this rank computes (a torch.device), and over which backend it talks ("nccl" or "gloo")."""
+    return None, "nccl"
+
+
+def train_epoch(model, optimizer, loader):
+    """One step for every batch of the loader."""
+    for inputs, targets in loader:
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def main(data, model, epochs=10, batch_size=32):
+    """Train `model` on every rank that torchrun started, and return it.
+
+    data: (inputs (10,), target (1,)) by index, the same on all ranks. model: of this rank; rank 0's counts.
+    """
+    dist.init_process_group(backend="nccl", init_method="env://", world_size=4, rank=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(epochs):
+        for _ in loader:
+            train_epoch(model, optimizer, loader)
+    return model
+
+
+if __name__ == "__main__":
+    inputs = torch.randn(1000, 10, generator=torch.Generator().manual_seed(1))
+    targets = inputs.sum(dim=1, keepdim=True).sin()
+    trained = main(list(zip(inputs, targets, strict=True)), Network()).cpu()
+    if os.environ["RANK"] == "0":
+        print(f"mean squared error {nn.functional.mse_loss(trained(inputs), targets):.6f}")

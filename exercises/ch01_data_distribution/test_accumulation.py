@@ -1,0 +1,128 @@
+"""Tests of accumulation: a sink that notes what it is told, and autograd in one process as the reference."""
+
+import torch
+from torch import nn
+
+from exercises.testing import expect, test
+from minidist.comm import all_reduce
+from minidist.spec import named_parameters
+
+
+class Notes:
+    """A sink that keeps the sums and, when a gradient is ready, sends it: what comes later is not in the sum."""
+
+    def __init__(self, group):
+        self.group, self.sums, self.told, self.sent = group, {}, [], {}
+
+    def add(self, name, grad):
+        self.told.append(("add", name))
+        self.sums[name] = self.sums[name] + grad if name in self.sums else grad.clone()
+
+    def ready(self, name):
+        self.told.append(("ready", name))
+        self.sent[name] = self.sums[name].clone()
+        all_reduce(self.sent[name], self.group)
+
+
+class Net(nn.Module):
+    """`rare` is used by the micro-batches that ask for it, `never` by none, `frozen` takes no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[1.0, -2.0, 3.0], [0.5, 1.0, -1.0]], dtype=torch.float64))
+        self.rare = nn.Parameter(torch.tensor([2.0, 1.0], dtype=torch.float64))
+        self.never = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.full((2,), 3.0, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x, rare=False):
+        """(b, 3) -> the sum of a loss. Whole numbers, so that sums are exact in any order."""
+        hidden = x @ self.weight.T * self.frozen
+        loss = hidden.square().sum()
+        return loss + (hidden @ self.rare).sum() if rare else loss
+
+
+def data(rank, micro_batch):
+    """(2 + rank, 3) whole numbers that differ by rank and micro-batch."""
+    numbers = torch.arange(3.0 * (2 + rank), dtype=torch.float64).reshape(-1, 3)
+    return (numbers + 2 * rank + micro_batch) % 5 - 2
+
+
+def run(answer, world, network, rare, each=lambda sink: None):
+    """One step; rare: whether each micro-batch uses the rare parameter. Returns the model and the sink."""
+    model, sink, last = Net(), Notes(network.group), False
+    answer.collect(named_parameters(model), sink, lambda: last)
+    for i, uses in enumerate(rare):
+        last = i == len(rare) - 1
+        model(data(world.rank, i), uses).backward()
+        each(sink)
+    return model, sink
+
+
+def reference(ranks, rare):
+    """The gradients of all micro-batches of these ranks, in one backward."""
+    model = Net()
+    sum(model(data(rank, i), uses) for rank in ranks for i, uses in enumerate(rare)).backward()
+    return {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()}
+
+
+@test(points=2, ranks=(1, 2))
+def one_micro_batch(answer, world, network):
+    """With one micro-batch every gradient is added once, and then ready."""
+    _, sink = run(answer, world, network, [True])
+    expected = reference([world.rank], [True])
+    for name in ("weight", "rare"):
+        told = [kind for kind, of in sink.told if of == name]
+        expect(f"what the sink was told of {name}", told, ["add", "ready"])
+        expect(f"the gradient of {name} that was added", sink.sums[name], expected[name])
+    expect("the parameters the sink has heard of", sorted(sink.sums), ["rare", "weight"])
+
+
+@test(points=3, ranks=(1, 2))
+def micro_batches_add_up(answer, world, network):
+    """The sums are those of all micro-batches in one."""
+    for count in (2, 3):
+        _, sink = run(answer, world, network, [True] * count)
+        expected = reference([world.rank], [True] * count)
+        for name in ("weight", "rare"):
+            what = f"the sum of the gradients of {name} over {count} micro-batches"
+            expect(what, sink.sums[name], expected[name])
+
+
+@test(points=3, ranks=(2, 3))
+def nothing_is_sent_before_the_last(answer, world, network):
+    """The inner micro-batches send nothing; the last one sends each gradient once, and it is whole."""
+    sent = []
+    _, sink = run(answer, world, network, [True] * 3, lambda _: sent.append(len(network.records)))
+    expect("operations sent by the end of each micro-batch", sent, [0, 0, 2])
+    expected = reference(range(world.size), [True] * 3)
+    for name in ("weight", "rare"):
+        expect(f"the gradient of {name}, summed over ranks", sink.sent[name], expected[name])
+
+
+@test(points=2, ranks=(1,))
+def not_every_micro_batch_uses_a_parameter(answer, world, network):
+    """What only some micro-batches use has the sum of those; what none uses is never added."""
+    for rare in ([True, False, False], [False, True, False], [False, True], [True, False, True], [False, False]):
+        _, sink = run(answer, world, network, rare)
+        expected = reference([0], rare)
+        case = f"micro-batches that use `rare`: {rare}"
+        got = sink.sums["rare"].tolist() if "rare" in sink.sums else None
+        expect("the sum of the gradients of rare", got, expected["rare"], case=case)
+        expect("never and frozen in the sink", [name in sink.sums for name in ("never", "frozen")], [False, False])
+
+
+@test(points=2, ranks=(1,))
+def grad_is_left_empty(answer, world, network):
+    """After every backward `.grad` is None: the sink has the gradient, and nobody holds it twice."""
+    model, left = Net(), []
+    sink = Notes(network.group)
+    handles = answer.collect(named_parameters(model), sink, lambda: False)
+    for i in range(2):
+        model(data(0, i), True).backward()
+        left.append([name for name, parameter in model.named_parameters() if parameter.grad is not None])
+    expect("parameters with a .grad after each micro-batch", left, [[], []])
+    for handle in handles:
+        handle.remove()
+    before = len(sink.told)
+    model(data(0, 0), True).backward()
+    expect("calls of the sink after the hooks were removed", len(sink.told) - before, 0)

@@ -1,0 +1,75 @@
+"""Tests of bucket_assignment: the reference takes, for each bucket, the longest run of names that fits."""
+
+from exercises.testing import expect, test
+
+SIZES = [
+    [],
+    [4],
+    [4, 4],
+    [4, 4, 4],
+    [3, 3, 3, 3],
+    [9],
+    [1, 9, 1],
+    [9, 9],
+    [8, 1, 8],
+    [1, 7, 1, 7],
+    [5, 4, 3, 2, 1],
+    [0, 8, 0, 0, 1],
+    [2, 2, 2, 2, 2, 2, 2],
+]
+LIMITS = (1, 4, 8, 9, 100)
+
+
+def named(sizes):
+    """Sizes in bytes under names whose alphabetical order is not that of the parameters."""
+    return {f"{'zyxwvut'[i]}.weight": size for i, size in enumerate(sizes)}
+
+
+def cut(sizes, limits):
+    """The buckets, each the longest run from the start that fits its limit, or one name alone."""
+    names, buckets = list(sizes), []
+    while names:
+        limit = limits[min(len(buckets), len(limits) - 1)]
+        fits = [n for n in range(1, len(names) + 1) if sum(sizes[name] for name in names[:n]) <= limit]
+        most = max(fits, default=1)
+        buckets.append(names[:most])
+        names = names[most:]
+    return buckets
+
+
+@test(points=2)
+def every_name_once(answer):
+    """Every parameter is in exactly one bucket, in the order given, and no bucket is empty."""
+    for sizes in map(named, SIZES):
+        for limit in LIMITS:
+            got = answer.assign(sizes, limit)
+            expect("the names of all buckets, one after the other", sum(map(list, got), []), list(sizes))
+            expect("a name in every bucket", [len(bucket) > 0 for bucket in got], [True] * len(got))
+
+
+@test(points=2)
+def within_the_limit(answer):
+    """No bucket is larger than the limit, except one that holds a single parameter which is."""
+    for sizes in map(named, SIZES):
+        for limit in LIMITS:
+            got = answer.assign(sizes, limit)
+            large = [bucket for bucket in got if len(bucket) > 1 and sum(sizes[name] for name in bucket) > limit]
+            expect(f"no bucket of several parameters above {limit} bytes", large, [])
+    expect("the buckets", answer.assign({"a": 5, "b": 5}, 8), [["a"], ["b"]])
+
+
+@test(points=3)
+def as_few_as_can_be(answer):
+    """A bucket takes the next parameter as long as it fits: every message costs time, however small."""
+    for sizes in map(named, SIZES):
+        for limit in LIMITS:
+            expect("the buckets", answer.assign(sizes, limit), cut(sizes, [limit]))
+
+
+@test(points=3)
+def a_small_first_bucket(answer):
+    """`first` is the limit of the first bucket alone, and never more than the limit of the others."""
+    for sizes in map(named, SIZES):
+        for limit in LIMITS:
+            for first in (1, 3, 4, 50):
+                expect("the buckets", answer.assign(sizes, limit, first), cut(sizes, [min(first, limit), limit]))

@@ -1,0 +1,182 @@
+"""Tests of bucketed_sink: whole numbers as gradients, handed over in an order that differs from rank to rank."""
+
+import torch
+from torch import nn
+
+from exercises.observed import PeakMemory, timeline
+from exercises.testing import expect, test
+from minidist.comm import recv, send
+from minidist.spec import named_parameters, replicated
+
+# In the order of the model; backward finishes them from the last to the first.
+SHAPES = {"embed": (8, 4), "first.weight": (4, 4), "first.bias": (4,), "second.weight": (4, 4), "head": (4, 6)}
+BUCKET_BYTES = 100
+# Of at most 100 bytes each, in the order of backward.
+BUCKETS = [["head"], ["second.weight", "first.bias"], ["first.weight"], ["embed"]]
+
+
+class Net(nn.Module):
+    """Parameters that start different on every rank."""
+
+    def __init__(self, rank, shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            setattr(self, name.replace(".", "_"), nn.Parameter(torch.full(shape, 0.5 + rank)))
+
+
+def sink_of(answer, world, network, shapes=SHAPES, bucket_bytes=BUCKET_BYTES):
+    """The learner's sink over a model of this rank, and the parameters by name."""
+    model = Net(world.rank, shapes)
+    parameters = named_parameters(model)
+    specs = replicated(model, network.group.ranks)
+    return answer.BucketedSink(parameters, specs, [network.group], bucket_bytes), parameters
+
+
+def gradient(name, shape, rank, step=0):
+    """What one rank adds: whole numbers that differ by rank, parameter, element and step."""
+    numbers = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    return numbers + 10 * rank + 100 * step + len(name)
+
+
+def total(name, shape, world, step=0):
+    """The sum over all ranks."""
+    return sum(gradient(name, shape, rank, step) for rank in range(world.size))
+
+
+def order_of(rank, names):
+    """The order in which gradients become ready: that of the model from its end on rank 0, another one elsewhere."""
+    backwards = list(reversed(names))
+    return backwards[rank % 2 :: 2] + backwards[1 - rank % 2 :: 2] if rank else backwards
+
+
+def backward(sink, network, rank, shapes=SHAPES, step=0, leave_out=()):
+    """Hand over this rank's gradients one by one, with a mark before each and one at the end."""
+    for name in order_of(rank, shapes):
+        if name not in leave_out:
+            network.event(f"ready {name}")
+            sink.add(_attribute(name), gradient(name, shapes[name], rank, step))
+            sink.ready(_attribute(name))
+    network.event("backward is over")
+
+
+def _attribute(name):
+    return name.replace(".", "_")
+
+
+def grad_of(parameters, name):
+    """The gradient as lists; None when there is none."""
+    grad = parameters[_attribute(name)].grad
+    return None if grad is None else grad.tolist()
+
+
+def sums_are_right(parameters, world, shapes=SHAPES, step=0):
+    for name, shape in shapes.items():
+        what = f"the gradient of {name}, summed over ranks" + f", in step {step + 1}" * (step > 0)
+        expect(what, grad_of(parameters, name), total(name, shape, world, step).tolist())
+
+
+@test(points=3, ranks=(1, 2, 3))
+def sums_over_ranks(answer, world, network):
+    """After finish() every rank has the sums, whatever the size of the buckets."""
+    for bucket_bytes in (BUCKET_BYTES, 1, 10**6):
+        sink, parameters = sink_of(answer, world, network, bucket_bytes=bucket_bytes)
+        backward(sink, network, world.rank)
+        sink.finish()
+        sums_are_right(parameters, world)
+
+
+@test(points=3, ranks=(2,))
+def launched_inside_backward(answer, world, network):
+    """The first bucket is on its way before half of backward is done, and each one as soon as it may be."""
+    sink, _ = sink_of(answer, world, network)
+    for name in reversed(SHAPES):  # the same order on both ranks
+        sink.add(_attribute(name), gradient(name, SHAPES[name], world.rank))
+        network.event(f"ready {name}")
+        sink.ready(_attribute(name))
+    network.event("backward is over")
+    sink.finish()
+    expected = []
+    for number, bucket in enumerate(BUCKETS):
+        expected += [f"ready {name}" for name in bucket] + [f"launch {number}"]
+    happened = [event for event in timeline(network) if not event.startswith("wait")]
+    expect("what happened, in order", happened, [*expected, "backward is over"])
+
+
+@test(points=3, ranks=(2, 3))
+def launched_in_index_order(answer, world, network):
+    """Gradients become ready in another order on every rank; the buckets leave in one."""
+    sink, parameters = sink_of(answer, world, network)
+    backward(sink, network, world.rank)
+    sink.finish()
+    sizes = [sum(4 * torch.Size(SHAPES[name]).numel() for name in bucket) for bucket in BUCKETS]
+    sent = [record.payload_bytes for record in network.records]
+    near = len(sent) == len(sizes) and all(0 <= a - b <= 4 * len(SHAPES) for a, b in zip(sent, sizes, strict=True))
+    what = f"one message per bucket, in index order, of {sizes} bytes and at most {4 * len(SHAPES)} more, not {sent}"
+    expect(what, near, True)
+    sums_are_right(parameters, world)
+
+
+@test(points=3, ranks=(2,))
+def waits_at_the_end(answer, world, network):
+    """Nothing is waited for before backward is over, and everything before finish() returns."""
+    sink, _ = sink_of(answer, world, network)
+    backward(sink, network, 0)
+    sink.finish()
+    network.event("finish() has returned")
+    happened = timeline(network)
+    inside = happened[: happened.index("backward is over")]
+    expect("waits inside backward", [event for event in inside if event.startswith("wait")], [])
+    ended = happened[happened.index("backward is over") : happened.index("finish() has returned")]
+    expect("waits in finish()", sorted(event for event in ended if event.startswith("wait")), _waits(len(BUCKETS)))
+
+
+def _waits(count):
+    return [f"wait {number}" for number in range(count)]
+
+
+@test(points=3, ranks=(1, 2, 3))
+def unused_parameters(answer, world, network):
+    """A parameter that one rank used gets its gradient everywhere, in every step; one that nobody used keeps None."""
+    shapes = {"never": (3,), "rare": (2,), **SHAPES}
+    for bucket_bytes in (1, 10**6):
+        sink, parameters = sink_of(answer, world, network, shapes, bucket_bytes)
+        for step in range(2):
+            user = (world.size - 1 + step) % world.size  # another rank in each step
+            leave_out = ("never",) if world.rank == user else ("never", "rare")
+            backward(sink, network, world.rank, shapes, step, leave_out)
+            sink.finish()
+            what = f"the gradient of a parameter that only rank {user} used, in step {step + 1}"
+            expect(what, grad_of(parameters, "rare"), gradient("rare", (2,), user, step).tolist())
+            expect("the gradient of a parameter that no rank used", grad_of(parameters, "never"), None)
+            sums_are_right(parameters, world, step=step)
+            sink.clear()
+
+
+@test(points=3, ranks=(2,))
+def what_is_on_its_way_is_left_alone(answer, world, network):
+    """A bucket keeps its memory while it travels: rank 1 is late, and rank 0 fills the others meanwhile."""
+    sink, parameters = sink_of(answer, world, network)
+    turn = torch.zeros(1)
+    if world.rank == 1:
+        recv(turn, 0, network.group)
+    backward(sink, network, 0 if world.rank == 0 else 1)
+    if world.rank == 0:
+        send(turn, 1, network.group)
+    sink.finish()
+    sums_are_right(parameters, world)
+
+
+@test(points=2, ranks=(2,))
+def no_gradient_is_held_twice(answer, world, network):
+    """The buckets are all the memory that gradients take: nothing is copied to be sent."""
+    shapes = {f"layer{number}": (25, 100) for number in range(8)}  # 10 kB each
+    whole = sum(4 * torch.Size(shape).numel() for shape in shapes.values())
+    with PeakMemory() as memory:
+        sink, parameters = sink_of(answer, world, network, shapes, 10_000)
+        backward(sink, network, world.rank, shapes)
+        sink.finish()
+    sums_are_right(parameters, world, shapes)
+    # Whatever the answer does, there are the parameters, and a few of one gradient's size while it is being made.
+    got, most = memory.peak_bytes - whole, whole + 50_000
+    case = f"{whole // 1000} kB of parameters"
+    expect(f"at most {most // 1000} kB for gradients at any one time, not {got // 1000}", got <= most, True, case=case)

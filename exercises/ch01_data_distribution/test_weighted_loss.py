@@ -1,0 +1,137 @@
+"""Tests of weighted_loss: the reference is one process with all samples, in float64, by plain autograd."""
+
+import torch
+
+from exercises.observed import timeline
+from exercises.testing import expect, test
+from minidist.comm import gather_objects
+
+START = [0.5, -1.0, 2.0]
+# Tokens that count in each micro-batch, rank by rank: uneven padding. The last rank has more than all others.
+COUNTS = [[2, 5], [1, 3], [4, 0, 2], [9, 7]]
+WEIGHTS = [1.5, 0.25, 2.0, 1.0]
+
+
+def tokens(rank, micro_batch, count):
+    """(count, 3) float64, other numbers for every rank and micro-batch."""
+    generator = torch.Generator().manual_seed(100 * rank + micro_batch)
+    return torch.randn(count, 3, generator=generator, dtype=torch.float64)
+
+
+def loss_sum(theta, x):
+    """The sum over tokens of a loss that is no straight line: ()."""
+    return torch.log1p((x @ theta - 1).square()).sum()
+
+
+def one_process(counts, weights):
+    """Loss and gradient of the weighted mean over all tokens of all ranks."""
+    theta = torch.tensor(START, dtype=torch.float64, requires_grad=True)
+    total = sum(weight * n for weight, mine in zip(weights, counts, strict=True) for n in mine)
+    parts = [
+        weight * loss_sum(theta, tokens(rank, i, n))
+        for rank, (weight, mine) in enumerate(zip(weights, counts, strict=True))
+        for i, n in enumerate(mine)
+    ]
+    loss = sum(parts) / total
+    loss.backward()
+    return loss.item(), theta.grad.tolist(), total
+
+
+def step(answer, world, network, counts, weights):
+    """The learner's step on this rank: its part of the loss, its gradient and the count."""
+    theta = torch.tensor(START, dtype=torch.float64, requires_grad=True)
+    mine, weight = counts[world.rank], weights[world.rank]
+    count = answer.count_tokens(list(mine), weight, network.group)
+    loss = answer.backward((loss_sum(theta, tokens(world.rank, i, n)) for i, n in enumerate(mine) if n), weight, count)
+    return float(loss), theta.grad, count.value
+
+
+def sums_are_those_of_one_process(answer, world, network, counts, weights, case):
+    """The parts of all ranks must sum to the numbers of one process."""
+    loss, gradient, total = one_process(counts, weights)
+    mine, grad, count = step(answer, world, network, counts, weights)
+    parts = gather_objects((mine, [0.0] * 3 if grad is None else grad.tolist()), network.group)
+    expect("the number of tokens that count", count, total, case=case, tolerance=1e-12)
+    # Sums of some tens of float64 terms of size one, in another order.
+    expect("the gradients of all ranks, summed", _sum([g for _, g in parts]), gradient, case=case, tolerance=1e-12)
+    expect("the losses of all ranks, summed", sum(part for part, _ in parts), loss, case=case, tolerance=1e-12)
+
+
+def _sum(rows):
+    return [sum(column) for column in zip(*rows, strict=True)]
+
+
+@test(points=3, ranks=(1, 2, 3))
+def uneven_padding(answer, world, network):
+    """Loss and gradient are those of one process, though ranks and micro-batches hold unequal numbers of tokens."""
+    counts, weights = COUNTS[: world.size], [1.0] * world.size
+    sums_are_those_of_one_process(answer, world, network, counts, weights, f"tokens per micro-batch {counts}")
+
+
+@test(points=3, ranks=(1, 2, 3))
+def weights_of_data(answer, world, network):
+    """w_i multiplies the losses of rank i and the number of its tokens alike."""
+    counts, weights = COUNTS[: world.size], WEIGHTS[: world.size]
+    case = f"weights {weights}, tokens per micro-batch {counts}"
+    sums_are_those_of_one_process(answer, world, network, counts, weights, case)
+
+
+@test(points=2, ranks=(2,))
+def a_rank_without_samples(answer, world, network):
+    """A rank that has nothing adds nothing, and still takes part; so does one whose weight is 0."""
+    for counts, weights in [([[3, 2], []], [1.0, 1.0]), ([[], [4]], [2.0, 0.5]), ([[3], [4]], [1.0, 0.0])]:
+        case = f"weights {weights}, tokens per micro-batch {counts}"
+        sums_are_those_of_one_process(answer, world, network, counts, weights, case)
+
+
+@test(points=2, ranks=(1, 2))
+def nothing_counts(answer, world, network):
+    """When no token counts anywhere there is no backward: the gradient stays None and the loss is 0."""
+    for counts, weight in ([0, 0], 1.0), ([3], 0.0), ([], 1.0):
+        theta = torch.tensor(START, dtype=torch.float64, requires_grad=True)
+        count = answer.count_tokens(counts, weight, network.group)
+        parts = (loss_sum(theta, tokens(world.rank, i, n)) for i, n in enumerate(counts))
+        case = f"weight {weight}, tokens per micro-batch {counts} on every rank"
+        expect("the loss", float(answer.backward(parts, weight, count)), 0.0, case=case)
+        expect("the gradient", theta.grad, None, case=case)
+
+
+@test(points=3, ranks=(2,))
+def counted_once(answer, world, network):
+    """One number goes over the network, once, and it is under way before the first forward begins."""
+    theta = torch.tensor(START, dtype=torch.float64, requires_grad=True)
+
+    def forwards():
+        for i, n in enumerate(COUNTS[world.rank]):
+            network.event("forward")
+            yield loss_sum(theta, tokens(world.rank, i, n))
+
+    count = answer.count_tokens(COUNTS[world.rank], 1.0, network.group)
+    answer.backward(forwards(), 1.0, count)
+    expect("the operations beneath torch", [record.name for record in network.records], ["all_reduce"])
+    expect("the elements sent", [record.shape for record in network.records], [(1,)])
+    order = timeline(network)
+    expect(f"the count launched before the first forward, not {order}", order[0], "launch 0")
+
+
+@test(points=2)
+def one_micro_batch_at_a_time(answer, world, network):
+    """A micro-batch's backward is over before the next forward begins, so its activations are free again."""
+    theta, events = torch.tensor(START, dtype=torch.float64, requires_grad=True), []
+    theta.register_post_accumulate_grad_hook(lambda _: events.append("backward"))
+
+    def forwards():
+        for i in range(3):
+            events.append("forward")
+            yield loss_sum(theta, tokens(0, i, 4))
+
+    loss = answer.backward(forwards(), 1.0, answer.count_tokens([4, 4, 4], 1.0, network.group))
+    expect("what happened", events, ["forward", "backward"] * 3)
+    expect("whether the returned loss still holds what backward needs", getattr(loss, "requires_grad", False), False)
+
+
+@test(points=1)
+def many_tokens(answer, world, network):
+    """A count above 2**24 is exact, which float32 cannot hold."""
+    for counts in ([2**24, 1], [2**31, 2**31 + 1]):
+        expect("the count", answer.count_tokens(counts, 1.0, network.group).value, sum(counts))

@@ -1,0 +1,37 @@
+"""`python -m exercises lab`: JupyterLab on the learner's folder, with this Python in its notebooks and terminals."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from exercises.catalogue import ROOT
+from exercises.work import Work
+from minidist.errors import UserError
+
+_SETTINGS = Path(__file__).parent / "jupyter"
+
+
+def command(work: Work, options: Sequence[str] = ()) -> list[str]:
+    """What starts JupyterLab. options: of JupyterLab itself, like --no-browser."""
+    return [sys.executable, "-m", "jupyterlab", "--ServerApp.root_dir", str(work.folder.resolve()), *options]
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """In a terminal of JupyterLab, `python` is this one and finds `exercises` from every folder. Unless the learner has
+    set it otherwise, notebooks are saved often and nothing is fetched from the network."""
+    path = {
+        "PATH": [str(Path(sys.executable).parent), environ.get("PATH")],
+        "PYTHONPATH": [str(ROOT), environ.get("PYTHONPATH")],
+        "JUPYTER_CONFIG_PATH": [str(_SETTINGS), environ.get("JUPYTER_CONFIG_PATH")],
+    }
+    return {**environ, **{name: os.pathsep.join(filter(None, parts)) for name, parts in path.items()}}
+
+
+def lab(work: Work, options: Sequence[str] = ()) -> None:
+    """Become JupyterLab. Raises UserError when it is not installed."""
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise UserError("JupyterLab is not installed here; make lab installs it, and so does pip install '.[course]'")
+    arguments = command(work, options)
+    os.execve(arguments[0], arguments, environment(os.environ))

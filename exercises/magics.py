@@ -1,0 +1,123 @@
+"""Exercises in a notebook: `%load_ext minidist.notebook`, which finds the course, then `%load_ext exercises`.
+
+%exercise NAME             what is asked; adds a cell with your file in it
+%%exercise NAME            the cell's text becomes your file in work/ and is judged
+%check NAME                judges your file as it is; with --install, a passed piece takes the package's place here
+%hint NAME                 one more hint
+
+The report is that of `python -m exercises check NAME`, the file and progress.json are the same.
+"""
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
+from IPython.display import display
+
+from exercises.attempt import attempt, hint
+from exercises.card import Card
+from exercises.catalogue import Catalogue, Exercise
+from exercises.work import Work
+from minidist import progress
+from minidist.errors import RunError, UserError
+from minidist.notebook.frontend import somebody_looks_on
+from minidist.notebook.magics import RanksMagics
+
+
+@magics_class
+class ExerciseMagics(Magics):
+    """The exercises of the course, for the notebook of `ranks`, whose rank server judges."""
+
+    def __init__(self, shell, ranks: RanksMagics, catalogue: Catalogue | None = None):
+        super().__init__(shell)
+        self._ranks, self._catalogue = ranks, catalogue or Catalogue()
+        self._offered: set[str] = set()
+
+    @line_cell_magic
+    def exercise(self, line: str, cell: str | None = None):
+        """Show an exercise (`%exercise NAME`), or write your answer and judge it (`%%exercise NAME`)."""
+        exercise = self._named(line, "%exercise")
+        if cell is None:
+            work = _work(needed=False)
+            display(Card(exercise, work))
+            if work is not None and somebody_looks_on(self.shell) and not self._has_cell(exercise):
+                self._offer(exercise, work)
+            return
+        if not cell.strip():
+            raise UsageError(f"the cell is empty; %exercise {exercise.name} adds one with your file in it")
+        work = _work()
+        # The file begins with an empty line in the place of this magic, so that lines have the numbers of the cell.
+        text = cell if cell.strip() == exercise.stub.read_text().strip() else "\n" + cell
+        backup = work.write_from_cell(exercise, text)
+        if backup:
+            print(f"your file had been changed outside of this cell; what it was is now {backup.name}")
+        self._judge(exercise, work)
+
+    @line_magic
+    def check(self, line: str):
+        """Judge your file: `%check NAME`, or `%check NAME --install` to let a passed piece work in this notebook."""
+        exercise = self._named(line, "%check", "--install")
+        install = "--install" in line.split()
+        if install and exercise.kind != "piece":
+            raise UsageError(f"{exercise.name} is no piece of the package: there is nothing to install")
+        passed = self._judge(exercise, work := _work())
+        if install and passed:
+            text = work.file(exercise).read_text()
+            for piece in (*exercise.also, exercise.piece):
+                self._ranks.replace(piece, text)
+
+    @line_magic
+    def hint(self, line: str):
+        """One more hint: `%hint NAME`."""
+        print(hint(self._named(line, "%hint"), _work()))
+
+    def _named(self, line: str, magic: str, *flags: str) -> Exercise:
+        words = [word for word in shlex.split(line) if word not in flags]
+        if len(words) != 1:
+            names = ", ".join(self._catalogue)
+            raise UsageError(f"write {magic} and the name of an exercise: {names}")
+        return _told(lambda: self._catalogue[words[0]])
+
+    def _judge(self, exercise: Exercise, work: Work) -> bool:
+        verdict, text = _told(lambda: attempt(exercise, work, self._ranks.server))
+        print(text)
+        return verdict.passed
+
+    def _offer(self, exercise: Exercise, work: Work) -> None:
+        text = work.open_in_cell(exercise).removeprefix("\n").rstrip("\n")
+        self._offered.add(exercise.name)
+        self.shell.set_next_input(f"%%exercise {exercise.name}\n{text}", replace=False)
+
+    def _has_cell(self, exercise: Exercise) -> bool:
+        """Whether the notebook has this exercise's cell already: added by us, or in the file as it was last saved."""
+        if exercise.name in self._offered:
+            return True
+        try:
+            notebook = json.loads(Path(os.environ.get("JPY_SESSION_NAME", "")).read_text())
+            sources = ["".join(cell["source"]) for cell in notebook["cells"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return any(re.match(rf"%%exercise +{exercise.name}\s", source) for source in sources)
+
+
+def _work(needed: bool = True) -> Work | None:
+    """The learner's folder that this notebook lies in."""
+    file = progress.find(Path.cwd())
+    if file is None and needed:
+        raise UsageError(
+            "this notebook is not in your folder: python -m exercises start makes it, with a copy of the notebooks; "
+            "make lab opens it"
+        )
+    return Work(file.parent) if file else None
+
+
+def _told(call):
+    """What the call returns; what is wrong with what was asked becomes one line in the notebook."""
+    try:
+        return call()
+    except (UserError, RunError) as error:
+        raise UsageError(str(error)) from None

@@ -1,0 +1,138 @@
+"""The process groups of a check: all are on the recording backend, so every operation is counted and on the board.
+
+A deadlock of raw `torch.distributed` calls is explained within a second that way, like one of the package's own.
+"""
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from exercises.testing import Wrong
+from minidist.comm import Meter, Use, World, bind
+from minidist.comm.board import Channel
+from minidist.comm.caller import caller_line
+from minidist.comm.recording import mount
+from minidist.mesh import Mesh
+from minidist.train.launch.place import prefer_loopback
+
+_TIMEOUT = timedelta(minutes=10)  # longer than any check: the board judges, not the backend
+_HERE = "127.0.0.1"
+
+
+class Network:
+    """All ranks as the default group of torch.distributed and, on demand, as a `group` of the package's door.
+
+    records, events: what passed and what was marked since the test began, whoever called.
+    """
+
+    def __init__(self, world: World):
+        self._world, self._meter = world, Meter()
+        self._before = self._events_before = 0
+        if world.size > 1:
+            prefer_loopback()
+            backend = mount(self._meter, world.board, use="world")
+            store = dist.PrefixStore("check", world.store)
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
+
+    @functools.cached_property
+    def group(self):
+        """All ranks, for the door's operations. The first test that wants it makes it, on all ranks."""
+        world = self._world
+        return bind(world, Mesh(dp=world.size), [Use("data", ("dp",))])["data"]
+
+    def begin(self) -> None:
+        """Another test has begun: what passed before is not its concern."""
+        self._before, self._events_before = len(self._meter.records), len(self._meter.events)
+
+    @property
+    def records(self) -> list:
+        return self._meter.records[self._before :]
+
+    def event(self, label: str) -> None:
+        """Put a mark of the test's own into the order of what is launched and waited for."""
+        self._meter.event(label)
+
+    @property
+    def events(self) -> list:
+        """(place in that order, label) of the marks of this test."""
+        return self._meter.events[self._events_before :]
+
+
+class Torchrun:
+    """Calls the functions of a program as if torchrun had started it on these ranks: `run(answer.main, data)`.
+
+    Every run finds the variables torchrun sets and a meeting point of its own on a free port. The group that the
+    program makes is a recorded one. GPUs are hidden, so that the verdict is the same on every machine.
+    joined, ended: whether the latest run made a group, and ended it. records: what it sent.
+    """
+
+    def __init__(self, world: World):
+        self._world, self._meter, self._met = world, Meter(), 0
+        self.joined = self.ended = False
+        prefer_loopback()
+        self._recorded = mount(self._meter, world.board, use="world")
+        self._store = world.store or dist.TCPStore(_HERE, 0, 1, is_master=True, wait_for_workers=False)
+        self._original, dist.init_process_group = dist.init_process_group, self._init
+        self._tell()
+
+    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        self._tell()
+        self._before, self.joined = len(self._meter.records), False
+        value = function(*args, **kwargs)
+        self.ended = not dist.is_initialized()
+        if not self.ended:
+            dist.destroy_process_group()
+        return value
+
+    def gather(self, value: Any) -> list:
+        """The value of every rank. It needs no process group, so a test may ask when the program has ended its own."""
+        self._meet("gather")
+        keys = [f"gather/{self._met}/{rank}" for rank in range(self._world.size)]
+        self._store.set(keys[self._world.rank], json.dumps(value))
+        values = [json.loads(self._store.get(key)) for key in keys]
+        self._world.board.resume()
+        return values
+
+    @property
+    def records(self) -> list:
+        return self._meter.records[self._before :]
+
+    def _tell(self) -> None:
+        rank, size = str(self._world.rank), str(self._world.size)
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, GROUP_RANK="0")
+        os.environ.update(MASTER_ADDR=_HERE, MASTER_PORT=str(self._store.port), CUDA_VISIBLE_DEVICES="")
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")  # the meeting point is there already
+
+    def _init(self, backend=None, init_method=None, timeout=_TIMEOUT, world_size=-1, rank=-1, store=None, **more):
+        """torch's init_process_group, which never returns to a process that gives a wrong place: this one tells."""
+        world, board = self._world, self._world.board
+        place = (int(os.environ["RANK"]) if rank < 0 else rank, world.size if world_size < 0 else world_size)
+        if place != (world.rank, world.size):
+            raise Wrong(
+                "wrong",
+                "init_process_group waits for ever: this process says it is another rank than torchrun made it",
+                f"rank {world.rank} of {world.size}",
+                f"rank {place[0]} of {place[1]}",
+            )
+        self._meet("init_process_group")
+        try:
+            recorded = backend is None or "gloo" in str(backend)
+            backend = self._recorded if recorded else backend
+            if store is None and init_method in (None, "env://"):
+                init_method, store = None, dist.PrefixStore(f"meeting/{self._met}", self._store)
+            self._original(backend, init_method, timeout, place[1], place[0], store, **more)
+            self.joined = True
+        finally:
+            board.resume()
+
+    def _meet(self, name: str) -> None:
+        """Say on the board that this rank waits from now on for all others to come here, for the _met-th time."""
+        self._met += 1
+        board, channel = self._world.board, Channel("collective", "world", tuple(range(self._world.size)))
+        board.wait(channel, board.launch(channel, name, (), ""), name, (), "", caller_line())

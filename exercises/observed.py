@@ -1,0 +1,63 @@
+"""What a test can see of an answer besides its values: the order of events, and the memory it takes.
+
+Neither depends on how fast the machine is, so neither needs a clock.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from torch.autograd import profiler
+
+
+def timeline(network) -> list[str]:
+    """What happened on this rank since the test began, in order.
+
+    The test's own marks (`network.event`), `launch 0`, `launch 1`, ... of the operations in the order in which they
+    were launched, and `wait 0`, `wait 1`, ... where the wait for each of them ended. What was not waited for is not
+    there. A group of one rank launches nothing.
+    """
+    ticks = list(network.events)
+    for number, record in enumerate(network.records):
+        ticks.append((record.launched, f"launch {number}"))
+        if record.waited is not None:
+            ticks.append((record.waited, f"wait {number}"))
+    return [label for _, label in sorted(ticks)]
+
+
+class PeakMemory:
+    """Bytes of CPU tensors that were alive at once inside a `with` block, beyond those alive before it: `peak_bytes`.
+
+    Counted by torch's own allocator, so that tensors inside autograd and operators count too. What was alive before and
+    is freed inside is taken off.
+    """
+
+    peak_bytes = 0
+
+    def __enter__(self) -> "PeakMemory":
+        self._profile = profiler.profile(profile_memory=True)
+        with _silent():
+            self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        with _silent():
+            self._profile.__exit__(*error)
+        events = self._profile.kineto_results.events()
+        alive = 0
+        for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda e: e.start_ns()):
+            alive += event.nbytes()
+            self.peak_bytes = max(self.peak_bytes, alive)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """The profiler says on stderr that it begins and ends; a learner would take it for the code's own words."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)

@@ -1,0 +1,219 @@
+"""Your code trains the model: the trainer with the learner's passed pieces in place of the package's.
+
+A piece takes part when its exercise is passed, its file is the one that passed, and the run goes its way: `route` of
+exercise.toml is `always`, the options that lead there, or `none: ` and why none do. At the end every rank's calls are
+counted; a piece that should have been called and was not is an error.
+"""
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from exercises.catalogue import Catalogue, Exercise
+from exercises.work import Work
+from minidist.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from minidist.comm import World
+    from minidist.config import Config
+
+_NONE = "none: "
+_CALLS = "__calls__"
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A learner's piece for the ranks. symbols: `module:symbol`, the piece itself last; source: of the whole file."""
+
+    name: str
+    symbols: tuple[str, ...]
+    file: str
+    source: str
+
+
+@dataclass
+class Choice:
+    """A passed piece and whether this run uses it. options: that lead to it; left_out: why it is not used."""
+
+    exercise: Exercise
+    options: tuple[str, ...] = ()
+    left_out: str = ""
+
+
+def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]) -> None:
+    """Train with the passed pieces (those named in `only`, if any are) and the options of `minidist train` in `argv`.
+
+    Raises UserError when no piece has passed or one was changed since, RunError when the run fails or passes one by.
+    """
+    from minidist.cli import train_options
+    from minidist.train.launch.torchrun import is_first_rank, torchrun_size, under_torchrun
+    from minidist.train.start import default_ranks, start
+
+    passed = _passed(catalogue, work, only)
+    config, ranks = train_options(argv)
+    size = torchrun_size() if under_torchrun() else ranks or default_ranks(config)
+    choices = choose(passed, size)
+    config, _ = train_options(argv, over=[word for choice in choices for word in choice.options])
+    for choice in choices:
+        if not choice.left_out and (lost := _lost(choice, config, size)):
+            choice.left_out, choice.options = f"your options do not go with {lost}", ()
+    used = [installed(choice.exercise, work) for choice in choices if not choice.left_out]
+    told_choices = "\n".join(_told(choice) for choice in choices)
+    if not used:
+        raise UserError(f"none of your pieces is on the way of this run:\n{told_choices}")
+    if is_first_rank():
+        print(told_choices, flush=True)
+    start(config, ranks, train_with, (used,))
+
+
+def choose(passed: Sequence[Exercise], ranks: int) -> list[Choice]:
+    """Which pieces one run can use; of two that want different values of an option, the later one."""
+    choices, taken = [], {}
+    for exercise in reversed(passed):
+        if exercise.route.startswith(_NONE):
+            choices.append(Choice(exercise, left_out=exercise.route.removeprefix(_NONE)))
+            continue
+        wanted = options_of(exercise, ranks)
+        clash = next((taken[name] for name, value in wanted.items() if taken.get(name, (value,))[0] != value), None)
+        if clash:
+            why = f"{clash[1]} goes another way; to see this one: --only {exercise.name}"
+            choices.append(Choice(exercise, left_out=why))
+            continue
+        taken |= {name: (value, exercise.name) for name, value in wanted.items()}
+        choices.append(Choice(exercise, tuple(word for name, value in wanted.items() for word in (name, *value))))
+    return choices[::-1]
+
+
+def options_of(exercise: Exercise, ranks: int) -> dict[str, tuple[str, ...]]:
+    """The options that lead to the piece, and their values; none when every run does."""
+    if exercise.route == "always":
+        return {}
+    shares = " ".join(str(ranks - rank) for rank in range(ranks))
+    options: dict[str, tuple[str, ...]] = {}
+    for word in exercise.route.replace("{shares}", shares).split():
+        if word.startswith("--"):
+            options[name := word] = ()
+        else:
+            options[name] += (word,)
+    return options
+
+
+def installed(exercise: Exercise, work: Work) -> Installed:
+    """The learner's file as the ranks take it."""
+    symbols = tuple(f"{exercise.module}:{symbol}" for symbol in exercise.symbols)
+    file = work.file(exercise)
+    return Installed(exercise.name, symbols, str(file), file.read_text())
+
+
+def train_with(world: "World", config: "Config", pieces: Sequence[Installed]) -> None:
+    """What every rank runs: put the pieces in their places, train, and say how often each was called."""
+    from minidist import comm
+    from minidist.mesh import Mesh
+    from minidist.train.trainer import train as run
+
+    calls = install(pieces)
+    run(world, config)
+    control = comm.bind(world, Mesh(dp=world.size), [])["control"]
+    of_ranks = comm.gather_objects(dict(calls), control)
+    if world.rank == 0:
+        for line in told(pieces, of_ranks):
+            print(line, flush=True)
+    comm.barrier(control)
+    if unused := [piece.name for piece in pieces if not all(counts.get(piece.name) for counts in of_ranks)]:
+        raise RunError(f"the run never called {', '.join(unused)} on some rank, though its options lead there")
+
+
+def install(pieces: Sequence[Installed]) -> Counter:
+    """Put the pieces in place of the package's in this process; returns their calls, counted from now on."""
+    from minidist.pieces import Pieces
+
+    calls: Counter = Counter()
+    replacements = Pieces()
+    for piece in pieces:
+        for symbol in piece.symbols:
+            name = symbol.partition(":")[2]
+            count = _counted(name, piece.name) if symbol == piece.symbols[-1] else None
+            vars(_module(symbol))[_CALLS] = calls
+            try:
+                replacements.replace(symbol, piece.source, piece.file, count)
+            except (UserError, SyntaxError) as error:
+                raise UserError(f"{piece.name} cannot take its place: {error}") from None
+    return calls
+
+
+def told(pieces: Sequence[Installed], of_ranks: Sequence[dict[str, int]]) -> list[str]:
+    """The calls of every piece on every rank, as lines."""
+    lines = ["your code trained this model; calls on each rank:"]
+    return lines + [
+        f"  {piece.name:<22}" + " ".join(f"{counts.get(piece.name, 0):>8,}" for counts in of_ranks) for piece in pieces
+    ]
+
+
+def _told(choice: Choice) -> str:
+    how = choice.left_out or " ".join(choice.options) or "on every way"
+    return f"{'left out' if choice.left_out else 'yours':<9}{choice.exercise.name:<22}{how}"
+
+
+def _passed(catalogue: Catalogue, work: Work, only: Sequence[str]) -> list[Exercise]:
+    for name in only:
+        if catalogue[name].kind != "piece":
+            raise UserError(f"{name} is a {catalogue[name].kind}, no piece of the trainer")
+        if not work.entry(catalogue[name]).get("passed"):
+            raise UserError(f"you have not passed {name} yet: python -m exercises check {name}")
+    passed = [
+        exercise
+        for exercise in catalogue.values()
+        if exercise.kind == "piece"
+        and exercise.name in (only or [exercise.name])
+        and work.entry(exercise).get("passed")
+    ]
+    if not passed:
+        raise UserError("you have passed no piece yet, so there is no code of yours to train with: see list and check")
+    changed = [exercise.name for exercise in passed if not work.as_passed(exercise)]
+    if changed:
+        raise UserError(f"changed since it passed: {', '.join(changed)}; python -m exercises check {changed[0]}")
+    return passed
+
+
+def _lost(choice: Choice, config: Any, ranks: int) -> str:
+    """The first option of a piece that the configuration does not have any more; "" when it has them all."""
+    for name, values in options_of(choice.exercise, ranks).items():
+        value = config
+        for part in name.removeprefix("--").replace("-", "_").split("."):
+            value = getattr(value, part)
+        kept = value if isinstance(value, tuple) else (value,)
+        if [str(one) for one in kept] != [str(type(one)(word)) for one, word in zip(kept, values, strict=False)]:
+            return " ".join((name, *values))
+    return ""
+
+
+def _module(symbol: str) -> Any:
+    import importlib
+
+    name = symbol.partition(":")[0]
+    importlib.import_module(name)
+    return sys.modules[name]
+
+
+def _counted(symbol: str, name: str):
+    """Let the function, or every method of the class, count its calls."""
+
+    def prepare(tree: ast.Module) -> ast.Module:
+        for node in tree.body:
+            if getattr(node, "name", None) == symbol:
+                functions = [node] if isinstance(node, ast.FunctionDef) else node.body
+                for function in functions:
+                    if isinstance(function, ast.FunctionDef):
+                        _count(function)
+        return ast.fix_missing_locations(tree)
+
+    def _count(function: ast.FunctionDef) -> None:
+        [statement] = ast.parse(f"{_CALLS}[{name!r}] += 1").body
+        for part in ast.walk(statement):
+            ast.copy_location(part, function)  # an error in it would be told of the `def` line
+        function.body.insert(1 if ast.get_docstring(function) is not None else 0, statement)
+
+    return prepare

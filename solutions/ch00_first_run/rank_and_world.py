@@ -1,0 +1,46 @@
+"""A rank's place from its environment: the solution, as it stands in minidist.train.launch.environment.
+
+The program is the same on every rank, so its place can only come from outside. Whatever is written into the source
+(rank 0 of 4, in the script that everyone copies) is said by every process at once, and each waits for ranks that
+never come.
+
+Numbers that do not fit together are refused here, before the first connection: afterwards nobody could say why
+nothing happens. The message names the variables, because the person who can mend it sees no others.
+
+Usual wrong answers:
+* the person is shown ValueError or KeyError, and not which variable it was
+* the package's own function under the learner's name
+* rank 0 of 4, as in the script that everyone copies
+* a missing variable means one process, and four of them train apart
+* the rank among all is taken for the one on this machine
+* fails when the launcher sets no local variables
+* rank 2 of 2 is let through
+* the rank on this machine is taken for the one among all, so machines repeat them
+* variables are texts, and stay texts
+* takes whatever numbers there are
+* rank 0 of 1, whatever the launcher says
+"""
+
+from collections.abc import Mapping
+
+from minidist.errors import UserError
+from minidist.train.launch.environment import Place, whole_number
+
+
+def rank_and_world(environ: Mapping[str, str]) -> Place:
+    """The place that RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK tell.
+
+    Without LOCAL_RANK or LOCAL_WORLD_SIZE all ranks are on one machine, where they are RANK and WORLD_SIZE; without
+    GROUP_RANK this is the first machine.
+    Raises UserError when RANK or WORLD_SIZE is missing, one is no whole number, or they do not fit together.
+    """
+    rank, size = whole_number(environ, "RANK"), whole_number(environ, "WORLD_SIZE")
+    local_rank = whole_number(environ, "LOCAL_RANK", rank)
+    local_size = whole_number(environ, "LOCAL_WORLD_SIZE", size)
+    if rank >= size:
+        raise UserError(f"RANK is {rank} and WORLD_SIZE {size}; it must be less than that")
+    if local_rank >= local_size:
+        raise UserError(f"LOCAL_RANK is {local_rank} and LOCAL_WORLD_SIZE {local_size}; it must be less than that")
+    if local_size > size:
+        raise UserError(f"LOCAL_WORLD_SIZE is {local_size} and WORLD_SIZE {size}; a machine has no more ranks than all")
+    return Place(rank, size, local_rank, local_size, whole_number(environ, "GROUP_RANK", 0))

@@ -1,0 +1,163 @@
+"""Buckets that leave while backward runs: the solution, as it stands in minidist.parallel.buckets.
+
+Backward finishes the last layer first, and from then on there is something to send. What is sent inside backward
+costs no time of its own as long as the network is done before backward is. Waiting right after a launch gives that
+away, and so does launching at the end; the numbers are the same, which is why the order of events is judged.
+
+Ranks that launch in the order of readiness pair the bucket of one with another bucket of the other: a hang, or a sum
+of things that do not belong together. Index order costs a little overlap and needs no agreement. A rank that did not
+use a parameter sends zeros in its place, and the last bucket tells how many ranks used each parameter, so that one
+that nobody used keeps None and the optimizer leaves it alone.
+
+Usual wrong answers:
+* everything is launched when backward is over
+* the package's own sink under the learner's name
+* ones, whatever was added
+* a copy of every bucket is sent, and the gradients are held twice
+* the sum is divided by the number of ranks, though every loss was divided already
+* the buffer is emptied for the next step before the sum has been formed
+* wrong on one rank only, the last of three
+* the sums are read without waiting for them
+* a bucket is launched when the first gradient of the next one comes
+* all buckets share one memory, which is filled anew while it travels
+* an all-reduce per parameter instead of one per bucket
+* each rank launches a bucket the moment it is complete, whatever is ahead of it
+* a copy is sent, and the sums stay in it
+* every bucket is reduced a second time, for a copy nobody reads
+* the all-reduce is not asynchronous
+* a rank decides by itself whether the parameter was used
+* a parameter that nobody used gets a gradient of zeros
+* what did not come counts as what came in the step before
+* a bucket that is not complete is never launched, and the others wait for ever
+* who used what is sent by itself, one message more
+* every launch is waited for on the spot, so nothing overlaps
+* only the last bucket is waited for, though an earlier one may take longer
+* a launch waits for the bucket before it
+* zeros
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+import torch
+from torch import Tensor, nn
+
+from minidist.comm import Group, Handle, all_reduce
+from minidist.parallel.buckets import FIRST_BYTES, MIB, assign
+from minidist.parallel.grads import group_of, trainable
+from minidist.spec import Specs
+
+
+class Bucket:
+    """Some gradients in one flat buffer, which is what goes over the wire.
+
+    reports: parameters whose use this bucket reports, in one element each at the end of the buffer.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, reports: Sequence[str] = ()):
+        first = next(iter(parameters.values()))
+        numel = sum(parameter.numel() for parameter in parameters.values())
+        self.group, self.reports = group, reports
+        self.buffer = torch.zeros(numel + len(reports), dtype=first.dtype, device=first.device)
+        self.uses = self.buffer[numel:]
+        self.views: dict[str, Tensor] = {}
+        offset = 0
+        for name, parameter in parameters.items():
+            self.views[name] = self.buffer[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+        self.handle: Handle | None = None
+
+    def launch(self, filled: Set[str]) -> None:
+        """Send what has come; a gradient that did not come counts as zero."""
+        for name in self.views.keys() - filled:
+            self.views[name].zero_()
+        if self.reports:
+            self.uses.copy_(torch.tensor([float(name in filled) for name in self.reports]))
+        self.handle = all_reduce(self.buffer, self.group, async_op=True)
+
+
+class BucketedSink:
+    """All-reduce in buckets, launched inside backward. Same interface and same gradients as `NaiveSink`.
+
+    bucket_bytes: upper size of a bucket (a larger parameter has one alone).
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        specs: Specs,
+        groups: Iterable[Group],
+        bucket_bytes: int = 25 * MIB,
+    ):
+        self._parameters = trainable(parameters)
+        self._given = specs, list(groups), bucket_bytes
+        self._make_buckets()
+        self._start_step()
+
+    def _make_buckets(self) -> None:
+        self._buckets = self._lay_out(*self._given)
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
+
+    def _lay_out(self, specs: Specs, groups: list[Group], bucket_bytes: int) -> list[Bucket]:
+        """Buckets in backward order, apart by what cannot share a buffer: the group, the dtype and the device."""
+        kinds: dict[tuple, tuple[Group, dict[str, int]]] = {}
+        for name, parameter in reversed(self._parameters.items()):
+            group = group_of(specs[name], groups)
+            _, sizes = kinds.setdefault((group.key, parameter.dtype, parameter.device), (group, {}))
+            sizes[name] = parameter.numel() * parameter.element_size()
+        buckets = []
+        for group, sizes in kinds.values():
+            cuts = assign(sizes, bucket_bytes, FIRST_BYTES)
+            for cut in cuts:
+                reports = list(sizes) if cut is cuts[-1] else []
+                buckets.append(Bucket({name: self._parameters[name] for name in cut}, group, reports))
+        return buckets
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """Put a contribution into its place in the bucket; the caller's tensor is free again."""
+        if name not in self._awaited:
+            raise RuntimeError(f"a gradient of {name} came after ready({name!r}), when its bucket may be on its way")
+        view = self._bucket_of[name].views[name]
+        if name in self._filled:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self._filled.add(name)
+
+    def ready(self, name: str) -> None:
+        """No more will come for `name`: launch what is complete, as far as no bucket ahead is incomplete."""
+        self._awaited.discard(name)
+        while self._next < len(self._buckets) and self._awaited.isdisjoint(self._buckets[self._next].views):
+            self._launch_next()
+
+    def finish(self) -> None:
+        """End of backward: launch what is left, then wait. After it every `.grad` holds its sum over the group."""
+        while self._next < len(self._buckets):
+            self._launch_next()
+        for bucket in self._buckets:
+            bucket.handle.wait(host=bool(bucket.reports))
+        for bucket in self._buckets:
+            for name, uses in zip(bucket.reports, bucket.uses.tolist(), strict=True):
+                self._parameters[name].grad = self._bucket_of[name].views[name] if uses else None
+        self._start_step()
+
+    def clear(self) -> None:
+        if self._next:  # the step was broken off: what has been launched still owns its memory
+            self._make_buckets()
+        self._start_step()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def scale(self, factor: float) -> None:
+        for bucket in self._buckets:
+            bucket.buffer.mul_(factor)
+
+    def _start_step(self) -> None:
+        # The parameters whose gradient lies in its place, those that may still get more, the first bucket not launched.
+        self._filled: set[str] = set()
+        self._awaited = set(self._parameters)
+        self._next = 0
+
+    def _launch_next(self) -> None:
+        """Launch the first bucket that was not launched yet; another is the first one then."""
+        self._buckets[self._next].launch(self._filled)
+        self._next += 1

@@ -1,0 +1,67 @@
+"""A sum divided once, not a mean of means: the solution, as it stands in minidist.train.loss.
+
+The gradient of a sum is the sum of gradients, so a loss that is a sum divided by one number may be cut anywhere: by
+sample, by micro-batch, by rank. A mean is no sum. Ranks with unequal numbers of tokens that average their own means
+train on another loss than one process does, and no curve shows it. The count is known from the labels alone, so it
+can be on its way while the first forward runs, and costs one message of eight bytes.
+
+Weights are part of both: theta <- theta - lr * sum_i w_i grad_i with grad_i of a loss divided by sum_i w_i n_i. A
+weight that multiplies only the losses changes the learning rate as well.
+
+Usual wrong answers:
+* the counts of all micro-batches are sent, where their sum would do
+* calls the package's own
+* divides by a number that has nothing to do with the tokens
+* the count is sent when the first backward is about to begin
+* every micro-batch has a count of its own sent
+* the gradient is divided again by the number of micro-batches
+* divides by zero when no token counts
+* a count of 0 is taken for 1, and the optimizer steps on a gradient of zeros
+* the count is summed in float32, which has no number for 2**24 + 1
+* the returned loss holds the graph of every micro-batch
+* a rank without tokens does not take part in the count
+* wrong on one rank only, whose weight is forgotten when it is the third
+* every rank divides by the number of its own tokens
+* the loss that is returned is right, the gradient is that of the sum
+* each rank takes the mean of its own tokens, and the means are averaged
+* each micro-batch takes the mean of its own tokens, and the means are averaged
+* all forwards first, then one backward of their sum, with all activations alive
+* the weight multiplies the count and not the loss
+* the weight multiplies the loss and not the count, and so changes the learning rate
+* the weight multiplies the loss twice
+* no count and no backward
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from minidist.comm import Group
+from minidist.train.loss import Count
+
+
+def count_tokens(counts: Iterable[int], weight: float, group: Group) -> Count:
+    """The weighted number of tokens that count in the global batch, on its way: sum_i w_i n_i over the ranks i.
+
+    counts: tokens that count in each of this rank's micro-batches. weight: w_i, of this rank's data.
+    """
+    mine = torch.tensor([sum(counts) * weight], dtype=torch.float64, device=group.world.control_device)
+    return Count(mine, group)
+
+
+def backward(loss_sums: Iterable[Tensor], weight: float, count: Count) -> float | Tensor:
+    """Run backward of this rank's part of the loss; return that part, () in nats, or 0.0 without any loss.
+
+    loss_sums: of each micro-batch, the sum of the losses of its tokens, (). They are computed as they are asked for,
+    so that the activations of one micro-batch are freed before those of the next are made. weight: w_i, the one given
+    to `count_tokens`; count: what that returned, a number in `count.value`. When it is 0 there is no backward.
+    """
+    loss = 0.0
+    for loss_sum in loss_sums:
+        if count.value == 0:
+            continue
+        share = loss_sum * weight / count.value
+        share.backward()
+        loss = loss + share.detach()
+    return loss

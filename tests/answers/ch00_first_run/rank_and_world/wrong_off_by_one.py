@@ -1,0 +1,17 @@
+"""refuses_what_does_not_fit: rank 2 of 2 is let through"""
+
+from minidist.errors import UserError
+from minidist.train.launch.environment import Place, whole_number
+
+
+def rank_and_world(environ):
+    rank, size = whole_number(environ, "RANK"), whole_number(environ, "WORLD_SIZE")
+    local_rank = whole_number(environ, "LOCAL_RANK", rank)
+    local_size = whole_number(environ, "LOCAL_WORLD_SIZE", size)
+    if rank > size:
+        raise UserError(f"RANK {rank} is not below WORLD_SIZE {size}")
+    if local_rank >= local_size:
+        raise UserError(f"LOCAL_RANK {local_rank} is not below LOCAL_WORLD_SIZE {local_size}")
+    if local_size > size:
+        raise UserError(f"LOCAL_WORLD_SIZE {local_size} is above WORLD_SIZE {size}")
+    return Place(rank, size, local_rank, local_size, whole_number(environ, "GROUP_RANK", 0))

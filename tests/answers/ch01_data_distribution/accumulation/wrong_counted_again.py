@@ -1,0 +1,15 @@
+"""micro_batches_add_up: .grad is kept, so autograd adds each gradient to those before it"""
+
+from minidist.parallel.grads import trainable
+
+
+def collect(parameters, sink, last):
+    def hook_for(name):
+        def hook(parameter):
+            sink.add(name, parameter.grad)
+            if last():
+                sink.ready(name)
+
+        return hook
+
+    return [p.register_post_accumulate_grad_hook(hook_for(name)) for name, p in trainable(parameters).items()]

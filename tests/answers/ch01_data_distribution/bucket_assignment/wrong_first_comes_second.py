@@ -1,0 +1,13 @@
+"""a_small_first_bucket: the second bucket is measured by the first one's limit too"""
+
+
+def assign(sizes, limit, first=None):
+    buckets, filled = [], 0
+    for name, size in sizes.items():
+        room = limit if len(buckets) > 2 or first is None else min(first, limit)
+        if not buckets or filled + size > room:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += size
+    return buckets

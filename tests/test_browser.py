@@ -1,0 +1,114 @@
+"""The course as a learner has it: JupyterLab in a browser, from `make lab`'s own command on.
+
+Screenshots go to the folder in MINIDIST_SCREENSHOTS, else to pytest's.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from exercises.catalogue import Catalogue
+from exercises.work import Work
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="the browser test needs playwright")
+from browser import CHROMIUM, Notebook, jupyter_lab  # noqa: E402
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the browser test needs Chromium, which is not here")
+
+CATALOGUE = Catalogue()
+BLOCK = CATALOGUE["block_partition"]
+RIGHT = (BLOCK.answers / "right_loop.py").read_text()
+SUM = CATALOGUE["gradient_sum"]
+PIECE = "%%piece minidist.data.partition:block"
+SMALL = [
+    "%load_ext minidist.notebook\n%load_ext exercises",
+    "%ranks 2",
+    "%%ranks\nfrom minidist.data.partition import block\nblock(10, world_size, rank).tolist()",
+    "%exercise block_partition",
+]
+
+
+def notebook_file(cells) -> str:
+    code = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    cells = [{**code, "id": f"cell-{n}", "source": source} for n, source in enumerate(cells)]
+    return json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5})
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    work = Work(tmp_path_factory.mktemp("learner") / "work")
+    work.update(CATALOGUE)
+    (work.folder / "small.ipynb").write_text(notebook_file(SMALL))
+    return work
+
+
+@pytest.fixture(scope="module")
+def lab(work, tmp_path_factory):
+    with jupyter_lab(work.folder, tmp_path_factory.mktemp("jupyter")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser):
+    context = browser.new_context(viewport={"width": 1200, "height": 1000})
+    yield context.new_page()
+    context.close()
+
+
+@pytest.fixture
+def pictures(tmp_path) -> Path:
+    return Path(os.environ.get("MINIDIST_SCREENSHOTS", tmp_path))
+
+
+@pytest.fixture
+def small(page, lab, pictures):
+    notebook = Notebook(page, lab, "small.ipynb", pictures)
+    notebook.run_all()
+    assert notebook.errors() == []
+    return notebook
+
+
+def test_a_learners_first_hour(small, work):
+    """Ranks answer, an exercise is passed, a piece is edited, ranks hang and are stopped, and all goes on."""
+    assert "rank 0: [0, 1, 2, 3, 4]" in small.output(2)
+    small.picture("1-run-all")
+
+    answer = small.find("%%exercise block_partition")
+    assert "not written yet" in small.run(answer)
+    small.picture("2-not-written")
+    small.write(answer, "%%exercise block_partition\n" + RIGHT)
+    assert "block_partition: passed, 10 of 10 points" in small.run(answer)
+    assert work.entry(BLOCK)["passed"] and work.file(BLOCK).read_text().strip() == RIGHT.strip()
+    small.picture("3-passed")
+
+    mine = "def block(n, world_size, rank):\n    return np.array([n])\n"
+    assert "replaced here and on 2 ranks" in small.tell(f"{PIECE}\n{mine}")
+    assert "ranks 0-1: [10]" in small.run(2)
+    assert "the package's own again" in small.tell("%piece --reset")
+    assert "rank 1: [5, 6, 7, 8, 9]" in small.run(2)
+
+    told = small.tell("%%ranks\nx = 10 + rank\nif rank == 0:\n    dist.all_reduce(torch.ones(1))")
+    assert "deadlock" in told and "at line 4 of cell" in told and "rank 1 reached the end of the cell" in told
+    small.picture("4-deadlock")
+
+    endless = small.add("%%ranks --quiet 600\nprint('I begin')\nwhile True:\n    pass")
+    small.begin(endless)
+    small.shows(endless, "ranks 0-1: I begin")
+    small.picture("5-endless")
+    small.stop()
+    told = small.ended(endless)
+    assert told.count("I begin") == 1 and "stopped; the ranks stood here" in told
+    small.picture("6-stopped")
+    assert "rank 0: 10\nrank 1: 11" in small.tell("%%ranks\nx")
+    assert small.errors() == []

@@ -1,0 +1,71 @@
+"""The order of events and the memory that the tests of an exercise see."""
+
+import torch
+
+from exercises.observed import PeakMemory, timeline
+from exercises.network import Network
+from minidist.comm import all_reduce
+
+KB = 1000
+
+
+def test_memory_is_that_of_what_is_alive_at_once():
+    with PeakMemory() as memory:
+        for _ in range(5):
+            kept = torch.zeros(250)
+            del kept
+        first = torch.zeros(500)
+        second = torch.zeros(250)
+        del first, second
+    assert memory.peak_bytes == 3 * KB
+
+
+def test_what_was_there_before_and_stays_is_not_counted():
+    before = torch.zeros(2500)
+    with PeakMemory() as memory:
+        views = before.view(50, 50), before[:10]
+    assert memory.peak_bytes == 0 and len(views) == 2
+
+
+def test_what_autograd_keeps_and_makes_is_counted():
+    x = torch.zeros(250, requires_grad=True)
+    with PeakMemory() as memory:
+        y = x.exp()
+        y.sum().backward()
+    # exp is kept, and its gradient is made.
+    assert 2 * KB <= memory.peak_bytes < 4 * KB
+
+
+def test_the_profiler_adds_nothing_to_what_the_code_prints(capfd):
+    with PeakMemory():
+        print("hello")
+    out, err = capfd.readouterr()
+    assert (out, err) == ("hello\n", "")
+
+
+def events(world):
+    """Two operations, waited for in the other order, a third not at all, and marks between them; then another test."""
+    network = Network(world)
+    all_reduce(torch.zeros(1), network.group)
+    network.event("before the test")
+    network.begin()
+    handles = []
+    for mark in ("one", "two", "three"):
+        network.event(mark)
+        handles.append(all_reduce(torch.zeros(4), network.group, async_op=True))
+    network.event("wait")
+    for handle in reversed(handles[:2]):
+        handle.wait()
+    happened = timeline(network)
+    handles[2].wait()
+    network.begin()
+    return happened, timeline(network)
+
+
+def test_the_timeline_has_marks_launches_and_ends_of_waits_in_order(ranks):
+    want = ["one", "launch 0", "two", "launch 1", "three", "launch 2", "wait", "wait 1", "wait 0"]
+    assert ranks(events, 2, backend=None) == [(want, [])] * 2
+
+
+def test_one_rank_launches_nothing(ranks):
+    assert ranks(events, 1, backend=None) == [(["one", "two", "three", "wait"], [])]

@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := $(shell $(PYTHON) -c "import hashlib; print(hashlib.sha256(open('pyproject.toml', 'rb').read()).hexdigest()[:16])")
 
-.PHONY: train lab test bench clean
+.PHONY: train lab weave test bench clean
 
 train: .venv/train-$(STAMP)
 	$(BIN)/minidist train
@@ -15,6 +15,10 @@ train: .venv/train-$(STAMP)
 # The course in JupyterLab; ARGS="--no-browser --port 9999" goes to JupyterLab.
 lab: .venv/course-$(STAMP)
 	$(BIN)/python -m exercises lab $(ARGS)
+
+# The notebooks' %%piece cells get the package's source; ARGS=--run runs each notebook and stores what it gives.
+weave: .venv/course-$(STAMP)
+	$(BIN)/python -m minidist.notebook.weave $(ARGS) chapters
 
 test: .venv/test-$(STAMP)
 	$(BIN)/python -m pytest --durations=10

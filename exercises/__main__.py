@@ -9,7 +9,7 @@ from pathlib import Path
 from exercises import mutate, report, stubs
 from exercises.attempt import attempt, hint, hints_left
 from exercises.catalogue import ROOT, Catalogue
-from exercises.check import PRELOAD, check
+from exercises.check import PRELOAD, check, preload
 from exercises.gate import Gate
 from exercises.lab import lab
 from exercises.train import train
@@ -61,7 +61,7 @@ def _list(options, catalogue: Catalogue, work: Work) -> int:
 
 def _check(options, catalogue: Catalogue, work: Work) -> int:
     exercise = catalogue[options.name]
-    with RankServer(preload=PRELOAD) as server:
+    with RankServer(preload=preload(exercise)) as server:
         if options.file:
             verdict = check(exercise, options.file, server)
             text = report.text(verdict, hints_left(exercise, work))
@@ -125,6 +125,7 @@ def _gate(options, catalogue: Catalogue, work: Work) -> int:
         if options.mutate:
             return 0 if mutate.run(chosen, server) else 1
         gate = Gate(server)
+        server.wait_until_ready()
         for exercise in chosen:
             start_s, before = time.perf_counter(), len(gate.problems)
             gate.run([exercise])

@@ -4,13 +4,14 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exercises import stubs
 from exercises.catalogue import Exercise, TestCase
+from exercises.measure import measure
 from exercises.testing import Finding
 from minidist.errors import RunError, UserError
 
@@ -30,6 +31,8 @@ _ENOUGH = ("syntax", "missing", "hang", "printing", "memory", "exit")
 _LONGEST_S = 60.0
 _PRINTS = "your code prints without end"
 _SKIPPED = "not run, because of how another test ended"
+# How the ranks of a check end by themselves, which is no learner's concern.
+_OURS = re.compile(r"\nranks? [\d, -]+ (died: .*|raised Found: .*(\n  at .*)?)")
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>\S+)')
 
 
@@ -74,21 +77,27 @@ def check(
     only: Sequence[str] | None = None,
     hang_s: float = HANG_S,
     stop: bool = False,
+    measured: Mapping[str, list[int]] | None = None,
 ) -> Verdict:
     """Run the exercise's tests on the file `answer`. The same file gives the same verdict.
 
     server: started with PRELOAD, so that ranks are quick. only: these tests and no others. hang_s: ranks that
-    do nothing new for so long hang. stop: at the first finding, whatever it is.
+    do nothing new for so long hang. stop: at the first finding, whatever it is. measured: what the scenarios of a
+    prediction did before; they are run when it is None.
     """
     answer = answer.resolve()
     if not answer.is_file():
         raise UserError(f"{answer} is not there: python -m exercises start copies the stubs")
     tests = [test for test in exercise.tests() if only is None or test.id in only]
+    if exercise.kind == "predict" and measured is None:
+        measured = measure(exercise.source, [test.id for test in tests], server)
+    fault = (stubs.fault_line(exercise), exercise.fault) if exercise.fault else None
+    offered = {"measured": measured, "fault": fault}
     findings: dict[str, Finding] = {}
     for size in sorted({size for test in tests for size in test.ranks}):
         wanted = [test.id for test in tests if size in test.ranks and test.id not in findings]
         while wanted:
-            found = _run(exercise, wanted, answer, size, server, hang_s)
+            found = _run(exercise, wanted, answer, size, server, hang_s, offered)
             if found is None:
                 break
             findings[found.test] = found
@@ -113,19 +122,26 @@ def _results(tests: Sequence[TestCase], findings: dict[str, Finding]) -> list[Te
     ]
 
 
-def _run(exercise: Exercise, tests: Sequence[str], answer: Path, size: int, server: "RankServer", hang_s: float):
+def _run(
+    exercise: Exercise,
+    tests: Sequence[str],
+    answer: Path,
+    size: int,
+    server: "RankServer",
+    hang_s: float,
+    offered: dict,
+) -> Finding | None:
     """The first finding of these tests on fresh ranks, which names its test; None when all pass."""
     with tempfile.TemporaryDirectory(prefix="minidist-check-") as folder:
-        finding = _judge(_request(exercise, tests, answer, folder), size, server, hang_s)
+        finding = _judge(_request(exercise, tests, answer, folder, offered), size, server, hang_s)
     if finding is not None and finding.test not in tests:
         finding.test = tests[0]
     return finding
 
 
-def _request(exercise: Exercise, tests: Sequence[str], answer: Path, folder: str):
+def _request(exercise: Exercise, tests: Sequence[str], answer: Path, folder: str, offered: dict):
     from exercises.rankside import Request
 
-    offered = {"fault": (stubs.fault_line(exercise), exercise.fault)} if exercise.fault else {}
     secret = (exercise.root / "solutions", exercise.root / "tests" / "answers", exercise.test_file, exercise.source)
     secret = tuple(str(path) for path in secret if not answer.is_relative_to(path))
     return Request(
@@ -199,7 +215,7 @@ def _failed(failure, request, size: int) -> Finding:
     """What a job says that ended without a finding."""
     rank = failure.ranks[0] if failure.ranks else 0
     if failure.kind in ("deadlock", "mismatch"):
-        return _placed(Finding("deadlock", str(failure), rank=rank, size=size), "", request)
+        return _placed(Finding("deadlock", _OURS.sub("", str(failure)), rank=rank, size=size), "", request)
     output = failure.output[rank] if rank < len(failure.output) else ""
     if "bad_alloc" in output:
         return _placed(

@@ -1,7 +1,18 @@
 """The project's check of its own checks: what must pass passes, and what must fail fails where it should.
 
-For every exercise: the stub fails for the declared reason, the solution passes, right answers that differ from it pass,
-and each wrong one fails the test that it names. A gate that has checked nothing is red.
+For every exercise of every kind: the stub fails for the declared reason, the solution passes, right answers that differ
+from it pass, and each wrong one fails the test that it names. A gate that has checked nothing is red.
+
+The declared reason. Pieces and predictions are unwritten, and every test says so. Scripts and clinics are programs that
+are there and wrong: their stub fails the test that exercise.toml names in `fails`, and not as unwritten.
+
+Three wrong answers nobody may be paid for, so every exercise has them, each named to the test that catches it:
+* wrong_zero does nothing: a piece gives zeros, a program trains nothing, a prediction says that no rank waits;
+* wrong_constant does the same whatever is asked: a piece gives one value, a program one set of parameters, a clinic
+  calls every fault by one name, a prediction names all ranks everywhere;
+* wrong_cheat has the values without the work. A piece calls the package's own, and must be caught as forbidden. The
+  other kinds have nothing to call: a script lets every rank do everything by itself, a clinic hides the symptom and
+  leaves the fault, a prediction changes the scenario until it fits.
 """
 
 import ast
@@ -14,13 +25,13 @@ from typing import TYPE_CHECKING
 from exercises import report, stubs
 from exercises.catalogue import Exercise
 from exercises.check import Verdict, check
+from exercises.measure import measure
 
 if TYPE_CHECKING:
     from minidist.train.launch import RankServer
 
 _MIN_RIGHT = 2
 _MIN_WRONG = 4
-# Besides the wrong answers that an exercise thinks of: what nobody may be paid for.
 _ALWAYS_WRONG = ("wrong_zero", "wrong_constant", "wrong_cheat")
 
 
@@ -31,6 +42,7 @@ class Gate:
     server: "RankServer"
     checked: int = 0
     problems: list[str] = field(default_factory=list)
+    _measured: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
     @property
     def green(self) -> bool:
@@ -50,16 +62,22 @@ class Gate:
     def _generated(self, exercise: Exercise) -> None:
         for file in stubs.drift(exercise):
             self._problem(exercise, f"{file.name} of {file.parent.name} is not what the package generates now")
-        for result in self._verdict(exercise, exercise.stub).results:
-            if result.finding is None or result.finding.kind != "unwritten":
-                kind = result.finding.kind if result.finding else "nothing wrong"
-                self._problem(exercise, f"the stub must fail {result.id} as unwritten, and it is told: {kind}")
+        self._stub(exercise)
         with tempfile.TemporaryDirectory() as folder:
             nothing = Path(folder, f"{exercise.name}.py")
             nothing.write_text(stubs.empty(exercise))
             for result in self._verdict(exercise, nothing).results:
                 if result.finding is None:
                     self._problem(exercise, f"an empty answer passes {result.id}")
+
+    def _stub(self, exercise: Exercise) -> None:
+        """It fails for the declared reason."""
+        for result in self._verdict(exercise, exercise.stub).results:
+            kind = result.finding.kind if result.finding else "nothing wrong"
+            if not exercise.fails and kind != "unwritten":
+                self._problem(exercise, f"the stub must fail {result.id} as unwritten, and it is told: {kind}")
+            if result.id == exercise.fails and kind in ("nothing wrong", "unwritten", "missing", "skipped"):
+                self._problem(exercise, f"the stub must fail {result.id} for its fault, and it is told: {kind}")
 
     def _right(self, exercise: Exercise) -> None:
         right = sorted(exercise.answers.glob("right_*.py"))
@@ -95,11 +113,14 @@ class Gate:
             caught = {r.id: r.finding.kind for r in self._verdict(exercise, file, [test]).results if r.finding}
             if caught.get(test, "skipped") == "skipped":
                 self._problem(exercise, f"{file.name} is wrong and passes {test}, which must catch it")
-            elif file.stem == "wrong_cheat" and caught[test] != "forbidden":
+            elif file.stem == "wrong_cheat" and exercise.kind == "piece" and caught[test] != "forbidden":
                 self._problem(exercise, f"{file.name} is caught as {caught[test]}, not as forbidden")
 
     def _verdict(self, exercise: Exercise, file: Path, only: list[str] | None = None) -> Verdict:
-        verdict = check(exercise, file, self.server, only=only)
+        if exercise.kind == "predict" and exercise.name not in self._measured:  # once for all answers
+            names = [test.id for test in exercise.tests()]
+            self._measured[exercise.name] = measure(exercise.source, names, self.server)
+        verdict = check(exercise, file, self.server, only=only, measured=self._measured.get(exercise.name))
         lines = len(report.text(verdict, len(exercise.hints)).splitlines())
         if lines > report.MAX_LINES:
             self._problem(

@@ -5,42 +5,14 @@ number. A check that lets one pass does not see that mistake, unless the mutant 
 """
 
 import ast
-import copy
+import contextlib
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_BLANK = "raise NotImplementedError("
-_TRAFFIC = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "recv", "batch", "barrier")
-_ARITHMETIC = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mod,
-    ast.Mod: ast.FloorDiv,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-}
-_COMPARISONS = {
-    ast.Lt: (ast.LtE, ast.GtE),
-    ast.LtE: (ast.Lt, ast.Gt),
-    ast.Gt: (ast.GtE, ast.LtE),
-    ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-    ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,),
-    ast.Is: (ast.IsNot,),
-    ast.IsNot: (ast.Is,),
-}
-_NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor", "sum": "max"}
-_DTYPES = {"int64": "int32", "int32": "int64", "float64": "float32", "float32": "float64", "float": "int"}
-_COUNTERS = ("rank", "world_size", "size", "i", "index", "_next")
-_NUMBERS = ("range", "arange", "divmod")  # their arguments are counts
+from exercises.mistakes import changes
 
-# What replaces a node: another node, or text.
-Change = tuple[str, ast.AST, ast.AST | str]
+_BLANK = "raise NotImplementedError("
 
 
 @dataclass(frozen=True)
@@ -67,15 +39,15 @@ def blanks(stub: str, solution: str) -> list[range]:
 
 def mutants(text: str, lines: Sequence[range]) -> list[Mutant]:
     """All programs that differ from `text` in one place inside one of the ranges of lines, each once."""
-    found: dict[str, Mutant] = {}
-    for node in _nodes(ast.parse(text)):
-        for kind, place, change in _changes(node):
+    tree = ast.parse(text)
+    found: dict[str, Mutant | None] = {ast.dump(tree): None}
+    for node in _nodes(tree):
+        for kind, place, change in changes(node):
             if any(place.lineno in each and place.end_lineno in each for each in lines):
-                mutant = _mutant(text, kind, place, change)
-                if mutant is not None:
-                    found.setdefault(mutant.text, mutant)
-    found.pop(text, None)
-    return sorted(found.values(), key=lambda mutant: mutant.line)
+                changed = _changed(text, place, change)
+                with contextlib.suppress(SyntaxError):  # some changes make no program
+                    found.setdefault(ast.dump(ast.parse(changed)), _mutant(text, kind, place, changed))
+    return sorted(filter(None, found.values()), key=lambda mutant: mutant.line)
 
 
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -86,165 +58,27 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
             yield from _nodes(child)
 
 
-def _mutant(text: str, kind: str, place: ast.AST, change: ast.AST | str) -> Mutant | None:
-    """The program with `change` in the place of a node; None when that is no program."""
-    rows = text.splitlines(keepends=True)
-    first, last = place.lineno, place.end_lineno
-    head, tail = rows[first - 1].encode()[: place.col_offset].decode(), rows[last - 1].encode()[place.end_col_offset :]
-    new = head + (change if isinstance(change, str) else _source(change)) + tail.decode()
-    changed = "".join([*rows[: first - 1], new, *rows[last:]])
-    try:
-        compile(changed, "mutant", "exec")
-    except SyntaxError:
-        return None
-    return Mutant(kind, first, _line("".join(rows[first - 1 : last])), _line(new), changed)
+def _changed(text: str, place: ast.AST, change: ast.AST | str) -> str:
+    """The program with `change` in the place of a node."""
+    rows = text.encode().splitlines(keepends=True)
+    head, tail = rows[place.lineno - 1][: place.col_offset], rows[place.end_lineno - 1][place.end_col_offset :]
+    new = change if isinstance(change, str) else _source(change)
+    return b"".join([*rows[: place.lineno - 1], head, new.encode(), tail, *rows[place.end_lineno :]]).decode()
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())
+def _mutant(text: str, kind: str, place: ast.AST, changed: str) -> Mutant:
+    old, new = text.splitlines(), changed.splitlines()
+    first, after = place.lineno - 1, len(old) - place.end_lineno
+    return Mutant(
+        kind, place.lineno, _line(old[first : len(old) - after]), _line(new[first : len(new) - after]), changed
+    )
+
+
+def _line(lines: Sequence[str]) -> str:
+    return " ".join(" ".join(lines).split())
 
 
 def _source(node: ast.AST) -> str:
     """A node as text, in brackets where its neighbours might bind tighter."""
     loose = isinstance(node, ast.BinOp | ast.BoolOp | ast.Compare | ast.UnaryOp | ast.IfExp)
     return f"({ast.unparse(node)})" if loose else ast.unparse(node)
-
-
-def _with(node: ast.AST, **fields) -> ast.AST:
-    """A copy of the node with other fields."""
-    node = copy.copy(node)
-    for name, value in fields.items():
-        setattr(node, name, value)
-    return node
-
-
-def _changes(node: ast.AST) -> Iterator[Change]:
-    if isinstance(node, ast.stmt):
-        yield from _statement(node)
-    for block in ("body", "orelse"):
-        yield from _neighbours(getattr(node, block, None))
-    for condition in _conditions(node):
-        if not isinstance(condition, ast.UnaryOp | ast.Compare):  # their own changes negate them too
-            yield "negate a condition", condition, ast.UnaryOp(ast.Not(), condition)
-    for kind, change in _expression(node):
-        yield kind, node, change
-    if isinstance(node, ast.For):
-        yield "skip an element", node.iter, f"list({ast.unparse(node.iter)})[1:]"
-        yield "skip an element", node.iter, f"list({ast.unparse(node.iter)})[:-1]"
-        yield "other order", node.iter, f"list({ast.unparse(node.iter)})[::-1]"
-
-
-def _statement(node: ast.stmt) -> Iterator[Change]:
-    if isinstance(node, ast.Continue | ast.Break):
-        yield "continue and break", node, ast.Continue() if isinstance(node, ast.Break) else ast.Break()
-    if isinstance(node, ast.Return) and node.value is not None:
-        yield "return nothing", node, "return None"
-    if isinstance(node, ast.AugAssign):
-        if type(node.op) in _ARITHMETIC:
-            yield "other operator", node, _with(node, op=_ARITHMETIC[type(node.op)]())
-        yield "drop an operand", node, ast.Assign([node.target], node.value, lineno=node.lineno)
-    if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.While | ast.If):
-        yield _dropped(node), node, "pass"
-
-
-def _neighbours(block: object) -> Iterator[Change]:
-    """Two statements of one line each, the second before the first."""
-    block = block if isinstance(block, list) else []
-    for one, two in zip(block, block[1:], strict=False):
-        if one.lineno == one.end_lineno and two.lineno == two.end_lineno == one.lineno + 1:
-            place = ast.Pass(**{name: getattr(one, name) for name in ("lineno", "col_offset")})
-            place.end_lineno, place.end_col_offset = two.end_lineno, two.end_col_offset
-            yield "swap statements", place, f"{ast.unparse(two)}\n{' ' * one.col_offset}{ast.unparse(one)}"
-
-
-def _dropped(node: ast.stmt) -> str:
-    """What dropping a statement is called."""
-    value = getattr(node, "value", None)
-    called = _called(value) if isinstance(value, ast.Call) else ""
-    if called in ("wait", "barrier"):
-        return f"drop a {called}"
-    return "drop a message" if called in _TRAFFIC else "drop a statement"
-
-
-def _called(node: ast.Call) -> str:
-    return getattr(node.func, "attr", None) or getattr(node.func, "id", "")
-
-
-def _conditions(node: ast.AST) -> list[ast.expr]:
-    if isinstance(node, ast.If | ast.While | ast.IfExp):
-        return [node.test]
-    return node.ifs if isinstance(node, ast.comprehension) else []
-
-
-def _expression(node: ast.AST) -> Iterator[tuple[str, ast.AST | str]]:
-    match node:
-        case ast.BinOp(left, op, right):
-            if type(op) in _ARITHMETIC:
-                yield "other operator", _with(node, op=_ARITHMETIC[type(op)]())
-            yield "drop an operand", left
-            if isinstance(op, ast.Add | ast.Mult):
-                yield "drop an operand", right
-        case ast.Compare(_, [op], _):
-            for other in _COMPARISONS[type(op)]:
-                yield "other comparison", _with(node, ops=[other()])
-        case ast.BoolOp(op, values):
-            yield "and or or", _with(node, op=ast.Or() if isinstance(op, ast.And) else ast.And())
-            for i in range(len(values)):
-                rest = [*values[:i], *values[i + 1 :]]
-                yield "drop an operand", rest[0] if len(rest) == 1 else _with(node, values=rest)
-        case ast.UnaryOp(ast.Not(), operand):
-            yield "drop a not", operand
-        case ast.UnaryOp(ast.USub(), operand):
-            yield "drop a sign", operand
-        case ast.IfExp(_, body, orelse):
-            yield "always one branch", body
-            yield "always one branch", orelse
-        case ast.Constant():
-            yield from _constant(node)
-        case ast.Call():
-            yield from _call(node)
-        case ast.Subscript(_, ast.Slice() as cut):
-            for name in ("lower", "upper"):
-                if (end := getattr(cut, name)) is not None:
-                    yield "off by one", _with(node, slice=_with(cut, **{name: _one_more(end)}))
-        case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
-            if name in _COUNTERS:
-                yield "other rank or number", _one_more(node)
-            if name in _DTYPES and isinstance(node, ast.Attribute):
-                yield "other dtype", _with(node, attr=_DTYPES[name])
-
-
-def _one_more(node: ast.expr) -> ast.BinOp:
-    return ast.BinOp(node, ast.Add(), ast.Constant(1))
-
-
-def _constant(node: ast.Constant) -> Iterator[tuple[str, ast.AST]]:
-    if isinstance(node.value, bool):
-        yield "other flag", ast.Constant(not node.value)
-    elif isinstance(node.value, int | float):
-        yield "other constant", ast.Constant(node.value + 1)
-        yield "other constant", ast.Constant(node.value - 1)
-    elif node.value in ("max", "min", "sum"):
-        yield "other reduction", ast.Constant({"max": "min", "min": "max", "sum": "max"}[node.value])
-
-
-def _call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
-    name, args = _called(node), node.args
-    for table, kind in ((_NAMES, "min and max and their like"), (_DTYPES, "other dtype")):
-        if isinstance(node.func, ast.Name) and name in table:
-            yield kind, _with(node, func=ast.Name(table[name]))
-    if isinstance(node.func, ast.Attribute) and name in _NAMES:
-        yield "min and max and their like", _with(node, func=_with(node.func, attr=_NAMES[name]))
-    if isinstance(node.func, ast.Attribute) and not args and not node.keywords:
-        yield "drop a call", node.func.value
-    elif len(args) == 1:
-        yield "drop a call", args[0]
-    for i in range(len(args) - 1 if name not in ("min", "max") else 0):
-        yield "swap arguments", _with(node, args=[*args[:i], args[i + 1], args[i], *args[i + 2 :]])
-    for i in range(len(node.keywords)):
-        yield "drop an argument", _with(node, keywords=[*node.keywords[:i], *node.keywords[i + 1 :]])
-    if len(args) > 2:
-        yield "drop an argument", _with(node, args=args[:-1])
-    if name in _NUMBERS:
-        for i in range(len(args)):
-            yield "off by one", _with(node, args=[*args[:i], _one_more(args[i]), *args[i + 1 :]])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from exercises import stubs
 from exercises.catalogue import Exercise
-from exercises.check import check
+from exercises.check import HANG_S, check
 from exercises.mutants import Mutant, blanks, mutants
 from minidist.errors import UserError
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from minidist.train.launch import RankServer
 
 LEAST_KILLED = 0.95
-_HANG_S = 2.0
+_HANG_S = 2.0  # a busy machine may stop for so long; of what is to survive, more is asked
 _KEYS = {"was", "becomes", "why"}
 _FATES = ("killed", "equivalent", "survived")
 
@@ -67,8 +67,8 @@ class Mutation:
         known = equivalents(exercise)
         left = dict(known)
         for mutant in mutants_of(exercise):
-            caught = self._caught(exercise, mutant)
             entry = (mutant.was, mutant.becomes)
+            caught = self._caught(exercise, mutant, HANG_S if entry in known else _HANG_S)
             left.pop(entry, None)
             fate = "killed" if caught else "equivalent" if entry in known else "survived"
             for each in (tally, self.kinds.setdefault(mutant.kind, Tally())):
@@ -91,12 +91,12 @@ class Mutation:
         kinds = [f"{kind:<28}{tally}" for kind, tally in sorted(self.kinds.items())]
         return ["", *kinds, "", f"{'all':<28}{total}", *self.problems]
 
-    def _caught(self, exercise: Exercise, mutant: Mutant) -> str:
+    def _caught(self, exercise: Exercise, mutant: Mutant, hang_s: float) -> str:
         """The test that the mutant fails; nothing when it passes all."""
         with tempfile.TemporaryDirectory(prefix="minidist-mutant-") as folder:
             file = Path(folder, f"{exercise.name}.py")
             file.write_text(mutant.text)
-            verdict = check(exercise, file, self.server, hang_s=_HANG_S, stop=True)
+            verdict = check(exercise, file, self.server, hang_s=hang_s, stop=True)
         failed = [result for result in verdict.results if result.finding and result.finding.kind != "skipped"]
         return failed[0].id if failed else ""
 

@@ -6,6 +6,7 @@ A deadlock of raw `torch.distributed` calls is explained within a second that wa
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from exercises.testing import Wrong
 from minidist.comm import Meter, Use, World, bind
 from minidist.comm.board import Channel
-from minidist.comm.caller import caller_line
 from minidist.comm.recording import mount
 from minidist.mesh import Mesh
 from minidist.train.launch.place import prefer_loopback
@@ -77,7 +77,8 @@ class Torchrun:
         prefer_loopback()
         self._recorded = mount(self._meter, world.board, use="world")
         self._store = world.store or dist.TCPStore(_HERE, 0, 1, is_master=True, wait_for_workers=False)
-        self._original, dist.init_process_group = dist.init_process_group, self._init
+        self._torch_init, dist.init_process_group = dist.init_process_group, self._init
+        self._torch_end, dist.destroy_process_group = dist.destroy_process_group, self._end
         self._tell()
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -92,12 +93,7 @@ class Torchrun:
 
     def gather(self, value: Any) -> list:
         """The value of every rank. It needs no process group, so a test may ask when the program has ended its own."""
-        self._meet("gather")
-        keys = [f"gather/{self._met}/{rank}" for rank in range(self._world.size)]
-        self._store.set(keys[self._world.rank], json.dumps(value))
-        values = [json.loads(self._store.get(key)) for key in keys]
-        self._world.board.resume()
-        return values
+        return self._exchange("gather", value)
 
     @property
     def records(self) -> list:
@@ -126,13 +122,36 @@ class Torchrun:
             backend = self._recorded if recorded else backend
             if store is None and init_method in (None, "env://"):
                 init_method, store = None, dist.PrefixStore(f"meeting/{self._met}", self._store)
-            self._original(backend, init_method, timeout, place[1], place[0], store, **more)
+            self._torch_init(backend, init_method, timeout, place[1], place[0], store, **more)
             self.joined = True
         finally:
             board.resume()
+
+    def _end(self, *args, **kwargs) -> None:
+        """torch's destroy_process_group, once all ranks have come to it: one that still waits for this one is told what
+        is missing, where torch would break its connection."""
+        if dist.is_initialized():
+            self._exchange("destroy_process_group")
+        self._torch_end(*args, **kwargs)
+
+    def _exchange(self, name: str, value: Any = None) -> list:
+        self._meet(name)
+        keys = [f"{name}/{self._met}/{rank}" for rank in range(self._world.size)]
+        self._store.set(keys[self._world.rank], json.dumps(value))
+        values = [json.loads(self._store.get(key)) for key in keys]
+        self._world.board.resume()
+        return values
 
     def _meet(self, name: str) -> None:
         """Say on the board that this rank waits from now on for all others to come here, for the _met-th time."""
         self._met += 1
         board, channel = self._world.board, Channel("collective", "world", tuple(range(self._world.size)))
-        board.wait(channel, board.launch(channel, name, (), ""), name, (), "", caller_line())
+        board.wait(channel, board.launch(channel, name, (), ""), name, (), "", _line())
+
+
+def _line() -> str:
+    """`file:line` of whoever called into this file."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -4,10 +4,13 @@ Neither depends on how fast the machine is, so neither needs a clock.
 """
 
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch.autograd import profiler
+
+from exercises.testing import Wrong
 
 
 def timeline(network) -> list[str]:
@@ -23,6 +26,15 @@ def timeline(network) -> list[str]:
         if record.waited is not None:
             ticks.append((record.waited, f"wait {number}"))
     return [label for _, label in sorted(ticks)]
+
+
+def expect_order(happened: Sequence[str], expected: Sequence[str]) -> None:
+    """Events must be just those expected, in their order; the message names the first that is not."""
+    before = "the beginning"
+    for got, wanted in itertools.zip_longest(happened, expected, fillvalue="nothing more"):
+        if got != wanted:
+            raise Wrong("wrong", f"what happens after: {before}", wanted, got)
+        before = wanted
 
 
 class PeakMemory:

@@ -141,14 +141,22 @@ class Note:
 def _call_text(function: Callable, args: Sequence, kwargs: dict) -> str:
     try:
         bound = inspect.signature(function).bind(*args, **kwargs).arguments
-        parts = [f"{name}={show(value)}" for name, value in bound.items()]
+        parts = [f"{name}={_brief(value)}" for name, value in bound.items()]
     except TypeError:
-        parts = [show(value) for value in args]
+        parts = [_brief(value) for value in args]
     return f"{function.__name__}({', '.join(parts)})"
 
 
+def _brief(value: Any) -> str:
+    """An argument: a value as `show` has it, an object by the name of its class."""
+    kinds = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, range, type(None))
+    return show(value) if isinstance(value, kinds) or hasattr(value, "tolist") else f"<{type(value).__name__}>"
+
+
 def _plain(value: Any) -> Any:
-    """Arrays and tensors as lists, whole or inside lists."""
+    """Arrays and tensors as lists, whole or inside lists and tables."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value

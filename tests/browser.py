@@ -23,16 +23,18 @@ _CELLS = ".jp-Notebook .jp-Cell"
 _CHOSEN = """([selector, index]) => {
     const cells = [...document.querySelectorAll(selector)];
     const chosen = index >= 0 ? [cells[index]] : cells.filter(cell => cell.classList.contains("jp-CodeCell"));
-    const number = cell => cell.querySelector(".jp-InputArea-prompt").innerText;
+    const number = cell => cell.querySelector(".jp-InputPrompt, .jp-Placeholder-prompt")?.innerText ?? "";
+    const empty = cell => cell.querySelector(".cm-line")?.innerText === "";
     %s
 }"""
 _MARK = _CHOSEN % "chosen.forEach(cell => { cell.dataset.before = number(cell); });"
 _RAN = (
     _CHOSEN
     % """
-    const marked = chosen.filter(cell => cell.dataset.before !== undefined && cell.querySelector(".cm-line").innerText);
-    const failed = index < 0 && document.querySelector("[data-mime-type='application/vnd.jupyter.error']");
-    return failed || marked.every(cell => /[0-9]/.test(number(cell)) && number(cell) !== cell.dataset.before);
+    const marked = chosen.filter(cell => cell.dataset.before !== undefined && !empty(cell));
+    const ran = cell => /[0-9]/.test(number(cell)) && number(cell) !== cell.dataset.before;
+    // An error ends Run All: then no cell waits any more, and some have not run.
+    return marked.every(ran) || (index < 0 && ran(marked[0]) && marked.every(cell => !number(cell).includes("*")));
 """
 )
 _FIRST_LINES = """selector => [...document.querySelectorAll(selector)].map(
@@ -108,10 +110,9 @@ class Notebook:
         return lines.index(begins)
 
     def errors(self) -> list[str]:
-        """The tracebacks in the notebook."""
-        return self.page.locator(
-            '.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"]'
-        ).all_inner_texts()
+        """What the notebook shows as errors: tracebacks, and what was told on stderr."""
+        kinds = [f"[data-mime-type='application/vnd.jupyter.{kind}']" for kind in ("error", "stderr")]
+        return self.page.locator(", ".join(kinds)).all_inner_texts()
 
     def run_all(self, timeout_ms: float = WAIT_MS) -> None:
         """The menu's Run All Cells, until every cell has run or one has ended it by an error."""
@@ -167,8 +168,11 @@ class Notebook:
         """The toolbar's stop button."""
         self.page.locator('.jp-NotebookPanel-toolbar [data-command="notebook:interrupt-kernel"]').first.click()
 
-    def picture(self, name: str) -> None:
+    def picture(self, name: str, index: int | None = None) -> None:
+        """A screenshot; of a cell with what is below it, if one is given."""
         self._pictures.mkdir(parents=True, exist_ok=True)
+        if index is not None:
+            self._cell(index).evaluate("cell => cell.scrollIntoView({block: 'end'})")
         self.page.screenshot(path=self._pictures / f"{name}.png")
 
     def _cell(self, index: int):

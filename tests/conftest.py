@@ -48,6 +48,19 @@ def ranks(server):
     return run
 
 
+@pytest.fixture
+def judge(server, tmp_path):
+    """`judge(exercise, text)`: the verdict on a learner's file with that text."""
+    from exercises.check import check
+
+    def run(exercise, text, **options):
+        file = tmp_path / f"{exercise.name}.py"
+        file.write_text(text)
+        return check(exercise, file, server, **options)
+
+    return run
+
+
 def _shared_files() -> set[str]:
     return {file.name for file in _SHARED.iterdir()} if _SHARED.is_dir() else set()
 

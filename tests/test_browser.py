@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from exercises.catalogue import Catalogue
+from exercises.catalogue import ROOT, Catalogue
 from exercises.work import Work
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser test needs playwright")
@@ -20,7 +20,10 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the browser test needs
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
 RIGHT = (BLOCK.answers / "right_loop.py").read_text()
-SUM = CATALOGUE["gradient_sum"]
+# An answer whose rank 1 leaves before it has sent anything.
+SUM = CATALOGUE["gradient_sum"].solution.read_text()
+LEAVE = "        if next(iter(self._groups.values())).rank == 1:\n            return\n"
+HANGS = SUM.replace("    def finish(self) -> None:\n", f"    def finish(self) -> None:\n{LEAVE}")
 PIECE = "%%piece minidist.data.partition:block"
 SMALL = [
     "%load_ext minidist.notebook\n%load_ext exercises",
@@ -28,6 +31,7 @@ SMALL = [
     "%%ranks\nfrom minidist.data.partition import block\nblock(10, world_size, rank).tolist()",
     "%exercise block_partition",
 ]
+CHAPTERS = sorted((ROOT / "chapters").glob("[0-9]*/*.ipynb"))
 
 
 def notebook_file(cells) -> str:
@@ -80,17 +84,21 @@ def small(page, lab, pictures):
 
 
 def test_a_learners_first_hour(small, work):
-    """Ranks answer, an exercise is passed, a piece is edited, ranks hang and are stopped, and all goes on."""
+    """An exercise is failed and passed, a piece is edited, ranks hang and are stopped, and all goes on."""
     assert "rank 0: [0, 1, 2, 3, 4]" in small.output(2)
     small.picture("1-run-all")
 
     answer = small.find("%%exercise block_partition")
     assert "not written yet" in small.run(answer)
-    small.picture("2-not-written")
+    small.picture("2-not-written", answer)
     small.write(answer, "%%exercise block_partition\n" + RIGHT)
     assert "block_partition: passed, 10 of 10 points" in small.run(answer)
     assert work.entry(BLOCK)["passed"] and work.file(BLOCK).read_text().strip() == RIGHT.strip()
-    small.picture("3-passed")
+    small.picture("3-passed", answer)
+
+    told = small.tell(f"%%exercise gradient_sum\n{HANGS}")
+    assert "deadlock: ranks 0" in told and "all_reduce" in told
+    small.picture("4-exercise-hangs", len(small) - 1)
 
     mine = "def block(n, world_size, rank):\n    return np.array([n])\n"
     assert "replaced here and on 2 ranks" in small.tell(f"{PIECE}\n{mine}")
@@ -98,17 +106,31 @@ def test_a_learners_first_hour(small, work):
     assert "the package's own again" in small.tell("%piece --reset")
     assert "rank 1: [5, 6, 7, 8, 9]" in small.run(2)
 
-    told = small.tell("%%ranks\nx = 10 + rank\nif rank == 0:\n    dist.all_reduce(torch.ones(1))")
-    assert "deadlock" in told and "at line 4 of cell" in told and "rank 1 reached the end of the cell" in told
-    small.picture("4-deadlock")
-
-    endless = small.add("%%ranks --quiet 600\nprint('I begin')\nwhile True:\n    pass")
-    small.begin(endless)
-    small.shows(endless, "ranks 0-1: I begin")
-    small.picture("5-endless")
-    small.stop()
-    told = small.ended(endless)
-    assert told.count("I begin") == 1 and "stopped; the ranks stood here" in told
-    small.picture("6-stopped")
-    assert "rank 0: 10\nrank 1: 11" in small.tell("%%ranks\nx")
+    hang_stop_and_go_on(small)
     assert small.errors() == []
+
+
+def hang_stop_and_go_on(notebook):
+    """A cell that hangs is explained, one that never ends is stopped by the button, and variables are still there."""
+    told = notebook.tell("%%ranks\nx = 10 + rank\nif rank == 0:\n    dist.all_reduce(torch.ones(1))")
+    assert "deadlock" in told and "at line 4 of the cell" in told and "rank 1 reached the end of the cell" in told
+    notebook.picture("5-deadlock", len(notebook) - 1)
+    endless = notebook.add("%%ranks --quiet 600\nprint('I begin')\nwhile True:\n    pass")
+    notebook.begin(endless)
+    notebook.shows(endless, "ranks 0-1: I begin")
+    notebook.picture("6-endless", endless)
+    notebook.stop()
+    told = notebook.ended(endless)
+    assert told.count("I begin") == 1 and "stopped; the ranks stood here" in told
+    notebook.picture("7-stopped", endless)
+    assert "rank 0: 10\nrank 1: 11" in notebook.tell("%%ranks\nx")
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_runs_from_top_to_bottom_and_goes_on(page, lab, pictures, chapter):
+    notebook = Notebook(page, lab, f"chapters/{chapter.parent.name}/{chapter.name}", pictures / chapter.stem)
+    notebook.run_all(timeout_ms=90_000)
+    assert notebook.errors() == []
+    notebook.picture("1-run-all")
+    notebook.tell("%ranks 2")
+    hang_stop_and_go_on(notebook)

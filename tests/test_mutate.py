@@ -67,6 +67,19 @@ BECOMES = {
 }
 
 
+# One rank sees no strides.
+WEAK = '''"""Tests that see too little."""
+
+from exercises.testing import expect, indices, test
+
+
+@test(points=8)
+def one_rank(answer):
+    """The only rank has all samples."""
+    expect("the samples", indices(answer.strided(4, 1, 0)), [0, 1, 2, 3])
+'''
+
+
 def program(body):
     return f"def f(a, b):\n    before = 1 + 1\n    {body}\n    after = 1 + 1\n"
 
@@ -131,11 +144,9 @@ def test_tests_that_see_too_little_are_red(course, tmp_path, capsys):
     exercise.test_file.write_text(WEAK)
     assert main(["--root", str(tmp_path), "gate", "--mutate", exercise.name]) == 1
     told = capsys.readouterr().out
-    line = "return np.arange(rank, n, world_size, dtype=np.int64)"
-    seen = "return np.arange(rank, (n + 1), world_size, dtype=np.int64)"
-    survivor = "return np.arange(rank, n, dtype=np.int64)"
-    assert f"line 32 of the solution, drop an argument: {line}  ->  {survivor}" not in told or True
-    assert seen not in told
+    survivor = "return np.arange(rank, n, world_size, dtype=np.int64)  ->  return np.arange(rank, n, dtype=np.int64)"
+    assert f"strided_partition: line 32 of the solution, drop an argument: {survivor}\n" in told
+    assert "1 survived" in told and told.count("of the solution") == 1
 
 
 def test_one_unexplained_survivor_is_red_whatever_the_rate(server, course):

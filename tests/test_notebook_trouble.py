@@ -25,7 +25,7 @@ def test_a_skipped_all_reduce_is_explained_and_variables_stay(live):
     pids = list(live.pids)
     result = run(live, "t = torch.ones(4)\nif rank != 1:\n    dist.all_reduce(t)\nprint('here')", name=3)
     assert result.kind == "deadlock"
-    where = "waiting in all_reduce #1 (4,) float32 of 'world' (ranks 0-2) at line 3 of cell 3"
+    where = "waiting in all_reduce #1 (4,) float32 of 'world' (ranks 0-2) at line 3 of the cell"
     assert f"ranks 0, 2: {where}" in str(result)
     assert "rank 1 reached the end of the cell without launching all_reduce #1" in str(result)
     assert result.outputs == ["", "here\n", ""]
@@ -42,7 +42,7 @@ def test_sends_head_to_head_are_explained_and_variables_stay(live):
     assert result.kind == "deadlock"
     assert "rank 0: waiting in send to rank 1 #1 (10,) float32" in str(result)
     assert "rank 1 waits for rank 0 to launch recv #1" in str(result)
-    assert "at line 3 of cell 2" in str(result)
+    assert "at line 3 of the cell" in str(result)
     assert live.get("x") == [0, 1, 2]
     works(live)
 
@@ -50,7 +50,7 @@ def test_sends_head_to_head_are_explained_and_variables_stay(live):
 def test_a_wait_at_the_door_can_be_given_up_too(live):
     run(live, "x = rank\nimport minidist.comm")
     result = run(live, "if rank:\n    minidist.comm.barrier(comm)")
-    assert result.kind == "deadlock" and "waiting in barrier" in str(result) and "line 2 of cell 2" in str(result)
+    assert result.kind == "deadlock" and "waiting in barrier" in str(result) and "line 2 of the cell" in str(result)
     assert live.get("x") == [0, 1, 2]
     works(live)
 
@@ -70,6 +70,14 @@ def test_ranks_that_wait_for_one_that_raised_are_told_with_its_error(live):
     works(live)
 
 
+def test_a_wait_in_a_function_of_an_earlier_cell_names_that_cell(live):
+    run(live, "def meet():\n    dist.barrier()")
+    assert "waiting in barrier #1 of 'world' (ranks 0-2) at line 2 of cell 1" in str(
+        run(live, "if rank == 0:\n    meet()")
+    )
+    works(live)
+
+
 def test_operations_that_do_not_fit_are_a_mismatch(live):
     result = run(live, "dist.all_reduce(torch.ones(2 + rank))")
     assert "mismatch: operation #1 of 'world' (ranks 0-2) is not the same on ranks" in str(result)
@@ -81,7 +89,7 @@ def test_an_endless_loop_is_stopped_and_told_by_its_line(live, loop):
     run(live, "x = rank")
     result = run(live, loop, quiet_s=0.3)
     assert result.kind == "quiet" and "nothing has moved for 0.3 s" in str(result)
-    assert "of cell 2" in str(result)
+    assert " of the cell" in str(result)
     assert live.get("x") == [0, 1, 2]
     works(live)
 
@@ -95,7 +103,7 @@ def test_a_wait_of_torch_itself_tells_what_was_not_begun(live):
         loss.backward()
     """
     result = run(live, source, quiet_s=0.5)
-    assert result.kind == "quiet" and "ranks 0, 2: line 6 of cell 1" in str(result)
+    assert result.kind == "quiet" and "ranks 0, 2: line 6 of the cell" in str(result)
     assert "all_reduce (12,) float32 #" in str(result)
     assert "begun by ranks 0, 2, not by rank 1" in str(result)
     assert live.get("x") == [0, 1, 2]

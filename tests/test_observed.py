@@ -1,9 +1,11 @@
 """The order of events and the memory that the tests of an exercise see."""
 
+import pytest
 import torch
 
-from exercises.observed import PeakMemory, timeline
 from exercises.network import Network
+from exercises.observed import PeakMemory, expect_order, timeline
+from exercises.testing import Wrong
 from minidist.comm import all_reduce
 
 KB = 1000
@@ -65,6 +67,22 @@ def events(world):
 def test_the_timeline_has_marks_launches_and_ends_of_waits_in_order(ranks):
     want = ["one", "launch 0", "two", "launch 1", "three", "launch 2", "wait", "wait 1", "wait 0"]
     assert ranks(events, 2, backend=None) == [(want, [])] * 2
+
+
+@pytest.mark.parametrize(
+    "happened, told",
+    [
+        (["a", "c"], ("what happens after: a", "b", "c")),
+        (["b"], ("what happens after: the beginning", "a", "b")),
+        (["a"], ("what happens after: a", "b", "nothing more")),
+        (["a", "b", "b"], ("what happens after: b", "nothing more", "b")),
+    ],
+)
+def test_the_first_event_out_of_order_is_told(happened, told):
+    expect_order(["a", "b"], ["a", "b"])
+    with pytest.raises(Wrong) as wrong:
+        expect_order(happened, ["a", "b"])
+    assert (str(wrong.value), wrong.value.expected, wrong.value.got) == told
 
 
 def test_one_rank_launches_nothing(ranks):

@@ -95,4 +95,4 @@ def refuses_what_does_not_fit(answer):
     refused(answer, "WORLD_SIZE", RANK="2", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
     refused(answer, "WORLD_SIZE", RANK="0", WORLD_SIZE="0")
     refused(answer, "LOCAL_RANK", RANK="2", WORLD_SIZE="4", LOCAL_RANK="2", LOCAL_WORLD_SIZE="2")
-    refused(answer, "LOCAL_WORLD_SIZE", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="4")
+    refused(answer, "LOCAL_WORLD_SIZE", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -52,9 +53,10 @@ def model_of(answer, seed):
     return model
 
 
-def one_process(data, epochs, batch_size):
-    """The parameters that a single process has after training from start(0)."""
-    parameters = [value.requires_grad_() for value in start(0)]
+def one_process(sizes, epochs, seed=0):
+    """The parameters that a single process has after training from start(seed)."""
+    data, batch_size = Samples(sizes[0]), sizes[1]
+    parameters = [value.requires_grad_() for value in start(seed)]
     for _ in range(epochs):
         for first in range(0, len(data), batch_size):
             w1, b1, w2, b2 = parameters
@@ -65,13 +67,31 @@ def one_process(data, epochs, batch_size):
     return [parameter.tolist() for parameter in parameters]
 
 
+class Run(NamedTuple):
+    """What one call of main has left: how often each sample was read, and the parameters it returned."""
+
+    reads: list
+    parameters: list
+    steps: int
+    joined: bool
+    ended: bool
+
+
+RUNS = {}  # several tests look at one and the same run
+
+
 def trained(answer, run, sizes, epochs, seed=0):
-    """(the data set that main was given, the parameters it returned)."""
-    data = Samples(sizes[0])
-    model = run(answer.main, data, model_of(answer, seed), epochs=epochs, batch_size=sizes[1])
-    if not isinstance(model, torch.nn.Module):
-        raise Wrong("type", "main must return the trained model", "a Network", type(model).__name__)
-    return data, [parameter.detach().tolist() for parameter in model.parameters()]
+    """The run of main over so many samples, in batches of that size, from start(seed)."""
+    if (sizes, epochs, seed) not in RUNS:
+        steps, data = [], Samples(sizes[0])
+        hook = register_optimizer_step_post_hook(lambda *_: steps.append(1))
+        model = run(answer.main, data, model_of(answer, seed), epochs=epochs, batch_size=sizes[1])
+        hook.remove()
+        if not isinstance(model, torch.nn.Module):
+            raise Wrong("type", "main must return the trained model", "a Network", type(model).__name__)
+        parameters = [parameter.detach().tolist() for parameter in model.parameters()]
+        RUNS[sizes, epochs, seed] = Run(data.reads, parameters, len(steps), run.joined, run.ended)
+    return RUNS[sizes, epochs, seed]
 
 
 def told(sizes, epochs):
@@ -82,31 +102,29 @@ def told(sizes, epochs):
 @test(points=3, ranks=(1, 2))
 def starts_where_torchrun_says(answer, run):
     """main joins as the rank that torchrun made it, over a backend that this machine has, and comes to its end."""
-    trained(answer, run, EVEN, 1)
-    expect("whether main has called init_process_group", run.joined, True)
+    result = trained(answer, run, EVEN, 1)
+    expect("whether main has called init_process_group", result.joined, True, case="main(...)")
 
 
 @test(points=2, ranks=(2,))
 def computes_where_it_can(answer, world, run):
     """A GPU of its own and nccl for each rank where there are enough, else the CPU and gloo; main asks for it."""
     for gpus, local_rank, local_size in ((0, 1, 2), (1, 1, 2), (2, 1, 2), (8, 5, 8)):
-        enough = gpus >= local_size
         available = mock.patch("torch.cuda.is_available", lambda gpus=gpus: gpus > 0)
         with available, mock.patch("torch.cuda.device_count", lambda gpus=gpus: gpus):
             got = answer.device_and_backend(local_rank, local_size)
-        wanted = (f"cuda:{local_rank}", "nccl") if enough else ("cpu", "gloo")
         if not isinstance(got, tuple) or len(got) != 2:
             raise Wrong("type", "device_and_backend must return two things", "a device and a backend", repr(got))
-        expect(f"device and backend with {gpus} GPUs", [str(got[0]), got[1]], list(wanted))
+        wanted = [f"cuda:{local_rank}", "nccl"] if gpus >= local_size else ["cpu", "gloo"]
+        expect(f"device and backend where there are {gpus} GPUs", [str(got[0]), got[1]], wanted)
     asked = []
-    names = inspect.unwrap(answer.main).__globals__
 
     def chosen(*args):
         asked.append(args)
         return torch.device("cpu"), "gloo"
 
-    with mock.patch.dict(names, device_and_backend=chosen):
-        trained(answer, run, EVEN, 1)
+    with mock.patch.dict(inspect.unwrap(answer.main).__globals__, device_and_backend=chosen):
+        trained(answer, run, EVEN, 1, seed=1)
     expect("what main gives to device_and_backend", asked[:1], [(world.rank, world.size)], case="main(...)")
 
 
@@ -115,8 +133,7 @@ def each_sample_once_per_epoch(answer, world, run):
     """Over all ranks every sample is read once per epoch, and no rank does the work of others."""
     for sizes, epochs in ((EVEN, 1), (UNEVEN, 2)):
         case = told(sizes, epochs)
-        data, _ = trained(answer, run, sizes, epochs)
-        reads = run.gather(data.reads)
+        reads = run.gather(trained(answer, run, sizes, epochs).reads)
         total = [sum(each) for each in zip(*reads, strict=True)]
         expect("how often each sample was read by all ranks together", total, [epochs] * sizes[0], case=case)
         most = epochs * math.ceil(sizes[0] / sizes[1]) * math.ceil(sizes[1] / world.size)
@@ -126,39 +143,35 @@ def each_sample_once_per_epoch(answer, world, run):
         )
 
 
-@test(points=3, ranks=(1, 2))
+@test(points=3, ranks=(1, 2, 3))
 def equals_one_process(answer, run):
     """From equal starts, the parameters on every rank are those of one process."""
-    data, parameters = trained(answer, run, EVEN, 2)
-    expect("the parameters", parameters, one_process(data, 2, EVEN[1]), tolerance=TOLERANCE, case=told(EVEN, 2))
+    got, expected = trained(answer, run, EVEN, 1).parameters, one_process(EVEN, 1)
+    expect("the parameters after training", got, expected, tolerance=TOLERANCE, case=told(EVEN, 1))
 
 
 @test(points=3, ranks=(2, 3))
 def equals_one_process_in_uneven_batches(answer, run):
     """So they are when a batch does not divide by the number of ranks, or has fewer samples than there are ranks."""
-    data, parameters = trained(answer, run, UNEVEN, 1)
-    expect("the parameters", parameters, one_process(data, 1, UNEVEN[1]), tolerance=TOLERANCE, case=told(UNEVEN, 1))
+    got, expected = trained(answer, run, UNEVEN, 2).parameters, one_process(UNEVEN, 2)
+    expect("the parameters after training", got, expected, tolerance=TOLERANCE, case=told(UNEVEN, 2))
 
 
 @test(points=2, ranks=(3,))
 def replicas_start_as_rank_0(answer, world, run):
     """Replicas that were made with other values on every rank start as the one of rank 0."""
-    data, parameters = trained(answer, run, EVEN, 1, seed=world.rank)
-    expect("the parameters", parameters, one_process(data, 1, EVEN[1]), tolerance=TOLERANCE, case="unequal replicas")
+    got, expected = trained(answer, run, EVEN, 1, seed=world.rank + 1).parameters, one_process(EVEN, 1, seed=1)
+    expect("the parameters after training", got, expected, tolerance=TOLERANCE, case="replicas that differ")
 
 
-@test(points=2, ranks=(2,))
+@test(points=2, ranks=(1, 2))
 def one_step_per_batch(answer, run):
     """The optimizer takes one step for each batch of each epoch."""
-    steps = []
-    hook = register_optimizer_step_post_hook(lambda *_: steps.append(1))
-    trained(answer, run, UNEVEN, 1)
-    hook.remove()
-    expect("steps of the optimizer", len(steps), math.ceil(UNEVEN[0] / UNEVEN[1]), case=told(UNEVEN, 1))
+    steps = math.ceil(EVEN[0] / EVEN[1])
+    expect("steps of the optimizer", trained(answer, run, EVEN, 1).steps, steps, case=told(EVEN, 1))
 
 
 @test(points=1, ranks=(1,))
 def ends_its_group(answer, run):
     """When main returns, the process group is ended."""
-    trained(answer, run, EVEN, 1)
-    expect("whether the process group was ended", run.ended, True, case="main(...)")
+    expect("whether the process group was ended", trained(answer, run, EVEN, 1).ended, True, case="main(...)")

@@ -1,6 +1,6 @@
 """What one rank knows of its place among the others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ class World:
     backend: str | None
     board: Board
     node_rank: int = 0
-    store: dist.Store | None = None
+    store: dist.Store | None = field(default=None, repr=False)  # its own repr asks the name service, for seconds
 
     @property
     def control_device(self) -> torch.device:

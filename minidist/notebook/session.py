@@ -1,6 +1,7 @@
 """Live ranks: processes that stay between the cells of a notebook and keep their variables."""
 
 import contextlib
+import re
 import signal
 import threading
 import time
@@ -104,6 +105,8 @@ class LiveRanks:
             kind, why = watch.ask(("run", cell), pressed)
             if kind not in ("done", "died"):
                 self._free()
+            # Numbers tell earlier cells apart; of this one nobody needs it, and it is another in every run.
+            why = re.sub(rf" of {re.escape(cell.name)}\b", " of the cell", why)
             self.last = self._concluded(kind, why, notes)
         return self.last
 

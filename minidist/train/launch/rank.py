@@ -92,7 +92,7 @@ def _run(job: dict, board_fd: int, listen_fd: int, control: socket.socket) -> tu
         if job["live"]:
             from minidist.train.launch.seat import Seat
 
-            args = (Seat(world, control, _store(job, listen_fd)), *args)
+            args = (Seat(world, control), *args)
         value = function(world, *args, **kwargs)
         board.finish("returned")
         return "value", _pickled(value, job["function"].qualname)
@@ -119,7 +119,7 @@ def _join(job: dict, board, listen_fd: int):
     torch.set_num_threads(job["threads"] or threads_per_rank(size, job["environ"]))
     device = choose_device(job["device"], rank, size)
     backend = choose_backend(job["backend"], device, job["device"], size)
-    store = _store(job, listen_fd) if backend is not None or size > 1 else None
+    store = _store(job, listen_fd) if backend is not None or size > 1 or job["live"] else None
     if backend is not None:
         prefer_loopback()
         init_group(backend, store, rank, size, device, job["timeout_s"])

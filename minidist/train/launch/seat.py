@@ -24,9 +24,9 @@ class Seat:
     meter: what this rank sent through any process group, raw `torch.distributed` calls included.
     """
 
-    def __init__(self, world: World, control: socket.socket, store: dist.Store):
+    def __init__(self, world: World, control: socket.socket):
         self.world, self.meter = world, Meter()
-        self._control, self._store = control, store
+        self._control = control
         self._abandoned: list[Any] = []
         self._backend = mount(self.meter, world.board, use="world", wait=_wait)
         world.backend = self._backend
@@ -52,7 +52,7 @@ class Seat:
         world.board.clear()
         dist.init_process_group(
             self._backend,
-            store=dist.PrefixStore(f"live/{generation}", self._store),
+            store=dist.PrefixStore(f"live/{generation}", self.world.store),
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(hours=12),
@@ -70,7 +70,7 @@ class Seat:
             try:
                 if sock.family in (socket.AF_INET, socket.AF_INET6):
                     ports = sock.getsockname()[1], sock.getpeername()[1]
-                    if self._store.port not in ports:  # the meeting point is needed again
+                    if self.world.store.port not in ports:  # the meeting point is needed again
                         sock.shutdown(socket.SHUT_RDWR)
             except OSError:  # it only listens
                 pass

@@ -1,0 +1,108 @@
+"""Tests of averaged_parameter: the reference is a loop on one process, in float64."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from exercises.testing import Wrong, expect, show, test
+
+BATCH, EPOCHS = 12, 2
+STEPS = EPOCHS * 2
+TOLERANCE = 1e-9  # float64 sums in another order, through four steps of Adam
+KEYS = ("start", "share", "mean", "gradient", "steps")
+
+
+class Run(NamedTuple):
+    """What one call of main has left: the parameters, and what was sent."""
+
+    parameters: list
+    records: list
+
+
+RUNS = []  # several tests look at one and the same run
+
+
+def model_of(seed):
+    """A network in float64 that differs by seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1)).double()
+
+
+def data():
+    """24 samples: two batches."""
+    inputs = torch.randn(2 * BATCH, 10, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return inputs, inputs.sum(dim=1, keepdim=True).sin()
+
+
+def trained(answer, world, run):
+    """The run of main, from other starting values on every rank."""
+    if not RUNS:
+        result = run(answer.main, *data(), model_of(world.rank), epochs=EPOCHS, batch_size=BATCH)
+        if not isinstance(result, tuple) or not isinstance(result[0], nn.Module):
+            raise Wrong("type", "main must return the model and the losses", "(model, losses)", show(result))
+        RUNS.append(Run([parameter.tolist() for parameter in result[0].parameters()], run.records))
+    return RUNS[0]
+
+
+def one_process():
+    """The parameters of a single process that starts as rank 0 does."""
+    model, (inputs, targets) = model_of(0), data()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=0.001)
+    for _ in range(EPOCHS):
+        for first in range(0, len(inputs), BATCH):
+            optimizer.zero_grad()
+            error = model(inputs[first : first + BATCH]) - targets[first : first + BATCH]
+            (error**2).mean().backward()
+            optimizer.step()
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+@test(points=3, ranks=(2, 3))
+def replicas_stay_equal(answer, world, run):
+    """After training, the parameters of all replicas are equal."""
+    everywhere = run.gather(trained(answer, world, run).parameters)
+    for rank, parameters in enumerate(everywhere):
+        expect(f"the parameters of rank {rank} and of rank 0", parameters, everywhere[0], case="main(...)")
+
+
+@test(points=4, ranks=(1, 2, 3))
+def equals_one_process(answer, world, run):
+    """The trained model is the one of a single process."""
+    got = trained(answer, world, run).parameters
+    expect("the parameters after training", got, one_process(), tolerance=TOLERANCE, case="main(...)")
+
+
+@test(points=2, ranks=(2,))
+def only_gradients_travel(answer, world, run):
+    """Each gradient is all-reduced once per step, and nothing else is sent after the start."""
+    sent = [record for record in trained(answer, world, run).records if record.name != "broadcast"]
+    expect("operations after the start", sorted({record.name for record in sent}), ["all_reduce"], case="main(...)")
+    payload = sum(parameter.numel() * 8 for parameter in model_of(0).parameters())
+    got = sum(record.payload_bytes for record in sent) / STEPS
+    expect("bytes reduced per step", got, payload, case=f"{STEPS} steps")
+
+
+@test(points=2)
+def names_the_invariant(answer):
+    """INVARIANT is the rule that the program breaks as you got it."""
+    given = answer.INVARIANT
+    if not given:
+        raise Wrong("unwritten", "INVARIANT names no rule yet: give a key of INVARIANTS")
+    if given not in KEYS:
+        raise Wrong("wrong", "INVARIANT is no key of INVARIANTS", f"one of {', '.join(KEYS)}", show(given))
+    if given != "gradient":
+        raise Wrong("wrong", "the program keeps this rule; INVARIANT must name the one it breaks", got=show(given))
+
+
+@test(points=2)
+def names_the_line(answer, fault):
+    """LINE is the line that breaks it, in the file as you got it."""
+    given, (number, text) = answer.LINE, fault
+    if not given:
+        raise Wrong("unwritten", "LINE names no line yet: give its number in the file as you got it, or its text")
+    if isinstance(given, bool) or not isinstance(given, int | str):
+        raise Wrong("type", "LINE must be the number of a line or its text", "a number or a text", show(given))
+    if given != number and str(given).strip() != text:
+        raise Wrong("wrong", "the fault is not in this line of the file as you got it", got=show(given))

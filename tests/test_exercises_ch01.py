@@ -1,0 +1,74 @@
+"""What is said about answers of chapter 01 that give the right numbers in a wrong way."""
+
+import pytest
+
+from exercises import report
+from exercises.catalogue import Catalogue
+from exercises.check import check
+
+EXERCISES = Catalogue()
+
+# Exercise and wrong answer; the test that sees it, and what it says.
+TOLD = {
+    ("bucketed_sink", "wrong_after_backward"): (
+        "launched_inside_backward",
+        [
+            "what happens after: ready head",
+            "  rank      0 of 2",
+            "  expected  launch 0",
+            "  got       ready second.weight",
+        ],
+    ),
+    ("bucketed_sink", "wrong_waits_at_once"): (
+        "waits_at_the_end",
+        [
+            "waits inside backward",
+            "  rank      0 of 2",
+            "  expected  []",
+            "  got       ['wait 0', 'wait 1', 'wait 2', 'wait 3']",
+        ],
+    ),
+    ("bucketed_sink", "wrong_copy_sent"): (
+        "no_gradient_is_held_twice",
+        [
+            "at most 130 kB for gradients at any one time, not 180",
+            "  for       80 kB of parameters",
+            "  rank      0 of 2",
+            "  expected  True",
+            "  got       False",
+        ],
+    ),
+    ("weighted_loss", "wrong_one_backward"): (
+        "one_micro_batch_at_a_time",
+        [
+            "what happened",
+            "  for       backward(loss_sums=<generator>, weight=1.0, count=<Count>)",
+            "  expected  ['forward', 'backward', 'forward', 'backward', 'forward', 'backward']",
+            "  got       ['forward', 'forward', 'forward', 'backward']",
+        ],
+    ),
+    ("accumulation", "wrong_left_to_autograd"): (
+        "not_every_micro_batch_uses_a_parameter",
+        [
+            "the sum of the gradients of rare",
+            "  for       micro-batches that use `rare`: [True, False, False]",
+            "  expected  [-27.0, 7.5]",
+            "  got       None",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("exercise, answer", TOLD)
+def test_what_is_said(server, exercise, answer):
+    test, told = TOLD[exercise, answer]
+    [result] = check(EXERCISES[exercise], EXERCISES[exercise].answers / f"{answer}.py", server, only=[test]).results
+    assert report.message(result.finding) == told
+
+
+def test_ranks_that_launch_in_different_orders_are_told_so_and_nothing_of_the_judge(server):
+    exercise, test = EXERCISES["bucketed_sink"], "launched_in_index_order"
+    answer = exercise.answers / "wrong_order_of_readiness.py"
+    told = report.message(check(exercise, answer, server, only=[test]).results[0].finding)
+    assert "is not the same on ranks 0 and 1" in told[0] and "in the same order" in told[3]
+    assert not any(word in " ".join(told) for word in ("Found", "rankside", "SIGABRT"))

@@ -21,7 +21,7 @@ weave: .venv/course-$(STAMP)
 	$(BIN)/python -m minidist.notebook.weave $(ARGS) chapters
 
 test: .venv/test-$(STAMP)
-	$(BIN)/python -m pytest --durations=10
+	$(BIN)/python -m pytest -rs --durations=10
 
 bench: .venv/test-$(STAMP)
 	$(BIN)/python -m bench dp

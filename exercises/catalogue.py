@@ -232,8 +232,10 @@ def _check(exercise: Exercise, where: str) -> None:
     for file, what in ((exercise.test_file, "tests"), (exercise.source, "right text")):
         if not file.exists():
             raise UserError(f"{where} has no {what}: {file} is not there")
-    if exercise.fails and exercise.fails not in [test.id for test in exercise.tests()]:
+    if "fails" in KINDS[exercise.kind] and exercise.fails not in [test.id for test in exercise.tests()]:
         raise UserError(f"{where} fails must be one of its tests, not {exercise.fails!r}")
+    if "fault" in KINDS[exercise.kind] and not exercise.fault:
+        raise UserError(f"{where} fault must be the line of the stub that is to be found")
 
 
 def _test_case(node: ast.stmt, exercise: Exercise) -> TestCase | None:

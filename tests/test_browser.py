@@ -20,10 +20,15 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the browser test needs
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
 RIGHT = (BLOCK.answers / "right_loop.py").read_text()
-# An answer whose rank 1 leaves before it has sent anything.
-SUM = CATALOGUE["gradient_sum"].solution.read_text()
-LEAVE = "        if next(iter(self._groups.values())).rank == 1:\n            return\n"
-HANGS = SUM.replace("    def finish(self) -> None:\n", f"    def finish(self) -> None:\n{LEAVE}")
+# An answer in which every rank first waits for the next one, which waits as well.
+WAITS = """    def finish(self) -> None:
+        from minidist.comm import recv
+
+        group = next(iter(self._groups.values()))
+        if group.size > 1:
+            recv(torch.zeros(1), (group.rank + 1) % group.size, group)
+"""
+HANGS = CATALOGUE["gradient_sum"].solution.read_text().replace("    def finish(self) -> None:\n", WAITS)
 PIECE = "%%piece minidist.data.partition:block"
 SMALL = [
     "%load_ext minidist.notebook\n%load_ext exercises",
@@ -97,7 +102,8 @@ def test_a_learners_first_hour(small, work):
     small.picture("3-passed", answer)
 
     told = small.tell(f"%%exercise gradient_sum\n{HANGS}")
-    assert "deadlock: ranks 0" in told and "all_reduce" in told
+    assert "deadlock: ranks 0-1 wait" in told and "waiting in recv" in told
+    assert not work.entry(CATALOGUE["gradient_sum"])["passed"]
     small.picture("4-exercise-hangs", len(small) - 1)
 
     mine = "def block(n, world_size, rank):\n    return np.array([n])\n"

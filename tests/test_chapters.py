@@ -93,10 +93,9 @@ def test_questions_are_asked_before_and_answered_by_a_measurement(chapter):
     asked, answered = [], []
     for cell in code_cells(chapter):
         answered += re.findall(r'^measured\("([\w-]+)"', cell.source, re.MULTILINE)
-        asked += re.findall(r'^predict\("([\w-]+)"', cell.source, re.MULTILINE)
-        assert set(answered) <= set(asked) and (
-            not asked or "answer=None" in cell.source or "predict(" not in cell.source
-        )
+        asked += re.findall(r'^predict\(\s*"([\w-]+)"', cell.source, re.MULTILINE)
+        assert set(answered) <= set(asked), cell.source
+        assert "\npredict(" not in f"\n{cell.source}" or "answer=None" in cell.source, cell.source
     assert asked == answered and len(set(asked)) == len(asked) >= MIN_PREDICTIONS
 
 

@@ -1,4 +1,4 @@
-"""The catalogue, the learner's folder, and the commands."""
+"""The learner's folder, and the commands."""
 
 import json
 import shutil
@@ -14,7 +14,6 @@ from minidist.errors import UserError
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
-TABLE = (ROOT / "exercises" / BLOCK.chapter / "exercise.toml").read_text().split("[strided_partition]")[0]
 
 
 @pytest.fixture
@@ -28,41 +27,6 @@ def tracked() -> dict[str, bytes]:
     """Every file that a learner must never write."""
     folders = (ROOT / "exercises", ROOT / "solutions", ROOT / "tests" / "answers")
     return {str(path): path.read_bytes() for folder in folders for path in folder.rglob("*.*") if path.suffix != ".pyc"}
-
-
-# The catalogue
-
-
-@pytest.mark.parametrize(
-    "old, new, told",
-    [
-        ('kind = "piece"', 'kind = "pieces"', "kind must be one of piece"),
-        ("difficulty = 1", "difficulty = 9", "difficulty must be 1 to 5"),
-        ("difficulty = 1", 'difficulty = "1"', "difficulty must be a int, not '1'"),
-        ("minutes = 10", "minute = 10", "unknown ['minute'] and missing ['minutes']"),
-        ("points = 10", "points = 11", "gives 10 points in all, exercise.toml says 11"),
-        ("hints = [", "calls_ = [", "missing ['hints']"),
-        ("hints = [", 'hints = ["one"]\nextra = [', "unknown ['extra']"),
-        ("say = ", "says = ", "must be a list of tables with the keys first, last, say"),
-        ("minidist.data.partition:block", "minidist.data.partition.block", "must be module:symbol"),
-        ("[block_partition]", "[other_partition]", "has no tests"),
-        ("[block_partition]", "[block_partition", "is not TOML"),
-    ],
-)
-def test_a_wrong_exercise_toml_is_refused(tmp_path, old, new, told):
-    folder = tmp_path / "exercises" / BLOCK.chapter
-    folder.mkdir(parents=True)
-    shutil.copy(BLOCK.test_file, folder)
-    assert old in TABLE
-    (folder / "exercise.toml").write_text(TABLE.replace(old, new, 1))
-    with pytest.raises(UserError) as error:
-        [exercise.tests() for exercise in Catalogue(tmp_path).values()]
-    assert told in str(error.value)
-
-
-def test_an_unknown_exercise_is_told_with_the_known_ones():
-    with pytest.raises(UserError, match="there is no exercise 'blok'; there are block_partition, "):
-        CATALOGUE["blok"]
 
 
 # The learner's folder
@@ -116,7 +80,8 @@ def test_progress_keeps_the_best_and_what_others_wrote(work):
     for passed, points in [(True, 10), (False, 2)]:
         work.record(BLOCK, passed, points)
     assert [work.next_hint(BLOCK) for _ in range(4)] == [1, 2, 3, 3]
-    assert work.entry(BLOCK) == {"attempts": 2, "passed": True, "points": 10, "hints": 3}
+    entry = work.entry(BLOCK)
+    assert (entry["attempts"], entry["passed"], entry["points"], entry["hints"]) == (2, True, 10, 3)
     assert json.loads(file.read_text())["predictions"] == {"a": 1}
 
 
@@ -128,12 +93,12 @@ def test_damaged_progress_is_told_and_not_lost(work):
 
 
 def test_a_write_that_fails_leaves_the_old_file(work, monkeypatch):
-    before = (work.folder / "progress.json").read_bytes()
+    before, names = (work.folder / "progress.json").read_bytes(), sorted(work.folder.iterdir())
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         work.record(BLOCK, True, 10)
     assert (work.folder / "progress.json").read_bytes() == before
-    assert sorted(path.name for path in work.folder.iterdir()) == [".lock", "exercises", "progress.json"]
+    assert sorted(work.folder.iterdir()) == names
 
 
 # The commands
@@ -148,7 +113,7 @@ def test_a_learners_way_through_one_exercise(tmp_path, capfd):
         return code, capfd.readouterr().out
 
     code, out = type_in("start")
-    assert code == 0 and out.count("added") == len(CATALOGUE)
+    assert code == 0 and out.count(".py\n") == len(CATALOGUE)
     code, out = type_in("check", "block_partition")
     assert code == 1 and "not written yet: return the indices of this rank's block" in out
     code, out = type_in("hint", "block_partition")

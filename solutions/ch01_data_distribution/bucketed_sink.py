@@ -22,17 +22,14 @@ Usual wrong answers:
 * all buckets share one memory, which is filled anew while it travels
 * an all-reduce per parameter instead of one per bucket
 * each rank launches a bucket the moment it is complete, whatever is ahead of it
-* a copy is sent, and the sums stay in it
 * every bucket is reduced a second time, for a copy nobody reads
 * the all-reduce is not asynchronous
 * a rank decides by itself whether the parameter was used
 * a parameter that nobody used gets a gradient of zeros
 * what did not come counts as what came in the step before
 * a bucket that is not complete is never launched, and the others wait for ever
-* who used what is sent by itself, one message more
 * every launch is waited for on the spot, so nothing overlaps
 * only the last bucket is waited for, though an earlier one may take longer
-* a launch waits for the bucket before it
 * zeros
 """
 

@@ -78,8 +78,17 @@ def test_a_wait_in_a_function_of_an_earlier_cell_names_that_cell(live):
     works(live)
 
 
-def test_operations_that_do_not_fit_are_a_mismatch(live):
-    result = run(live, "dist.all_reduce(torch.ones(2 + rank))")
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dist.all_reduce(torch.ones(2 + rank))",
+        "dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)",
+        "dist.reduce_scatter(torch.ones(1), list(torch.ones(3, 1)), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)",
+    ],
+    ids=["shape", "how all_reduce reduces", "how reduce_scatter reduces"],
+)
+def test_operations_that_do_not_fit_are_a_mismatch(live, call):
+    result = run(live, call)
     assert "mismatch: operation #1 of 'world' (ranks 0-2) is not the same on ranks" in str(result)
     works(live)
 

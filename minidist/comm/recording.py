@@ -105,7 +105,7 @@ class _RecordedWork(dist.Work):
 
 
 def _how(opts) -> str:
-    """How an all-reduce reduces; a sum goes without saying."""
+    """How an operation reduces; a sum goes without saying."""
     names = [name for name, op in REDUCE_OPS.items() if opts.reduceOp == op and name != "sum"]
     return names[0] if names else ""
 
@@ -214,18 +214,19 @@ class RecordingGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
         numel = sum(part.numel() for part in inputs[0])
         return self._run(
-            "reduce_scatter", outputs, lambda: self._inner.reduce_scatter(outputs, inputs, opts), numel=numel
-        )
+            "reduce_scatter", outputs, lambda: self._inner.reduce_scatter(outputs, inputs, opts),
+            numel=numel, detail=_how(opts),
+        )  # fmt: skip
 
     def reduce_scatter_single(self, output, input, opts=c10d.ReduceScatterOptions()):
         call = getattr(self._inner, "reduce_scatter_single", None) or self._inner._reduce_scatter_base
-        return self._run("reduce_scatter", [input], lambda: call(output, input, opts))
+        return self._run("reduce_scatter", [input], lambda: call(output, input, opts), detail=_how(opts))
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
         call = (
             getattr(self._inner, "reduce_scatter_single_coalesced", None) or self._inner.reduce_scatter_tensor_coalesced
         )
-        return self._run("reduce_scatter", inputs, lambda: call(outputs, inputs, opts))
+        return self._run("reduce_scatter", inputs, lambda: call(outputs, inputs, opts), detail=_how(opts))
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 HANG_S = 5.0
 MEMORY_BYTES = 1 << 30
 # What ranks find imported. torch's optimizers import torch._dynamo, a second in every rank that finds it missing.
-_ALWAYS = ("numpy", "minidist.data.partition", "exercises.network", "exercises.rankside")
+_ALWAYS = (
+    *("numpy", "minidist.data.partition", "minidist.parallel.buckets", "minidist.train.loss"),
+    *("exercises.network", "exercises.observed", "exercises.rankside"),
+)
 PRELOAD = (*_ALWAYS, "torch._dynamo")
 _PROGRAMS = ("script", "clinic")  # kinds whose answers are programs as torchrun starts them
 _OUTPUT_BYTES = 1 << 20

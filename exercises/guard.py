@@ -15,7 +15,12 @@ from typing import Any
 
 from minidist.pieces import Pieces
 
-_ENDS = {"os._exit": "an answer must not end its process", "os.abort": "an answer must not end its process"}
+# What no audit event tells of: the end of the process, and files that torch writes in C++.
+_UNSEEN = {
+    "os._exit": "an answer must not end its process",
+    "os.abort": "an answer must not end its process",
+    "torch.save": "an answer writes no files",
+}
 _PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.kill", "os.killpg")
 _FILES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.link", "os.symlink")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -40,7 +45,7 @@ class Guard:
             self._guard_piece(piece)
         for name in guards:
             self._guard_name(name, "the exercise is to do without it")
-        for name, why in _ENDS.items():
+        for name, why in _UNSEEN.items():
             self._guard_name(name, why)
         self._secret = tuple(secret)
         sys.addaudithook(self._audit)

@@ -11,6 +11,7 @@ import pytest
 
 from exercises.catalogue import ROOT, Catalogue
 from exercises.work import Work
+from minidist.pieces import source_of
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser test needs playwright")
 from browser import CHROMIUM, Notebook, jupyter_lab  # noqa: E402
@@ -29,11 +30,32 @@ WAITS = """    def finish(self) -> None:
             recv(torch.zeros(1), (group.rank + 1) % group.size, group)
 """
 HANGS = CATALOGUE["gradient_sum"].solution.read_text().replace("    def finish(self) -> None:\n", WAITS)
-PIECE = "%%piece minidist.data.partition:block"
+PIECE = "minidist.parallel.replicate:gradient_sink"
+STEP = """
+from minidist.comm import bind
+from minidist.config import Config, OptimConfig
+from minidist.data.loader import Loader
+from minidist.data.synthetic import generate
+from minidist.mesh import Mesh
+from minidist.models.config import ModelConfig
+from minidist.models.transformer import Transformer
+from minidist.parallelize import USES, parallelize
+from minidist.train.step import Engine
+
+shape = ModelConfig(vocab_size=128, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2)
+groups = bind(world, Mesh(dp=world_size), USES)
+engine = Engine(parallelize(Transformer(shape), groups, Config()), groups, OptimConfig(), seed=0)
+groups.meter.operations.clear()
+loader = Loader(generate(20_000), seq_len=32, seed=0, min_length=1)
+engine.step(0, loader.micro_batches(0, 4, rank, world_size, 1), 0.1)
+groups.meter.operations["grads", "all_reduce"], len(engine.parameters)
+"""
 SMALL = [
     "%load_ext minidist.notebook\n%load_ext exercises",
     "%ranks 2",
     "%%ranks\nfrom minidist.data.partition import block\nblock(10, world_size, rank).tolist()",
+    f"%%piece {PIECE}\n{source_of(PIECE)}",
+    f"%%ranks{STEP}",
     "%exercise block_partition",
 ]
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9]*/*.ipynb"))
@@ -106,11 +128,13 @@ def test_a_learners_first_hour(small, work):
     assert not work.entry(CATALOGUE["gradient_sum"])["passed"]
     small.picture("4-exercise-hangs", len(small) - 1)
 
-    mine = "def block(n, world_size, rank):\n    return np.array([n])\n"
-    assert "replaced here and on 2 ranks" in small.tell(f"{PIECE}\n{mine}")
-    assert "ranks 0-1: [10]" in small.run(2)
+    assert "ranks 0-1: (1, 20)" in small.output(4)  # one bucket
+    naive = source_of(PIECE).replace('kind == "naive"', "True")
+    small.write(3, f"%%piece {PIECE}\n{naive}")
+    assert f"{PIECE} replaced here and on 2 ranks" in small.run(3)
+    assert "ranks 0-1: (40, 20)" in small.run(4)  # each parameter, and whether it was used
     assert "the package's own again" in small.tell("%piece --reset")
-    assert "rank 1: [5, 6, 7, 8, 9]" in small.run(2)
+    assert "ranks 0-1: (1, 20)" in small.run(4)
 
     hang_stop_and_go_on(small)
     assert small.errors() == []

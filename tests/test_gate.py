@@ -8,11 +8,8 @@ from exercises import report
 from exercises.catalogue import ROOT, Catalogue
 from exercises.gate import Gate
 
-FOLDERS = (
-    "exercises/ch01_data_distribution",
-    "solutions/ch01_data_distribution",
-    "tests/answers/ch01_data_distribution",
-)
+CHAPTERS = ("ch00_first_run", "ch01_data_distribution")
+FOLDERS = [f"{folder}/{chapter}" for folder in ("exercises", "solutions", "tests/answers") for chapter in CHAPTERS]
 
 
 @pytest.fixture
@@ -106,3 +103,55 @@ def test_a_message_of_fifteen_lines_is_red(server, course, monkeypatch):
 def test_a_gate_that_checked_nothing_is_red(server):
     gate = Gate(server)
     assert not gate.run([]) and gate.problems == ["no exercise was checked"]
+
+
+# Kinds whose answers are programs, and predictions
+
+
+def few(exercise):
+    """The exercise with one of its usual wrong answers, which is enough to see how its gate turns red."""
+    usual = sorted(exercise.answers.glob("wrong_*.py"))
+    keep = {"wrong_zero", "wrong_constant", "wrong_cheat", "wrong_rank_0_of_4", "wrong_named_only", "wrong_one_sender"}
+    for file in usual:
+        if file.stem not in keep:
+            file.unlink()
+    next(exercise.answers.glob("right_*.py")).unlink()
+    return exercise
+
+
+@pytest.mark.parametrize("name", ["repaired_script", "averaged_parameter", "which_rank_hangs"])
+def test_each_kind_is_red_with_a_wrong_solution_and_a_stub_that_gives_it_away(server, course, name):
+    exercise = few(course(name))
+    shutil.copy(exercise.solution, exercise.stub)
+    shutil.copy(exercise.answers / "wrong_cheat.py", exercise.solution)
+    told = problems(server, exercise)
+    assert f"{name}.py is right and fails" in told
+    test, reason = (exercise.fails, "for its fault") if exercise.fails else (exercise.tests()[0].id, "as unwritten")
+    assert f"the stub must fail {test} {reason}, and it is told: nothing wrong" in told
+
+
+def test_a_program_that_changed_is_red_until_it_is_generated(server, course):
+    exercise = course("which_rank_hangs")
+    exercise.source.write_text(exercise.source.read_text() + "\n\nnewer = True\n")
+    told = problems(server, exercise)
+    assert "which_rank_hangs.py of ch00_first_run is not what the package generates now" in told
+
+
+def test_what_stubs_must_do_depends_on_the_kind(server, course):
+    """A script whose stub is unwritten, or has no fault any more, is no exercise of its kind."""
+    exercise = few(course("repaired_script"))
+    exercise.stub.write_text(
+        "def main(*args, **kwargs):\n    raise NotImplementedError('mend it')\n\n\n"
+        "import torch\n\n\nclass Network(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.a, self.b = torch.nn.Linear(10, 20), torch.nn.Linear(20, 1)\n\n\n"
+        "def device_and_backend(*args):\n    pass\n"
+    )
+    told = problems(server, exercise)
+    assert "the stub must fail starts_where_torchrun_says for its fault, and it is told: unwritten" in told
+
+
+@pytest.mark.parametrize("name", ["wrong_zero", "wrong_constant", "wrong_cheat"])
+def test_three_wrong_answers_are_asked_of_every_kind(server, course, name):
+    exercise = course("which_rank_hangs")
+    (exercise.answers / f"{name}.py").unlink()
+    assert f"{name}.py is missing" in problems(server, exercise)

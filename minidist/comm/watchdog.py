@@ -59,11 +59,11 @@ def judge(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
 def mismatched(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
     """The verdict on ranks that launched different operations as the same one of a group; None when they did not.
 
-    Of a rank that waits the channel it waits on counts, of one that failed or died all of them.
+    Of a rank that waits the channel it waits on counts, of one that has ended all of them.
     """
     for rank, snapshot in sorted(snapshots.items()):
         channels = [snapshot.channel] if snapshot.state == "waiting" else []
-        channels = list(snapshot.progress) if snapshot.state in ("failed", "died") else channels
+        channels = list(snapshot.progress) if snapshot.state in ENDED else channels
         for channel in channels:
             if verdict := _mismatch(rank, channel, snapshots):
                 return verdict

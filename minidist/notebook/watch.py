@@ -56,6 +56,9 @@ class Watch:
             if self._timeout_s is not None and now_s - start_s > self._timeout_s:
                 head = f"the cell was not done after {self._timeout_s:g} s; the ranks stand here:"
                 return "deadline", "\n".join([head, *self._places()])
+        # gloo lets one rank sum what another takes the largest of, and tells nobody.
+        if verdict := mismatched(job.standing()):
+            return verdict.kind, in_the_cell(str(verdict))
         return "done", ""
 
     def _show_more(self, now_s: float) -> None:

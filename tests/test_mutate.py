@@ -33,7 +33,11 @@ BECOMES = {
         "other flag": {"all_reduce(x, group, 'max', async_op=False)"},
         "drop an argument": {"all_reduce(x, group, 'max')", "all_reduce(x, group, async_op=True)"},
     },
-    "send(x, rank - 1)": {"other operator": {"send(x, (rank + 1))"}, "other constant": {"send(x, rank - 0)"}},
+    "send(x, rank - 1)": {
+        "other direction": {"recv(x, rank - 1)"},
+        "other operator": {"send(x, (rank + 1))"},
+        "other constant": {"send(x, rank - 0)"},
+    },
     "y = x / n": {
         "drop a statement": {"pass"},
         "other operator": {"y = (x * n)"},

@@ -4,10 +4,13 @@
 named algorithm, with the chunk sizes that an uneven cut really has; they are not averages. A library may use another
 algorithm than the one named here, so a figure for its collective is *modelled*; for a transfer it is what was sent.
 
-Algorithms: ring, Patarasuk and Yuan 2009, section 3; binomial tree, Thakur et al. 2005, section 3.
+Algorithms: ring, Patarasuk and Yuan 2009, section 3; the others, Thakur et al. 2005, section 4. `OWN` lists those of
+`comm/algorithms`, which send and receive for themselves: `sent_by` predicts them, and the meter counts what they send.
 """
 
 from collections.abc import Sequence
+
+from minidist.comm.seats import Seats
 
 # What a library's collective is taken to be.
 ALGORITHM = {
@@ -25,6 +28,16 @@ ALGORITHM = {
 }
 
 EXACT = frozenset({"send", "recv"})
+
+OWN = {
+    "broadcast": ("flat", "tree"),
+    "reduce": ("flat", "tree"),
+    "central_update": ("flat",),
+    "all_gather": ("ring", "doubling"),
+    "reduce_scatter": ("ring", "halving"),
+    "all_reduce": ("naive", "tree", "ring", "doubling", "rabenseifner"),
+    "all_to_all": ("pairwise",),
+}
 
 
 def chunks(n: int, size: int) -> list[int]:
@@ -72,3 +85,63 @@ def sent_elements(
         case "recv" | "barrier":
             return 0
     raise ValueError(f"no operation {name!r}: the table knows {', '.join(ALGORITHM)}")
+
+
+def sent_by(
+    name: str, algorithm: str, n: int, size: int, rank: int, *, root: int = 0, splits: Sequence[int] | None = None
+) -> int:
+    """Elements that `rank` sends in one operation carried out by an algorithm of `OWN`; arguments as above.
+
+    n of a central update: elements of the parameters, of which there are as many gradients.
+    """
+    if algorithm not in OWN.get(name, ()):
+        known = "; ".join(f"{operation}: {', '.join(names)}" for operation, names in OWN.items())
+        raise ValueError(f"no algorithm {algorithm!r} for {name!r}: there are {known}")
+    if size == 1:
+        return 0
+    match name, algorithm:
+        case ("broadcast", "flat") | ("central_update", _):
+            # The root sends to all; in a central update the others have sent it their gradients before.
+            return n * (size - 1) if rank == root else n * (name == "central_update")
+        case "all_reduce", "naive":
+            return n * (size - 1)
+        case "all_reduce", "tree":
+            return sent_elements("reduce", n, size, rank) + sent_elements("broadcast", n, size, rank)
+        case (_, "doubling") | (_, "halving") | (_, "rabenseifner"):
+            return _sent_by_seats(name, algorithm, n, size, rank)
+    return sent_elements(name, n, size, rank, root=root, splits=splits)
+
+
+def _sent_by_seats(name: str, algorithm: str, n: int, size: int, rank: int) -> int:
+    """Halving and doubling: a rank without a seat sends what it has, one with a guest also what the guest gets back."""
+    seats, parts = Seats(size), chunks(n, size)
+    if seats.stands(rank):
+        return parts[rank] if name == "all_gather" else n
+    guest, seat = seats.guest(rank), seats.of(rank)
+    if name == "all_reduce":
+        parts, back = chunks(n, seats.core), n
+    else:
+        back = 0 if guest is None else parts[guest] if name == "reduce_scatter" else n - parts[guest]
+        parts = [sum(parts[seats.first(s) : seats.first(s + 1)]) for s in range(seats.core)]
+    # Halving sends every element once but those the seat ends with. Doubling sends the block of 1, 2, 4, ... seats.
+    halves = n - parts[seat]
+    distances = [1 << k for k in range(seats.core.bit_length() - 1)]
+    blocks = sum(sum(parts[seat - seat % d : seat - seat % d + d]) for d in distances)
+    swapped = n * len(distances)
+    sent = {
+        ("all_reduce", "doubling"): swapped,
+        ("all_reduce", "rabenseifner"): halves + blocks,
+        ("reduce_scatter", "halving"): halves,
+        ("all_gather", "doubling"): blocks,
+    }[name, algorithm]
+    return sent + (0 if guest is None else back)
+
+
+def sent_by_hierarchical(n: int, nodes: int, per_node: int, rank: int) -> int:
+    """Elements that `rank` sends in a hierarchical all-reduce of `n` elements, ranks of a node counted together.
+
+    That is: the parts of a row cut by place in the node go round the node, one of them round the nodes, and back.
+    """
+    node, place = divmod(rank, per_node)
+    inside = sent_elements("reduce_scatter", n, per_node, place) + sent_elements("all_gather", n, per_node, place)
+    return inside + sent_elements("all_reduce", chunks(n, per_node)[place], nodes, node)

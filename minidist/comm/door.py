@@ -38,6 +38,8 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = F
     """Replace `tensor` (any shape) on every rank by the elementwise sum (max, min, product) over the group."""
     if group.size == 1:
         return done(group, async_op)
+    if group.algorithm is not None:
+        return group.algorithm(tensor, group, op, async_op)
 
     def start():
         return dist.all_reduce(tensor, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
@@ -49,7 +51,7 @@ def reduce_scatter(
     output: Tensor, input: Tensor, group: Group, op: str = "sum", async_op: bool = False
 ) -> Handle | None:
     """Reduce `input` (size * n, ...) over the group and leave part `rank` of the result in `output` (n, ...)."""
-    _check_parts("reduce_scatter", whole=input, part=output, group=group)
+    check_parts("reduce_scatter", whole=input, part=output, group=group)
     if group.size == 1:
         output.copy_(input)
         return done(group, async_op)
@@ -62,7 +64,7 @@ def reduce_scatter(
 
 def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = False) -> Handle | None:
     """Concatenate the `input` (n, ...) of all ranks, in rank order, into `output` (size * n, ...) on every rank."""
-    _check_parts("all_gather", whole=output, part=input, group=group)
+    check_parts("all_gather", whole=output, part=input, group=group)
     if group.size == 1:
         output.copy_(input)
         return done(group, async_op)
@@ -179,7 +181,8 @@ def barrier(group: Group, async_op: bool = False) -> Handle | None:
     return end(launch(group, "barrier", nothing, start, []), async_op)
 
 
-def _check_parts(name: str, whole: Tensor, part: Tensor, group: Group) -> None:
+def check_parts(name: str, whole: Tensor, part: Tensor, group: Group) -> None:
+    """Raise ValueError when `whole` is not one `part` per rank of the group."""
     if whole.numel() != part.numel() * group.size or whole.dtype != part.dtype:
         raise ValueError(
             f"{name} over {group.size} ranks: the whole has {whole.numel()} elements of {whole.dtype}, "

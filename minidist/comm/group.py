@@ -6,7 +6,7 @@ what is queued for one purpose never delays, and never pairs with, what is sent 
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -39,6 +39,7 @@ class Group:
 
     use: the purpose; ranks: ascending global ranks; rank: place of this rank among them.
     process_group: torch's group, None when there is one rank (nothing to say to anybody).
+    algorithm: what `all_reduce` of more than one rank runs, called with its arguments; None: the backend's own.
     """
 
     use: str
@@ -47,6 +48,7 @@ class Group:
     process_group: dist.ProcessGroup | None
     world: World
     meter: Meter
+    algorithm: Callable | None = None
 
     @property
     def size(self) -> int:

@@ -14,8 +14,11 @@ _SETTINGS = Path(__file__).parent / "jupyter"
 
 
 def command(work: Work, options: Sequence[str] = ()) -> list[str]:
-    """What starts JupyterLab. options: of JupyterLab itself, like --no-browser."""
-    return [sys.executable, "-m", "jupyterlab", "--ServerApp.root_dir", str(work.folder.resolve()), *options]
+    """What starts JupyterLab, with the first chapter open. options: of JupyterLab itself, like --no-browser."""
+    own = ["--ServerApp.root_dir", str(work.folder.resolve())]
+    if chapters := sorted(work.folder.glob("chapters/*/*.ipynb")):
+        own += ["--LabApp.default_url", f"/lab/tree/{chapters[0].relative_to(work.folder).as_posix()}"]
+    return [sys.executable, "-m", "jupyterlab", *own, *options]
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -84,6 +84,9 @@ class CommConfig:
     """auto: nccl for one rank per GPU, gloo for ranks on CPU or several ranks on one GPU."""
     gradients: Literal["bucketed", "naive"] = "bucketed"
     """bucketed: all-reduce in buckets while backward runs. naive: one all-reduce per parameter after backward."""
+    algorithm: Literal["backend", "naive", "tree", "ring", "doubling", "rabenseifner"] = "backend"
+    """Of the gradients' all-reduce. backend: the library's own. The others are those of minidist/comm/algorithms, on
+    send and receive only; they run when backward is over."""
     bucket_mib: float = 25.0
     """Largest gradient bucket in MiB (2**20 bytes); the first is at most 1 MiB, to leave early."""
     timeout_s: float = 600.0

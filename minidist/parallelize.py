@@ -1,11 +1,12 @@
 """Composition: the model that knows nothing of parallelism goes in, the one this rank trains comes out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from minidist.comm import Groups, Use
+from minidist.comm import Group, Groups, Use
+from minidist.comm.algorithms import ALGORITHMS, Chosen
 from minidist.config import Config
 from minidist.parallel.grads import GradSink
 from minidist.parallel.replicate import gradient_sink, synchronize
@@ -32,7 +33,13 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
     specs = replicated(model, groups["grads"].ranks)
     check_covered(model, specs)
     synchronize(model, groups["grads"])
-    sink = gradient_sink(
-        config.comm.gradients, named_parameters(model), specs, [groups["grads"]], config.comm.bucket_mib
-    )
+    grads = reduced_by(config.comm.algorithm, groups["grads"])
+    sink = gradient_sink(config.comm.gradients, named_parameters(model), specs, [grads], config.comm.bucket_mib)
     return Parallel(model, specs, sink)
+
+
+def reduced_by(algorithm: str, group: Group) -> Group:
+    """The group, with `algorithm` for its all-reduce: "backend" for the library's, or one of `comm/algorithms`."""
+    if algorithm == "backend":
+        return group
+    return replace(group, algorithm=Chosen(ALGORITHMS["all_reduce"][algorithm]))

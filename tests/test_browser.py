@@ -83,9 +83,10 @@ def lab(work, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def browser():
+def browser(tmp_path_factory):
+    environ = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path_factory.mktemp("chromium"))}
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], env=environ)
         yield browser
         browser.close()
 
@@ -159,7 +160,7 @@ def hang_stop_and_go_on(notebook):
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 def test_a_chapter_runs_from_top_to_bottom_and_goes_on(page, lab, pictures, chapter):
     notebook = Notebook(page, lab, f"chapters/{chapter.parent.name}/{chapter.name}", pictures / chapter.stem)
-    notebook.run_all(timeout_ms=90_000)
+    notebook.run_all(timeout_ms=240_000)
     assert notebook.errors() == []
     notebook.picture("1-run-all")
     notebook.tell("%ranks 2")

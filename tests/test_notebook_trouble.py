@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cells import run, works
+from cells import LATER_S, run, works
 from processes import alive, needs_proc, until
 
 from minidist.comm.board import Board, Channel
@@ -111,12 +111,36 @@ def test_a_wait_of_torch_itself_tells_what_was_not_begun(live):
     if rank != 1:
         loss.backward()
     """
-    result = run(live, source, quiet_s=0.5)
-    assert result.kind == "quiet" and "ranks 0, 2: line 6 of the cell" in str(result)
+    result = run(live, source, quiet_s=LATER_S)
+    assert result.kind == "deadlock" and "ranks 0, 2: line 6 of the cell" in str(result)
+    assert "every rank waits inside torch or has reached the end" in str(result)
     assert "all_reduce (12,) float32 #" in str(result)
     assert "begun by ranks 0, 2, not by rank 1" in str(result)
     assert live.get("x") == [0, 1, 2]
     works(live)
+
+
+def test_a_group_that_one_rank_does_not_make_is_told(live):
+    result = run(live, "if rank != 1:\n    dist.new_group()", quiet_s=LATER_S)
+    assert result.kind == "deadlock" and "line 2 of the cell" in str(result)
+    assert "the variables of ranks 0-2 are gone" in str(result)  # such a wait cannot be ended from outside
+    works(live)
+
+
+def test_ranks_that_wait_for_one_that_sleeps_or_computes_are_left_alone(live):
+    source = """
+    import time
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+    loss = model(torch.ones(2, 3)).sum()
+    if rank == 1:
+        time.sleep(1.2)
+    end = time.monotonic() + 1.2
+    while rank == 2 and time.monotonic() < end:
+        pass
+    loss.backward()
+    'done'
+    """
+    assert run(live, source).shown == ["'done'"] * 3
 
 
 def test_a_cell_has_a_deadline_if_one_is_given(live):

@@ -7,6 +7,7 @@ from minidist.comm.board import Progress, Snapshot
 from minidist.comm.standing import rank_names, stands
 from minidist.comm.watchdog import mismatched
 from minidist.notebook.result import in_the_cell, lines_of_cell, so_far
+from minidist.notebook.still import Still
 from minidist.train.launch.livejob import LiveJob
 
 _LOOK_S = 0.05
@@ -33,7 +34,7 @@ class Watch:
         job = self._job
         job.ask(message)
         start_s = moved_s = time.monotonic()
-        before = None
+        before, still = None, Still(job) if message[0] == "run" else None  # ranks may meet anew as slowly as they like
         while not job.answered:
             job.poll(_LOOK_S)
             now_s, seen = time.monotonic(), self._seen()
@@ -49,6 +50,9 @@ class Watch:
                 return "stopped", "\n".join(["stopped; the ranks stood here:", *self._places()])
             if any(rank.dropped for rank in job.ranks):
                 return "flood", "\n".join(["a rank printed more than is kept; it was stopped", *self._places()])
+            if still and still.look(moved_s) and not job.answered:
+                head = "deadlock: every rank waits inside torch or has reached the end; the ranks stand here:"
+                return "deadlock", "\n".join([head, *self._places(), *unmatched(job.standing())])
             if now_s - moved_s > self._quiet_s:
                 more = f"if this is work that takes long, start the cell with %%ranks --quiet {4 * self._quiet_s:g}"
                 head = f"nothing has moved for {self._quiet_s:g} s; the ranks stand here:"

@@ -1,7 +1,7 @@
 """Keep the `%%piece` cells of notebooks equal to the package, and their stored outputs to what they give.
 
-    python -m minidist.notebook.weave chapters          # cells that differ get the package's source
-    python -m minidist.notebook.weave --run chapters    # and every notebook is run and stored
+python -m minidist.notebook.weave chapters          # cells that differ get the package's source
+python -m minidist.notebook.weave --run chapters    # and every notebook is run and stored
 """
 
 import argparse

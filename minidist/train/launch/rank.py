@@ -120,6 +120,7 @@ def _join(job: dict, board, listen_fd: int):
     device = choose_device(job["device"], rank, size)
     backend = choose_backend(job["backend"], device, job["device"], size)
     store = _store(job, listen_fd) if backend is not None or size > 1 or job["live"] else None
+    job["store"] = store  # kept to the end of the process: others may still meet when this rank has returned
     if backend is not None:
         prefer_loopback()
         init_group(backend, store, rank, size, device, job["timeout_s"])

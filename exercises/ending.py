@@ -1,0 +1,135 @@
+"""How the ranks of a check ended, as one finding: they found something, hang, wait for each other, or died."""
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from exercises.testing import Finding
+from minidist.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from exercises.rankside import Request
+    from minidist.train.launch import RankServer
+
+_OUTPUT_BYTES = 1 << 20
+_LOOK_S = 0.05
+_GROWS_BYTES = 64 << 20  # a rank that takes so much more memory is on its way to the limit, however slowly
+_LONGEST_S = 60.0
+_PRINTS = "your code prints without end"
+# How the ranks of a check end by themselves, which is no learner's concern.
+_OURS = re.compile(r"\nranks? [\d, -]+ (died: .*|raised Found: .*(\n  at .*)?)")
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>\S+)')
+
+
+def judge(request: "Request", size: int, server: "RankServer", hang_s: float) -> Finding | None:
+    """Run the tests on fresh ranks; the first finding, None when all have passed."""
+    from exercises.rankside import PASSED, run_tests
+    from minidist.train.launch import RankFailure
+
+    job = server.start(run_tests, size, (request,), backend=None, threads=1, deadline_s=_LONGEST_S, tidy=False)
+    stopped = None
+    try:
+        stopped = _watch(job, request, size, hang_s)
+        values = job.wait().values
+    except RankFailure as failure:
+        found = stopped or _found(request, size, failure.output)
+        # That a peer is gone says less than how it went.
+        told = found is not None and (found.kind != "network" or failure.kind == "raised")
+        return found if told else _failed(failure, request, size)
+    except (RunError, UserError) as error:
+        return _found(request, size) or Finding("raised", str(error), size=size)
+    except BaseException:
+        job.kill()
+        raise
+    return None if values == [PASSED] * size else Finding("exit", "your code ended the test before its end", size=size)
+
+
+def _watch(job, request, size: int, hang_s: float) -> Finding | None:
+    """Wait for the end of the job; ends it, and says why, when it prints without end or nothing changes any more."""
+    seen, since_s = None, time.monotonic()
+    while not job.poll(_LOOK_S):
+        talks = next((rank for rank in range(size) if len(job.output(rank)) > _OUTPUT_BYTES), None)
+        notes = [_note(request, rank) for rank in range(size)]
+        now = (notes, job.boards(), [_peak_bytes(pid) // _GROWS_BYTES for pid in job.pids])
+        if now != seen or not any(test for test, _ in notes):
+            seen, since_s = now, time.monotonic()
+        if talks is None and time.monotonic() - since_s < hang_s:
+            continue
+        stacks = {rank: stack for rank, stack in job.stacks().items() if _frame(stack, request)}
+        job.kill()
+        if talks is not None:
+            return _placed(Finding("printing", _PRINTS, rank=talks, size=size), stacks.get(talks, ""), request)
+        return _hung(now[1], stacks, request)
+    return None
+
+
+def _hung(boards: Sequence, stacks: dict[int, str], request) -> Finding:
+    """Nothing changes any more: the rank that is busy is to blame, those that wait for it are not."""
+    from minidist.comm.standing import describe
+
+    busy = [rank for rank in stacks if boards[rank] is not None and boards[rank].state != "waiting"]
+    rank = min(busy or stacks, default=0)
+    lines = describe(dict(enumerate(boards))) if len(boards) > 1 else []
+    what = "\n".join(["your code does not come to an end", *lines])
+    return _placed(Finding("hang", what, rank=rank, size=len(boards)), stacks.get(rank, ""), request)
+
+
+def _found(request, size: int, output: Sequence[str] = ()) -> Finding | None:
+    """What the ranks left: of the lowest rank that has more to say than that a peer was gone."""
+    files = [Path(request.folder, f"finding-{rank}") for rank in range(size)]
+    findings = [Finding(**json.loads(file.read_text())) for file in files if file.exists()]
+    found = min(findings, key=lambda finding: finding.kind == "network", default=None)
+    if found is not None and found.rank < len(output):
+        found.printed = next((line[:100] for line in reversed(output[found.rank].splitlines()) if line.strip()), "")
+    return found
+
+
+def _failed(failure, request, size: int) -> Finding:
+    """What a job says that ended without a finding."""
+    rank = failure.ranks[0] if failure.ranks else 0
+    if failure.kind in ("deadlock", "mismatch"):
+        return _placed(Finding("deadlock", _OURS.sub("", str(failure)), rank=rank, size=size), "", request)
+    output = failure.output[rank] if rank < len(failure.output) else ""
+    if "bad_alloc" in output:
+        return _placed(
+            Finding("memory", "your code asks for more memory than a check may use", rank=rank, size=size),
+            output,
+            request,
+        )
+    told = next((line for line in str(failure).splitlines() if " died" in line), str(failure).splitlines()[0])
+    how = told.partition("died")[2].lstrip(": ") or told
+    return _placed(Finding("died", f"your code ended its process: {how}", rank=rank, size=size), output, request)
+
+
+def _placed(finding: Finding, stack: str, request) -> Finding:
+    """The finding with the learner's line that a stack shows, and the call that was under way."""
+    frame = _frame(stack, request)
+    if frame:
+        finding.line = int(frame["line"])
+        lines = Path(request.answer).read_text(errors="replace").splitlines()
+        finding.source = lines[finding.line - 1].strip()[:100] if finding.line <= len(lines) else ""
+    finding.test, finding.call = _note(request, finding.rank)
+    return finding
+
+
+def _frame(stack: str, request) -> re.Match | None:
+    return next((m for m in _FRAME.finditer(stack) if m["file"] == request.answer), None)
+
+
+def _note(request, rank: int) -> tuple[str, str]:
+    """The test and the call that were under way on a rank."""
+    file = Path(request.folder, f"note-{rank}")
+    test, _, call = (file.read_text(errors="replace") if file.exists() else "").partition("\n")
+    return test, call.strip()
+
+
+def _peak_bytes(pid: int) -> int:
+    """The most memory that a process has held so far; 0 where nothing tells."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)

@@ -1,0 +1,201 @@
+"""The collectives of one group over its slots. All of them block; `lane` decides in which thread.
+
+A small tensor takes one meeting: every rank writes, all meet, every rank reads what it needs. A larger one goes in
+chunks, one meeting each. In an all-reduce a rank reduces its own slice of each chunk (Rabenseifner's
+reduce-scatter and all-gather, Thakur et al. 2005, section 4.5, with shared memory for the network), so the work of a
+sum is shared out and every element is still added in the order of the ranks.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minidist.comm.convention import chunks
+from minidist.comm.shm.meeting import Meeting, ShmError
+from minidist.comm.shm.neighbours import Neighbours
+from minidist.comm.shm.reduce import Reduction
+from minidist.comm.shm.slots import SMALL_BYTES, Slots, section
+
+ONE_MEETING_BYTES = (
+    2**20
+)  # that a rank reads when all ranks reduce all of it; beyond, sharing the work is worth a meeting
+
+Fill = Callable[[list[Tensor], int, int], None]  # (slot of every rank, begin, end)
+
+
+class Collectives:
+    """What the ranks of a group do together. Tensors are flat; `told` is what must agree besides the operation."""
+
+    def __init__(self, here: Neighbours, meeting: Meeting, memories: list[Tensor]):
+        self.meeting, self.rank, self.size = meeting, meeting.rank, meeting.size
+        self._small = Slots(here, meeting, memories, small=True)
+        self._large = Slots(here, meeting, memories, small=False)
+
+    @property
+    def leases(self) -> list[tuple[int, int]]:
+        return [slots.lease for slots in (self._small, self._large) if slots.lease]
+
+    def barrier(self) -> None:
+        self.meeting.begin("barrier")
+
+    # -- reductions ---------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, flat: Tensor, how: Reduction, told: str, shown: str, root: int | None = None) -> None:
+        """Reduce `flat` (n,) in place on every rank, or on `root` only."""
+        slots = self._fitting(flat.nbytes, told, shown)
+        if flat.nbytes * self.size <= ONE_MEETING_BYTES and flat.nbytes <= slots.bytes:
+            parts = [part for (part,) in slots.turn_cut((flat.numel(),), flat.dtype)]
+            parts[self.rank].copy_(flat)
+            self.meeting.begin(told, shown)
+            if root in (None, self.rank):
+                how.reduce(parts, flat)
+        else:
+            self._all_reduce_in_slices(slots, flat, how, told, shown, root)
+
+    def _all_reduce_in_slices(
+        self, slots: Slots, flat: Tensor, how: Reduction, told: str, shown: str, root: int | None
+    ) -> None:
+        me = self.rank
+
+        def fill(chunk: Tensor) -> tuple[list[list[Tensor]], tuple[Tensor, ...]]:
+            """Put a chunk into this rank's slot, all but the slice that this rank reduces; return slices of both."""
+            lengths = tuple(chunks(chunk.numel(), self.size))
+            shared, own = slots.turn_cut(lengths, flat.dtype), chunk.split(lengths)
+            for i, part in enumerate(own):
+                if i != me:
+                    shared[me][i].copy_(part)
+            return shared, own
+
+        steps = flat.split(slots.bytes // flat.itemsize)
+        filled = fill(steps[0])
+        self.meeting.begin(told, shown)
+        for following in [*steps[1:], None]:
+            shared, own = filled
+            how.reduce([own[me] if i == me else shared[i][me] for i in range(self.size)], shared[me][me])
+            filled = fill(following) if following is not None else None
+            self.meeting.meet()
+            if root in (None, me):
+                for i, part in enumerate(own):
+                    part.copy_(shared[i][i])
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], how: Reduction, told: str, shown: str) -> None:
+        """Reduce part i of all ranks (`inputs[i]`, (n,)) into `output` (n,) of rank i."""
+        dtype, own = output.dtype, inputs[self.rank]
+        shares = own.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+
+        def fill(slots: list[Tensor], begin: int, end: int) -> None:
+            for i, part in enumerate(inputs):
+                if i != self.rank:
+                    section(slots[self.rank], i, size, end - begin, dtype).copy_(part[begin:end])
+
+        def drain(slots: list[Tensor], begin: int, end: int) -> None:
+            parts = [section(slot, self.rank, size, end - begin, dtype) for slot in slots]
+            parts[self.rank] = own[begin:end].clone() if shares else own[begin:end]
+            how.reduce(parts, output[begin:end])
+
+        slots = self._fitting(self.size * (output.nbytes + 64), told, shown)
+        size = slots.section_bytes()
+        self._stream(slots, output.numel(), size // output.itemsize, fill, drain, told, shown)
+
+    # -- copies; all tensors are bytes --------------------------------------------------------------------------------
+
+    def broadcast(self, flat: Tensor, root: int, told: str, shown: str) -> None:
+        """Copy `flat` (n,) of `root` to all ranks."""
+
+        def fill(slots: list[Tensor], begin: int, end: int) -> None:
+            if self.rank == root:
+                slots[root][: end - begin].copy_(flat[begin:end])
+
+        def drain(slots: list[Tensor], begin: int, end: int) -> None:
+            if self.rank != root:
+                flat[begin:end].copy_(slots[root][: end - begin])
+
+        slots = self._fitting(flat.numel(), told, shown)
+        self._stream(slots, flat.numel(), slots.bytes, fill, drain, told, shown)
+
+    def all_gather(
+        self, outputs: Sequence[Tensor] | None, own: Tensor, told: str, shown: str, root: int | None = None
+    ) -> None:
+        """Copy `own` (n,) of rank i to `outputs[i]` of every rank, or of `root` only."""
+
+        def fill(slots: list[Tensor], begin: int, end: int) -> None:
+            if self.rank != root:
+                slots[self.rank][: end - begin].copy_(own[begin:end])
+
+        def drain(slots: list[Tensor], begin: int, end: int) -> None:
+            if root in (None, self.rank):
+                for i, output in enumerate(outputs):
+                    output[begin:end].copy_(own[begin:end] if i == self.rank else slots[i][: end - begin])
+
+        slots = self._fitting(own.numel(), told, shown)
+        self._stream(slots, own.numel(), slots.bytes, fill, drain, told, shown)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, root: int, told: str, shown: str) -> None:
+        """Copy `inputs[i]` (n,) of `root` to `output` of rank i."""
+
+        def fill(slots: list[Tensor], begin: int, end: int) -> None:
+            for i, part in enumerate(inputs) if self.rank == root else ():
+                if i != root:
+                    section(slots[root], i, size, end - begin).copy_(part[begin:end])
+
+        def drain(slots: list[Tensor], begin: int, end: int) -> None:
+            mine = inputs[root][begin:end] if self.rank == root else section(slots[root], self.rank, size, end - begin)
+            output[begin:end].copy_(mine)
+
+        slots = self._fitting(self.size * (output.numel() + 64), told, shown)
+        size = slots.section_bytes()
+        self._stream(slots, output.numel(), size, fill, drain, told, shown)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], told: str) -> None:
+        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j. The lengths may all differ."""
+        sizes = b"".join(part.numel().to_bytes(8, "little") for part in inputs)
+        heard = self.meeting.begin(told, "", sizes)
+        table = [[int.from_bytes(row[8 * i : 8 * i + 8], "little") for i in range(self.size)] for row in heard]
+        for i, output in enumerate(outputs):
+            if table[i][self.rank] != output.numel():
+                raise self._refuse(
+                    f"rank {self.meeting.ranks[i]} has {table[i][self.rank]} bytes for rank "
+                    f"{self.meeting.ranks[self.rank]}, which expects {output.numel()}: {told} of {self.meeting}"
+                )
+        outputs[self.rank].copy_(inputs[self.rank])
+
+        def fill(slots: list[Tensor], begin: int, end: int) -> None:
+            for i, part in enumerate(inputs):
+                if i != self.rank and (part := part[begin:end]).numel():
+                    section(slots[self.rank], i, size, part.numel()).copy_(part)
+
+        def drain(slots: list[Tensor], begin: int, end: int) -> None:
+            for i, output in enumerate(outputs):
+                if i != self.rank and (output := output[begin:end]).numel():
+                    output.copy_(section(slots[i], self.rank, size, output.numel()))
+
+        longest = max(max(row) for row in table)
+        slots = self._fitting(self.size * (longest + 64), told, "")
+        size = slots.section_bytes()
+        self._stream(slots, longest, size, fill, drain, told, "")
+
+    # -- the common part ----------------------------------------------------------------------------------------------
+
+    def _stream(self, slots: Slots, n: int, step: int, fill: Fill, drain: Fill, told: str, shown: str) -> None:
+        """Fill a slot, meet, drain the slots; as often as `n` elements take in steps of `step`, once at least."""
+        for begin in range(0, max(n, 1), step):
+            turn, end = slots.turn(), min(begin + step, n)
+            fill(turn, begin, end)
+            if begin == 0:
+                self.meeting.begin(told, shown)
+            else:
+                self.meeting.meet()
+            drain(turn, begin, end)
+
+    def _fitting(self, need: int, told: str, shown: str) -> Slots:
+        """The slots for `need` bytes at a time. All ranks need the same and so take the same."""
+        slots = self._small if need <= SMALL_BYTES else self._large
+        if not slots.bytes:
+            slots.agree(told, shown)
+        return slots
+
+    def _refuse(self, why: str) -> ShmError:
+        """An error that only this rank can see: the others must not wait for it."""
+        self.meeting.break_off(why)
+        return ShmError(why)

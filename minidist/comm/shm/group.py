@@ -1,0 +1,335 @@
+"""The process group: every method by which torch 2.11 to 2.13 calls one, on shared memory.
+
+CUDA tensors go to a group over nccl that is made at the first of them; so one group serves both, whatever the string
+that it was asked for with (torch gives a group written in Python all devices).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d  # the options are not in torch.distributed's own namespace
+
+from minidist.comm.shm.flat import as_bytes, flat, named, rows
+from minidist.comm.shm.lane import Lane, Work
+from minidist.comm.shm.meeting import ShmError
+from minidist.comm.shm.members import Members
+from minidist.comm.shm.reduce import Reduction
+from minidist.comm.shm.register import NAME
+
+
+def _by_device(method):
+    """Let nccl do it when the first tensor is on a GPU."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        tensor = _first(args)
+        if tensor is not None and tensor.is_cuda:
+            return getattr(self._on_cuda(), method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def _first(args) -> Tensor | None:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return arg
+        if isinstance(arg, (list, tuple)) and (found := _first(arg)) is not None:
+            return found
+    return None
+
+
+class ShmGroup(dist.ProcessGroup):
+    """A group over shared memory. Every operation returns a `Work`."""
+
+    def __init__(self, members: Members, name: str, make_cuda: Callable[[], dist.ProcessGroup]):
+        super().__init__(members.rank, members.size)
+        self._members, self._name, self._desc, self._make_cuda = members, name, "", make_cuda
+        self._cuda: dist.ProcessGroup | None = None
+        self._together: list[Work] | None = None
+
+    def _on_cuda(self) -> dist.ProcessGroup:
+        if self._cuda is None:
+            self._cuda = self._make_cuda()
+        return self._cuda
+
+    def _run(self, opts, call: Callable[[], None], results: Sequence[Tensor] = ()) -> Work:
+        """Do a collective: in its turn, and in this thread if it is not asynchronous and nothing is before it."""
+        work = Work(self._members.lane, functools.partial(self._members.collective, call), results)
+        return self._begun(self._members.lane, work, here=not opts.asyncOp)
+
+    def _begun(self, lane: Lane, work: Work, here: bool) -> Work:
+        self._members.check_open()
+        lane.submit(work, here and self._together is None)
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    # -- whole tensors ------------------------------------------------------------------------------------------------
+
+    @_by_device
+    def allreduce(self, tensors, opts=c10d.AllreduceOptions()):
+        how = Reduction(opts.reduceOp)
+        todo = [(flat(tensor), f"all_reduce {how.name} {named(tensor)}", rows(tensor)) for tensor in tensors]
+
+        def call() -> None:
+            for whole, told, shown in todo:
+                self._members.collectives.all_reduce(whole, how, told, shown)
+
+        return self._run(opts, call, tensors)
+
+    def allreduce_coalesced(self, tensors, opts=c10d.AllreduceCoalescedOptions()):
+        return self.allreduce(tensors, opts)
+
+    @_by_device
+    def broadcast(self, tensors, opts=c10d.BroadcastOptions()):
+        root, tensor = opts.rootRank, tensors[opts.rootTensor]
+        told, whole = self._rooted("broadcast", root, tensor), as_bytes(tensor)
+        call = functools.partial(self._members.collectives.broadcast, whole, root, told, rows(tensor))
+        return self._run(opts, call, tensors)
+
+    @_by_device
+    def reduce(self, tensors, opts=c10d.ReduceOptions()):
+        root, tensor, how = opts.rootRank, tensors[opts.rootTensor], Reduction(opts.reduceOp)
+        told, whole = self._rooted(f"reduce {how.name}", root, tensor), flat(tensor)
+        call = functools.partial(self._members.collectives.all_reduce, whole, how, told, rows(tensor), root)
+        return self._run(opts, call, tensors)
+
+    def barrier(self, opts=c10d.BarrierOptions()):
+        return self._run(opts, self._members.collectives.barrier)
+
+    def monitored_barrier(self, timeout=timedelta(seconds=300), wait_all_ranks=False):
+        lane, opts = self._members.lane, c10d.BarrierOptions()
+        opts.asyncOp = False
+        limit_s = timeout.total_seconds() if timeout is not None else self._members.meeting.timeout_s
+        call = functools.partial(self._members.meeting.monitored, limit_s, wait_all_ranks)
+        work = Work(lane, functools.partial(self._members.collective, call))
+        self._begun(lane, work, here=True).wait()
+
+    # -- all-gather ---------------------------------------------------------------------------------------------------
+
+    @_by_device
+    def allgather(self, outputs, inputs, opts=c10d.AllgatherOptions()):
+        return self._gather_all(list(zip(outputs, inputs, strict=True)), opts)
+
+    @_by_device
+    def allgather_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
+        # torch gives one list of outputs per rank, each as long as the list of inputs.
+        return self._gather_all([([out[i] for out in outputs], part) for i, part in enumerate(inputs)], opts)
+
+    @_by_device
+    def all_gather_single(self, output, input, opts=c10d.AllgatherOptions()):
+        return self._gather_all([(self._parts(output, input), input)], opts, [output])
+
+    @_by_device
+    def all_gather_single_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
+        pairs = [(self._parts(o, i), i) for o, i in zip(outputs, inputs, strict=True)]
+        return self._gather_all(pairs, opts, outputs)
+
+    def _allgather_base(self, output, input, opts=c10d.AllgatherOptions()):
+        return self.all_gather_single(output, input, opts)
+
+    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
+        return self.all_gather_single_coalesced(outputs, inputs, opts)
+
+    def _gather_all(self, pairs, opts, results: Sequence[Tensor] | None = None) -> Work:
+        todo = []
+        for outputs, tensor in pairs:
+            self._check_list("all_gather", outputs, tensor)
+            told = f"all_gather {named(tensor)}"
+            todo.append(([as_bytes(out) for out in outputs], as_bytes(tensor), told, rows(tensor)))
+
+        def call() -> None:
+            for parts, own, told, shown in todo:
+                self._members.collectives.all_gather(parts, own, told, shown)
+
+        return self._run(opts, call, results or [out for outs, _ in pairs for out in outs])
+
+    @_by_device
+    def gather(self, outputs, inputs, opts=c10d.GatherOptions()):
+        root, tensor = opts.rootRank, inputs[0]
+        told, here = self._rooted("gather", root, tensor), self._members.rank == root
+        if here:
+            self._check_list("gather", outputs[0], tensor)
+        parts = [as_bytes(out) for out in outputs[0]] if here else None
+        call = functools.partial(
+            self._members.collectives.all_gather, parts, as_bytes(tensor), told, rows(tensor), root
+        )
+        return self._run(opts, call, outputs[0] if here else ())
+
+    # -- reduce-scatter -----------------------------------------------------------------------------------------------
+
+    @_by_device
+    def reduce_scatter(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
+        return self._scatter_sums(list(zip(outputs, inputs, strict=True)), opts)
+
+    @_by_device
+    def reduce_scatter_single(self, output, input, opts=c10d.ReduceScatterOptions()):
+        return self._scatter_sums([(output, self._parts(input, output))], opts)
+
+    @_by_device
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
+        return self._scatter_sums([(o, self._parts(i, o)) for o, i in zip(outputs, inputs, strict=True)], opts)
+
+    def _reduce_scatter_base(self, output, input, opts=c10d.ReduceScatterOptions()):
+        return self.reduce_scatter_single(output, input, opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
+        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+
+    def _scatter_sums(self, pairs, opts) -> Work:
+        how, todo = Reduction(opts.reduceOp), []
+        for output, inputs in pairs:
+            self._check_list("reduce_scatter", inputs, output)
+            told = f"reduce_scatter {how.name} {named(output)}"
+            todo.append((flat(output), [flat(part) for part in inputs], how, told, rows(output)))
+
+        def call() -> None:
+            for one in todo:
+                self._members.collectives.reduce_scatter(*one)
+
+        return self._run(opts, call, [output for output, _ in pairs])
+
+    @_by_device
+    def scatter(self, outputs, inputs, opts=c10d.ScatterOptions()):
+        root, output = opts.rootRank, outputs[0]
+        told, here = self._rooted("scatter", root, output), self._members.rank == root
+        if here:
+            self._check_list("scatter", inputs[0], output)
+        parts = [as_bytes(part) for part in inputs[0]] if here else None
+        call = functools.partial(self._members.collectives.scatter, as_bytes(output), parts, root, told, rows(output))
+        return self._run(opts, call, outputs)
+
+    # -- personalised -------------------------------------------------------------------------------------------------
+
+    @_by_device
+    def all_to_all_single(self, output, input, output_splits, input_splits, opts=c10d.AllToAllOptions()):
+        parts = [self._split(tensor, splits) for tensor, splits in ((output, output_splits), (input, input_splits))]
+        return self._exchange(*parts, output, opts, [output])
+
+    def alltoall_base(self, output, input, output_splits, input_splits, opts=c10d.AllToAllOptions()):
+        return self.all_to_all_single(output, input, output_splits, input_splits, opts)
+
+    @_by_device
+    def alltoall(self, outputs, inputs, opts=c10d.AllToAllOptions()):
+        for tensors in (outputs, inputs):
+            if len(tensors) != self._members.size:
+                raise ValueError(f"all_to_all takes a tensor per rank: {self._members.size}, not {len(tensors)}")
+        return self._exchange([as_bytes(t) for t in outputs], [as_bytes(t) for t in inputs], inputs[0], opts, outputs)
+
+    def _exchange(self, outputs, inputs, like: Tensor, opts, results) -> Work:
+        told = f"all_to_all {str(like.dtype).removeprefix('torch.')}"
+        return self._run(opts, functools.partial(self._members.collectives.all_to_all, outputs, inputs, told), results)
+
+    # -- transfers ----------------------------------------------------------------------------------------------------
+
+    @_by_device
+    def send(self, tensors, peer, tag=0):
+        return self._transfer("send", tensors, peer, tag)
+
+    @_by_device
+    def recv(self, tensors, peer, tag=0):
+        return self._transfer("recv", tensors, peer, tag)
+
+    def _transfer(self, kind: str, tensors, peer: int, tag: int) -> Work:
+        if len(tensors) != 1:
+            raise ValueError(f"{kind} takes one tensor, not {len(tensors)}")
+        lane = self._members.channel(kind, peer, tag)
+        call = getattr(self._members.transfers, kind)
+        told = f"{named(tensors[0]).split(' ')[0]} {rows(tensors[0])}"
+        work = Work(lane, functools.partial(call, as_bytes(tensors[0]), told, peer, tag), tensors, source=peer)
+        return self._begun(lane, work, here=False)
+
+    def recv_anysource(self, tensors, tag=0):
+        raise ShmError("the backend shm cannot receive from any source: name the rank that sends (recv(..., src=...))")
+
+    # -- the group itself ---------------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device):
+        self._together = []
+
+    def _end_coalescing(self, device):
+        works, self._together = self._together or [], None
+        lane = Lane(self._members.workers)
+        work = Work(lane, lambda: [one.wait() for one in works])
+        lane.submit(work, here=False)
+        return work
+
+    def getBackendName(self):
+        return NAME
+
+    def name(self):
+        return NAME
+
+    @property
+    def group_name(self) -> str:
+        return self._name  # torch names the groups that it builds itself, not one that a backend brings
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _set_group_desc(self, text):
+        self._desc = text
+
+    @property
+    def _device_types(self):
+        return [torch.device("cpu")] + [torch.device("cuda")] * torch.cuda.is_available()
+
+    def _set_sequence_number_for_group(self):
+        pass  # a meeting counts by itself
+
+    def _get_sequence_number_for_group(self):
+        return self._members.meeting.count
+
+    def set_timeout(self, timeout):
+        self._members.set_timeout(timeout.total_seconds())
+
+    def shutdown(self):
+        if self._cuda is not None:
+            self._cuda.shutdown()
+        self._members.close()
+
+    def abort(self):
+        if self._cuda is not None:
+            self._cuda.abort()
+        self._members.close(patience_s=0.0)
+
+    # -- what must fit ------------------------------------------------------------------------------------------------
+
+    def _rooted(self, words: str, root: int, tensor: Tensor) -> str:
+        return f"{words} root {self._members.meeting.ranks[root]} {named(tensor)}"
+
+    def _parts(self, whole: Tensor, part: Tensor) -> list[Tensor]:
+        """`whole` as one flat tensor per rank."""
+        size = self._members.size
+        if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+            raise ValueError(
+                f"the whole has {whole.numel()} elements of {whole.dtype}; {size} ranks with a part of "
+                f"{part.numel()} of {part.dtype} need {size * part.numel()}"
+            )
+        return list(flat(whole).split(part.numel())) if part.numel() else [flat(whole)] * size
+
+    def _check_list(self, what: str, parts: Sequence[Tensor], like: Tensor) -> None:
+        if len(parts) != self._members.size:
+            raise ValueError(f"{what} takes a tensor per rank: {self._members.size}, not {len(parts)}")
+        for part in parts:
+            if part.numel() != like.numel() or part.dtype != like.dtype:
+                raise ValueError(
+                    f"{what}: a part has {part.numel()} elements of {part.dtype}, another {like.numel()} of {like.dtype}"
+                )
+
+    def _split(self, tensor: Tensor, splits: Sequence[int]) -> list[Tensor]:
+        """One flat tensor of bytes per rank: along dimension 0, of equal length or as `splits` says."""
+        size, count = self._members.size, tensor.shape[0] if tensor.dim() else 1
+        if not splits and count % size:
+            raise ValueError(f"all_to_all: dimension 0 has {count} rows, which {size} ranks cannot share equally")
+        lengths = list(splits) or [count // size] * size
+        if len(lengths) != size or sum(lengths) != count:
+            raise ValueError(f"all_to_all: the splits {lengths} do not cut {count} rows into {size} parts")
+        row = tensor.nbytes // count if count else 0
+        return list(as_bytes(tensor).split([length * row for length in lengths]))

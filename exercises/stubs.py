@@ -99,7 +99,7 @@ def generate(exercise: Exercise) -> list[Path]:
 
 def _asked(exercise: Exercise) -> list[str]:
     if not exercise.piece:
-        return [*_wrapped(ast.get_docstring(ast.parse(exercise.source.read_text())) or ""), ""]
+        return [*(ast.get_docstring(ast.parse(exercise.source.read_text())) or "").splitlines(), ""]
     return [
         *_wrapped(f"Write the missing lines of {' and '.join(exercise.symbols)}; the docstring says what is asked."),
         *_wrapped(f"You may call: {', '.join(exercise.calls)}."),

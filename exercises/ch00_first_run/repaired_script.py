@@ -4,11 +4,11 @@ This is the training script that everyone copies, and it has six faults. Mend it
 number of ranks, with or without GPUs, and the model it returns is the one that a single process would have trained:
 
 * every process joins as the rank that torchrun made it (RANK, LOCAL_RANK and WORLD_SIZE in os.environ), and the group
-is ended when training is over; * each rank computes on a GPU of its own over nccl where there is one for each, else
-on the CPU over gloo; * a step is taken for every batch_size samples, in their order, the last batch may be shorter.
-The ranks share each batch: over all ranks every sample is read once per epoch, also when a rank's share of a batch is
-empty; * all replicas start as the one of rank 0, and each step applies the gradient of the mean loss over the whole
-batch.
+  is ended when training is over;
+* each rank computes on a GPU of its own over nccl where there is one for each, else on the CPU over gloo;
+* a step is taken for every batch_size samples, in their order, the last batch may be shorter. The ranks share each
+  batch: over all ranks every sample is read once per epoch, also when a rank's share of a batch is empty;
+* all replicas start as the one of rank 0, and each step applies the gradient of the mean loss over the whole batch.
 
 Run it yourself with: torchrun --standalone --nproc-per-node 2 THIS_FILE
 

@@ -1,11 +1,11 @@
 """The loss falls and the replicas drift.
 
-This program runs, its loss falls on every rank, and the numbers are wrong: the replicas drift apart, and none of them
-is the model that one process would have trained. See it: torchrun --standalone --nproc-per-node 2 THIS_FILE
+This program runs, its loss falls on every rank, and the numbers are wrong: the replicas drift apart, and none of
+them is the model that one process would have trained. See it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
-Three things are asked. INVARIANT: the key of the one rule in INVARIANTS that is broken. LINE: the line that breaks
-it, by its number in the file as you got it, or its text. And the program, mended: every gradient goes over the
-network once per step, and nothing else after the start.
+Three things are asked. INVARIANT: the key of the one rule in INVARIANTS that is broken. LINE: the line that breaks it,
+by its number in the file as you got it, or its text. And the program, mended: every gradient goes over the network
+once per step, and nothing else after the start.
 
 Check it with: python -m exercises check averaged_parameter
 

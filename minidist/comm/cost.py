@@ -175,7 +175,8 @@ def best_bucket(total: int, backward_s: float, seconds: Callable[[float], float]
     """The bucket size in bytes with which the gradients are reduced soonest; of equals the largest.
 
     Small ones pay alpha often; with large ones the last, which nothing hides, is long. choices: powers of two from 64
-    KiB up to all in one when not given.
+    KiB up to all in one when not given. Taken for granted is that the network works beside backward; where both need
+    the same cores nothing is hidden, and fewer messages are always better.
     """
     sizes = choices or [1 << k for k in range(16, max(17, (max(total, 1) - 1).bit_length() + 1))]
     return min(reversed(sizes), key=lambda size: finished_s(total, size, backward_s, seconds))

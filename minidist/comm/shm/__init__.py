@@ -4,9 +4,9 @@
     dist.init_process_group("shm")          # everything built on torch.distributed then runs on it
 
 **Memory.** Every process makes one *arena* of 8 MiB: anonymous memory that no name leads to and that is gone with its
-last user. Its file descriptor travels over a socket, so all processes of a job see all arenas. A group leases a block of
-three slots from the arena of each of its ranks; a tensor larger than a slot streams through them in chunks that stay in
-cache. A rank writes its own arena only.
+last user. Its file descriptor travels over a socket, so all processes of a job see all arenas. A group leases three
+slots from the arena of each of its ranks; a larger tensor streams through them in chunks that stay in cache. A rank
+writes its own arena only.
 
 **Hand-overs.** No plain store tells another process, or another thread, that something is ready. The kernel orders what
 was written before a message with what is read after it (sending and receiving take the queue's lock), on Arm too:

@@ -8,7 +8,6 @@ sum is shared out and every element is still added in the order of the ranks.
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from minidist.comm.convention import chunks

@@ -13,34 +13,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d  # the options are not in torch.distributed's own namespace
 
-from minidist.comm.shm.flat import as_bytes, flat, named, rows
+from minidist.comm.shm.device import by_device
+from minidist.comm.shm.flat import as_bytes, check_parts, flat, named, parts_of, rows, split_rows
 from minidist.comm.shm.lane import Lane, Work
 from minidist.comm.shm.meeting import ShmError
 from minidist.comm.shm.members import Members
 from minidist.comm.shm.reduce import Reduction
 from minidist.comm.shm.register import NAME
 
-
-def _by_device(method):
-    """Let nccl do it when the first tensor is on a GPU."""
-
-    @functools.wraps(method)
-    def call(self, *args, **kwargs):
-        tensor = _first(args)
-        if tensor is not None and tensor.is_cuda:
-            return getattr(self._on_cuda(), method.__name__)(*args, **kwargs)
-        return method(self, *args, **kwargs)
-
-    return call
-
-
-def _first(args) -> Tensor | None:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            return arg
-        if isinstance(arg, (list, tuple)) and (found := _first(arg)) is not None:
-            return found
-    return None
+_ALLTOALL = c10d.AllToAllOptions()
+_ALLGATHER = c10d.AllgatherOptions()
+_ALLREDUCECOALESCED = c10d.AllreduceCoalescedOptions()
+_ALLREDUCE = c10d.AllreduceOptions()
+_BARRIER = c10d.BarrierOptions()
+_BROADCAST = c10d.BroadcastOptions()
+_GATHER = c10d.GatherOptions()
+_REDUCE = c10d.ReduceOptions()
+_REDUCESCATTER = c10d.ReduceScatterOptions()
+_SCATTER = c10d.ScatterOptions()
 
 
 class ShmGroup(dist.ProcessGroup):
@@ -49,10 +39,12 @@ class ShmGroup(dist.ProcessGroup):
     def __init__(self, members: Members, name: str, make_cuda: Callable[[], dist.ProcessGroup]):
         super().__init__(members.rank, members.size)
         self._members, self._name, self._desc, self._make_cuda = members, name, "", make_cuda
+        self._size = members.size
         self._cuda: dist.ProcessGroup | None = None
         self._together: list[Work] | None = None
 
-    def _on_cuda(self) -> dist.ProcessGroup:
+    def on_cuda(self) -> dist.ProcessGroup:
+        """The inner group for tensors on a GPU."""
         if self._cuda is None:
             self._cuda = self._make_cuda()
         return self._cuda
@@ -71,8 +63,8 @@ class ShmGroup(dist.ProcessGroup):
 
     # -- whole tensors ------------------------------------------------------------------------------------------------
 
-    @_by_device
-    def allreduce(self, tensors, opts=c10d.AllreduceOptions()):
+    @by_device()
+    def allreduce(self, tensors, opts=_ALLREDUCE):
         how = Reduction(opts.reduceOp)
         todo = [(flat(tensor), f"all_reduce {how.name} {named(tensor)}", rows(tensor)) for tensor in tensors]
 
@@ -82,24 +74,24 @@ class ShmGroup(dist.ProcessGroup):
 
         return self._run(opts, call, tensors)
 
-    def allreduce_coalesced(self, tensors, opts=c10d.AllreduceCoalescedOptions()):
+    def allreduce_coalesced(self, tensors, opts=_ALLREDUCECOALESCED):
         return self.allreduce(tensors, opts)
 
-    @_by_device
-    def broadcast(self, tensors, opts=c10d.BroadcastOptions()):
+    @by_device()
+    def broadcast(self, tensors, opts=_BROADCAST):
         root, tensor = opts.rootRank, tensors[opts.rootTensor]
         told, whole = self._rooted("broadcast", root, tensor), as_bytes(tensor)
         call = functools.partial(self._members.collectives.broadcast, whole, root, told, rows(tensor))
         return self._run(opts, call, tensors)
 
-    @_by_device
-    def reduce(self, tensors, opts=c10d.ReduceOptions()):
+    @by_device()
+    def reduce(self, tensors, opts=_REDUCE):
         root, tensor, how = opts.rootRank, tensors[opts.rootTensor], Reduction(opts.reduceOp)
         told, whole = self._rooted(f"reduce {how.name}", root, tensor), flat(tensor)
         call = functools.partial(self._members.collectives.all_reduce, whole, how, told, rows(tensor), root)
         return self._run(opts, call, tensors)
 
-    def barrier(self, opts=c10d.BarrierOptions()):
+    def barrier(self, opts=_BARRIER):
         return self._run(opts, self._members.collectives.barrier)
 
     def monitored_barrier(self, timeout=timedelta(seconds=300), wait_all_ranks=False):
@@ -112,34 +104,31 @@ class ShmGroup(dist.ProcessGroup):
 
     # -- all-gather ---------------------------------------------------------------------------------------------------
 
-    @_by_device
-    def allgather(self, outputs, inputs, opts=c10d.AllgatherOptions()):
+    @by_device()
+    def allgather(self, outputs, inputs, opts=_ALLGATHER):
         return self._gather_all(list(zip(outputs, inputs, strict=True)), opts)
 
-    @_by_device
-    def allgather_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
+    @by_device()
+    def allgather_coalesced(self, outputs, inputs, opts=_ALLGATHER):
         # torch gives one list of outputs per rank, each as long as the list of inputs.
         return self._gather_all([([out[i] for out in outputs], part) for i, part in enumerate(inputs)], opts)
 
-    @_by_device
-    def all_gather_single(self, output, input, opts=c10d.AllgatherOptions()):
-        return self._gather_all([(self._parts(output, input), input)], opts, [output])
+    @by_device("_allgather_base")
+    def all_gather_single(self, output, input, opts=_ALLGATHER):
+        return self._gather_all([(parts_of(output, input, self._size), input)], opts, [output])
 
-    @_by_device
-    def all_gather_single_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
-        pairs = [(self._parts(o, i), i) for o, i in zip(outputs, inputs, strict=True)]
+    @by_device("allgather_into_tensor_coalesced")
+    def all_gather_single_coalesced(self, outputs, inputs, opts=_ALLGATHER):
+        pairs = [(parts_of(o, i, self._size), i) for o, i in zip(outputs, inputs, strict=True)]
         return self._gather_all(pairs, opts, outputs)
 
-    def _allgather_base(self, output, input, opts=c10d.AllgatherOptions()):
-        return self.all_gather_single(output, input, opts)
-
-    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
-        return self.all_gather_single_coalesced(outputs, inputs, opts)
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _gather_all(self, pairs, opts, results: Sequence[Tensor] | None = None) -> Work:
         todo = []
         for outputs, tensor in pairs:
-            self._check_list("all_gather", outputs, tensor)
+            check_parts("all_gather", outputs, tensor, self._size)
             told = f"all_gather {named(tensor)}"
             todo.append(([as_bytes(out) for out in outputs], as_bytes(tensor), told, rows(tensor)))
 
@@ -149,12 +138,12 @@ class ShmGroup(dist.ProcessGroup):
 
         return self._run(opts, call, results or [out for outs, _ in pairs for out in outs])
 
-    @_by_device
-    def gather(self, outputs, inputs, opts=c10d.GatherOptions()):
+    @by_device()
+    def gather(self, outputs, inputs, opts=_GATHER):
         root, tensor = opts.rootRank, inputs[0]
         told, here = self._rooted("gather", root, tensor), self._members.rank == root
         if here:
-            self._check_list("gather", outputs[0], tensor)
+            check_parts("gather", outputs[0], tensor, self._size)
         parts = [as_bytes(out) for out in outputs[0]] if here else None
         call = functools.partial(
             self._members.collectives.all_gather, parts, as_bytes(tensor), told, rows(tensor), root
@@ -163,28 +152,25 @@ class ShmGroup(dist.ProcessGroup):
 
     # -- reduce-scatter -----------------------------------------------------------------------------------------------
 
-    @_by_device
-    def reduce_scatter(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
+    @by_device()
+    def reduce_scatter(self, outputs, inputs, opts=_REDUCESCATTER):
         return self._scatter_sums(list(zip(outputs, inputs, strict=True)), opts)
 
-    @_by_device
-    def reduce_scatter_single(self, output, input, opts=c10d.ReduceScatterOptions()):
-        return self._scatter_sums([(output, self._parts(input, output))], opts)
+    @by_device("_reduce_scatter_base")
+    def reduce_scatter_single(self, output, input, opts=_REDUCESCATTER):
+        return self._scatter_sums([(output, parts_of(input, output, self._size))], opts)
 
-    @_by_device
-    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
-        return self._scatter_sums([(o, self._parts(i, o)) for o, i in zip(outputs, inputs, strict=True)], opts)
+    @by_device("reduce_scatter_tensor_coalesced")
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=_REDUCESCATTER):
+        return self._scatter_sums([(o, parts_of(i, o, self._size)) for o, i in zip(outputs, inputs, strict=True)], opts)
 
-    def _reduce_scatter_base(self, output, input, opts=c10d.ReduceScatterOptions()):
-        return self.reduce_scatter_single(output, input, opts)
-
-    def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
-        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _scatter_sums(self, pairs, opts) -> Work:
         how, todo = Reduction(opts.reduceOp), []
         for output, inputs in pairs:
-            self._check_list("reduce_scatter", inputs, output)
+            check_parts("reduce_scatter", inputs, output, self._size)
             told = f"reduce_scatter {how.name} {named(output)}"
             todo.append((flat(output), [flat(part) for part in inputs], how, told, rows(output)))
 
@@ -194,31 +180,33 @@ class ShmGroup(dist.ProcessGroup):
 
         return self._run(opts, call, [output for output, _ in pairs])
 
-    @_by_device
-    def scatter(self, outputs, inputs, opts=c10d.ScatterOptions()):
+    @by_device()
+    def scatter(self, outputs, inputs, opts=_SCATTER):
         root, output = opts.rootRank, outputs[0]
         told, here = self._rooted("scatter", root, output), self._members.rank == root
         if here:
-            self._check_list("scatter", inputs[0], output)
+            check_parts("scatter", inputs[0], output, self._size)
         parts = [as_bytes(part) for part in inputs[0]] if here else None
         call = functools.partial(self._members.collectives.scatter, as_bytes(output), parts, root, told, rows(output))
         return self._run(opts, call, outputs)
 
     # -- personalised -------------------------------------------------------------------------------------------------
 
-    @_by_device
-    def all_to_all_single(self, output, input, output_splits, input_splits, opts=c10d.AllToAllOptions()):
-        parts = [self._split(tensor, splits) for tensor, splits in ((output, output_splits), (input, input_splits))]
+    @by_device("alltoall_base")
+    def all_to_all_single(self, output, input, output_splits, input_splits, opts=_ALLTOALL):
+        parts = [
+            split_rows(tensor, splits, self._size)
+            for tensor, splits in ((output, output_splits), (input, input_splits))
+        ]
         return self._exchange(*parts, output, opts, [output])
 
-    def alltoall_base(self, output, input, output_splits, input_splits, opts=c10d.AllToAllOptions()):
-        return self.all_to_all_single(output, input, output_splits, input_splits, opts)
+    alltoall_base = all_to_all_single
 
-    @_by_device
-    def alltoall(self, outputs, inputs, opts=c10d.AllToAllOptions()):
+    @by_device()
+    def alltoall(self, outputs, inputs, opts=_ALLTOALL):
         for tensors in (outputs, inputs):
-            if len(tensors) != self._members.size:
-                raise ValueError(f"all_to_all takes a tensor per rank: {self._members.size}, not {len(tensors)}")
+            if len(tensors) != self._size:
+                raise ValueError(f"all_to_all takes a tensor per rank: {self._size}, not {len(tensors)}")
         return self._exchange([as_bytes(t) for t in outputs], [as_bytes(t) for t in inputs], inputs[0], opts, outputs)
 
     def _exchange(self, outputs, inputs, like: Tensor, opts, results) -> Work:
@@ -227,11 +215,11 @@ class ShmGroup(dist.ProcessGroup):
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
-    @_by_device
+    @by_device()
     def send(self, tensors, peer, tag=0):
         return self._transfer("send", tensors, peer, tag)
 
-    @_by_device
+    @by_device()
     def recv(self, tensors, peer, tag=0):
         return self._transfer("recv", tensors, peer, tag)
 
@@ -299,37 +287,5 @@ class ShmGroup(dist.ProcessGroup):
             self._cuda.abort()
         self._members.close(patience_s=0.0)
 
-    # -- what must fit ------------------------------------------------------------------------------------------------
-
     def _rooted(self, words: str, root: int, tensor: Tensor) -> str:
         return f"{words} root {self._members.meeting.ranks[root]} {named(tensor)}"
-
-    def _parts(self, whole: Tensor, part: Tensor) -> list[Tensor]:
-        """`whole` as one flat tensor per rank."""
-        size = self._members.size
-        if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
-            raise ValueError(
-                f"the whole has {whole.numel()} elements of {whole.dtype}; {size} ranks with a part of "
-                f"{part.numel()} of {part.dtype} need {size * part.numel()}"
-            )
-        return list(flat(whole).split(part.numel())) if part.numel() else [flat(whole)] * size
-
-    def _check_list(self, what: str, parts: Sequence[Tensor], like: Tensor) -> None:
-        if len(parts) != self._members.size:
-            raise ValueError(f"{what} takes a tensor per rank: {self._members.size}, not {len(parts)}")
-        for part in parts:
-            if part.numel() != like.numel() or part.dtype != like.dtype:
-                raise ValueError(
-                    f"{what}: a part has {part.numel()} elements of {part.dtype}, another {like.numel()} of {like.dtype}"
-                )
-
-    def _split(self, tensor: Tensor, splits: Sequence[int]) -> list[Tensor]:
-        """One flat tensor of bytes per rank: along dimension 0, of equal length or as `splits` says."""
-        size, count = self._members.size, tensor.shape[0] if tensor.dim() else 1
-        if not splits and count % size:
-            raise ValueError(f"all_to_all: dimension 0 has {count} rows, which {size} ranks cannot share equally")
-        lengths = list(splits) or [count // size] * size
-        if len(lengths) != size or sum(lengths) != count:
-            raise ValueError(f"all_to_all: the splits {lengths} do not cut {count} rows into {size} parts")
-        row = tensor.nbytes // count if count else 0
-        return list(as_bytes(tensor).split([length * row for length in lengths]))

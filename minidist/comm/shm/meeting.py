@@ -71,10 +71,8 @@ class Meeting:
         try:
             said = _PLAIN + message
             for _, sock in self.others:
-                try:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # what it said last is still there
                     sock.send(said)
-                except (BrokenPipeError, ConnectionResetError):
-                    pass  # it has left; what it said before is still to be heard
             heard = [message] * self.size
             for other, sock in self.others:
                 heard[other] = self._hear(other, sock)

@@ -5,7 +5,6 @@ import os
 import secrets
 import socket
 import sys
-from datetime import timedelta
 
 import torch.distributed as dist
 

@@ -6,6 +6,7 @@ and only then does the sender borrow memory for two pieces, of which one is fill
 held by transfers that go on, never by one that waits for its receiver.
 """
 
+import contextlib
 import json
 import socket
 import struct
@@ -22,7 +23,10 @@ _GO, _NO = b"+", b"!"
 
 
 class Transfers:
-    """The channels of one group. tokens: by group rank, of the processes; name: what the group is called between them."""
+    """The channels of one group.
+
+    tokens: of the ranks' processes; name: what the group is called between them.
+    """
 
     def __init__(self, here: Neighbours, meeting: Meeting, tokens: list[str], name: str):
         self._here, self._meeting, self._tokens, self._name = here, meeting, tokens, name
@@ -122,10 +126,9 @@ class Transfers:
         return self._meeting.gone.get(peer) or f"rank {self._meeting.ranks[peer]} has left {self._meeting} or ended"
 
     def _say(self, sock: socket.socket, message: bytes) -> None:
-        try:
+        # When the other is gone, the message that is waited for next will not come, and that says so.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.send(message)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the next message that is waited for will not come, and that says who is gone
 
     def _hear(self, sock: socket.socket, peer: int, what: str) -> bytes:
         try:
@@ -160,7 +163,5 @@ class Transfers:
 
 
 def _shut(sock: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass

@@ -4,8 +4,8 @@ Alpha, beta and gamma are fitted on every other size and held against the sizes 
 predicted from one link that rounds of transfers show (before it ever ran), and every algorithm by a link fitted to its
 own timings. Then which algorithm wins where, computed and measured, and the bucket size that follows.
 
-Ranks of one machine share its cores and its memory. The link is measured while all of them send, so an algorithm in which
-few do (a broadcast) runs faster than predicted, and faster than the bound that this link would set a cluster.
+Ranks of one machine share its cores and its memory. The link is measured while all of them send, so an algorithm in
+which few do (a broadcast) runs faster than predicted, and faster than the bound that this link would set a cluster.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from exercises.catalogue import ROOT
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 START_S = 60.0
-WAIT_MS = 30_000
+WAIT_MS = 60_000
 _CELLS = ".jp-Notebook .jp-Cell"
 
 # In the page. A cell's number changes when it has run; -1 stands for all code cells that there are now.

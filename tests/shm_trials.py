@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm import World
-from minidist.errors import RunError
 from minidist.train.launch import RankServer
 
 KINDS = (
@@ -134,7 +133,8 @@ def compare(world: World, seed: int, count: int) -> int:
         nonlocal compared
         for step, works, got in some:
             for work in works:
-                work.wait(timedelta(seconds=30)) if step.seed % 2 else work.wait()
+                patient = step.seed % 2 and isinstance(work, dist.Work)  # a coalesced one is a future
+                work.wait(timedelta(seconds=30)) if patient else work.wait()
             ranks = sets[step.group]
             works, wanted = launch(step, gloo[step.group], ranks.index(world.rank), len(ranks), ranks)
             for work in works:
@@ -157,38 +157,53 @@ def compare(world: World, seed: int, count: int) -> int:
     return compared
 
 
-def work_until_killed(world: World, victim: int, seed: int, folder: str) -> float | None:
-    """Collectives and transfers without end; rank `victim` kills itself at a random point. Seconds until seen."""
-    group = dist.new_group(backend="shm")
-    draw, mark = random.Random(seed), Path(folder) / "killed"
+def work_until_killed(rank: int, size: int, victim: int, seed: int, folder: Path) -> None:
+    """Collectives and transfers without end; rank `victim` kills itself at a random point, the others note when."""
+    dist.init_process_group("shm", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
+    draw = random.Random(seed)
     last = draw.randrange(5, 60)
     tensor = torch.ones(draw.choice((10, 5000, 3_000_000)))
-    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    right, left = (rank + 1) % size, (rank - 1) % size
     try:
         for i in range(1_000_000):
-            pending = dist.all_reduce(tensor, group=group, async_op=True)
-            if i == last and world.rank == victim:
-                mark.write_text(str(time.time()))
+            pending = dist.all_reduce(tensor, async_op=True)
+            if i == last and rank == victim:
+                (folder / "killed").write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
-            ops = [dist.P2POp(dist.isend, tensor, right, group), dist.P2POp(dist.irecv, tensor.clone(), left, group)]
-            for work in [pending, *dist.batch_isend_irecv(ops)]:
+            pending.wait()
+            ops = [dist.P2POp(dist.isend, tensor, right), dist.P2POp(dist.irecv, tensor.clone(), left)]
+            for work in dist.batch_isend_irecv(ops):
                 work.wait()
             tensor.fill_(1)
     except dist.DistBackendError as error:
-        assert "rank" in str(error), error
-        (Path(folder) / f"seen{world.rank}").write_text(str(time.time()))
-        raise
+        (folder / f"seen{rank}").write_text(f"{time.time()} {error}")
 
 
-def kill(server: RankServer, seed: int, size: int, folder: Path) -> list[float]:
-    """Kill one of `size` ranks in the middle of it; seconds until each of the others reported."""
-    victim = random.Random(seed).randrange(size)
-    try:
-        server.run(work_until_killed, size, (victim, seed, str(folder)), deadline_s=30)
-    except RunError:
-        pass
+def family(world: World, size: int, seed: int, folder: str) -> int:
+    """Fork `size` ranks from this clean process and wait for them, which the rank server would not after a death."""
+    victim, children = random.Random(seed).randrange(size), []
+    for rank in range(size):
+        if child := os.fork():
+            children.append(child)
+            continue
+        try:
+            torch.set_num_threads(1)
+            work_until_killed(rank, size, victim, seed, Path(folder))
+        finally:
+            os._exit(0)
+    for child in children:
+        os.waitpid(child, 0)
+    return victim
+
+
+def kill(server: RankServer, seed: int, size: int, folder: Path) -> tuple[float, list[str]]:
+    """Kill one of `size` ranks in the middle of it: seconds until the last of the others reported, and their words."""
+    victim = server.run(family, 1, (size, seed, str(folder)), deadline_s=60).values[0]
     killed = float((folder / "killed").read_text())
-    return [float((folder / f"seen{rank}").read_text()) - killed for rank in range(size) if rank != victim]
+    seen = [(folder / f"seen{rank}").read_text().split(" ", 1) for rank in range(size) if rank != victim]
+    words = [text for _, text in seen]
+    assert all(f"rank {victim} " in text for text in words), words
+    return max(float(at) for at, _ in seen) - killed, words
 
 
 def main() -> None:
@@ -209,7 +224,7 @@ def main() -> None:
                 worst = 0.0
                 for seed in range(options.seed, options.seed + options.count):
                     with tempfile.TemporaryDirectory() as folder:
-                        worst = max(worst, *kill(server, seed, size, Path(folder)))
+                        worst = max(worst, kill(server, seed, size, Path(folder))[0])
                 print(f"{options.count} ranks of {size} killed: seen after {worst:.2f} s at most", flush=True)
 
 

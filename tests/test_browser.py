@@ -125,7 +125,7 @@ def test_a_learners_first_hour(small, work):
     small.picture("3-passed", answer)
 
     told = small.tell(f"%%exercise gradient_sum\n{HANGS}")
-    assert "deadlock: ranks 0-1 wait" in told and "waiting in recv" in told
+    assert "deadlock: ranks 0-" in told and "waiting in recv" in told
     assert not work.entry(CATALOGUE["gradient_sum"])["passed"]
     small.picture("4-exercise-hangs", len(small) - 1)
 

@@ -142,7 +142,7 @@ def apart(world: World) -> tuple:
 def test_ranks_of_different_hosts_talk_over_gloo_and_one_says_so(server):
     result = server.run(apart, 2, deadline_s=60)
     assert result.values == [(False, [2.0, 2.0])] * 2
-    said = [line for line in result.output.splitlines() if "backend shm" in line]
+    said = [line for line in "".join(result.output).splitlines() if "backend shm" in line]
     assert len(said) == 1 and "different hosts" in said[0] and "gloo" in said[0]
 
 

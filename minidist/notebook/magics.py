@@ -19,6 +19,7 @@ from minidist.pieces import Pieces
 from minidist.train.launch import RankServer
 
 _HELP = "write %ranks 4 for four ranks, %%ranks on top of a cell to run it on each of them, %ranks --stop to end them"
+_NAMED = 4  # names in one message
 _OPTIONS = {"--device": str, "--quiet": float, "--timeout": float, "--memory": float}
 
 
@@ -68,7 +69,8 @@ class RanksMagics(Magics):
             if words[:1] != ["--reset"] or len(words) > 2:
                 raise UsageError("write %piece --reset, or %piece --reset module:symbol; to replace one, %%piece")
             names = self._reset(*words[1:])
-            print(f"the package's own again: {', '.join(names)}" if names else "nothing is replaced")
+            what = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} pieces"
+            print(f"the package's own again: {what}" if names else "nothing is replaced")
             return
         if len(words) != 1:
             raise UsageError("write %%piece module:symbol, as in %%piece minidist.data.partition:block")

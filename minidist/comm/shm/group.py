@@ -16,9 +16,9 @@ from torch._C import _distributed_c10d as c10d  # the options are not in torch.d
 from minidist.comm.shm.device import by_device
 from minidist.comm.shm.flat import as_bytes, check_parts, flat, named, parts_of, rows, split_rows
 from minidist.comm.shm.lane import Lane, Work
-from minidist.comm.shm.meeting import ShmError
 from minidist.comm.shm.members import Members
 from minidist.comm.shm.reduce import Reduction
+from minidist.comm.shm.refused import refusing
 from minidist.comm.shm.register import NAME
 
 _ALLTOALL = c10d.AllToAllOptions()
@@ -33,6 +33,7 @@ _REDUCESCATTER = c10d.ReduceScatterOptions()
 _SCATTER = c10d.ScatterOptions()
 
 
+@refusing
 class ShmGroup(dist.ProcessGroup):
     """A group over shared memory. Every operation returns a `Work`."""
 
@@ -231,9 +232,6 @@ class ShmGroup(dist.ProcessGroup):
         told = f"{named(tensors[0]).split(' ')[0]} {rows(tensors[0])}"
         work = Work(lane, functools.partial(call, as_bytes(tensors[0]), told, peer, tag), tensors, source=peer)
         return self._begun(lane, work, here=False)
-
-    def recv_anysource(self, tensors, tag=0):
-        raise ShmError("the backend shm cannot receive from any source: name the rank that sends (recv(..., src=...))")
 
     # -- the group itself ---------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ class Reduction:
     """One of torch's reduce operations. Raises ValueError for those that need an argument of their own."""
 
     def __init__(self, op: dist.ReduceOp):
-        kind = op.op if isinstance(op, dist.ReduceOp) else op
+        kind = getattr(op, "op", op)  # torch passes either
         if kind not in _TWO:
             possible = ", ".join(name for name, _ in _TWO.values())
             raise ValueError(f"the backend shm cannot reduce by {kind}; possible are {possible}")

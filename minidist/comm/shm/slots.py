@@ -17,8 +17,8 @@ from minidist.comm.shm.neighbours import Neighbours
 SLOTS = 3
 SMALL_BYTES = 16 * 1024  # of a slot for small tensors
 _ALIGN = 64  # bytes: a cache line, and a multiple of every element's size
-_SHARE = 2  # a group's large slots take one in so many of the free bytes, so that some are left for the next
 _MIN_BYTES = 4096
+_PLENTY_BYTES = 3 * 2**19  # a third of what is free while there is more, then a sixteenth: there is always some left
 _KEPT_VIEWS = 256
 _PLACE = struct.Struct("<QQ")
 
@@ -46,7 +46,9 @@ class Slots:
     def _take(self) -> tuple[int, int]:
         arena = self._here.arena
         self._here.reclaim()
-        size = SMALL_BYTES if self._small else arena.free_bytes() // _SHARE // SLOTS // _MIN_BYTES * _MIN_BYTES
+        free = arena.free_bytes()
+        large = free // (3 if free > _PLENTY_BYTES else 16) // SLOTS // _MIN_BYTES * _MIN_BYTES
+        size = SMALL_BYTES if self._small else large
         try:
             size = SLOTS * max(size, _MIN_BYTES)
             return arena.lease(size), size

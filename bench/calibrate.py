@@ -104,8 +104,8 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
         with contextlib.nullcontext(server) if server else RankServer() as ranks_from:
             found = []
             for ranks in options.ranks or [2, 4]:
-                values = ranks_from.run(timed, ranks, (sizes, options.turns), threads=1, deadline_s=3600.0).values
-                found.append(Calibration(ranks, values[0]))
+                how = {"backend": options.backend, "threads": 1, "deadline_s": 3600.0}
+                found.append(Calibration(ranks, ranks_from.run(timed, ranks, (sizes, options.turns), **how).values[0]))
                 _print(found[-1], console)
     except (UserError, RunError) as error:
         print(f"bench.calibrate: {error}", file=sys.stderr)
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
         )
     for path in (options.json, options.picture):
         path.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(as_json(found, buckets), indent=1) + "\n")
+    options.json.write_text(json.dumps(as_json(found, buckets, options.backend), indent=1) + "\n")
     calibrate_picture.draw(found, options.picture)
     console.print(f"figures in {options.json}, picture in {options.picture}", highlight=False, soft_wrap=True)
     return 0
@@ -129,6 +129,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m bench.calibrate", description="alpha, beta and gamma of this machine")
     add = parser.add_argument
     add("--ranks", type=int, action="append", help="number of ranks, may be repeated (default: 2 and 4)")
+    add("--backend", default="gloo", help="what the ranks talk through, as torch names it (default: %(default)s)")
     add("--smallest", type=int, default=2**12, metavar="BYTES", help="first size (default: 4 KiB)")
     add("--largest", type=int, default=2**24, metavar="BYTES", help="last size (default: 16 MiB)")
     add("--turns", type=int, default=9, help="times each case is run (default: %(default)s)")
@@ -214,9 +215,10 @@ def _gb(seconds_per_byte: float) -> str:
     return f"{1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte else "-"
 
 
-def as_json(found: Sequence[Calibration], buckets: dict[int, int]) -> dict:
+def as_json(found: Sequence[Calibration], buckets: dict[int, int], backend: str) -> dict:
     """Everything, for whoever wants to compute on."""
-    return {"machine": machine_facts(), "runs": [_run_json(one, buckets[one.ranks]) for one in found]}
+    machine = machine_facts() | {"backend": backend}
+    return {"machine": machine, "runs": [_run_json(one, buckets[one.ranks]) for one in found]}
 
 
 def _run_json(found: Calibration, bucket: int) -> dict:

@@ -1,5 +1,6 @@
 """Judge a learner's file: every test in fresh ranks, and every way to fail as one short finding."""
 
+import importlib.util
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from exercises import stubs
 from exercises.catalogue import Exercise, TestCase
 from exercises.ending import judge
 from exercises.measure import measure
+from exercises.reach import forbidden
 from exercises.testing import Finding
 from minidist.errors import UserError
 
@@ -43,15 +45,21 @@ class TestResult:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a file was judged."""
+    """How a file was judged. content: what it was when it was read, once for all tests."""
 
     exercise: Exercise
-    answer: Path
+    content: bytes
     results: Sequence[TestResult]
 
     @property
     def passed(self) -> bool:
         return bool(self.results) and all(result.finding is None for result in self.results)
+
+    @property
+    def shown(self) -> TestResult | None:
+        """The failure to tell: the first test that found something itself; None when all passed."""
+        failed = [result for result in self.results if result.finding]
+        return next((result for result in failed if result.finding.kind != "skipped"), next(iter(failed), None))
 
     @property
     def points(self) -> int:
@@ -85,6 +93,15 @@ def check(
     tests = [test for test in exercise.tests() if only is None or test.id in only]
     if exercise.kind == "predict" and measured is None:
         measured = measure(exercise.source, [test.id for test in tests], server)
+    content = answer.read_bytes()
+    with tempfile.TemporaryDirectory(prefix="minidist-answer-") as folder:
+        copy = Path(folder).resolve() / answer.name  # the learner goes on writing in the other one
+        copy.write_bytes(content)
+        findings = _findings(exercise, tests, copy, content, _secret(exercise, answer), server, hang_s, stop, measured)
+    return Verdict(exercise, content, _results(tests, findings))
+
+
+def _findings(
     fault = (stubs.fault_line(exercise), exercise.fault) if exercise.fault else None
     offered = {"measured": measured, "fault": fault}
     findings: dict[str, Finding] = {}

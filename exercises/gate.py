@@ -126,6 +126,8 @@ class Gate:
             self._problem(
                 exercise, f"the message for {file.name} has {lines} lines; at most {report.MAX_LINES} are read"
             )
+        if verdict.shown and verdict.shown.finding.kind == "skipped":
+            self._problem(exercise, f"the message for {file.name} does not say what was found")
         return verdict
 
     def _problem(self, exercise: Exercise, text: str) -> None:

@@ -1,7 +1,8 @@
 """What a learner's code may not do while it is judged, and which line of it tried.
 
 Guarded are the package's own piece, ready-made equivalents, files outside the exercise and other processes. A guard
-looks for the learner's file on the call stack: the package and the tests may do all of this.
+looks for the learner's file on the call stack: the package and the tests may do all of this. The piece is kept more
+narrowly: whoever calls it must be the package or the test itself.
 """
 
 import functools
@@ -10,9 +11,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
+import minidist
 from minidist.pieces import Pieces
 
 # What no audit event tells of: the end of the process, and files that torch writes in C++.
@@ -23,6 +25,7 @@ _UNSEEN = {
 }
 _PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.kill", "os.killpg")
 _FILES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.link", "os.symlink")
+_PACKAGE = os.path.dirname(os.path.abspath(minidist.__file__)) + os.sep
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -31,23 +34,27 @@ class Forbidden(BaseException):
 
 
 class Guard:
-    """Installed once in a process that judges; `caught` is the first thing that was tried."""
+    """Installed once in a process that judges; `caught` is the first thing that was tried.
 
-    def __init__(self, answer: str):
+    answer: the learner's file; test_file: that of the tests, which may call the package's own piece.
+    """
+
+    def __init__(self, answer: str, test_file: str):
         self.answer, self.caught = answer, None
-        self._originals: dict[str, Callable] = {}
+        self._test_file = test_file
         self._secret: tuple[str, ...] = ()
         self._off = False
 
     def install(self, pieces: Sequence[str], guards: Sequence[str], secret: Sequence[str]) -> None:
         """pieces: `module:symbol` of the package; guards: `module.name`; secret: files and folders not to be read."""
+        originals: dict[str, Callable] = {}
         for piece in pieces:
-            self._guard_piece(piece)
+            self._guard_piece(piece, originals)
         for name in guards:
             self._guard_name(name, "the exercise is to do without it")
         for name, why in _UNSEEN.items():
             self._guard_name(name, why)
-        self._secret = tuple(secret)
+        self._secret = tuple(os.path.realpath(path) for path in secret)
         sys.addaudithook(self._audit)
 
     def stop(self) -> None:
@@ -76,48 +83,62 @@ class Guard:
             self._tried(f"calls {name}", why)
             return original(*args, **kwargs)
 
+        del guarded.__wrapped__  # the way round it
         setattr(owner, attribute, guarded)
 
-    def _guard_piece(self, piece: str) -> None:
+    def _guard_piece(self, piece: str, originals: dict[str, Callable]) -> None:
         module, _, symbol = piece.partition(":")
         old = getattr(importlib.import_module(module), symbol)
         if isinstance(old, FunctionType):
             original = FunctionType(old.__code__, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
             original.__kwdefaults__ = old.__kwdefaults__
             source = f"def {symbol}(*args, **kwargs):\n    return __guarded__({piece!r}, args, kwargs)\n"
-            self._originals[piece] = original
+            originals[piece] = original
         else:
             methods = [name for name, value in vars(old).items() if isinstance(value, FunctionType)]
             lines = [
                 f"    def {name}(*args, **kwargs): return __guarded__({piece!r}, args, kwargs)" for name in methods
             ]
             source = "\n".join([f"class {symbol}:", *lines])
-        vars(sys.modules[module])["__guarded__"] = self._piece_called
+        vars(sys.modules[module])["__guarded__"] = self._caller(originals)
         Pieces().replace(piece, source)
 
-    def _piece_called(self, piece: str, args: tuple, kwargs: dict) -> Any:
-        name = piece.replace(":", ".")
-        self._tried(f"calls {name}", "that is what you are to write")
-        if piece not in self._originals:  # a class is not needed by the judge: whoever uses it inherits from it
-            self.caught = self.caught or (f"your code uses {name}: that is what you are to write", None)
-            raise Forbidden(name)
-        return self._originals[piece](*args, **kwargs)
+    def _caller(self, originals: dict[str, Callable]) -> Callable:
+        """What stands in the place of the pieces. It is no method: the module it is put into leads not to the guard."""
+
+        def guarded(piece: str, args: tuple, kwargs: dict) -> Any:
+            name = piece.replace(":", ".")
+            self._tried(f"calls {name}", "that is what you are to write")
+            # A class is not needed by the judge: whoever uses it inherits from it.
+            if piece not in originals or not self._ours(sys._getframe(2).f_code):
+                self.caught = self.caught or (f"your code uses {name}: that is what you are to write", None)
+                raise Forbidden(name)
+            return originals[piece](*args, **kwargs)
+
+        return guarded
+
+    def _ours(self, code: CodeType) -> bool:
+        """Whether code belongs to the package or the test: a thread or a callback has no line of the answer below."""
+        return code.co_filename == self._test_file or code.co_filename.startswith(_PACKAGE)
 
     def _audit(self, event: str, args: tuple) -> None:
-        if self._off or not (event == "open" or event in _PROCESSES or event in _FILES):
+        if self._off or not (event == "open" or event in _PROCESSES or event in _FILES) or self.line() is None:
             return
-        if event == "open":
-            path, _, flags = args
-            if isinstance(path, int):
-                return
-            if flags & _WRITES:
-                self._tried(f"opens {os.fsdecode(path)} for writing", "an answer writes no files")
-            elif os.path.abspath(os.fsdecode(path)).startswith(self._secret):
-                self._tried(f"reads {Path(os.fsdecode(path)).name}", "write the answer yourself")
-        elif event in _FILES:
+        if event in _FILES:
             self._tried(f"calls {event} on {args[0]}", "an answer touches no files")
-        else:
+        elif event in _PROCESSES:
             self._tried(f"starts or ends a process ({event})", "an answer has no business with processes")
+        elif not isinstance(args[0], int):
+            self._opens(os.fsdecode(args[0]), args[2])
+
+    def _opens(self, path: str, flags: int) -> None:
+        real = os.path.realpath(path)
+        if flags & _WRITES:
+            self._tried(f"opens {path} for writing", "an answer writes no files")
+        elif any(real == secret or real.startswith(secret + os.sep) for secret in self._secret):
+            self._tried(f"reads {Path(path).name}", "write the answer yourself")
+        elif os.path.isdir(real):  # from where files could be opened by names that tell nothing
+            self._tried(f"opens the folder {path}", "an answer has no business with folders")
 
 
 def _owner(name: str) -> tuple[Any, str]:

@@ -68,7 +68,7 @@ class ExerciseMagics(Magics):
         if install and passed:
             text = work.file(exercise).read_text()
             for piece in (*exercise.also, exercise.piece):
-                self._ranks.replace(piece, text)
+                self._ranks.replace(piece, text, exercise.symbols)
 
     @line_magic
     def hint(self, line: str):

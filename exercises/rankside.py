@@ -53,7 +53,7 @@ def run_tests(world, request: Request) -> str:
     sys.dont_write_bytecode = True
     faulthandler.enable(file=2, all_threads=False)
     note = Note(f"{request.folder}/note-{world.rank}")
-    guard = Guard(request.answer)
+    guard = Guard(request.answer, request.test_file)
     module = _load("exercise_tests", request.test_file)
     tests = {name: getattr(module, name) for name in request.tests}
     wanted = {name: set(inspect.signature(test).parameters) for name, test in tests.items()}

@@ -25,22 +25,22 @@ def message(finding: Finding, most: int = MAX_LINES) -> list[str]:
 
 
 def text(verdict: Verdict, hints_left: int = 0) -> str:
-    """The report for the shell: what passed, what failed, and the first failure in full."""
+    """The report for the shell: what passed, what failed, and one failure in full."""
     name, of = verdict.exercise.name, verdict.exercise.points
     if verdict.passed:
         return f"{name}: passed, {of} of {of} points\npython -m exercises solution {name} shows the package's own"
-    failed = [result for result in verdict.results if result.finding]
+    failed, shown = [result for result in verdict.results if result.finding], verdict.shown
     passed = [result.id for result in verdict.results if not result.finding]
     lines = [f"{name}: {verdict.points} of {of} points"]
     lines += [f"passed: {', '.join(passed)}"] if passed else []
     lines += [f"failed: {', '.join(result.id for result in failed)}"]
-    lines += ["", f"{failed[0].id}: {failed[0].says}"]
+    lines += ["", f"{shown.id}: {shown.says}"]
     after = []
     if _outdated(verdict):
         after += [f"Your file began as an older stub: python -m exercises reset {name} keeps it and gives the new one."]
     if hints_left:
         after += [f"Next hint: python -m exercises hint {name} ({hints_left} left)"]
-    return "\n".join([*lines, *message(failed[0].finding, MAX_LINES - len(lines) - len(after)), *after])
+    return "\n".join([*lines, *message(shown.finding, MAX_LINES - len(lines) - len(after)), *after])
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Choice:
 def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]) -> None:
     """Train with the passed pieces (those named in `only`, if any are) and the options of `minidist train` in `argv`.
 
-    Raises UserError when no piece has passed or one was changed since, RunError when the run fails or passes one by.
+    Raises UserError when no passed piece is on the way of this run, RunError when the run fails or passes one by.
     """
     from minidist.cli import train_options
     from minidist.train.launch.torchrun import is_first_rank, torchrun_size, under_torchrun
@@ -55,7 +55,12 @@ def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]
     passed = _passed(catalogue, work, only)
     config, ranks = train_options(argv)
     size = torchrun_size() if under_torchrun() else ranks or default_ranks(config)
-    choices = choose(passed, size)
+    choices = choose([exercise for exercise in passed if work.as_passed(exercise)], size)
+    choices += [
+        Choice(exercise, left_out=f"changed since it passed: python -m exercises check {exercise.name}")
+        for exercise in passed
+        if not work.as_passed(exercise)
+    ]
     config, _ = train_options(argv, over=[word for choice in choices for word in choice.options])
     for choice in choices:
         if not choice.left_out and (lost := _lost(choice, config, size)):
@@ -134,11 +139,10 @@ def install(pieces: Sequence[Installed]) -> Counter:
     replacements = Pieces()
     for piece in pieces:
         for symbol in piece.symbols:
-            name = symbol.partition(":")[2]
-            count = _counted(name, piece.name) if symbol == piece.symbols[-1] else None
+            count = _counted(name_of(symbol), piece.name) if symbol == piece.symbols[-1] else None
             vars(_module(symbol))[_CALLS] = calls
             try:
-                replacements.replace(symbol, piece.source, piece.file, count)
+                replacements.replace(symbol, piece.source, piece.file, count, [name_of(each) for each in piece.symbols])
             except (UserError, SyntaxError) as error:
                 raise UserError(f"{piece.name} cannot take its place: {error}") from None
     return calls
@@ -160,7 +164,7 @@ def _told(choice: Choice) -> str:
 def _passed(catalogue: Catalogue, work: Work, only: Sequence[str]) -> list[Exercise]:
     for name in only:
         if catalogue[name].kind != "piece":
-            raise UserError(f"{name} is a {catalogue[name].kind}, no piece of the trainer")
+            raise UserError(f"{name} is an exercise of kind {catalogue[name].kind}, no piece of the trainer")
         if not work.entry(catalogue[name]).get("passed"):
             raise UserError(f"you have not passed {name} yet: python -m exercises check {name}")
     passed = [
@@ -172,9 +176,6 @@ def _passed(catalogue: Catalogue, work: Work, only: Sequence[str]) -> list[Exerc
     ]
     if not passed:
         raise UserError("you have passed no piece yet, so there is no code of yours to train with: see list and check")
-    changed = [exercise.name for exercise in passed if not work.as_passed(exercise)]
-    if changed:
-        raise UserError(f"changed since it passed: {', '.join(changed)}; python -m exercises check {changed[0]}")
     return passed
 
 
@@ -185,9 +186,22 @@ def _lost(choice: Choice, config: Any, ranks: int) -> str:
         for part in name.removeprefix("--").replace("-", "_").split("."):
             value = getattr(value, part)
         kept = value if isinstance(value, tuple) else (value,)
-        if [str(one) for one in kept] != [str(type(one)(word)) for one, word in zip(kept, values, strict=False)]:
+        if len(kept) != len(values) or any(not _same(one, word) for one, word in zip(kept, values, strict=True)):
             return " ".join((name, *values))
     return ""
+
+
+def _same(value: Any, word: str) -> bool:
+    """Whether an option's value is what the word says."""
+    try:
+        return type(value)(word) == value
+    except (TypeError, ValueError):
+        return False
+
+
+def name_of(symbol: str) -> str:
+    """`block` of `minidist.data.partition:block`."""
+    return symbol.partition(":")[2]
 
 
 def _module(symbol: str) -> Any:
@@ -202,12 +216,14 @@ def _counted(symbol: str, name: str):
     """Let the function, or every method of the class, count its calls."""
 
     def prepare(tree: ast.Module) -> ast.Module:
-        for node in tree.body:
-            if getattr(node, "name", None) == symbol:
-                functions = [node] if isinstance(node, ast.FunctionDef) else node.body
-                for function in functions:
-                    if isinstance(function, ast.FunctionDef):
-                        _count(function)
+        nodes = [node for node in tree.body if getattr(node, "name", None) == symbol]
+        if not nodes:
+            raise UserError(f"your file must define {symbol} with def or class")
+        for node in nodes:
+            functions = [node] if isinstance(node, ast.FunctionDef) else node.body
+            for function in functions:
+                if isinstance(function, ast.FunctionDef):
+                    _count(function)
         return ast.fix_missing_locations(tree)
 
     def _count(function: ast.FunctionDef) -> None:

@@ -80,8 +80,9 @@ class OptimConfig:
 class CommConfig:
     """How ranks talk."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl for one rank per GPU, gloo for ranks on CPU or several ranks on one GPU."""
+    backend: Literal["auto", "gloo", "nccl", "shm"] = "auto"
+    """auto: nccl for one rank per GPU, gloo for ranks on CPU or several ranks on one GPU. shm: shared memory between
+    the ranks of one Linux machine, on CPU; gloo where the ranks are on several."""
     gradients: Literal["bucketed", "naive"] = "bucketed"
     """bucketed: all-reduce in buckets while backward runs. naive: one all-reduce per parameter after backward."""
     algorithm: Literal["backend", "naive", "tree", "ring", "doubling", "rabenseifner"] = "backend"

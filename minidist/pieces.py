@@ -13,7 +13,7 @@ import importlib
 import inspect
 import linecache
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
@@ -37,18 +37,21 @@ class Pieces:
         source: str,
         filename: str | None = None,
         prepare: Callable[[ast.Module], ast.Module] | None = None,
+        beside: Collection[str] = (),
     ) -> None:
         """Give the symbol `name` the definition in `source`, everywhere.
 
         filename: what tracebacks call the source; `<piece name>` when not given. prepare: changes the parsed source.
-        Raises UserError when there is no such symbol, it is neither function nor class, or `source` does not define it;
+        beside: other symbols of the module that the source may define, because they are replaced as well.
+        Raises UserError when there is no such symbol, it is neither function nor class, or `source` does not define it,
+        gives it other base classes, or gives another name of the module another meaning;
         SyntaxError or whatever running the source raises. Nothing has changed then.
         """
         module, holder, symbol = _find(name)
         old = _unwrapped(inspect.getattr_static(holder, symbol))
         if not isinstance(old, FunctionType | type):
             raise UserError(f"{name} is a {type(old).__name__}; only functions and classes can be replaced")
-        new = _define(source, module, symbol, filename or f"<piece {name}>", name, prepare)
+        new = _define(source, module, symbol, filename or f"<piece {name}>", name, prepare, beside)
         if isinstance(old, type) != isinstance(new, type):
             kinds = {True: "class", False: "function"}
             raise UserError(
@@ -58,6 +61,9 @@ class Pieces:
             raise UserError(
                 f"{name} uses super() or variables around it, and its replacement does not (or the reverse)"
             )
+        if isinstance(old, type) and old.__bases__ != new.__bases__:
+            bases = [", ".join(base.__name__ for base in each.__bases__) for each in (old, new)]
+            raise UserError(f"{name} inherits from {bases[0]}, its replacement from {bases[1]}; the bases must stay")
         self._originals.setdefault(name, _inside(old))
         _put(old, _inside(new), new)
 
@@ -99,12 +105,20 @@ def _find(name: str) -> tuple[ModuleType, Any, str]:
     return module, holder, symbol
 
 
-def _define(source: str, module: ModuleType, symbol: str, filename: str, name: str, prepare: Callable | None) -> Any:
+def _define(
+    source: str,
+    module: ModuleType,
+    symbol: str,
+    filename: str,
+    name: str,
+    prepare: Callable | None,
+    beside: Collection[str],
+) -> Any:
     """Run the source over the module's namespace and return what it calls `symbol`; the module itself is untouched."""
     source = textwrap.dedent(source)
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    # Assignments go to `defined`, look-ups fall through to the module: but a function looks up its globals in the one
-    # dictionary it was made with, which must be the module's own. So it is made there, and what it displaced put back.
+    # A function looks up its globals in the one dictionary it was made with, which must be the module's own. So the
+    # source runs there, and what it displaced is put back.
     namespace, before = vars(module), dict(vars(module))
     code = compile(source, filename, "exec", dont_inherit=True, flags=ast.PyCF_ONLY_AST if prepare else 0)
     if prepare:
@@ -114,11 +128,18 @@ def _define(source: str, module: ModuleType, symbol: str, filename: str, name: s
         new = namespace.get(symbol)
         if symbol not in namespace or (symbol in before and new is before[symbol]):
             raise UserError(f"the new source of {name} defines no {symbol}")
+        displaced = {key for key in before if key in namespace and namespace[key] is not before[key]}
+        if others := sorted(key for key in displaced - {symbol, *beside} if not key.startswith("__")):
+            told = f"{', '.join(others)}, which {module.__name__} has already; give it another name"
+            raise UserError(f"the new source of {name} defines {told}")
+    except BaseException:
+        for key in namespace.keys() - before.keys():
+            del namespace[key]
+        raise
     finally:
-        helpers = {key: value for key, value in namespace.items() if key not in before}
-        namespace.clear()
         namespace.update(before)
-    namespace.update({key: value for key, value in helpers.items() if key != symbol})
+    if symbol not in before:  # a method, which belongs to its class alone
+        del namespace[symbol]
     return _unwrapped(new)
 
 

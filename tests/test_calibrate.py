@@ -61,7 +61,7 @@ def test_the_command_measures_fits_and_draws(server, tmp_path, capsys):
     options = ["--ranks", "2", "--ranks", "3", "--smallest", "1024", "--largest", "8192", "--turns", "1", *files]
     assert main(options, server) == 0
     figures = json.loads((tmp_path / "out" / "c.json").read_text())
-    assert [run["ranks"] for run in figures["runs"]] == [2, 3]
+    assert [run["ranks"] for run in figures["runs"]] == [2, 3] and figures["machine"]["backend"] == "gloo"
     for run in figures["runs"]:
         assert all(value >= 0 for value in run["link"].values()) and run["link"]["alpha_s"] > 0
         assert len(run["held_out_bytes"]) == 2 and run["median_error_from_link"] >= 0

@@ -8,7 +8,8 @@ from exercises import report, stubs
 from exercises.catalogue import Catalogue
 from exercises.testing import Finding, Wrong, expect
 
-BLOCK = Catalogue()["block_partition"]
+CATALOGUE = Catalogue()
+BLOCK = CATALOGUE["block_partition"]
 FIRST = "  for       block(n=1, world_size=1, rank=0)"
 HEAD = "import numpy as np\n\n\ndef block(n, world_size, rank):\n"
 
@@ -241,3 +242,20 @@ def test_a_stub_of_an_older_version_is_told(judge):
     old = stubs.stub(BLOCK).replace(stubs.version(stubs.stub(BLOCK)), "00000000")
     assert "Your file began as an older stub" in report.text(judge(BLOCK, old))
     assert "older" not in report.text(judge(BLOCK, stubs.stub(BLOCK)))
+
+
+# How any file can be no program, and what the report says of it whatever the exercise is.
+NO_PROGRAM = {
+    "def main(:\n": "Python cannot read your file: invalid syntax",
+    "import sys\nsys.exit(3)\n": "your code ends the program (sys.exit)",
+    "x = 1\n": "your file defines no ",
+}
+
+
+@pytest.mark.parametrize("text", NO_PROGRAM)
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_file_that_is_no_program_is_told_as_that(judge, name, text):
+    exercise = CATALOGUE[name]
+    measured = {test.id: [] for test in exercise.tests()}
+    told = report.text(judge(exercise, text, measured=measured), 3).splitlines()
+    assert len(told) <= report.MAX_LINES and any(line.startswith(NO_PROGRAM[text]) for line in told)

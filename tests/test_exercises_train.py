@@ -112,7 +112,7 @@ def test_a_piece_that_no_rank_calls_is_an_error(ranks, tmp_path):
         ([], "you have passed no piece yet"),
         (["--only", "block_partition"], "you have not passed block_partition yet"),
         (["--only", "blocks"], "there is no exercise 'blocks'"),
-        (["--only", "averaged_parameter"], "is a clinic, no piece of the trainer"),
+        (["--only", "averaged_parameter"], "is an exercise of kind clinic, no piece of the trainer"),
     ],
 )
 def test_what_cannot_train_is_told(work, capsys, words, message):
@@ -120,14 +120,18 @@ def test_what_cannot_train_is_told(work, capsys, words, message):
     assert message in capsys.readouterr().err
 
 
-def test_a_file_that_was_changed_since_it_passed_must_be_checked_again(work, capsys):
+def test_a_file_that_was_changed_since_it_passed_is_left_out(work, capsys):
     folder = work("block_partition")
     with open(folder / "exercises" / "ch01_data_distribution" / "block_partition.py", "a") as file:
         file.write("# better\n")
     assert main(["--work", str(folder), "train"]) == 2
-    assert "changed since it passed: block_partition; python -m exercises check block_partition" in (
-        capsys.readouterr().err
-    )
+    assert "changed since it passed: python -m exercises check block_partition" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["None", "1 1"])
+def test_options_of_another_kind_leave_the_piece_out(work, capsys, word):
+    assert main(["--work", str(work("weighted_partition")), "train", "--data.shares", *word.split()]) == 2
+    assert "your options do not go with --data.shares 2 1" in capsys.readouterr().err
 
 
 def test_options_that_lead_elsewhere_leave_the_piece_out(work, capsys):
@@ -156,28 +160,29 @@ def test_every_route_can_be_read_and_is_an_option_of_the_trainer(name):
 
 
 def test_a_class_counts_its_methods_and_a_function_itself(ranks):
-    assert ranks(counted, 1) == [{"sizes": 2, "sink": 1}]
+    assert ranks(counted, 1) == [{"sizes": 2, "bucket": 1}]
 
 
 def counted(world):
     source = "def permutation(n, seed, epoch=0):\n    'Doc.'\n    return n\n"
-    sink = "class GradSink:\n    def add(self, name, grad):\n        return name\n"
+    bucket = "class Bucket:\n    def launch(self, filled):\n        return filled\n"
     calls = train.install(
         [
             Installed("sizes", ("minidist.data.partition:permutation",), "mine.py", source),
-            Installed("sink", ("minidist.parallel.grads:GradSink",), "mine.py", sink),
+            Installed("bucket", ("minidist.parallel.buckets:Bucket",), "mine.py", bucket),
         ]
     )
     from minidist.data.partition import permutation
-    from minidist.parallel.grads import GradSink
+    from minidist.parallel.buckets import Bucket
 
-    assert permutation(3, 0) == permutation(3, 1) == 3 and GradSink().add("w", 1) == "w"
+    assert permutation(3, 0) == permutation(3, 1) == 3 and Bucket().launch("w") == "w"
     return dict(calls)
 
 
 def test_a_piece_that_does_not_fit_is_told():
-    with pytest.raises(UserError, match="mine cannot take its place: .* defines no block"):
-        train.install([Installed("mine", ("minidist.data.partition:block",), "mine.py", "x = 1")])
+    for source in ("x = 1", "block = lambda n, world_size, rank: 1"):
+        with pytest.raises(UserError, match="mine cannot take its place: your file must define block with def"):
+            train.install([Installed("mine", ("minidist.data.partition:block",), "mine.py", source)])
 
 
 def test_calls_are_told_by_rank():

@@ -100,11 +100,23 @@ def test_a_measurement_without_its_question_is_refused(file):
         ("rank 1", "rank 2", 0.0, 0),
         (object(), 3, 0.0, 0),
         (lambda: 3, 3, 0.0, 0),
+        ("nan", float("nan"), 0.0, 1),
+        (float("nan"), torch.zeros(0).mean(), 0.0, 1),
+        (0, float("nan"), 0.0, 0),
+        (float("inf"), float("inf"), 0.0, 1),
+        ("never", NEVER, 0.0, 1),
+        ("It never returns.", NEVER, 0.0, 1),
+        (float("inf"), NEVER, 0.0, 1),
+        (600, NEVER, 0.0, 0),
+        ("4 and 1", [4.0, 1.0], 0.0, 1),
+        ("[4, 1]", [4.0, 1.0], 0.0, 1),
+        ("4", [4.0, 1.0], 0.0, 0),
+        ("1, 4", [4.0, 1.0], 0.0, 0),
     ],
 )
 def test_answers_of_every_kind_are_judged(file, answer, value, tolerance, score):
     assert asked(file, answer, value, tolerance=tolerance).score == score
-    json.loads(file.read_text())
+    json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def test_the_file_keeps_what_others_wrote_and_nothing_lies_beside_it(file):

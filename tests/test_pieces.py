@@ -112,12 +112,24 @@ def test_replacing_twice_resets_to_the_original(room):
     assert room.double(3) == 6 and list(pieces) == []
 
 
-def test_a_replacement_may_bring_helpers_and_leaves_the_rest_of_the_module(room):
-    base = room.Base
-    Pieces().replace(
-        "a_room:double", "def mine(x):\n    return -x\n\nclass Base: pass\n\ndef double(x):\n    return mine(x)"
-    )
-    assert room.double(3) == -3 and room.Base is base
+def test_a_replacement_may_bring_helpers(room):
+    Pieces().replace("a_room:double", "def mine(x):\n    return -x\n\ndef double(x):\n    return mine(x)")
+    assert room.double(3) == -3
+
+
+def test_a_helper_must_not_have_the_name_of_something_else_in_the_module(room):
+    before = dict(vars(room))
+    source = "def mine(): pass\n\nclass Base: pass\n\ndef double(x):\n    return Base"
+    with pytest.raises(UserError, match="defines Base, which a_room has already; give it another name"):
+        Pieces().replace("a_room:double", source)
+    assert dict(vars(room)) == before and room.double(3) == 6
+    Pieces().replace("a_room:double", source, beside=["Base"])  # it is replaced as well, by another call
+    assert room.Base is before["Base"] and room.double(3) is room.Base
+
+
+def test_a_class_keeps_its_bases(room):
+    with pytest.raises(UserError, match="a_room:Child inherits from Base, its replacement from object"):
+        Pieces().replace("a_room:Child", "class Child:\n    pass")
 
 
 def test_a_traceback_shows_the_line_of_the_new_source(room):

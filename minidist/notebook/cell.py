@@ -161,8 +161,8 @@ class Resident:
             value = value.detach().cpu()
         return Answer("done", value=value)
 
-    def piece(self, name: str, source: str, filename: str) -> Answer:
-        self._pieces.replace(name, source, filename)
+    def piece(self, name: str, filename: str, source: str, beside: tuple[str, ...]) -> Answer:
+        self._pieces.replace(name, source, filename, beside=beside)
         return Answer("done")
 
     def reset(self, name: str | None) -> Answer:

@@ -8,6 +8,7 @@
 
 import atexit
 import shlex
+from collections.abc import Collection
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
@@ -114,14 +115,14 @@ class RanksMagics(Magics):
         """The number the notebook shows beside this cell; releases of IPython count on before or after a cell runs."""
         return max(1, len(self.shell.user_ns.get("In", ())) - 1)
 
-    def replace(self, name: str, source: str) -> None:
-        """Put `source` in the place of a piece, here and on the ranks, and say so."""
+    def replace(self, name: str, source: str, beside: Collection[str] = ()) -> None:
+        """Put `source` in the place of a piece, here and on the ranks, and say so. beside: as for `Pieces.replace`."""
         try:
             if self.live is not None:
-                self.live.piece(name, source)
+                self.live.piece(name, source, beside)
             else:
-                self.pieces.replace(name, source, f"piece {name}")
-                self.sources[name] = source
+                self.pieces.replace(name, source, f"piece {name}", beside=beside)
+                self.sources[name] = source, tuple(beside)
         except UserError as error:
             raise UsageError(str(error)) from None
         except SyntaxError as error:

@@ -11,6 +11,7 @@ scored, also in a later session. Scores are kept in the learner's folder; a note
 import contextlib
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from minidist.errors import UserError
 from minidist.notebook.result import CellResult
 
 NEVER = "it never returns"
+_NEVER = (NEVER, "never returns", "never", "it never does")
+_NUMBERS = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")
 _UNKEPT: dict[str, Any] = {}  # of this process, for a notebook that lies in no learner's folder
 
 
@@ -99,18 +102,27 @@ def measured(id: str, value: Any, *, tolerance: float = 0.0, file: str | os.Path
 
 
 def agree(answer: Any, value: Any, tolerance: float = 0.0) -> bool:
-    """Whether an answer is right: numbers within the relative tolerance, lists item by item, words without regard to
-    capitals and spaces."""
+    """Whether an answer is right: numbers within the relative tolerance, lists item by item (also as text, "4 and 1"),
+    words without regard to capitals, spaces and a full stop. "never" and infinity are NEVER."""
     if isinstance(value, list):
+        answer = _NUMBERS.findall(answer) if isinstance(answer, str) else answer
         return (
             isinstance(answer, list)
             and len(answer) == len(value)
             and all(agree(a, v, tolerance) for a, v in zip(answer, value, strict=True))
         )
     number, wanted = _number(answer), _number(value)
+    if value == NEVER:
+        return number == math.inf or _words(answer) in _NEVER
     if wanted is not None:
-        return number is not None and math.isclose(number, wanted, rel_tol=tolerance, abs_tol=0.0)
-    return " ".join(str(answer).lower().split()) == " ".join(str(value).lower().split())
+        return number is not None and (
+            math.isclose(number, wanted, rel_tol=tolerance, abs_tol=0.0) or (math.isnan(number) and math.isnan(wanted))
+        )
+    return _words(answer) == _words(value)
+
+
+def _words(value: Any) -> str:
+    return " ".join(str(value).lower().split()).rstrip(".")
 
 
 def _number(value: Any) -> float | None:
@@ -130,6 +142,8 @@ def _plain(value: Any) -> Any:
         value = sorted(value, key=str)
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no word for it
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 

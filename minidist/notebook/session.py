@@ -5,7 +5,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from minidist.comm.standing import rank_names
@@ -33,7 +33,8 @@ class LiveRanks:
     without output on any rank that still runs it.
     memory_gib: how much memory each rank's variables may take, on CPU; a share of what is free when None.
     server: a warm rank server to use; one of our own when None.
-    pieces: the replacements made in this process; sources: their texts by name, which the ranks are given too.
+    pieces: the replacements made in this process; sources: their texts by name, and what
+    they stand beside, which the ranks are given too.
     Raises UserError when `n` is no number of ranks or there is no such device.
     """
 
@@ -46,7 +47,7 @@ class LiveRanks:
         memory_gib: float | None = None,
         server: RankServer | None = None,
         pieces: Pieces | None = None,
-        sources: dict[str, str] | None = None,
+        sources: dict[str, tuple[str, tuple[str, ...]]] | None = None,
     ):
         self.n, self.quiet_s, self.last = n, quiet_s, None
         self.device = device if device == "cpu" or choose_device(device, 0, n).type != "cpu" else "cpu"
@@ -120,15 +121,15 @@ class LiveRanks:
             raise UserError("\n".join([why] if why else fault_messages(faults)))
         return [answers[rank].value for rank in range(self.n)]
 
-    def piece(self, name: str, source: str) -> None:
+    def piece(self, name: str, source: str, beside: Collection[str] = ()) -> None:
         """Give the symbol `name` this source, in this process and on every rank, also on ranks started later.
 
-        Raises what `Pieces.replace` raises; nothing has changed then.
+        beside: as for `Pieces.replace`. Raises what `Pieces.replace` raises; nothing has changed then.
         """
-        self._pieces.replace(name, source, f"piece {name}")
-        self._sources[name] = source
+        self._pieces.replace(name, source, f"piece {name}", beside=beside)
+        self._sources[name] = source, tuple(beside)
         self._replaced()
-        self._give(name, source)
+        self._give(name)
 
     def reset(self, name: str | None = None) -> list[str]:
         """Put the original back, everywhere; all of them without a name. Returns what had been replaced."""
@@ -146,15 +147,15 @@ class LiveRanks:
             arguments = (self._memory_bytes,)
             self._job = self._server.start(serve, self.n, arguments, backend=None, device=self.device, live=True)
             if self._regroup():
-                for name, source in self._sources.items():
-                    self._give(name, source)
+                for name in self._sources:
+                    self._give(name)
                 return
             told = self._job.death() if self._job.died else "they do not answer"
             self._job.kill()
         raise RunError(f"{self.n} ranks could not be started: {told}")
 
-    def _give(self, name: str, source: str) -> None:
-        if not self._tell(("piece", name, source, f"piece {name}")):
+    def _give(self, name: str) -> None:
+        if not self._tell(("piece", name, f"piece {name}", *self._sources[name])):
             faults = {n: answer.fault for n, answer in self._job.answers.items() if answer.fault}
             raise UserError("\n".join([f"{name} could not be replaced on the ranks", *fault_messages(faults)]))
 

@@ -1,5 +1,6 @@
 """Tensors as the backend sees them: one row of elements, or of bytes."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -7,7 +8,10 @@ from torch import Tensor
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A view (n,) of all elements, in the order of memory. Raises ValueError when they do not lie together."""
+    """A view (n,) of all elements, in the order of memory, that autograd does not follow.
+
+    Raises ValueError when they do not lie together, or not on the CPU.
+    """
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise ValueError(f"the backend shm takes dense tensors on CPU, not {tensor.layout} on {tensor.device}")
     tensor = tensor.detach()
@@ -27,12 +31,17 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def named(tensor: Tensor) -> str:
     """What two ranks must agree on: dtype and number of elements."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tensor.numel()}"
+    return _words(tensor.dtype, tensor.shape)[0]
 
 
 def rows(tensor: Tensor) -> str:
     """The shape, for a person."""
-    return str(list(tensor.shape))
+    return _words(tensor.dtype, tensor.shape)[1]
+
+
+@functools.lru_cache(1024)
+def _words(dtype: torch.dtype, shape: torch.Size) -> tuple[str, str]:
+    return f"{str(dtype).removeprefix('torch.')} {shape.numel()}", str(list(shape))
 
 
 def parts_of(whole: Tensor, part: Tensor, size: int) -> list[Tensor]:

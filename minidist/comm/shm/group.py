@@ -96,8 +96,7 @@ class ShmGroup(dist.ProcessGroup):
         return self._run(opts, self._members.collectives.barrier)
 
     def monitored_barrier(self, timeout=timedelta(seconds=300), wait_all_ranks=False):
-        lane, opts = self._members.lane, c10d.BarrierOptions()
-        opts.asyncOp = False
+        lane = self._members.lane
         limit_s = timeout.total_seconds() if timeout is not None else self._members.meeting.timeout_s
         call = functools.partial(self._members.meeting.monitored, limit_s, wait_all_ranks)
         work = Work(lane, functools.partial(self._members.collective, call))

@@ -146,8 +146,7 @@ class Work(dist.Work):
 
     def run(self) -> None:
         try:
-            with torch.no_grad():
-                self._call()
+            self._call()
         except Exception as error:
             self.end(error)
         except BaseException as stop:  # a signal in the thread that waits: the operation is lost, and it says so

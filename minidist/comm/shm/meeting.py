@@ -53,7 +53,10 @@ class Meeting:
         told: what must be equal on all ranks; shown: the shape, for the message only. Raises ShmError.
         """
         mine = f"{self.count} {told}".encode()
-        messages = self.meet(b"\0".join([mine, shown.encode(), extra]))
+        whole = b"\0".join([mine, shown.encode(), extra])
+        messages = self.meet(whole)
+        if messages.count(whole) == self.size:
+            return [extra] * self.size
         parts = [message.split(b"\0", 2) for message in messages]
         for other, part in enumerate(parts):
             if part[0] != mine:

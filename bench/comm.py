@@ -1,0 +1,119 @@
+"""`python -m bench comm`: every operation on gloo and on shm in the same run, and torch's own steps on both."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from bench import comm_rounds
+from bench.comm_report import Row, draw, print_rows
+from bench.comm_rounds import COPY, SIZES
+from bench.dp import THREADS_PER_RANK, machine_facts
+from bench.statistics import median_interval, paired_ratios, step_times
+from bench.workload import Workload
+from minidist.errors import RunError, UserError
+from minidist.train.launch import RankServer
+
+RESULTS = Path(__file__).parent / "results"
+WIDTH = 130  # characters, where the output is no terminal
+# Other roundings after some steps of AdamW, relative to the loss; at 2 ranks there are none.
+LOSS_TOLERANCE = 1e-4
+
+
+def main(arguments: Sequence[str] | None = None, server: RankServer | None = None, work: Workload | None = None) -> int:
+    """Run the command; returns the exit code: 2 for a wrong request, 1 for losses that differ.
+
+    server: where the ranks come from; work: what is trained. One of its own when None.
+    """
+    options = _parse(arguments)
+    options.ranks = options.ranks or [2, 4]
+    console, rows, losses = Console() if sys.stdout.isatty() else Console(width=WIDTH), [], {}
+    try:
+        _check(options)
+        with contextlib.nullcontext(server) if server else RankServer() as ranks_from:
+            for ranks in options.ranks:
+                rows += compare(ranks_from, ranks, options.rounds, tuple(SIZES[: options.sizes]))
+            if options.steps:
+                found, losses = compare_steps(ranks_from, options.ranks[-1], options.rounds, options.steps, work)
+                rows += found
+    except (UserError, RunError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    print_rows(rows, console)
+    cores = machine_facts()["cores"]
+    title = f"{options.rounds} rounds in turns, float32, {THREADS_PER_RANK} thread per rank, {cores} cores"
+    for path in (options.json, options.picture):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"machine": machine_facts() | {"backend": "gloo and shm"}, "rounds": options.rounds, "losses": losses}
+    told = [asdict(row) | {"wanted": row.wanted, "verdict": row.verdict} for row in rows]
+    options.json.write_text(json.dumps(facts | {"rows": told}, indent=1) + "\n")
+    draw(rows, title, options.picture)
+    console.print(f"figures in {options.json}, picture in {options.picture}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m bench comm", description="shared memory beside gloo, in turns")
+    add = parser.add_argument
+    add("--ranks", type=int, action="append", help="number of ranks, may be repeated (default: 2 and 4)")
+    add("--rounds", type=int, default=20, help="turns of every operation (default: %(default)s)")
+    add("--steps", type=int, default=2, help="of DDP and FSDP2 in each turn, 0 for none (default: %(default)s)")
+    add("--sizes", type=int, default=len(SIZES), help="how many of 4 KiB, 256 KiB, 4 MiB, 64 MiB (default: all)")
+    add("--json", type=Path, default=RESULTS / "comm.json", help="where the figures go (default: .../comm.json)")
+    add("--picture", type=Path, default=RESULTS / "comm.png", help="where the picture goes (default: .../comm.png)")
+    return parser.parse_args(arguments)
+
+
+def _check(options: argparse.Namespace) -> None:
+    if not sys.platform.startswith("linux"):
+        raise UserError("the backend shm is for Linux: there is nothing to compare here")
+    for ranks in options.ranks:
+        if not 2 <= ranks <= Workload().global_batch:
+            raise UserError(f"--ranks {ranks}: a comparison needs 2 to {Workload().global_batch} ranks")
+    if options.rounds < 1 or not 1 <= options.sizes <= len(SIZES) or options.steps < 0:
+        raise UserError(
+            f"--rounds {options.rounds} --sizes {options.sizes} --steps {options.steps}: at least 1 round, "
+            f"1 to {len(SIZES)} sizes, no negative steps"
+        )
+
+
+def compare(server: RankServer, ranks: int, rounds: int, sizes: tuple[int, ...]) -> list[Row]:
+    """Every operation at every size on `ranks` ranks."""
+    options = {"threads": THREADS_PER_RANK, "deadline_s": 3600.0}
+    seen = server.run(comm_rounds.operations, ranks, (rounds, sizes), **options).values
+    times = {key: step_times(np.array([spans[key] for spans in seen])) / comm_rounds.repeats(key[1]) for key in seen[0]}
+    rows = []
+    for name, size, backend in times:
+        if backend == "shm":
+            copies = median_interval(paired_ratios(times[name, size, "shm"], times[COPY, size, "memory"]))
+            rows.append(_row(ranks, name, size, times[name, size, "gloo"], times[name, size, "shm"], copies))
+    return rows
+
+
+def compare_steps(
+    server: RankServer, ranks: int, rounds: int, per_round: int, work: Workload | None
+) -> tuple[list[Row], dict]:
+    """A step of DDP and of FSDP2 on both. Raises RunError when the losses differ."""
+    options = {"threads": THREADS_PER_RANK, "deadline_s": 3600.0}
+    seen = server.run(comm_rounds.steps, ranks, (rounds, per_round, work or Workload()), **options).values
+    rows, losses = [], {name: [found[name] for _, found in seen] for name in seen[0][1]}
+    for wrapper in ("DDP", "FSDP2"):
+        gloo, shm = (np.array(losses[f"{wrapper} {backend}"]) for backend in comm_rounds.BACKENDS)
+        off = float((np.abs(gloo - shm) / gloo).max())
+        if off > (0 if ranks == 2 else LOSS_TOLERANCE):
+            raise RunError(f"{wrapper}: the losses on shm are {off:.1e} off those on gloo at {ranks} ranks")
+        spans = [np.array([found[wrapper, b] for found, _ in seen]) for b in comm_rounds.BACKENDS]
+        times = [step_times(one) / per_round for one in spans]
+        rows.append(_row(ranks, wrapper, 0, *times))
+    return rows, losses
+
+
+def _row(ranks: int, name: str, size: int, gloo: np.ndarray, shm: np.ndarray, copies=None) -> Row:
+    ratio = median_interval(paired_ratios(gloo, shm))
+    return Row(ranks, name, size, float(np.median(gloo)), float(np.median(shm)), ratio, copies)

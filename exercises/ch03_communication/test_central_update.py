@@ -1,0 +1,70 @@
+"""Tests of central_update: whole numbers, so that sums are exact in any order."""
+
+import torch
+
+from exercises.testing import expect, test
+from exercises.traffic import Wire
+from minidist.comm import gather_objects
+
+
+def gradient(rank, n=6):
+    """What a rank found: different on every rank."""
+    return torch.arange(float(n)) + 10.0 * rank + 1
+
+
+class Update:
+    """theta <- theta - 2 * gradient, and how it was called."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, parameters, gradient):
+        self.calls.append((parameters.tolist(), gradient.tolist()))
+        parameters.sub_(2 * gradient)
+
+
+def run(answer, world, network, root, op="sum", n=6):
+    """One step: (parameters, gradient, update, wire) of this rank. Ranks start with different parameters."""
+    parameters, mine, update = torch.full((n,), 1000.0 + world.rank), gradient(world.rank, n), Update()
+    with Wire(network) as wire:
+        answer.central_update(parameters, mine, update, network.group, root, op)
+    return parameters, mine, update, wire
+
+
+def total(world, n=6):
+    return sum(gradient(rank, n) for rank in range(world.size))
+
+
+@test(points=4, ranks=(1, 2, 3))
+def everybody_has_the_new_parameters(answer, world, network):
+    """Every rank ends with the root's parameters, updated with the sum of all gradients."""
+    for root in range(world.size):
+        parameters, *_ = run(answer, world, network, root)
+        expect(f"the parameters, root {root}", parameters, 1000.0 + root - 2 * total(world))
+
+
+@test(points=2, ranks=(3,))
+def the_root_updates_alone_and_once(answer, world, network):
+    """`update` is called on the root only, once, with its parameters and the sum."""
+    _, _, update, _ = run(answer, world, network, 1)
+    every = gather_objects(update.calls, network.group)
+    expect("calls of update, by rank", [len(calls) for calls in every], [0, 1, 0])
+    expect("what update was called with", list(every[1][0]), [[1001.0] * 6, total(world).tolist()])
+
+
+@test(points=2, ranks=(2, 3))
+def reduced_as_asked(answer, world, network):
+    """`op` says how gradients are reduced: their mean is the sum divided by the number of ranks."""
+    parameters, *_ = run(answer, world, network, 0, "mean")
+    expected = 1000 - 2 * total(world) / world.size
+    expect("the parameters after an update with the mean", parameters, expected, tolerance=1e-3)
+
+
+@test(points=2, ranks=(3,))
+def gradients_in_parameters_out(answer, world, network):
+    """Each other rank sends its gradient once and gets the parameters once; its own gradient is left alone."""
+    _, mine, _, wire = run(answer, world, network, 2)
+    if world.rank != 2:
+        expect("this rank's gradient afterwards", mine, gradient(world.rank))
+        received = sum(elements for kind, _, elements in wire.transfers if kind == "recv")
+        expect("elements (sent, received)", [wire.sent(), received], [6, 6])

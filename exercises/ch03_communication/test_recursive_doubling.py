@@ -1,0 +1,60 @@
+"""Tests of recursive_doubling: whole numbers, so that sums are exact in any order."""
+
+import torch
+
+from exercises.testing import expect, test
+from exercises.traffic import Wire
+from minidist.comm.seats import Seats
+
+
+def value(rank, n):
+    """The row of a rank: whole numbers, different on every rank."""
+    return ((torch.arange(n) * (rank + 3)) % 11 + rank).double()
+
+
+def run(answer, world, network, n, op="sum"):
+    """All-reduce; (tensor of this rank, the tensors of all before, wire)."""
+    every = torch.stack([value(rank, n) for rank in range(world.size)])
+    tensor = every[world.rank].clone()
+    with Wire(network) as wire:
+        answer.doubling_all_reduce(tensor, network.group, op)
+    return tensor, every, wire
+
+
+@test(points=4, ranks=(2, 4))
+def powers_of_two(answer, world, network):
+    """Every rank ends with the sum, on 2 and 4 ranks."""
+    for n in (1, 5, 0):
+        tensor, every, _ = run(answer, world, network, n)
+        expect(f"the sum of {n} elements", tensor, every.sum(0))
+
+
+@test(points=4, ranks=(3, 5))
+def any_number_of_ranks(answer, world, network):
+    """Every rank ends with the sum on 3 and 5 ranks: some have no seat, and others one of another number."""
+    for n in (1, 5):
+        tensor, every, _ = run(answer, world, network, n)
+        expect(f"the sum of {n} elements", tensor, every.sum(0))
+
+
+@test(points=2, ranks=(4,))
+def reduced_as_asked(answer, world, network):
+    """`op` says how to reduce; a mean is the sum, divided by the number of ranks once."""
+    tensor, every, _ = run(answer, world, network, 6, "max")
+    expect("the maximum", tensor, every.amax(0))
+    tensor, every, _ = run(answer, world, network, 6, "mean")
+    expect("the mean", tensor, every.mean(0), tolerance=1e-12)
+
+
+@test(points=4, ranks=(4, 5))
+def a_logarithm_of_messages(answer, world, network):
+    """A rank on a seat swaps with the seats at distance 1, 2, 4, ..., once with each, and its whole row every time."""
+    _, _, wire = run(answer, world, network, 6)
+    seats = Seats(world.size)
+    if seats.stands(world.rank) or seats.guest(world.rank) is not None:
+        return
+    seat = seats.of(world.rank)
+    partners = sorted(seats.first(seat ^ 1 << k) for k in range(seats.core.bit_length() - 1))
+    expect("ranks sent to", sorted(wire.peers("send")), partners)
+    expect("ranks received from", sorted(wire.peers("recv")), partners)
+    expect("elements sent", wire.sent(), 6 * len(partners))

@@ -1,0 +1,38 @@
+"""Who sent what to whom in a test, for answers that are to send and receive themselves."""
+
+from exercises.testing import expect
+from minidist.comm import gather_objects
+
+
+class Wire:
+    """What this rank sent and received inside a `with` block: `transfers` as (send or recv, other rank, elements).
+
+    Nothing else may be used there: a collective of the library is another algorithm than the one that is asked for.
+    """
+
+    def __init__(self, network):
+        self._network, self.transfers = network, []
+
+    def __enter__(self) -> "Wire":
+        self._before = len(self._network.records)
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is not None:
+            return
+        records = self._network.records[self._before :]
+        others = sorted({record.name for record in records} - {"send", "recv"})
+        expect("what was called besides send and recv", others, [])
+        self.transfers = [(r.name, r.peer, r.payload_bytes // r.dtype.itemsize) for r in records]
+
+    def peers(self, kind: str) -> list[int]:
+        """The other rank of every message with something in it, in the order of launch."""
+        return [peer for name, peer, elements in self.transfers if name == kind and elements]
+
+    def sent(self) -> int:
+        """Elements that this rank sent."""
+        return sum(elements for name, _, elements in self.transfers if name == "send")
+
+    def of_all_ranks(self) -> list[list]:
+        """The transfers of every rank, known to all of them. Call it after the block."""
+        return gather_objects(self.transfers, self._network.group)

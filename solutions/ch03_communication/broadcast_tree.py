@@ -1,0 +1,40 @@
+"""A broadcast in a logarithm of rounds: the solution, as it stands in minidist.comm.algorithms.root.
+
+A root that feeds everybody itself sends size - 1 messages one after the other while the others look on. In the tree
+whoever has the tensor works, so those who have it double every round, and ceil(log2(size)) rounds are enough: nobody
+can do better when each rank sends one message at a time.
+
+Places are counted from the root, so that any rank can be one. The last round of a number of ranks that is no power of
+two is not full: a place that would feed one beyond the last has nothing to do.
+
+Usual wrong answers:
+* handed on from each rank to the next
+* the package's own tree
+* the same numbers, whatever the root has
+* the root feeds everybody itself
+* feeds before it has got the tensor itself
+* wrong on the last of four ranks only
+* on 3 ranks the last one gets nothing
+* the library's broadcast
+* always from rank 0
+* everything is sent a second time
+* zeros, whatever the root has
+"""
+
+from torch import Tensor
+
+from minidist.comm.algorithms.rounds import row, together
+from minidist.comm.group import Group
+
+
+def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
+    """Replace `tensor` on every rank by that of group rank `src`, along a binomial tree."""
+    mine, size = row(tensor), group.size
+    place = (group.rank - src) % size  # the root is at place 0
+    distance = 1
+    while distance < size:  # places below `distance` have the tensor
+        if place < distance and place + distance < size:
+            together(group, send=[(mine, (group.rank + distance) % size)])
+        elif distance <= place < 2 * distance:
+            together(group, recv=[(mine, (group.rank - distance) % size)])
+        distance *= 2

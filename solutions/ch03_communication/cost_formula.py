@@ -1,0 +1,62 @@
+"""What it costs before it is run: the solution, as it stands in minidist.comm.cost.
+
+A message costs alpha whatever it carries, and beta for each byte; adding up costs gamma for each byte. So an
+algorithm is three counts, and which is best is decided by the row: short ones want few rounds (a tree, recursive
+doubling), long ones few bytes (the ring). On a link ten times faster the bytes get cheaper and the rounds do not, so
+the border between the two moves.
+
+The chain is what counts, not the sum: in a round of the tree many messages travel at once and take the time of one.
+
+Usual wrong answers:
+* the gathering half adds nothing up
+* the package's own formula
+* the same for everything
+* right for powers of two only
+* nobody learns the sum but the root
+* n instead of (size - 1) / size of it
+* an empty row is taken to cost no rounds
+* half of the rounds
+* counts every message, not the chain of rounds
+* the ring hands on a part, not the row
+* everything is free
+"""
+
+from minidist.comm.convention import OWN
+from minidist.comm.cost import NOTHING, Cost, _by_seats, depth
+from minidist.comm.seats import Seats
+
+
+def cost(name: str, algorithm: str, size: int, n: float) -> Cost:
+    """The cost of one operation of `size` ranks by an algorithm of `convention.OWN`.
+
+    n: bytes of the tensor the operation is about, as in the convention table: the whole of all_gather, reduce_scatter
+    and all_to_all. Parts are taken as equal. Raises ValueError for an unknown algorithm.
+    """
+    if algorithm not in OWN.get(name, ()):
+        raise ValueError(f"no algorithm {algorithm!r} for {name!r}: see minidist.comm.convention.OWN")
+    if size == 1:
+        return NOTHING
+    pass_on, add = Cost(1, n), Cost(1, n, n)  # a whole row in one round, without and with adding it up
+    around, log = (size - 1) / size * n, depth(size)
+    match name, algorithm:
+        case "broadcast", "flat":
+            return pass_on * (size - 1)  # one after the other through the root's link
+        case "broadcast", "tree":
+            return pass_on * log
+        case "reduce", "flat":
+            return add * (size - 1)
+        case "reduce", "tree":
+            return add * log
+        case "central_update", _:
+            return (add + pass_on) * (size - 1)
+        case ("all_gather", "ring") | ("all_to_all", _):
+            return Cost(size - 1, around)
+        case "reduce_scatter", "ring":
+            return Cost(size - 1, around, around)
+        case "all_reduce", "naive":
+            return add * (size - 1)
+        case "all_reduce", "tree":
+            return (add + pass_on) * log
+        case "all_reduce", "ring":
+            return Cost(2 * (size - 1), 2 * around, around)
+    return _by_seats(name, algorithm, Seats(size), n)

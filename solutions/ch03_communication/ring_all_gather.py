@@ -1,0 +1,32 @@
+"""Round the ring: all-gather: the solution, as it stands in minidist.comm.algorithms.ring.
+
+A part goes round once, from neighbour to neighbour, and stops before the rank that it came from. Each rank sends
+(size - 1) / size of the row. Sending one's own part to everybody takes as many bytes, but not on a ring: between
+ranks that are no neighbours the same cables carry each part several times, and the messages of all ranks meet at one
+receiver.
+
+Usual wrong answers:
+* the last round is missing
+* the whole row travels in every round
+* the package's own ring
+* the same number everywhere
+* the fourth rank puts the first part in the place of the second
+* sends its own part in every round
+* a library's broadcast for every part
+* takes every part for as long as the shortest
+* each part goes straight to everybody
+* zeros
+"""
+
+from torch import Tensor
+
+from minidist.comm.algorithms.rounds import together
+from minidist.comm.group import Group
+
+
+def travel(parts: list[Tensor], group: Group) -> None:
+    """Gather: `parts[rank]` of every rank goes round, until each rank has them all."""
+    size, rank = group.size, group.rank
+    for step in range(size - 1):
+        leaving, arriving = parts[(rank - step) % size], parts[(rank - 1 - step) % size]
+        together(group, send=[(leaving, (rank + 1) % size)], recv=[(arriving, (rank - 1) % size)])

@@ -1,0 +1,36 @@
+"""a_tree_down: everything is free"""
+
+from minidist.comm.convention import OWN
+from minidist.comm.cost import NOTHING, Cost, _by_seats, depth
+from minidist.comm.seats import Seats
+
+
+def cost(name: str, algorithm: str, size: int, n: float) -> Cost:
+    if algorithm not in OWN.get(name, ()):
+        raise ValueError(f"no algorithm {algorithm!r} for {name!r}: see minidist.comm.convention.OWN")
+    if size == 1:
+        return NOTHING
+    pass_on, add = Cost(1, n), Cost(1, n, n)  # a whole row in one round, without and with adding it up
+    around, log = (size - 1) / size * n, depth(size)
+    match name, algorithm:
+        case "broadcast", "flat":
+            return pass_on * (size - 1)  # one after the other through the root's link
+        case "broadcast", "tree":
+            return NOTHING
+        case "reduce", "flat":
+            return add * (size - 1)
+        case "reduce", "tree":
+            return add * log
+        case "central_update", _:
+            return (add + pass_on) * (size - 1)
+        case ("all_gather", "ring") | ("all_to_all", _):
+            return Cost(size - 1, around)
+        case "reduce_scatter", "ring":
+            return NOTHING
+        case "all_reduce", "naive":
+            return add * (size - 1)
+        case "all_reduce", "tree":
+            return NOTHING
+        case "all_reduce", "ring":
+            return NOTHING
+    return _by_seats(name, algorithm, Seats(size), n)

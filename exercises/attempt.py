@@ -26,7 +26,7 @@ def attempt(exercise: Exercise, work: Work, server: "RankServer") -> Attempt:
     if not answer.is_file():
         raise UserError(f"{answer} is not there; python -m exercises start copies the stubs to {work.folder}")
     verdict = check(exercise, answer, server)
-    work.record(exercise, verdict.passed, verdict.points)
+    work.record(exercise, verdict.passed, verdict.points, verdict.content)
     return Attempt(verdict, report.text(verdict, hints_left(exercise, work)))
 
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,33 +91,50 @@ def check(
     if not answer.is_file():
         raise UserError(f"{answer} is not there: python -m exercises start copies the stubs")
     tests = [test for test in exercise.tests() if only is None or test.id in only]
+    content = answer.read_bytes()
+    if reached := forbidden(content):
+        return Verdict(exercise, content, _results(tests, _told(tests, content, *reached)))
     if exercise.kind == "predict" and measured is None:
         measured = measure(exercise.source, [test.id for test in tests], server)
-    content = answer.read_bytes()
+    fault = (stubs.fault_line(exercise), exercise.fault) if exercise.fault else None
+    offered, secret = {"measured": measured, "fault": fault}, _secret(exercise, answer)
     with tempfile.TemporaryDirectory(prefix="minidist-answer-") as folder:
         copy = Path(folder).resolve() / answer.name  # the learner goes on writing in the other one
         copy.write_bytes(content)
-        findings = _findings(exercise, tests, copy, content, _secret(exercise, answer), server, hang_s, stop, measured)
-    return Verdict(exercise, content, _results(tests, findings))
+
+        def run(ids: Sequence[str], size: int) -> Finding | None:
+            with tempfile.TemporaryDirectory(prefix="minidist-check-") as place:
+                request = _request(exercise, ids, copy, secret, place, offered)
+                return judge(request, size, server, hang_s)
+
+        return Verdict(exercise, content, _results(tests, _findings(tests, run, stop)))
 
 
 def _findings(
-    fault = (stubs.fault_line(exercise), exercise.fault) if exercise.fault else None
-    offered = {"measured": measured, "fault": fault}
+    tests: Sequence[TestCase], run: Callable[[Sequence[str], int], Finding | None], stop: bool
+) -> dict[str, Finding]:
+    """What each test finds, by name: `run` runs some of them on a number of ranks until the first finding."""
     findings: dict[str, Finding] = {}
     for size in sorted({size for test in tests for size in test.ranks}):
         wanted = [test.id for test in tests if size in test.ranks and test.id not in findings]
-        while wanted:
-            found = _run(exercise, wanted, answer, size, server, hang_s, offered)
-            if found is None:
-                break
+        while wanted and (found := run(wanted, size)) is not None:
+            if found.test not in wanted:
+                found.test = wanted[0]
             findings[found.test] = found
             wanted = wanted[wanted.index(found.test) + 1 :]
             if stop or found.kind in _ENOUGH:
                 for test in _unfinished(tests, size, found.test):
                     findings.setdefault(test.id, Finding("skipped", _SKIPPED, test=test.id))
-                return Verdict(exercise, answer, _results(tests, findings))
-    return Verdict(exercise, answer, _results(tests, findings))
+                return findings
+    return findings
+
+
+def _told(tests: Sequence[TestCase], content: bytes, line: int, what: str) -> dict[str, Finding]:
+    """The findings about an answer that was not run: the first test tells of its line."""
+    source = content.decode(errors="replace").splitlines()[line - 1].strip()[:100]
+    findings = {test.id: Finding("skipped", _SKIPPED, test=test.id) for test in tests}
+    findings[tests[0].id] = Finding("forbidden", what, line=line, source=source, test=tests[0].id)
+    return findings
 
 
 def _unfinished(tests: Sequence[TestCase], size: int, last: str) -> list[TestCase]:
@@ -133,28 +150,21 @@ def _results(tests: Sequence[TestCase], findings: dict[str, Finding]) -> list[Te
     ]
 
 
-def _run(
-    exercise: Exercise,
-    tests: Sequence[str],
-    answer: Path,
-    size: int,
-    server: "RankServer",
-    hang_s: float,
-    offered: dict,
-) -> Finding | None:
-    """The first finding of these tests on fresh ranks, which names its test; None when all pass."""
-    with tempfile.TemporaryDirectory(prefix="minidist-check-") as folder:
-        finding = judge(_request(exercise, tests, answer, folder, offered), size, server, hang_s)
-    if finding is not None and finding.test not in tests:
-        finding.test = tests[0]
-    return finding
+def _secret(exercise: Exercise, answer: Path) -> tuple[str, ...]:
+    """Files and folders that hold the answer or the judge: nobody reads them during a check."""
+    source = exercise.source
+    secret = [exercise.root / "solutions", exercise.root / "tests" / "answers", exercise.root / "chapters"]
+    secret += [exercise.test_file, source, Path(importlib.util.cache_from_source(str(source)))]
+    if len(answer.parents) > 2:  # the learner's own notebooks, which stand beside work/exercises
+        secret.append(answer.parents[2] / "chapters")
+    return tuple(str(path) for path in secret)
 
 
-def _request(exercise: Exercise, tests: Sequence[str], answer: Path, folder: str, offered: dict):
+def _request(
+    exercise: Exercise, tests: Sequence[str], answer: Path, secret: tuple[str, ...], folder: str, offered: dict
+):
     from exercises.rankside import Request
 
-    secret = (exercise.root / "solutions", exercise.root / "tests" / "answers", exercise.test_file, exercise.source)
-    secret = tuple(str(path) for path in secret if not answer.is_relative_to(path))
     return Request(
         str(answer), str(exercise.test_file), tuple(tests), exercise.symbols, exercise.pieces, exercise.guards, secret,
         folder, MEMORY_BYTES, exercise.kind in _PROGRAMS, offered,

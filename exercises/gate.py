@@ -10,9 +10,13 @@ Three wrong answers nobody may be paid for, so every exercise has them, each nam
 * wrong_zero does nothing: a piece gives zeros, a program trains nothing, a prediction says that no rank waits;
 * wrong_constant does the same whatever is asked: a piece gives one value, a program one set of parameters, a clinic
   calls every fault by one name, a prediction names all ranks everywhere;
-* wrong_cheat has the values without the work. A piece calls the package's own, and must be caught as forbidden. The
-  other kinds have nothing to call: a script lets every rank do everything by itself, a clinic hides the symptom and
-  leaves the fault, a prediction changes the scenario until it fits.
+* wrong_cheat has the values without the work. A piece calls the package's own, and must be caught as
+  forbidden, as must every wrong_cheat_* that goes round the guard. The other kinds have nothing to call: a script lets
+  every rank do everything by itself, a clinic hides the symptom and leaves the fault, a prediction changes the scenario
+  until it fits.
+
+A wrong answer that is broken (it raises, cannot be read, ...) might fail any test, so it must say so:
+`test (raised): ...`.
 """
 
 import ast
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
 
 _MIN_RIGHT = 2
 _MIN_WRONG = 4
+# Findings about a file that does nothing, which says little about the test that finds it.
+_BROKEN = ("raised", "syntax", "missing", "unwritten", "died")
 _ALWAYS_WRONG = ("wrong_zero", "wrong_constant", "wrong_cheat")
 
 
@@ -106,14 +112,17 @@ class Gate:
                 exercise, f"at least {_MIN_WRONG} wrong answers are needed besides {', '.join(_ALWAYS_WRONG)}"
             )
         ids = [test.id for test in exercise.tests()]
-        for file, (test, says) in zip(wrong.values(), stubs.wrong_answers(exercise), strict=True):
+        for file, test, kind, says in stubs.wrong_answers(exercise):
             if test not in ids or not says:
                 self._problem(exercise, f"{file.name} must begin with `<test that catches it>: <what is wrong>`")
                 continue
             caught = {r.id: r.finding.kind for r in self._verdict(exercise, file, [test]).results if r.finding}
             if caught.get(test, "skipped") == "skipped":
                 self._problem(exercise, f"{file.name} is wrong and passes {test}, which must catch it")
-            elif file.stem == "wrong_cheat" and exercise.kind == "piece" and caught[test] != "forbidden":
+            elif caught[test] != kind and (kind or caught[test] in _BROKEN):
+                told = f"it must say {test} ({caught[test]}) if that is its fault"
+                self._problem(exercise, f"{file.name} is caught as {caught[test]}; {told}")
+            elif file.stem.startswith("wrong_cheat") and exercise.kind == "piece" and caught[test] != "forbidden":
                 self._problem(exercise, f"{file.name} is caught as {caught[test]}, not as forbidden")
 
     def _verdict(self, exercise: Exercise, file: Path, only: list[str] | None = None) -> Verdict:

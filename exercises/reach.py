@@ -1,7 +1,7 @@
 """What an answer may not reach for: the insides of Python and of the check, by which it could judge itself.
 
-This is read in the text before anything of it runs. The guard watches what the code does; a thread, a frame or code made
-from a text would do it where the guard sees no line of the answer.
+This is read in the text before anything of it runs. The guard watches what the code does; a thread, a frame or code
+made from a text would do it where the guard sees no line of the answer.
 """
 
 import ast

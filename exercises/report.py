@@ -62,5 +62,5 @@ def _test_json(result: TestResult) -> dict[str, Any]:
 
 
 def _outdated(verdict: Verdict) -> bool:
-    began = stubs.version(verdict.answer.read_text(errors="replace"))
+    began = stubs.version(verdict.content.decode(errors="replace"))
     return began is not None and began != stubs.version(stubs.stub(verdict.exercise))

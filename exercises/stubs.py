@@ -11,12 +11,26 @@ import hashlib
 import re
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 from exercises.catalogue import Change, Exercise
 from minidist.errors import UserError
 
 _WIDTH = 118
 _STUB = re.compile(r"^Stub ([0-9a-f]{8})\.$", re.MULTILINE)
+
+
+class WrongAnswer(NamedTuple):
+    """What the first line of its docstring says: `test: says`, or `test (kind): says`.
+
+    test: the one that must catch it. kind: of the finding, for an answer that is not wrong but broken. says: what is
+    wrong with it.
+    """
+
+    file: Path
+    test: str
+    kind: str
+    says: str
 
 
 def stub(exercise: Exercise) -> str:
@@ -51,7 +65,8 @@ def fault_line(exercise: Exercise) -> int:
 
 def solution(exercise: Exercise) -> str:
     """The text of the solution."""
-    wrong = [f"* {says}" for _, says in wrong_answers(exercise) if says]
+    usual = [each for each in wrong_answers(exercise) if not each.file.stem.startswith("wrong_cheat_")]
+    wrong = [f"* {each.says}" for each in usual if each.says]
     told = [
         f"{exercise.title}: the solution{f', as it stands in {exercise.module}' * bool(exercise.piece)}.",
         "",
@@ -63,16 +78,17 @@ def solution(exercise: Exercise) -> str:
     return _docstring(told) + "\n\n" + _joined(exercise, _sources(exercise)) + "\n"
 
 
-def wrong_answers(exercise: Exercise) -> list[tuple[str, str]]:
-    """(test that must catch it, what is wrong with it) of each wrong answer, by the first line of its docstring."""
+def wrong_answers(exercise: Exercise) -> list[WrongAnswer]:
+    """All wrong answers of the exercise."""
     found = []
     for file in sorted(exercise.answers.glob("wrong_*.py")):
         try:
             docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
         except SyntaxError:
             docstring = ""
-        test, _, says = " ".join(docstring.split()).partition(": ")
-        found.append((test, says))
+        told, _, says = " ".join(docstring.split()).partition(": ")
+        test, _, kind = told.removesuffix(")").partition(" (")
+        found.append(WrongAnswer(file, test, kind, says))
     return found
 
 

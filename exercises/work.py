@@ -87,15 +87,15 @@ class Work:
         progress.write_whole(backup, file.read_bytes())
         return backup
 
-    def record(self, exercise: Exercise, passed: bool, points: int) -> None:
-        """Keep the best result of the exercise, and that it was tried."""
+    def record(self, exercise: Exercise, passed: bool, points: int, content: bytes) -> None:
+        """Keep the best result of the exercise, and that it was tried. content: the file as it was judged."""
         with self._changing() as kept:
             entry = kept.setdefault("exercises", {}).setdefault(exercise.name, {})
             entry["attempts"] = entry.get("attempts", 0) + 1
             entry["passed"] = bool(entry.get("passed") or passed)
             entry["points"] = max(entry.get("points", 0), points)
             if passed:
-                entry["sha256"] = _digest(self.file(exercise).read_bytes())
+                entry["sha256"] = _digest(content)
 
     def as_passed(self, exercise: Exercise) -> bool:
         """Whether the file is the one that passed last."""

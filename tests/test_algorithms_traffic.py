@@ -106,6 +106,35 @@ def test_the_kernel_sent_what_the_meter_counted(ranks, size):
             assert 0 <= over <= 96 * transfers + 400, f"{algorithm} {name}, {size} ranks: {metered} bytes, {kernel}"
 
 
+def library(world: World) -> dict:
+    """Of the backend's own collectives: bytes the kernel sent and bytes the table models."""
+    group, n, found = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=Meter())["data"], 120_000, {}
+    whole, other, part = torch.ones(n), torch.ones(n), torch.ones(n // world.size)
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(whole, group),
+        "reduce_scatter": lambda: comm.reduce_scatter(part, whole, group),
+        "all_gather": lambda: comm.all_gather(other, part, group),
+        "broadcast": lambda: comm.broadcast(whole, 0, group),
+        "all_to_all": lambda: comm.all_to_all(other, whole, group),
+    }
+    for name, call in calls.items():
+        comm.barrier(group)
+        modelled, kernel = group.meter.total_wire_bytes, bytes_sent()
+        call()
+        found[name] = bytes_sent() - kernel, group.meter.total_wire_bytes - modelled
+        comm.barrier(group)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a connection for its owner")
+@pytest.mark.parametrize("size", [2, 4])
+def test_gloos_own_collectives_send_what_the_table_models_and_its_reduce_scatter_twice_that(ranks, size):
+    for found in ranks(library, size):
+        for name, (kernel, modelled) in found.items():
+            want = modelled * (2 if name == "reduce_scatter" else 1)
+            assert 0 <= kernel - want <= 0.01 * want + 1000, f"{name}: {kernel} sent, {modelled} modelled"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a connection for its owner")
 def test_the_kernel_is_asked_for_what_was_given_to_a_connection_even_if_nobody_reads_it():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:

@@ -1,6 +1,8 @@
 """The notebooks as stored: their cells are the package, cover their room, and keep the rules of a chapter."""
 
 import ast
+import base64
+import io
 import re
 import tomllib
 from functools import cache
@@ -8,6 +10,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from exercises.catalogue import ROOT, Catalogue
 from minidist.errors import UserError
@@ -17,6 +21,8 @@ CHAPTERS = sorted(file.parent for file in (ROOT / "chapters").glob("*/room.toml"
 CATALOGUE = Catalogue()
 MIN_PREDICTIONS = 4
 MAX_IGNORED = 0.2
+MIN_COLOUR = 0.2  # between the strongest and the weakest of red, green and blue
+MIN_COLOURED = 0.001
 IGNORED = {"nbval-ignore-output", "nbval-skip", "nbval-raises-exception"}
 READ_LATER = re.compile(r"^\| `(minidist[\w.]*:\w+)` \| (.+) \|$", re.MULTILINE)
 
@@ -109,6 +115,12 @@ def test_outputs_are_stored_and_hold_no_error_and_no_place_of_a_machine(chapter)
             assert output.get("name") != "stderr", cell.source
 
 
+def coloured(png: str) -> float:
+    """The part of a picture that is not black, white or grey: axes, ticks and words are."""
+    pixels = imread(io.BytesIO(base64.b64decode(png)))[..., :3]
+    return float((pixels.max(-1) - pixels.min(-1) > MIN_COLOUR).mean())
+
+
 @each_chapter
 def test_pictures_are_not_empty(chapter):
     pictures = [
@@ -117,7 +129,15 @@ def test_pictures_are_not_empty(chapter):
         for output in cell.outputs
         if "image/png" in output.get("data", {})
     ]
-    assert pictures and min(map(len, pictures)) > 4000
+    assert pictures and min(map(coloured, pictures)) > MIN_COLOURED
+
+
+def test_empty_axes_are_an_empty_picture():
+    figure = Figure(figsize=(7, 3))
+    figure.subplots().set(xlabel="step", ylabel="loss", title="nothing")
+    out = io.BytesIO()
+    figure.savefig(out)
+    assert coloured(base64.b64encode(out.getvalue()).decode()) <= MIN_COLOURED
 
 
 @each_chapter

@@ -5,12 +5,13 @@ import json
 import pytest
 
 from exercises import report, stubs
-from exercises.catalogue import Catalogue
+from exercises.catalogue import ROOT, Catalogue
 from exercises.testing import Finding, Wrong, expect
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
 FIRST = "  for       block(n=1, world_size=1, rank=0)"
+OPEN_NOTEBOOK = f"open({str(ROOT / 'chapters' / '01_data_distribution' / '01_data_distribution.ipynb')!r})"
 HEAD = "import numpy as np\n\n\ndef block(n, world_size, rank):\n"
 
 # A body of `block`, or a whole file; the message about it.
@@ -92,8 +93,8 @@ BAD = {
         ["your code ends the program (sys.exit)", FIRST, "  line      5: raise SystemExit(0)"],
     ),
     "a segfault": (
-        "import ctypes\n\n\ndef block(n, world_size, rank):\n    ctypes.string_at(0)\n",
-        ["your code ended its process: killed by SIGSEGV", FIRST, "  line      5: ctypes.string_at(0)"],
+        "import faulthandler\n\n\ndef block(n, world_size, rank):\n    faulthandler._sigsegv()\n",
+        ["your code ended its process: killed by SIGSEGV", FIRST, "  line      5: faulthandler._sigsegv()"],
     ),
     "memory without end": (
         HEAD + "    kept = []\n    while True:\n        kept.append(np.ones(1 << 20))\n",
@@ -145,6 +146,54 @@ BAD = {
             "line 5 calls numpy.array_split: the exercise is to do without it",
             FIRST,
             "  line      5: return np.array_split(np.arange(n), world_size)[rank]",
+        ],
+    ),
+    "the package's own piece as it is": (
+        "from minidist.data.partition import block\n",
+        [
+            "your code uses minidist.data.partition.block: that is what you are to write",
+            "  for       block(args=[1, 1, 0])",
+        ],
+    ),
+    "a ready-made equivalent from below its guard": (
+        HEAD + "    return np.array_split.__wrapped__(np.arange(n), world_size)[rank]\n",
+        [
+            "your code raised AttributeError: 'function' object has no attribute '__wrapped__'",
+            FIRST,
+            "  line      5: return np.array_split.__wrapped__(np.arange(n), world_size)[rank]",
+        ],
+    ),
+    "the source read by another way": (
+        "from minidist.data.partition import __file__ as f\n\nopen('/proc/self/root' + f)\n",
+        ["line 3 reads partition.py: write the answer yourself", "  line      3: open('/proc/self/root' + f)"],
+    ),
+    "a notebook of the course read": (
+        OPEN_NOTEBOOK + "\n",
+        [
+            "line 1 reads 01_data_distribution.ipynb: write the answer yourself",
+            f"  line      1: {OPEN_NOTEBOOK[:100]}",
+        ],
+    ),
+    "a file beside the source": (
+        "from minidist.data.partition import __file__ as f\n\nopen(f + 'i')\n",
+        [
+            "your code raised FileNotFoundError: [Errno 2] No such file or directory: "
+            f"'{ROOT / 'minidist' / 'data' / 'partition.pyi'}'",
+            "  line      3: open(f + 'i')",
+        ],
+    ),
+    "a folder opened": (
+        "import os\n\nos.open('/', os.O_RDONLY)\n",
+        [
+            "line 3 opens the folder /: an answer has no business with folders",
+            "  line      3: os.open('/', os.O_RDONLY)",
+        ],
+    ),
+    "a part of the check": (
+        HEAD + "    import sys\n    sys.modules['exercise_tests'].expect = print\n",
+        [
+            "line 6 uses modules: an answer has no business with the insides of Python or of the check",
+            "  line      6: sys.modules['exercise_tests'].expect = print",
         ],
     ),
     "a wrong value": (

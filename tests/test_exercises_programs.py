@@ -21,10 +21,10 @@ BAD = {
     "os._exit": ("os._exit(0)", "forbidden", "calls os._exit: an answer must not end its process", "os._exit(0)"),
     "sys.exit": ("raise SystemExit", "exit", "your code ends the program (sys.exit)", "raise SystemExit"),
     "a segfault": (
-        "import ctypes; ctypes.string_at(0)",
+        "import faulthandler; faulthandler._sigsegv()",
         "died",
         "your code ended its process: killed by SIGSEGV",
-        "import ctypes; ctypes.string_at(0)",
+        "import faulthandler; faulthandler._sigsegv()",
     ),
     "memory": ("torch.ones(1 << 40)", "memory", "asks for more memory than a check may use", "torch.ones(1 << 40)"),
     "printing": (

@@ -36,7 +36,7 @@ def work(tmp_path):
         for name in names:
             exercise = CATALOGUE[name]
             work.file(exercise).write_text(change(exercise.solution.read_text()))
-            work.record(exercise, True, exercise.points)
+            work.record(exercise, True, exercise.points, work.file(exercise).read_bytes())
         return work.folder
 
     return solve

@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from exercises.__main__ import main
+from exercises.attempt import attempt
 from exercises.catalogue import ROOT, Catalogue
 from exercises.work import Work
 from minidist.errors import UserError
+from minidist.train.launch import RankServer
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
@@ -78,7 +80,7 @@ def test_progress_keeps_the_best_and_what_others_wrote(work):
     file = work.folder / "progress.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "predictions": {"a": 1}}))
     for passed, points in [(True, 10), (False, 2)]:
-        work.record(BLOCK, passed, points)
+        work.record(BLOCK, passed, points, b"")
     assert [work.next_hint(BLOCK) for _ in range(4)] == [1, 2, 3, 3]
     entry = work.entry(BLOCK)
     assert (entry["attempts"], entry["passed"], entry["points"], entry["hints"]) == (2, True, 10, 3)
@@ -88,7 +90,7 @@ def test_progress_keeps_the_best_and_what_others_wrote(work):
 def test_damaged_progress_is_told_and_not_lost(work):
     (work.folder / "progress.json").write_text("{")
     with pytest.raises(UserError, match="is damaged .* move it away to begin a new one"):
-        work.record(BLOCK, True, 10)
+        work.record(BLOCK, True, 10, b"")
     assert (work.folder / "progress.json").read_text() == "{"
 
 
@@ -96,7 +98,7 @@ def test_a_write_that_fails_leaves_the_old_file(work, monkeypatch):
     before, names = (work.folder / "progress.json").read_bytes(), sorted(work.folder.iterdir())
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        work.record(BLOCK, True, 10)
+        work.record(BLOCK, True, 10, b"")
     assert (work.folder / "progress.json").read_bytes() == before
     assert sorted(work.folder.iterdir()) == names
 
@@ -171,3 +173,19 @@ def test_the_gate_command_says_what_it_checked(tmp_path, capsys):
     assert out.startswith("strided_partition         green") and out.endswith("1 exercises, all green\n")
     assert main(["--root", str(tmp_path), "gate"]) == 1
     assert capsys.readouterr().out == "no exercise was checked\n"
+
+
+def test_a_file_that_changes_while_it_is_judged_is_judged_as_it_was(work, monkeypatch, server):
+    """All tests see the file as it was when the check began, and that is what counts as passed."""
+    right = (BLOCK.answers / "right_loop.py").read_bytes()
+    work.file(BLOCK).write_bytes(right)
+
+    def start(*args, **options):
+        work.file(BLOCK).write_text("other = 1\n")
+        return RankServer.start(server, *args, **options)
+
+    monkeypatch.setattr(server, "start", start)
+    verdict, _ = attempt(BLOCK, work, server)
+    assert verdict.passed and verdict.content == right and not work.as_passed(BLOCK)
+    work.file(BLOCK).write_bytes(right)
+    assert work.as_passed(BLOCK)

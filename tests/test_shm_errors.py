@@ -94,6 +94,31 @@ def test_a_rank_that_leaves_is_not_waited_for(ranks, late):
     assert "rank 1" in zero and "rank 1" in two
 
 
+def leaves_while_waited_for(world: World) -> str:
+    """Rank 2 leaves when rank 0 waits already: in a recv from it, and in a collective where rank 1 is missing too."""
+    group, said = dist.new_group(backend="shm"), []
+    dist.barrier(group)
+    if world.rank == 0:
+        receiving = dist.irecv(torch.ones(5), 2, group=group)
+        reducing = dist.all_reduce(torch.ones(5), group=group, async_op=True)
+    dist.barrier()
+    if world.rank == 2:
+        dist.destroy_process_group(group)
+    elif world.rank == 0:
+        for work in (receiving, reducing):
+            try:
+                work.wait(timedelta(seconds=5))
+            except dist.DistBackendError as error:
+                said.append(str(error))
+    dist.barrier()  # rank 1 has been elsewhere all the time
+    return " / ".join(said)
+
+
+def test_who_waits_for_several_hears_of_the_one_that_left(ranks):
+    said, *_ = ranks(leaves_while_waited_for, 3)
+    assert said.count("rank 2 has left") == 2, said
+
+
 def too_late(world: World) -> list:
     said = []
     group = dist.new_group(backend="shm", timeout=timedelta(seconds=0.3))

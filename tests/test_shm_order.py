@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from minidist.comm import World
 from minidist.comm.shm import start
+from minidist.comm.shm.lane import Lane, Work
 from minidist.comm.shm.meeting import Meeting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; elsewhere it is gloo")
@@ -151,6 +152,27 @@ def threads_used(world: World) -> tuple:
 
 def test_a_synchronous_call_with_nothing_queued_runs_in_the_callers_thread(ranks):
     assert ranks(threads_used, 2) == [({"MainThread"}, True)] * 2
+
+
+class NoWorkers:
+    """Threads that never come."""
+
+    def run(self, task) -> None:
+        pass
+
+
+def test_who_waits_for_what_is_next_runs_it_himself():
+    lane, done = Lane(NoWorkers()), []
+    at_once, first, second = (Work(lane, lambda i=i: done.append(i)) for i in range(3))
+    lane.submit(at_once, here=True)
+    assert done == [0] and at_once.is_success()
+    lane.submit(first, here=False)
+    lane.submit(second, here=True)  # first is before it
+    assert done == [0]
+    first.wait()
+    assert done == [0, 1]
+    second.wait()
+    assert done == [0, 1, 2] and lane.quiet
 
 
 def destroyed_with_work_pending(world: World) -> list:

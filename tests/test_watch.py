@@ -77,7 +77,7 @@ def test_another_exercise_that_is_saved_is_judged_too(watcher, work, said):
 def test_after_the_last_exercise_there_is_none(server, work, said):
     for exercise in CATALOGUE.values():
         if exercise is not BLOCK:
-            work.record(exercise, True, exercise.points)
+            work.record(exercise, True, exercise.points, b"")
     watcher = Watcher(CATALOGUE, work, server, say=said.append)
     assert watcher.current is BLOCK
     save(work, BLOCK, "right_loop.py")

@@ -27,11 +27,11 @@ class Environment(Mapping):
         return str(self._values)
 
 
-def torchrun(nodes, local_size):
-    """The environment of every rank of so many machines, and the place it tells."""
-    for node in range(nodes):
+def torchrun(*machines):
+    """The environment of every rank on machines with so many ranks each, and the place it tells."""
+    for node, local_size in enumerate(machines):
         for local in range(local_size):
-            place = (node * local_size + local, nodes * local_size, local, local_size, node)
+            place = (sum(machines[:node]) + local, sum(machines), local, local_size, node)
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
             yield Environment(**dict(zip(names, map(str, place), strict=True))), place
 
@@ -60,15 +60,16 @@ def refused(answer, variable, **values):
 @test(points=3)
 def every_rank_of_one_machine(answer):
     """Each of four ranks on one machine finds its place."""
-    for environ, place in torchrun(1, 4):
+    for environ, place in torchrun(4):
         expect_place(answer.rank_and_world(environ), place)
 
 
 @test(points=2)
 def every_rank_of_three_machines(answer):
-    """On three machines with two ranks each, the rank and the local rank are not the same."""
-    for environ, place in torchrun(3, 2):
-        expect_place(answer.rank_and_world(environ), place)
+    """On several machines the rank and the local rank are not the same, whether the machines are equal or not."""
+    for machines in ((2, 2, 2), (2, 3, 1)):
+        for environ, place in torchrun(*machines):
+            expect_place(answer.rank_and_world(environ), place)
 
 
 @test(points=1)

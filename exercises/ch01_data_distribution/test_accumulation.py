@@ -36,16 +36,16 @@ class Net(nn.Module):
         self.frozen = nn.Parameter(torch.full((2,), 3.0, dtype=torch.float64), requires_grad=False)
 
     def forward(self, x, rare=False):
-        """(b, 3) -> the sum of a loss. Whole numbers, so that sums are exact in any order."""
+        """(b, 3) -> the sum of a loss. All its numbers are multiples of 2**-33, so that sums are exact in any order."""
         hidden = x @ self.weight.T * self.frozen
         loss = hidden.square().sum()
         return loss + (hidden @ self.rare).sum() if rare else loss
 
 
 def data(rank, micro_batch):
-    """(2 + rank, 3) whole numbers that differ by rank and micro-batch."""
+    """(2 + rank, 3) numbers that differ by rank and micro-batch, with more digits than float32 has."""
     numbers = torch.arange(3.0 * (2 + rank), dtype=torch.float64).reshape(-1, 3)
-    return (numbers + 2 * rank + micro_batch) % 5 - 2
+    return (numbers + 2 * rank + micro_batch) % 5 - 2 + 2.0**-16
 
 
 def run(answer, world, network, rare, each=lambda sink: None):
@@ -89,7 +89,7 @@ def micro_batches_add_up(answer, world, network):
             expect(what, sink.sums[name], expected[name])
 
 
-@test(points=3, ranks=(3,))
+@test(points=3, ranks=(4,))
 def nothing_is_sent_before_the_last(answer, world, network):
     """The inner micro-batches send nothing; the last one sends each gradient once, and it is whole."""
     sent = []

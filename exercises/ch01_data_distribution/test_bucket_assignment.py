@@ -71,5 +71,5 @@ def a_small_first_bucket(answer):
     """`first` is the limit of the first bucket alone, and never more than the limit of the others."""
     for sizes in map(named, SIZES):
         for limit in LIMITS:
-            for first in (1, 3, 4, 50):
+            for first in (0, 1, 3, 4, 50):
                 expect("the buckets", answer.assign(sizes, limit, first), cut(sizes, [min(first, limit), limit]))

@@ -75,7 +75,7 @@ def sums_are_right(parameters, world, shapes=SHAPES, step=0):
         expect(what, grad_of(parameters, name), total(name, shape, world, step).tolist())
 
 
-@test(points=3, ranks=(3,))
+@test(points=3, ranks=(4,))
 def sums_over_ranks(answer, world, network):
     """After finish() every rank has the sums, whatever the size of the buckets."""
     for bucket_bytes in (BUCKET_BYTES, 1, 10**6):
@@ -98,7 +98,7 @@ def launched_inside_backward(answer, world, network):
     expect_order(happened, [*expected, "backward is over"])
 
 
-@test(points=3, ranks=(3,))
+@test(points=3, ranks=(4,))
 def launched_in_index_order(answer, world, network):
     """Gradients become ready in another order on every rank; the buckets leave in one."""
     sink, parameters = sink_of(answer, world, network)

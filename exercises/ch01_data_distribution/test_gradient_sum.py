@@ -1,4 +1,4 @@
-"""Tests of gradient_sum: whole numbers as gradients, so that the sums are exact in any order."""
+"""Tests of gradient_sum: the gradients are multiples of one small number, so that sums are exact in any order."""
 
 import torch
 from torch import nn
@@ -12,37 +12,40 @@ SHAPES = {"weight": (20, 3), "bias": (3,), "scale": ()}
 class Net(nn.Module):
     """Parameters that start different on every rank; `rare` is used by the last rank only, `never` by none."""
 
-    def __init__(self, rank):
+    def __init__(self, rank, dtype):
         super().__init__()
         for name, shape in {**SHAPES, "rare": (2,), "never": (2,)}.items():
-            setattr(self, name, nn.Parameter(torch.full(shape, 0.5 + rank)))
+            setattr(self, name, nn.Parameter(torch.full(shape, 0.5 + rank, dtype=dtype)))
 
 
-def gradient(name, rank, step=0):
-    """What one rank adds: whole numbers that differ by rank, parameter, element and step."""
+def gradient(name, rank, step=0, dtype=torch.float32):
+    """What one rank adds, other numbers for every rank, parameter, element and step.
+
+    They are whole in float32; in float64 they have a part that float32 has no room for.
+    """
     shape = SHAPES[name]
-    numbers = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    return numbers + 10 * rank + 100 * step + len(name)
+    numbers = torch.arange(torch.Size(shape).numel(), dtype=dtype).reshape(shape)
+    return numbers + 10 * rank + 100 * step + len(name) + (2.0**-40 if dtype == torch.float64 else 0)
 
 
-def sink_of(answer, world, network):
-    """The learner's sink over a model of this rank."""
-    model = Net(world.rank)
+def sink_of(answer, world, network, dtype=torch.float32):
+    """The learner's sink over a model of this rank, and the parameters by name."""
+    model = Net(world.rank, dtype)
     parameters = named_parameters(model)
     return answer.NaiveSink(parameters, replicated(model, network.group.ranks), [network.group]), parameters
 
 
-def run_step(sink, world, step=0):
+def run_step(sink, world, step=0, dtype=torch.float32):
     """Hand over this rank's gradients and finish."""
     for name in SHAPES:
-        sink.add(name, gradient(name, world.rank, step))
+        sink.add(name, gradient(name, world.rank, step, dtype))
         sink.ready(name)
     sink.finish()
 
 
-def total(name, world, step=0):
+def total(name, world, step=0, dtype=torch.float32):
     """The sum over all ranks."""
-    return sum(gradient(name, rank, step) for rank in range(world.size))
+    return sum(gradient(name, rank, step, dtype) for rank in range(world.size))
 
 
 def grad_of(parameters, name):
@@ -50,13 +53,15 @@ def grad_of(parameters, name):
     return None if parameters[name].grad is None else parameters[name].grad.tolist()
 
 
-@test(points=4, ranks=(1, 3))
+@test(points=4, ranks=(1, 4))
 def sums_over_ranks(answer, world, network):
-    """After finish() every rank has the sum of all ranks' gradients."""
-    sink, parameters = sink_of(answer, world, network)
-    run_step(sink, world)
-    for name in SHAPES:
-        expect(f"the gradient of {name}", grad_of(parameters, name), total(name, world).tolist())
+    """After finish() every rank has the sum of all ranks' gradients, as exact as the parameters are."""
+    for dtype in (torch.float32, torch.float64):
+        sink, parameters = sink_of(answer, world, network, dtype)
+        run_step(sink, world, dtype=dtype)
+        for name in SHAPES:
+            expected = total(name, world, dtype=dtype).tolist()
+            expect(f"the {str(dtype)[6:]} gradient of {name}", grad_of(parameters, name), expected)
 
 
 @test(points=2, ranks=(2,))
@@ -93,7 +98,7 @@ def parameters_stay(answer, world, network):
 
 @test(points=3, ranks=(2,))
 def nothing_more_is_sent(answer, world, network):
-    """Each gradient is all-reduced once, and besides at most 16 bytes per parameter are."""
+    """Each gradient is all-reduced once, and besides at most one message of at most 16 bytes per parameter."""
     sink, parameters = sink_of(answer, world, network)
     run_step(sink, world)
     names = sorted({record.name for record in network.records})
@@ -102,3 +107,5 @@ def nothing_more_is_sent(answer, world, network):
     least = sum(parameter.numel() * 4 for parameter in parameters.values())
     most = least + 16 * len(parameters)
     expect(f"between {least} and {most} bytes reduced, not {payload}", least <= payload <= most, True)
+    count, enough = len(network.records), 2 * len(parameters)
+    expect(f"at most {enough} messages for {len(parameters)} parameters, not {count}", count <= enough, True)

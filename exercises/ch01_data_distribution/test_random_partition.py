@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from exercises.testing import expect, indices, test
+from exercises.testing import expect, indices, refuses, test
 
 SIZES = [(0, 1), (1, 1), (1, 2), (2, 2), (3, 2), (5, 3), (8, 4), (11, 3), (50, 7), (3, 5)]
 
@@ -22,7 +22,7 @@ def each_index_once(answer):
             expect("the indices of all ranks, sorted", got, list(range(n)), case=case)
 
 
-@test(points=3, ranks=(3,))
+@test(points=2, ranks=(4,))
 def ranks_share_one_order(answer, world, network):
     """Ranks that drew other random numbers before still cut the same order."""
     from minidist.comm import gather_objects
@@ -50,9 +50,12 @@ def seed_and_epoch_decide(answer):
     first = order(answer, 40, 2, 1)
     expect("the same order again", order(answer, 40, 2, 1), first)
     expect("the same order on four ranks", order(answer, 40, 4, 1), first)
-    others = {"epoch=1": order(answer, 40, 2, 1, 1), "seed=2": order(answer, 40, 2, 2)}
-    for what, other in others.items():
-        expect(f"another order with {what}", other != first, True)
+    seen = {(1, 0): first}
+    for seed, epoch in [(1, 1), (2, 0), (1, 100), (101, 0)]:
+        got = order(answer, 40, 2, seed, epoch)
+        same = [pair for pair, other in seen.items() if got == other]
+        expect(f"(seed, epoch) with the order of ({seed}, {epoch})", same, [])
+        seen[seed, epoch] = got
 
 
 @test(points=2)
@@ -73,3 +76,11 @@ def leaves_other_random_numbers_alone(answer):
     expected = np.random.RandomState(0).rand(3)
     indices(answer.random(20, 2, 0, 9))
     expect("the next three numbers of numpy.random", np.random.rand(3), expected)
+
+
+@test(points=1)
+def refuses_impossible_input(answer):
+    """A rank outside the world, no ranks or fewer than no samples is a ValueError."""
+    expect("how many samples of possible input", len(indices(answer.random(5, 2, 1, 0))), 2)
+    for n, world_size, rank in [(5, 2, -1), (5, 2, 2), (5, 0, 0), (-1, 2, 0)]:
+        refuses(ValueError, answer.random, n, world_size, rank, 0)

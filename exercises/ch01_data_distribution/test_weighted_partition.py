@@ -1,6 +1,6 @@
 """Tests of weighted_partition: shares by whole numbers, the largest remainder found by hand."""
 
-from exercises.testing import expect, indices, test
+from exercises.testing import expect, indices, refuses, test
 
 WEIGHTS = [[1], [1, 1], [1, 2], [3, 1], [1, 1, 1], [1, 2, 3], [5, 0, 2], [0, 1], [8, 16, 26], [7, 7, 7, 1], [1, 100]]
 
@@ -44,7 +44,7 @@ def largest_remainder(answer):
             expect("the sizes", answer.sizes(n, weights), shares(n, weights))
 
 
-@test(points=3)
+@test(points=2)
 def consecutive_blocks(answer):
     """Rank i holds the block of its size that follows those of the ranks before it."""
     for weights in WEIGHTS:
@@ -62,6 +62,8 @@ def fractions_of_one(answer):
     """Weights need not be whole numbers."""
     expect("the sizes", answer.sizes(10, [0.5, 0.25, 0.25]), [5, 3, 2])
     expect("the sizes", answer.sizes(7, [0.1, 0.1, 0.1]), [3, 2, 2])
+    expect("the sizes", answer.sizes(1003, [0.501, 0.502]), [501, 502])
+    expect("the sizes", answer.sizes(9, [0.001, 0.002]), [3, 6])
 
 
 @test(points=1)
@@ -69,3 +71,14 @@ def exact_where_floats_are_not(answer):
     """Also a number of samples that no float can hold is shared exactly."""
     n = 3 * 10**17 + 45
     expect("the sizes", answer.sizes(n, [1, 2]), [10**17 + 15, 2 * 10**17 + 30])
+    expect("the last rank's block", indices(answer.weighted(n, [n - 2, 2], 1)), [n - 2, n - 1])
+
+
+@test(points=1)
+def refuses_impossible_input(answer):
+    """A rank outside the world, fewer than no samples or weights that share nothing are a ValueError."""
+    expect("the rank's block", indices(answer.weighted(5, [1, 1], 1)), [3, 4])
+    for n, weights, rank in [(5, [1, 1], -1), (5, [1, 1], 2), (-1, [1, 1], 0)]:
+        refuses(ValueError, answer.weighted, n, weights, rank)
+    for weights in ([], [0, 0], [2, -1], [1, float("inf")], [1, float("nan")]):
+        refuses(ValueError, answer.sizes, 5, weights)

@@ -1,4 +1,4 @@
-"""What really left this process over TCP, by the kernel's own account: the referee between meter and convention table."""
+"""What really left this process over TCP, by the kernel's account: the referee between meter and convention table."""
 
 import os
 import socket

@@ -13,6 +13,7 @@ Usual wrong answers:
 * rank 0 of 4, as in the script that everyone copies
 * a missing variable means one process, and four of them train apart
 * the rank among all is taken for the one on this machine
+* the machine is computed as if all machines had equally many ranks
 * fails when the launcher sets no local variables
 * rank 2 of 2 is let through
 * the rank on this machine is taken for the one among all, so machines repeat them

@@ -13,6 +13,7 @@ Usual wrong answers:
 * ones, whatever the gradient is
 * .grad is kept, so autograd adds each gradient to those before it
 * .grad is emptied in the last micro-batch only
+* wrong on four ranks only, where gradients are doubled
 * every hook uses the name of the last parameter
 * autograd adds up, and what the last micro-batch does not use is lost
 * nothing is ever ready, so nothing is sent before the end of the step
@@ -20,6 +21,7 @@ Usual wrong answers:
 * only the gradient of the last micro-batch is handed over
 * every micro-batch sends what it has
 * a gradient is said to be ready before it is handed over
+* gradients are rounded to bfloat16 on their way to the sink
 * zeros
 * .grad is filled with zeros instead, and the memory is held twice
 """

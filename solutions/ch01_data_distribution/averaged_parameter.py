@@ -14,6 +14,7 @@ Usual wrong answers:
 * the parameters still go over the network as well, for nothing
 * the drift is hidden by giving all ranks the replica of rank 0 in the end
 * whatever is wrong, it must be how the replicas started
+* the mean is never over more than three ranks
 * the line is named as it is when mended, not as it was
 * the fault is found and not mended
 * the line that is wrong is gone, and nothing averages the gradient

@@ -16,6 +16,7 @@ Usual wrong answers:
 * the second bucket is measured by the first one's limit too
 * all buckets have the limit of the first
 * all buckets have the same limit
+* a first limit of 0 is taken for none
 * what fits exactly begins another bucket
 * goes on counting what is in earlier buckets
 * a bucket for every parameter

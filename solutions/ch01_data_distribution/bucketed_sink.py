@@ -16,7 +16,8 @@ Usual wrong answers:
 * a copy of every bucket is sent, and the gradients are held twice
 * the sum is divided by the number of ranks, though every loss was divided already
 * the buffer is emptied for the next step before the sum has been formed
-* wrong on one rank only, the last of three
+* wrong on four ranks only, where the first bucket is divided
+* wrong on one rank only, the third
 * the sums are read without waiting for them
 * a bucket is launched when the first gradient of the next one comes
 * all buckets share one memory, which is filled anew while it travels

@@ -9,9 +9,12 @@ Usual wrong answers:
 * the package's own sink under the learner's name
 * ones, whatever was added
 * all take the gradient of the first rank, right only when ranks are equal
+* the sum is taken in float32, whatever the parameter is
+* wrong on four ranks only, where the sum is divided
 * all gradients are gathered and then added, n times the traffic
 * the sums of one step are still there in the next
-* wrong on one rank only, the last of three or more
+* wrong on one rank only, the third
+* four messages per parameter, though two of them are tiny
 * the sum is divided by the number of ranks, though every loss was divided already
 * every rank keeps its own gradient, right only when there is one rank
 * the parameter is reduced as well, so replicas move without an optimizer

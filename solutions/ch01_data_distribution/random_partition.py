@@ -11,11 +11,14 @@ Usual wrong answers:
 * every epoch has the same order
 * the global generator decides, which is in another state on every rank
 * the order is turned by a random amount, and neighbours stay together
+* after twenty epochs the orders come again
 * the last rank takes the whole rest
+* the next seed's epoch 0 has the order of this one's epoch 1
 * every rank shuffles by itself, so ranks share samples and miss others
 * the global generator is seeded, and with it everybody who draws from it
 * every rank keeps its block and shuffles inside, so no sample ever changes its rank
 * the order is cut in strides, so another number of ranks gives another order
+* a rank that is not there gets samples all the same
 * numbers are drawn, and may be drawn twice
 * zeros of the right length
 """

@@ -18,6 +18,7 @@ Usual wrong answers:
 * divides by zero when no token counts
 * a count of 0 is taken for 1, and the optimizer steps on a gradient of zeros
 * the count is summed in float32, which has no number for 2**24 + 1
+* wrong on four ranks only, where the count is halved
 * the returned loss holds the graph of every micro-batch
 * a rank without tokens does not take part in the count
 * wrong on one rank only, whose weight is forgotten when it is the third
@@ -26,6 +27,8 @@ Usual wrong answers:
 * each rank takes the mean of its own tokens, and the means are averaged
 * each micro-batch takes the mean of its own tokens, and the means are averaged
 * all forwards first, then one backward of their sum, with all activations alive
+* a count below 1 is taken for 0, and small weights train nothing
+* the sum of the count is waited for before the first forward may begin
 * the weight multiplies the count and not the loss
 * the weight multiplies the loss and not the count, and so changes the learning rate
 * the weight multiplies the loss twice

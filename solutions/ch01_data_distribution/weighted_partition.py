@@ -9,11 +9,15 @@ Usual wrong answers:
 * the package's own sizes and weighted are called
 * the same answer for every input
 * floats cannot hold the shares of many samples
+* weights are rounded to hundredths
+* blocks begin where int32 says, which has no number above 2**31
 * shares are rounded down, and the samples left over go to nobody
 * what is left over goes to the first ranks
 * all that is left over goes to the largest weight
 * every share is rounded by itself, and together they are not n
+* weights are rounded to fractions with a denominator of at most 100
 * ties go to the higher rank
+* a rank that is not there gets samples all the same
 * weights are made whole numbers, and those below one vanish
 * nothing for anybody
 """

@@ -1,4 +1,4 @@
-"""sums_over_ranks: wrong on one rank only, the last of three or more"""
+"""sums_over_ranks: wrong on one rank only, the third"""
 
 import torch
 

@@ -4,8 +4,11 @@ from random import Random
 
 import numpy as np
 
+from minidist.data.partition import _check
+
 
 def random(n, world_size, rank, seed, epoch=0):
+    _check(n, world_size, rank)
     order = list(range(n))
     Random(f"{seed}, {epoch}").shuffle(order)
     size, longer = divmod(n, world_size)

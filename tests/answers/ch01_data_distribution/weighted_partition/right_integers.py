@@ -2,8 +2,13 @@
 
 import numpy as np
 
+from minidist.data.partition import _check
+
 
 def sizes(n, weights):
+    _check(n, len(weights), 0)
+    if not all(0 <= w < float("inf") for w in weights) or not any(weights):
+        raise ValueError("these weights share nothing")
     ratios = [float(w).as_integer_ratio() for w in weights]
     common = max(q for _, q in ratios)  # powers of two: the largest is a multiple of all
     whole = [p * (common // q) for p, q in ratios]
@@ -16,6 +21,7 @@ def sizes(n, weights):
 
 
 def weighted(n, weights, rank):
+    _check(n, len(weights), rank)
     counts = sizes(n, weights)
     start = sum(counts[:rank])
     return np.array(range(start, start + counts[rank]), dtype=np.int64)

@@ -1,0 +1,3 @@
+"""divides_evenly: The package's function under its own name."""
+
+from minidist.data.partition import block  # noqa: F401

@@ -1,0 +1,65 @@
+"""What the text of an answer may not name, and what it may."""
+
+import pytest
+
+from exercises.catalogue import ROOT
+from exercises.reach import forbidden
+
+FORBIDDEN = {
+    "import importlib": "importlib",
+    "import concurrent.futures as c": "concurrent",
+    "from concurrent.futures import ThreadPoolExecutor": "concurrent",
+    "import torch.multiprocessing": "multiprocessing",
+    "from torch import multiprocessing": "multiprocessing",
+    "import exercise_tests": "exercise_tests",
+    "from exercises.testing import expect": "exercises",
+    "from exercises import testing": "exercises",
+    "import sys as s; s.modules": "modules",
+    "from sys import modules": "modules",
+    "from sys import _getframe as f": "_getframe",
+    "f = torch.sys.modules": "modules",
+    "getattr(sys, 'modules')": "modules",
+    "operator.attrgetter('f_back.f_locals')": "f_back",
+    "error.__traceback__.tb_frame": "tb_frame",
+    "numpy.ctypeslib.ctypes": "ctypes",
+    "__builtins__['print']": "__builtins__",
+    "print(eval('1'))": "eval",
+    "run = exec": "exec",
+    "__import__('gc')": "__import__",
+    "def f(): return p.__guarded__": "__guarded__",
+    "block.__closure__[0]": "__closure__",
+    "block.__code__ = other": "__code__",
+}
+ALLOWED = """
+import contextlib, functools, itertools, math, os, sys
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from minidist.comm import all_reduce
+model = torch.compile(torch.nn.Linear(1, 1)).eval()
+for layer in model.modules(): layer.train(False)
+rank = int(os.environ["RANK"]), sys.argv, re.compile("a"), "the modules of a network"
+if __name__ == "__main__": main()
+"""
+
+
+@pytest.mark.parametrize("text", FORBIDDEN)
+def test_what_reaches_inside_is_told_with_its_line(text):
+    line, told = forbidden(f"x = 1\n{text}\n".encode())
+    assert line == 2 and told.startswith(f"line 2 uses {FORBIDDEN[text]}: ")
+
+
+def test_what_an_answer_needs_is_allowed():
+    assert forbidden(ALLOWED.encode()) is None
+
+
+def test_every_right_answer_and_every_solution_is_allowed():
+    files = [*ROOT.glob("tests/answers/*/*/right_*.py"), *ROOT.glob("solutions/*/*.py")]
+    files += [file for file in ROOT.glob("exercises/ch*/*.py") if not file.name.startswith("test_")]
+    assert len(files) > 30 and not [file for file in files if forbidden(file.read_bytes())]
+
+
+@pytest.mark.parametrize("source", [b"def f(:\n", b"x = 1\0\n", b"(" * 5000, b"\xff\xfe"])
+def test_what_python_cannot_read_is_left_to_be_told_as_that(source):
+    assert forbidden(source) is None

@@ -20,8 +20,9 @@ lab: .venv/course-$(STAMP)
 weave: .venv/course-$(STAMP)
 	$(BIN)/python -m minidist.notebook.weave $(ARGS) chapters
 
+# Two workers: while the ranks of one wait for each other, those of the other compute.
 test: .venv/test-$(STAMP)
-	$(BIN)/python -m pytest -rs --durations=10
+	$(BIN)/python -m pytest -n 2 --dist worksteal -rs --durations=10
 
 bench: .venv/test-$(STAMP)
 	$(BIN)/python -m bench dp

@@ -15,7 +15,7 @@ from bench import comm_rounds
 from bench.comm_report import Row, draw, print_rows
 from bench.comm_rounds import COPY, SIZES
 from bench.dp import THREADS_PER_RANK, machine_facts
-from bench.statistics import median_interval, paired_ratios, step_times
+from bench.statistics import Interval, median_interval, paired_ratios, step_times
 from bench.workload import Workload
 from minidist.errors import RunError, UserError
 from minidist.train.launch import RankServer
@@ -87,12 +87,13 @@ def compare(server: RankServer, ranks: int, rounds: int, sizes: tuple[int, ...])
     """Every operation at every size on `ranks` ranks."""
     options = {"threads": THREADS_PER_RANK, "deadline_s": 3600.0}
     seen = server.run(comm_rounds.operations, ranks, (rounds, sizes), **options).values
-    times = {key: step_times(np.array([spans[key] for spans in seen])) / comm_rounds.repeats(key[1]) for key in seen[0]}
+    found = {key: np.array([spans[key] for spans in seen]) / comm_rounds.repeats(key[1]) for key in seen[0]}
     rows = []
-    for name, size, backend in times:
+    for name, size, backend in found:
         if backend == "shm":
-            copies = median_interval(paired_ratios(times[name, size, "shm"], times[COPY, size, "memory"]))
-            rows.append(_row(ranks, name, size, times[name, size, "gloo"], times[name, size, "shm"], copies))
+            gloo, shm, copy = found[name, size, "gloo"], found[name, size, "shm"], found[COPY, size, "memory"]
+            copies = median_interval(paired_ratios(step_times(shm), step_times(copy)))
+            rows.append(_row(ranks, name, size, gloo, shm, copies))
     return rows
 
 
@@ -109,11 +110,12 @@ def compare_steps(
         if off > (0 if ranks == 2 else LOSS_TOLERANCE):
             raise RunError(f"{wrapper}: the losses on shm are {off:.1e} off those on gloo at {ranks} ranks")
         spans = [np.array([found[wrapper, b] for found, _ in seen]) for b in comm_rounds.BACKENDS]
-        times = [step_times(one) / per_round for one in spans]
-        rows.append(_row(ranks, wrapper, 0, *times))
+        rows.append(_row(ranks, wrapper, 0, *(one / per_round for one in spans)))
     return rows, losses
 
 
-def _row(ranks: int, name: str, size: int, gloo: np.ndarray, shm: np.ndarray, copies=None) -> Row:
-    ratio = median_interval(paired_ratios(gloo, shm))
-    return Row(ranks, name, size, float(np.median(gloo)), float(np.median(shm)), ratio, copies)
+def _row(ranks: int, name: str, size: int, gloo: np.ndarray, shm: np.ndarray, copies: Interval | None = None) -> Row:
+    """gloo, shm: (ranks, rounds, 3) start, end and CPU time of one operation."""
+    times, cpu = [step_times(one) for one in (gloo, shm)], [one[:, :, 2].sum(axis=0) for one in (gloo, shm)]
+    ratio, of_cpu = (median_interval(paired_ratios(*pair)) for pair in (times, cpu))
+    return Row(ranks, name, size, *(float(np.median(one)) for one in times), ratio, of_cpu, copies)

@@ -27,7 +27,10 @@ COPIED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """One operation (or step, of 0 bytes) at one size: seconds per round on each, gloo's time over shm's."""
+    """One operation (or step, of 0 bytes) at one size: seconds on each, gloo's time over shm's.
+
+    cpu: the same of the CPU time of all ranks, which a busy machine disturbs less.
+    """
 
     ranks: int
     name: str
@@ -35,6 +38,7 @@ class Row:
     gloo_s: float
     shm_s: float
     ratio: Interval
+    cpu: Interval
     copies: Interval | None = None  # shm's time over that of a plain copy
 
     @property
@@ -58,7 +62,7 @@ def named_size(size: int) -> str:
 
 
 def print_rows(rows: Sequence[Row], console: Console) -> None:
-    table = Table("ranks", "what", "size", "gloo ms", "shm ms", "gloo / shm [95 %]", "shm / copy", "wanted")
+    table = Table("ranks", "what", "size", "gloo ms", "shm ms", "gloo / shm [95 %]", "CPU", "shm / copy", "wanted")
     for row in rows:
         table.add_row(
             str(row.ranks),
@@ -67,6 +71,7 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
             f"{row.gloo_s * 1e3:.3f}",
             f"{row.shm_s * 1e3:.3f}",
             f"{row.ratio.median:.2f} [{row.ratio.low:.2f}, {row.ratio.high:.2f}]",
+            f"{row.cpu.median:.2f}",
             "" if row.copies is None else f"{row.copies.median:.2f}",
             row.verdict,
         )

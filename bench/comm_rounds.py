@@ -20,7 +20,7 @@ SIZES = (4 * KIB, 256 * KIB, 4 * MIB, 64 * MIB)
 LARGE = 4 * MIB  # from here on reduce-scatter, all-gather and transfers are measured too
 COPY = "copy"
 Case = tuple[str, int]  # operation and bytes of the whole tensor
-Span = tuple[float, float]  # start and end on the clock that all ranks share, in s
+Span = tuple[float, float, float]  # start and end on the clock that all ranks share, CPU time of all threads, in s
 
 # torch 2.13 renamed these two; the old names warn from then on.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -43,11 +43,11 @@ def operations(world: World, rounds: int, sizes: tuple[int, ...]) -> dict[tuple[
         for key, call in calls.items():
             count = repeats(key[1])
             dist.barrier(groups["gloo"])
-            begin_s = time.monotonic()
+            begin_s, begin_cpu_s = time.monotonic(), time.process_time()
             for _ in range(count):
                 call()
             if turn >= 0:
-                spans[key].append((begin_s, time.monotonic()))
+                spans[key].append((begin_s, time.monotonic(), time.process_time() - begin_cpu_s))
     return spans
 
 
@@ -93,11 +93,11 @@ def steps(world: World, rounds: int, per_round: int, work: Workload) -> tuple[di
         for key, one in trained.items():
             gc.collect()
             dist.barrier(control)
-            begin_s = time.monotonic()
+            begin_s, begin_cpu_s = time.monotonic(), time.process_time()
             for i in range(per_round):
                 losses[" ".join(key)].append(one.step(shares[((turn + 1) * per_round + i) % len(shares)]))
             if turn >= 0:
-                spans[key].append((begin_s, time.monotonic()))
+                spans[key].append((begin_s, time.monotonic(), time.process_time() - begin_cpu_s))
     return spans, losses
 
 

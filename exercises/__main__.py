@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import select
 import sys
 import time
 from pathlib import Path
@@ -20,6 +22,8 @@ from minidist.errors import RunError, UserError
 from minidist.train.launch import RankServer
 from minidist.train.launch.torchrun import hold_sigterm
 
+_READER_LEFT = 141  # as a shell tells of a program that SIGPIPE ended
+
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done or passed, 1 not passed, 2 impossible."""
@@ -28,10 +32,26 @@ def main(argv: list[str] | None = None) -> int:
     if options.rest and options.command not in (_lab, _train):
         parser.error(f"unrecognized arguments: {' '.join(options.rest)}")
     try:
-        return options.command(options, Catalogue(options.root), Work(options.work))
+        code = options.command(options, Catalogue(options.root), Work(options.work))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        return _READER_LEFT
     except (UserError, RunError) as error:
         print(error, file=sys.stderr)
         return error.exit_code
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads what we print, as after `| head`; nothing is printed any more then."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if poll.poll(0):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end, too
+        return True
+    return False
 
 
 def _start(options, catalogue: Catalogue, work: Work) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from exercises import stubs
 from exercises.catalogue import Exercise, TestCase
 from exercises.ending import judge
-from exercises.measure import measure
+from exercises.measure import measure, sizes_of
 from exercises.reach import forbidden
 from exercises.testing import Finding
 from minidist.errors import UserError
@@ -97,7 +97,8 @@ def check(
     if exercise.kind == "predict" and measured is None:
         measured = measure(exercise.source, [test.id for test in tests], server)
     fault = (stubs.fault_line(exercise), exercise.fault) if exercise.fault else None
-    offered, secret = {"measured": measured, "fault": fault}, _secret(exercise, answer)
+    sizes = sizes_of(exercise.source) if exercise.kind == "predict" else None
+    offered, secret = {"measured": measured, "sizes": sizes, "fault": fault}, _secret(exercise, answer)
     with tempfile.TemporaryDirectory(prefix="minidist-answer-") as folder:
         copy = Path(folder).resolve() / answer.name  # the learner goes on writing in the other one
         copy.write_bytes(content)

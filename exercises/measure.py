@@ -26,7 +26,7 @@ def measure(program: Path, names: Sequence[str], server: "RankServer") -> dict[s
 
     program: its RANKS says on how many ranks each function runs. Raises RunError when one does not end as it should.
     """
-    sizes = _sizes(program)
+    sizes = sizes_of(program)
     jobs = {}
     try:
         for name in names:
@@ -63,7 +63,8 @@ def _waiting(job: "LiveJob", name: str) -> list[int]:
     raise RunError(f"the scenario {name} neither ended nor stood still on all its {job.size} ranks")
 
 
-def _sizes(program: Path) -> dict[str, int]:
+def sizes_of(program: Path) -> dict[str, int]:
+    """On how many ranks each scenario runs. Raises RunError when the program does not say."""
     for node in ast.parse(program.read_text()).body:
         if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "RANKS" for target in node.targets):
             return ast.literal_eval(node.value)

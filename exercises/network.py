@@ -68,12 +68,15 @@ class Torchrun:
 
     Every run finds the variables torchrun sets and a meeting point of its own on a free port. The group that the
     program makes is a recorded one. GPUs are hidden, so that the verdict is the same on every machine.
-    joined, ended: whether the latest run made a group, and ended it. records: what it sent.
+    machines: how many of them the next runs are told of; the ranks divide among them.
+    joined, ended: whether the latest run made a group, and ended it. backend: the one it asked for, as text.
+    records: what it sent.
     """
 
     def __init__(self, world: World):
         self._world, self._meter, self._met = world, Meter(), 0
         self.joined = self.ended = False
+        self.backend, self.machines = "", 1
         prefer_loopback()
         self._recorded = mount(self._meter, world.board, use="world")
         self._store = world.store or dist.TCPStore(_HERE, 0, 1, is_master=True, wait_for_workers=False)
@@ -84,7 +87,7 @@ class Torchrun:
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """What the function returns."""
         self._tell()
-        self._before, self.joined = len(self._meter.records), False
+        self._before, self.joined, self.backend = len(self._meter.records), False, ""
         value = function(*args, **kwargs)
         self.ended = not dist.is_initialized()
         if not self.ended:
@@ -100,8 +103,10 @@ class Torchrun:
         return self._meter.records[self._before :]
 
     def _tell(self) -> None:
-        rank, size = str(self._world.rank), str(self._world.size)
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, GROUP_RANK="0")
+        rank, size = self._world.rank, self._world.size
+        machine, local_rank = divmod(rank, size // self.machines)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), GROUP_RANK=str(machine))
+        os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(size // self.machines))
         os.environ.update(MASTER_ADDR=_HERE, MASTER_PORT=str(self._store.port), CUDA_VISIBLE_DEVICES="")
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")  # the meeting point is there already
 
@@ -116,6 +121,7 @@ class Torchrun:
                 f"rank {world.rank} of {world.size}",
                 f"rank {place[0]} of {place[1]}",
             )
+        self.backend = str(backend)
         self._meet("init_process_group")
         try:
             recorded = backend is None or "gloo" in str(backend)

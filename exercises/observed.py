@@ -8,7 +8,11 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 
+import torch
+from torch import Tensor
 from torch.autograd import profiler
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from exercises.testing import Wrong
 
@@ -35,6 +39,36 @@ def expect_order(happened: Sequence[str], expected: Sequence[str]) -> None:
         if got != wanted:
             raise Wrong("wrong", f"what happens after: {before}", wanted, got)
         before = wanted
+
+
+class Moved(TorchFunctionMode):
+    """Which tensors were brought to `device` inside a `with` block, or computed from such: `tensor in moved`.
+
+    The device is another name for the CPU, so a program can be seen to use the one that it was given where there is
+    only one.
+    """
+
+    device = torch.device("cpu", 1)
+
+    def __init__(self):
+        super().__init__()
+        self._kept = {}  # memory by its address: .to() may return the tensor itself
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._kept
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = tree_leaves((args, kwargs))
+        if any(isinstance(each, Tensor) and each in self or self._is_device(each) for each in given):
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.numel():
+                    storage = tensor.untyped_storage()
+                    self._kept[storage.data_ptr()] = storage  # kept, so that no other tensor gets its address
+        return result
+
+    def _is_device(self, value) -> bool:
+        return isinstance(value, str | torch.device) and str(value) == str(self.device)
 
 
 class PeakMemory:

@@ -12,12 +12,15 @@ thing that is not as it must be ends it, so cases go from small to large.
 
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _SHOWN = 100
+_CALL_SHOWN = 108  # with the word before it a line of the message
+_ELEMENTS_SHOWN = 8
 _NOTE_BYTES = 400
 
 
@@ -144,13 +147,37 @@ def _call_text(function: Callable, args: Sequence, kwargs: dict) -> str:
         parts = [f"{name}={_brief(value)}" for name, value in bound.items()]
     except TypeError:
         parts = [_brief(value) for value in args]
-    return f"{function.__name__}({', '.join(parts)})"
+    text = f"{function.__name__}({', '.join(parts)})"
+    return text if len(text) <= _CALL_SHOWN else f"{text[: _CALL_SHOWN - 4]} ..."
 
 
 def _brief(value: Any) -> str:
     """An argument: a value as `show` has it, an object by the name of its class."""
     kinds = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, range, type(None))
-    return show(value) if isinstance(value, kinds) or hasattr(value, "tolist") else f"<{type(value).__name__}>"
+    plain = isinstance(value, kinds) or hasattr(value, "tolist")
+    return show(_outlined(value)) if plain else f"<{type(value).__name__}>"
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """What stands for an array of many elements: its shape and type."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _outlined(value: Any) -> Any:
+    """The value with an outline in the place of each large array, also inside lists and tables."""
+    if isinstance(value, dict):
+        return {key: _outlined(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_outlined(item) for item in value]
+    shape = tuple(getattr(value, "shape", ()))
+    if math.prod(shape) <= _ELEMENTS_SHOWN:
+        return value
+    return _Outline(f"<{shape} {str(value.dtype).removeprefix('torch.')}>")
 
 
 def _plain(value: Any) -> Any:

@@ -47,11 +47,11 @@ class Work:
         return done
 
     def reset(self, exercise: Exercise) -> Path | None:
-        """Put the stub in place of the learner's file; returns where that is kept, None when there was none."""
-        file = self.file(exercise)
-        backup = self._backup(file) if file.exists() else None
+        """Put the stub in place of the learner's file; returns where that is kept, None when there was none or it was
+        the stub."""
+        file, content = self.file(exercise), exercise.stub.read_bytes()
+        backup = self._backup(file) if file.exists() and file.read_bytes() != content else None
         with self._changing() as kept:
-            content = exercise.stub.read_bytes()
             progress.write_whole(file, content)
             kept.setdefault("files", {})[str(file.relative_to(self.folder))] = _digest(content)
         return backup

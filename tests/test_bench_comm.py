@@ -37,7 +37,8 @@ def test_one_run_measures_operations_and_steps_on_both(server, tmp_path, capsys)
 
 
 def row(name, size, ratio, copies=None, ranks=2):
-    return Row(ranks, name, size, 2.0, 1.0, Interval(ratio, ratio, ratio), copies and Interval(copies, copies, copies))
+    ratio, copies = (value and Interval(value, value, value) for value in (ratio, copies))
+    return Row(ranks, name, size, 2.0, 1.0, ratio, ratio, copies)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ class Losing:
     """A rank server whose shm is wrong in the last digit."""
 
     def run(self, function, ranks, args, **_):
-        spans = {(wrapper, b): [(0.0, 1.0)] for wrapper in ("DDP", "FSDP2") for b in comm_rounds.BACKENDS}
+        spans = {(wrapper, b): [(0.0, 1.0, 0.5)] for wrapper in ("DDP", "FSDP2") for b in comm_rounds.BACKENDS}
         losses = {f"{wrapper} {b}": [1.0 + 1e-7 * (b == "shm")] for wrapper, b in spans}
         return type("Result", (), {"values": [(spans, losses)] * ranks})
 

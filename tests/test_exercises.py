@@ -61,7 +61,7 @@ def test_the_rank_that_loops_is_told_from_those_that_wait_for_it(judge):
 def test_the_rank_that_dies_is_told_and_not_the_broken_connection(judge):
     text = answer(GRADIENTS, "wrong_mean").replace(
         "all_reduce(total, group)",
-        "if group.rank == 1: import ctypes; ctypes.string_at(0)\n            all_reduce(total, group)",
+        "if group.rank == 1: import faulthandler; faulthandler._sigsegv()\n            all_reduce(total, group)",
     )
     finding = judge(GRADIENTS, text, only=["parameters_stay"]).results[0].finding
     assert (finding.kind, finding.rank) == ("died", 1)
@@ -79,11 +79,11 @@ def test_ranks_that_call_different_things_are_told(judge):
 
 def test_the_rank_is_named_on_which_it_is_wrong(judge):
     verdict = judge(GRADIENTS, answer(GRADIENTS, "wrong_last_rank_keeps_its_own"), only=["sums_over_ranks"])
-    assert (verdict.results[0].finding.rank, verdict.results[0].finding.size) == (2, 3)
+    assert (verdict.results[0].finding.rank, verdict.results[0].finding.size) == (2, 4)
     assert report.message(verdict.results[0].finding) == [
-        "the gradient of weight, at [0]",
-        "  rank      2 of 3",
-        "  expected  [48.0, 51.0, 54.0]",
+        "the float32 gradient of weight, at [0]",
+        "  rank      2 of 4",
+        "  expected  [84.0, 88.0, 92.0]",
         "  got       [26.0, 27.0, 28.0]",
     ]
 

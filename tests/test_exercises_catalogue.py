@@ -12,7 +12,8 @@ from minidist.errors import UserError
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
-TABLE = (ROOT / "exercises" / BLOCK.chapter / "exercise.toml").read_text().split("[strided_partition]")[0]
+TABLES = (ROOT / "exercises" / BLOCK.chapter / "exercise.toml").read_text()
+TABLE = TABLES[TABLES.index("[block_partition]") : TABLES.index("[strided_partition]")]
 OF_KIND = {exercise.kind: exercise for exercise in CATALOGUE.values()}  # one of each kind
 
 

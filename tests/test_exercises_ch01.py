@@ -52,7 +52,7 @@ TOLD = {
         [
             "the sum of the gradients of rare",
             "  for       micro-batches that use `rare`: [True, False, False]",
-            "  expected  [-27.0, 7.5]",
+            "  expected  [-26.99981689453125, 7.5000457763671875]",
             "  got       None",
         ],
     ),
@@ -64,6 +64,17 @@ def test_what_is_said(server, exercise, answer):
     test, told = TOLD[exercise, answer]
     [result] = check(EXERCISES[exercise], EXERCISES[exercise].answers / f"{answer}.py", server, only=[test]).results
     assert report.message(result.finding) == told
+
+
+def test_a_bucket_that_is_never_launched_on_one_rank_is_named(judge):
+    text = EXERCISES["bucketed_sink"].solution.read_text()
+    launch = "        self.handle = all_reduce("
+    assert launch in text
+    forgotten = text.replace(launch, "        if not self.group.rank:\n    " + launch)
+    verdict = judge(EXERCISES["bucketed_sink"], forgotten, only=["launched_inside_backward"])
+    told = report.message(verdict.results[0].finding)
+    what = "the bucket of head was never launched"
+    assert told[0] == f"your code raised RuntimeError: nothing to wait for: {what}" and "bucket.handle.wait" in told[-1]
 
 
 def test_ranks_that_launch_in_different_orders_are_told_so_and_nothing_of_the_judge(server):

@@ -59,6 +59,22 @@ def program_under_torchrun(world):
     return [*facts, run.joined, run.ended, run.gather(world.rank * 10)]
 
 
+def two_machines(world):
+    """Where a program finds itself when its ranks are on two machines, and the backend that it asked for."""
+    import os
+
+    from exercises.network import Torchrun
+
+    run = Torchrun(world)
+    before = run.backend
+    run.machines = 2
+    run(place, run)
+    asked = run.backend
+    run(int)
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK", "WORLD_SIZE")
+    return [os.environ[name] for name in names], (before, asked, run.backend)
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_program_finds_what_torchrun_would_tell(ranks, size):
     results = ranks(program_under_torchrun, size, backend=None)
@@ -72,6 +88,12 @@ def test_a_program_finds_what_torchrun_would_tell(ranks, size):
         assert gathered == [other * 10 for other in range(size)]
         ports.add(environ["MASTER_PORT"])
     assert len(ports) == 1 and int(ports.pop()) >= 1024
+
+
+def test_a_program_may_be_told_of_two_machines(ranks):
+    for rank, (environ, backends) in enumerate(ranks(two_machines, 4, backend=None)):
+        assert environ == [str(rank % 2), "2", str(rank // 2), str(rank), "4"]
+        assert backends == ("", "gloo", "")
 
 
 def recorded_traffic(world):

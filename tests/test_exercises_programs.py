@@ -85,6 +85,21 @@ def _network() -> str:
         (PREDICT, "ANSWERS = {}\n", 'not answered yet: ANSWERS["one_skips_the_sum"]'),
         (PREDICT, 'ANSWERS = {"one_skips_the_sum": 2}\n', "an answer is a set of ranks, set() for none"),
         (PREDICT, 'ANSWERS = {"one_skips_the_sum": {"0"}}\n', "an answer is a set of ranks, set() for none"),
+        (
+            PREDICT,
+            'ANSWERS = {"one_skips_the_sum": {0, 9}}\n',
+            "there is no rank 9: this scenario runs on the ranks 0 ",
+        ),
+        (
+            PREDICT,
+            'ANSWERS = {"one_skips_the_sum": {-1}}\n',
+            "there is no rank -1: this scenario runs on the ranks 0 to",
+        ),
+        (
+            PREDICT,
+            "class D(dict):\n    pass\n\n\nANSWERS = D()\n",
+            "ANSWERS must be a table of answers, as in the stub",
+        ),
     ],
 )
 def test_what_is_said_about_a_file_that_cannot_be_used(judge, exercise, text, told):
@@ -123,11 +138,11 @@ def test_raw_calls_of_a_piece_are_on_the_board(judge):
     assert finding.kind == "deadlock" and "all_reduce" in finding.what and "gradient_sum.py:" in finding.what
 
 
-@pytest.mark.parametrize("kind", ["number", "text", "text with spaces"])
+@pytest.mark.parametrize("kind", ["number", "text", "text with spaces", "number as text"])
 def test_the_line_of_a_clinic_may_be_told_by_number_or_by_text(judge, kind):
     number, text = stubs.fault_line(CLINIC), CLINIC.fault
     assert stubs.stub(CLINIC).splitlines()[number - 1].strip() == text
-    told = {"number": number, "text": text, "text with spaces": f"    {text} "}[kind]
+    told = {"number": number, "text": text, "text with spaces": f"    {text} "}.get(kind, f" {number}")
     file = f"INVARIANT = ''\nLINE = {told!r}\n\n\ndef main():\n    pass\n"
     assert judge(CLINIC, file, only=["names_the_line"]).passed
     assert not judge(CLINIC, file.replace(repr(told), repr(number + 1)), only=["names_the_line"]).passed

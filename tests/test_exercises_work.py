@@ -1,6 +1,7 @@
 """The learner's folder, and the commands."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -129,6 +130,9 @@ def test_a_learners_way_through_one_exercise(tmp_path, capfd):
     assert "block_partition           passed, 10 of 10 points, 2 attempts, 1 hints\n" in out
     code, out = type_in("list")
     assert len(out.splitlines()) == len(CATALOGUE) and "passed  Consecutive blocks" in out
+    code, out = type_in("reset", "strided_partition")
+    assert code == 0 and "strided_partition.py is the stub again\n" in out
+    assert not list(mine.rglob("strided_partition.backup*"))
     code, out = type_in("reset", "block_partition")
     assert code == 0 and "block_partition.backup-1.py" in out
     assert tracked() == before
@@ -165,6 +169,19 @@ def test_the_command_runs_from_any_folder(tmp_path):
     verdict = json.loads(ran.stdout)
     assert verdict["exercise"] == "block_partition" and not verdict["passed"]
     assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("words", [["list"], ["check", "block_partition", "--json"]])
+def test_a_reader_that_leaves_gets_no_traceback(tmp_path, words):
+    """As `| head -1` does, which is gone when the rest is written."""
+    mine = tmp_path / "mine"
+    Work(mine).update(CATALOGUE)
+    command = [sys.executable, "-m", "exercises", "--work", str(mine), *words]
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (141, "")
 
 
 def test_the_gate_command_says_what_it_checked(tmp_path, capsys):

@@ -4,9 +4,10 @@ import shutil
 
 import pytest
 
-from exercises import report
+from exercises import check, report
 from exercises.catalogue import ROOT, Catalogue
 from exercises.gate import Gate
+from exercises.testing import Finding
 
 CHAPTERS = ("ch00_first_run", "ch01_data_distribution")
 FOLDERS = [f"{folder}/{chapter}" for folder in ("exercises", "solutions", "tests/answers") for chapter in CHAPTERS]
@@ -78,6 +79,35 @@ def test_a_wrong_answer_that_names_no_test_is_red(server, course):
     file = exercise.answers / "wrong_ceiling.py"
     file.write_text(file.read_text().replace("sizes_differ_by_at_most_one", "some_test"))
     assert "wrong_ceiling.py must begin with" in problems(server, exercise)
+
+
+def test_a_wrong_answer_that_is_only_broken_is_red_unless_it_says_so(server, course):
+    exercise = course()
+    file = exercise.answers / "wrong_ceiling.py"
+    file.write_text('"""divides_evenly: the sizes are rounded up"""\n\n\ndef block(*_):\n    return ceiling\n')
+    told = "wrong_ceiling.py is caught as raised; it must say divides_evenly (raised) if that is its fault"
+    assert told in problems(server, exercise)
+    file.write_text(file.read_text().replace("divides_evenly:", "divides_evenly (raised):"))
+    assert "is caught as" not in problems(server, exercise)
+    file.write_text(file.read_text().replace("return ceiling", "return 3"))
+    assert "wrong_ceiling.py is caught as type" in problems(server, exercise)
+
+
+def test_a_cheat_that_is_not_seen_as_one_is_red(server, course):
+    exercise = course()
+    file = exercise.answers / "wrong_cheat_alias.py"
+    file.write_text('"""divides_evenly: no cheat"""\n\n\ndef block(*_):\n    return 3\n')
+    assert "wrong_cheat_alias.py is caught as type, not as forbidden" in problems(server, exercise)
+
+
+def test_a_report_that_shows_nothing_found_is_red(server, course, monkeypatch):
+    monkeypatch.setattr(check.Verdict, "shown", property(lambda verdict: next(iter(skipped(verdict)), None)))
+    assert "the message for block_partition.py does not say what was found" in problems(server, course())
+
+
+def skipped(verdict):
+    finding = Finding("skipped", "")
+    return [check.TestResult("", "", 0, 1, finding) for result in verdict.results if result.finding]
 
 
 def test_a_copy_is_no_second_right_answer(server, course):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import alive, needs_proc, until
 
-from minidist.train.launch import RankFailure, forward_signals
+from minidist.train.launch import RankFailure, forward_signals, protocol
 
 DEADLINE_S = 60.0
 ROOT = Path(__file__).parent.parent
@@ -39,6 +39,18 @@ def test_ranks_that_need_not_be_tidy_run_no_exit_functions(ranks, tmp_path, tidy
     assert ranks(leave_a_file, 2, str(tmp_path), tidy=tidy) == [0, 1]
     left = sorted(file.name for file in tmp_path.iterdir())
     assert left == (["rank-0", "rank-1"] if tidy else [])
+
+
+def babble(world):
+    if world.rank == 1:
+        protocol.len = lambda _: 1  # as when its code assigns to `builtins.len`
+
+
+def test_a_rank_that_sends_nonsense_has_died(ranks):
+    with pytest.raises(RankFailure, match="rank 1 died: what it sent cannot be read") as failure:
+        ranks(babble, 2)
+    assert failure.value.ranks == (1,)
+    assert ranks(leave_a_file, 2, "/nowhere", tidy=False) == [0, 1]  # the server is as before
 
 
 def meet(world):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exercises.network import Network
-from exercises.observed import PeakMemory, expect_order, timeline
+from exercises.observed import Moved, PeakMemory, expect_order, timeline
 from exercises.testing import Wrong
 from minidist.comm import all_reduce
 
@@ -43,6 +43,24 @@ def test_the_profiler_adds_nothing_to_what_the_code_prints(capfd):
         print("hello")
     out, err = capfd.readouterr()
     assert (out, err) == ("hello\n", "")
+
+
+def test_what_was_brought_to_the_device_and_what_came_of_it_is_known():
+    model, there, here = torch.nn.Linear(3, 2), torch.ones(3), torch.ones(3)
+    with Moved() as moved:
+        model.to(moved.device)
+        there = torch.stack([there.to("cpu:1"), here])
+        out = [model(there), torch.zeros(2, device=moved.device), here.view(3, 1)[0]]
+        empty = torch.empty(0, 3).to(moved.device)
+    assert there in moved and all(parameter in moved for parameter in model.parameters())
+    assert [tensor in moved for tensor in out] == [True, True, False]
+    assert here not in moved and torch.empty(0, 3) not in moved and empty not in moved
+
+
+def test_another_name_of_the_cpu_is_not_the_device():
+    with Moved() as moved:
+        tensors = [torch.ones(2).to("cpu"), torch.ones(2).to(torch.device("cpu", 0)), torch.ones(2, device="cpu")]
+    assert not any(tensor in moved for tensor in tensors)
 
 
 def events(world):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from exercises.catalogue import ROOT
+from exercises import check
+from exercises.catalogue import ROOT, Catalogue
 from exercises.reach import forbidden
 
 FORBIDDEN = {
@@ -63,3 +64,22 @@ def test_every_right_answer_and_every_solution_is_allowed():
 @pytest.mark.parametrize("source", [b"def f(:\n", b"x = 1\0\n", b"(" * 5000, b"\xff\xfe"])
 def test_what_python_cannot_read_is_left_to_be_told_as_that(source):
     assert forbidden(source) is None
+
+
+@pytest.mark.parametrize("name", ["elsewhere", "thread", "alias", "notebook", "other_path"])
+def test_the_guard_sees_them_without_reading(server, monkeypatch, name):
+    """What is reached by a way that the text does not show is caught when it is done."""
+    exercise = Catalogue()["block_partition"]
+    monkeypatch.setattr(check, "forbidden", lambda source: None)
+    [result] = check.check(
+        exercise, exercise.answers / f"wrong_cheat_{name}.py", server, only=["divides_evenly"]
+    ).results
+    assert result.finding.kind == "forbidden"
+
+
+@pytest.mark.parametrize("name", ["guard_off", "guard_emptied"])
+def test_the_guard_is_not_to_be_found(server, monkeypatch, name):
+    exercise = Catalogue()["block_partition"]
+    monkeypatch.setattr(check, "forbidden", lambda source: None)
+    verdict = check.check(exercise, exercise.answers / f"wrong_cheat_{name}.py", server)
+    assert verdict.points == 0

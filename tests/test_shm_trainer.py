@@ -50,7 +50,10 @@ def through_the_door(world: World) -> list:
 def test_the_door_counts_and_explains_on_it(ranks):
     for total, whole, names, said in ranks(through_the_door, 2, backend="shm"):
         assert (total, whole, names) == (1.0, [0.0] * 3 + [1.0] * 3, ["all_reduce", "all_gather", "broadcast"])
-        assert "'data' (ranks 0, 1) failed: ranks" in said and "do not do the same" in said
+        assert (
+            "'data' (ranks 0, 1) failed: ranks" in said and "do not do the same: rank 0: operation 3: broadcast" in said
+        )
+        assert "[3]" in said and "[4]" in said
 
 
 def test_it_is_refused_on_a_gpu(monkeypatch):

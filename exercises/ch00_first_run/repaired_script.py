@@ -8,7 +8,10 @@ number of ranks, with or without GPUs, and the model it returns is the one that 
 * each rank computes on a GPU of its own over nccl where there is one for each, else on the CPU over gloo;
 * a step is taken for every batch_size samples, in their order, the last batch may be shorter. The ranks share each
   batch: over all ranks every sample is read once per epoch, also when a rank's share of a batch is empty;
-* all replicas start as the one of rank 0, and each step applies the gradient of the mean loss over the whole batch.
+* all replicas start as the one of rank 0, and each step applies the gradient of the mean loss over the whole batch;
+* the parameters go over the network once, at the start, and each gradient once per step.
+
+The check lets no program start processes of its own: a DataLoader does without num_workers.
 
 Run it yourself with: torchrun --standalone --nproc-per-node 2 THIS_FILE
 

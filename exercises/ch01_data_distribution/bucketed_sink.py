@@ -4,7 +4,7 @@ Write the missing lines of Bucket and BucketedSink; the docstring says what is a
 You may call: all_reduce, Tensor.zero_, Bucket.launch, Handle.wait, set.isdisjoint.
 Check it with: python -m exercises check bucketed_sink
 
-Stub 234dd9d2.
+Stub d1d140b9.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_reduce
-from minidist.parallel.buckets import FIRST_BYTES, MIB, assign
+from minidist.parallel.buckets import FIRST_BYTES, MIB, _Unlaunched, assign
 from minidist.parallel.grads import group_of, trainable
 from minidist.spec import Specs
 
@@ -35,7 +35,7 @@ class Bucket:
         for name, parameter in parameters.items():
             self.views[name] = self.buffer[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
-        self.handle: Handle | None = None
+        self.handle: Handle | _Unlaunched = _Unlaunched(list(parameters))
 
     def launch(self, filled: Set[str]) -> None:
         """Send what has come; a gradient that did not come counts as zero."""

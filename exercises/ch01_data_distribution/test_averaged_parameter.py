@@ -104,5 +104,5 @@ def names_the_line(answer, fault):
         raise Wrong("unwritten", "LINE names no line yet: give its number in the file as you got it, or its text")
     if isinstance(given, bool) or not isinstance(given, int | str):
         raise Wrong("type", "LINE must be the number of a line or its text", "a number or a text", show(given))
-    if given != number and str(given).strip() != text:
+    if str(given).strip() not in (str(number), text):
         raise Wrong("wrong", "the fault is not in this line of the file as you got it", got=show(given))

@@ -54,7 +54,7 @@ def seed_and_epoch_decide(answer):
     for seed, epoch in [(1, 1), (2, 0), (1, 100), (101, 0)]:
         got = order(answer, 40, 2, seed, epoch)
         same = [pair for pair, other in seen.items() if got == other]
-        expect(f"(seed, epoch) with the order of ({seed}, {epoch})", same, [])
+        expect(f"other pairs (seed, epoch) with the order of ({seed}, {epoch})", same, [])
         seen[seed, epoch] = got
 
 

@@ -44,6 +44,16 @@ def assign(sizes: Mapping[str, int], limit: int, first: int | None = None) -> li
     return buckets
 
 
+class _Unlaunched:
+    """What a bucket has in the place of a handle before its first launch."""
+
+    def __init__(self, names: list[str]):
+        self._names = names
+
+    def wait(self, host: bool = False) -> None:
+        raise RuntimeError(f"nothing to wait for: the bucket of {', '.join(self._names)} was never launched")
+
+
 class Bucket:
     """Some gradients in one flat buffer, which is what goes over the wire.
 
@@ -61,7 +71,7 @@ class Bucket:
         for name, parameter in parameters.items():
             self.views[name] = self.buffer[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
-        self.handle: Handle | None = None
+        self.handle: Handle | _Unlaunched = _Unlaunched(list(parameters))
 
     def launch(self, filled: Set[str]) -> None:
         """Send what has come; a gradient that did not come counts as zero."""

@@ -8,7 +8,7 @@ Numbers that do not fit together are refused here, before the first connection: 
 nothing happens. The message names the variables, because the person who can mend it sees no others.
 
 Usual wrong answers:
-* the person is shown ValueError or KeyError, and not which variable it was
+* shows ValueError or KeyError and no variable
 * the package's own function under the learner's name
 * rank 0 of 4, as in the script that everyone copies
 * a missing variable means one process, and four of them train apart
@@ -41,7 +41,8 @@ def rank_and_world(environ: Mapping[str, str]) -> Place:
     if rank >= size:
         raise UserError(f"RANK is {rank} and WORLD_SIZE {size}; it must be less than that")
     if local_rank >= local_size:
-        raise UserError(f"LOCAL_RANK is {local_rank} and LOCAL_WORLD_SIZE {local_size}; it must be less than that")
+        told = f"LOCAL_RANK (or RANK without it) is {local_rank} and LOCAL_WORLD_SIZE (or WORLD_SIZE) {local_size}"
+        raise UserError(f"{told}; it must be less than that")
     if local_size > size:
         raise UserError(f"LOCAL_WORLD_SIZE is {local_size} and WORLD_SIZE {size}; a machine has no more ranks than all")
     return Place(rank, size, local_rank, local_size, whole_number(environ, "GROUP_RANK", 0))

@@ -11,13 +11,19 @@ equal.
 
 Usual wrong answers:
 * the CPU, however many GPUs there are
+* asks for a backend, and talks over gloo all the same
 * batch_size samples on every rank, so fewer and larger steps
 * every rank does all the work by itself, right values and nothing shared
 * the parameters are ones, whatever was to be learned
+* the model goes to the GPU, its inputs stay where they are
+* asks for a device, and computes on the CPU all the same
 * a rank without samples does not take part, and the others wait for ever
 * an epoch for every batch of an epoch
+* wrong on four ranks only, where gradients are halved
+* every gradient is gathered twice, the second time for nothing
 * the group is never ended
 * the last rank tells the others how to start
+* the lines for torchrun still use a loader that is not there
 * a mean of means, right only where all shares are equal
 * takes the second GPU where there is one
 * nccl on every machine, also where there is no GPU
@@ -27,8 +33,11 @@ Usual wrong answers:
 * a DistributedSampler repeats samples until all ranks have equally many
 * every process is rank 0 of 4, and each waits for three others
 * rank 0 does all the work, the others wait for its gradient
+* the rank among all is taken for the one on this machine
 * the last, shorter batch is left out
+* sums that nobody needs go over the network at the start
 * means of shares are summed, a learning rate that grows with the ranks
+* trains as soon as the file is imported
 * joins, reads its share and ends, and trains nothing
 """
 

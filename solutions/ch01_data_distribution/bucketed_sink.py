@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_reduce
-from minidist.parallel.buckets import FIRST_BYTES, MIB, assign
+from minidist.parallel.buckets import FIRST_BYTES, MIB, _Unlaunched, assign
 from minidist.parallel.grads import group_of, trainable
 from minidist.spec import Specs
 
@@ -62,7 +62,7 @@ class Bucket:
         for name, parameter in parameters.items():
             self.views[name] = self.buffer[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
-        self.handle: Handle | None = None
+        self.handle: Handle | _Unlaunched = _Unlaunched(list(parameters))
 
     def launch(self, filled: Set[str]) -> None:
         """Send what has come; a gradient that did not come counts as zero."""

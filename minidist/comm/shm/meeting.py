@@ -94,7 +94,7 @@ class Meeting:
             return heard[1:]
         if heard:
             raise ShmError(f"rank {self.ranks[other]} gave up: {heard[1:].decode(errors='replace')}")
-        why = self.gone.get(other) or next(iter(self.gone.values()), None)
+        why = "; ".join(self.gone.values())  # in the order of going: the first is the reason, others may have followed
         raise ShmError(why or f"rank {self.ranks[other]} has left {self} or ended")
 
     def _late(self, other: int, sock: socket.socket, error: OSError) -> bytes:
@@ -131,17 +131,16 @@ class Meeting:
             sock.send(told)
 
     def _mismatch(self, parts: list[list[bytes]], other: int) -> str:
-        lines = [f"ranks {self.ranks[self.rank]} and {self.ranks[other]} of {self} do not do the same:"]
         by_words: dict[str, list[int]] = {}
         for rank, part in enumerate(parts):
             number, _, what = part[0].decode(errors="replace").partition(" ")
             shape = part[1].decode(errors="replace") if len(part) > 1 else ""
             by_words.setdefault(f"operation {number}: {what} {shape}".rstrip(), []).append(self.ranks[rank])
-        for words, ranks in by_words.items():
-            name = "rank" if len(ranks) == 1 else "ranks"
-            lines.append(f"  {name} {', '.join(map(str, ranks))}: {words}")
-        lines.append("all ranks of a group must launch the same operations, of the same size and dtype, in one order")
-        return "\n".join(lines)
+        doing = [f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {words}" for words, r in by_words.items()]
+        return (
+            f"ranks {self.ranks[self.rank]} and {self.ranks[other]} of {self} do not do the same: {'; '.join(doing)}\n"
+            "all ranks of a group must launch the same operations, of the same size and dtype, in one order"
+        )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

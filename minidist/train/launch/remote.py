@@ -29,6 +29,7 @@ class RemoteRank:
         self.state, self.payload, self.said_s = "running", None, 0.0
         self.code: int | None = None
         self.answers: list[Any] = []  # of a live rank, taken by who asked
+        self._babbles = False  # it sent what nobody can read
         self._frames, self._output, self._dropped, self._stack = Frames(), bytearray(), 0, bytearray()
         control.setblocking(True)
         for fd in self.fds:
@@ -62,8 +63,8 @@ class RemoteRank:
             send_object(self.control, message)
 
     def read_control(self) -> bool:
-        """Take in what the rank said; False when nothing more will come."""
-        while True:
+        """Take in what the rank said; False when nothing more will come, or nothing that can be read."""
+        while not self._babbles:
             try:
                 data = self.control.recv(_READ_BYTES)
             except BlockingIOError:
@@ -73,11 +74,16 @@ class RemoteRank:
             if not data:
                 return False
             for frame in self._frames.feed(data):
-                kind, payload = pickle.loads(frame)
+                try:
+                    kind, payload = pickle.loads(frame)
+                except Exception:  # its code may have changed anything in its process, what we send with as well
+                    self._babbles, self.state, self.said_s = True, "exit", time.monotonic()
+                    return False
                 if kind == "answer":
                     self.answers.append(payload)
                     continue
                 self.state, self.payload, self.said_s = kind, payload, time.monotonic()
+        return False
 
     def read_output(self) -> bool:
         data = _read(self.output_fd)
@@ -125,6 +131,8 @@ class RemoteRank:
     @property
     def death(self) -> str:
         """How it died, in words."""
+        if self._babbles:
+            return "died: what it sent cannot be read, its code must have changed Python itself"
         code = self.payload if self.state == "exit" else self.code
         after = " after it returned" if self.state == "value" else ""
         if code < 0:

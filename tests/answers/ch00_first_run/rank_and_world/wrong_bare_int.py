@@ -1,4 +1,4 @@
-"""refuses_what_is_missing_or_no_number: the person is shown ValueError or KeyError, and not which variable it was"""
+"""refuses_what_is_missing_or_no_number (raised): shows ValueError or KeyError and no variable"""
 
 from minidist.errors import UserError
 from minidist.train.launch.environment import Place, whole_number

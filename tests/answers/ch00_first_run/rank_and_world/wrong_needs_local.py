@@ -1,4 +1,4 @@
-"""without_local_variables: fails when the launcher sets no local variables"""
+"""without_local_variables (raised): fails when the launcher sets no local variables"""
 
 from minidist.errors import UserError
 from minidist.train.launch.environment import Place, whole_number

@@ -1,4 +1,4 @@
-"""starts_where_torchrun_says: nccl on every machine, also where there is no GPU"""
+"""starts_where_torchrun_says (raised): nccl on every machine, also where there is no GPU"""
 
 import os
 

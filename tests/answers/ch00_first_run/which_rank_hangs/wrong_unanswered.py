@@ -1,4 +1,4 @@
-"""head_of_the_chain_leaves: one is left unanswered"""
+"""head_of_the_chain_leaves (unwritten): one is left unanswered"""
 
 ANSWERS = {
     "one_skips_the_sum": {0, 2},

@@ -1,4 +1,4 @@
-"""one_micro_batch: every hook uses the name of the last parameter"""
+"""one_micro_batch (raised): every hook uses the name of the last parameter"""
 
 from minidist.parallel.grads import trainable
 

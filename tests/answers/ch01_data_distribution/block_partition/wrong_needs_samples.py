@@ -1,4 +1,4 @@
-"""more_ranks_than_samples: a rank without samples fails instead of having none"""
+"""more_ranks_than_samples (raised): a rank without samples fails instead of having none"""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""fractions_of_one: weights are made whole numbers, and those below one vanish"""
+"""fractions_of_one (raised): weights are made whole numbers, and those below one vanish"""
 
 import numpy as np
 

@@ -63,7 +63,7 @@ def test_the_command_measures_fits_and_draws(server, tmp_path, capsys):
     figures = json.loads((tmp_path / "out" / "c.json").read_text())
     assert [run["ranks"] for run in figures["runs"]] == [2, 3] and figures["machine"]["backend"] == "gloo"
     for run in figures["runs"]:
-        assert all(value >= 0 for value in run["link"].values()) and run["link"]["alpha_s"] > 0
+        assert all(value >= 0 for value in run["link"].values()) and any(run["link"].values())
         assert len(run["held_out_bytes"]) == 2 and run["median_error_from_link"] >= 0
         assert {winner["measured"] for winner in run["winners"].values()} <= set(OWN["all_reduce"])
         assert run["bucket_bytes"] >= 2**16

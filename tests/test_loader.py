@@ -198,7 +198,7 @@ def test_impossible_input_is_refused_with_its_numbers(call, numbers):
 def test_data_imports_neither_comm_nor_a_process_group():
     program = (
         "import sys\n"
-        "import torch\n"
+        "import torch, minidist\n"
         "before = set(sys.modules)\n"
         "import minidist.data.corpus, minidist.data.loader, minidist.data.ngram, minidist.data.partition\n"
         "print([m for m in set(sys.modules) - before if m.startswith(('minidist.', 'torch.distributed'))\n"

@@ -6,7 +6,7 @@ counted; a piece that should have been called and was not is an error.
 """
 
 import ast
-import sys
+import importlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,11 +55,11 @@ def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]
     passed = _passed(catalogue, work, only)
     config, ranks = train_options(argv)
     size = torchrun_size() if under_torchrun() else ranks or default_ranks(config)
-    choices = choose([exercise for exercise in passed if work.as_passed(exercise)], size)
+    same = [exercise for exercise in passed if work.as_passed(exercise)]
+    changed = [exercise for exercise in passed if exercise not in same]
+    choices = choose(same, size)
     choices += [
-        Choice(exercise, left_out=f"changed since it passed: python -m exercises check {exercise.name}")
-        for exercise in passed
-        if not work.as_passed(exercise)
+        Choice(one, left_out=f"changed since it passed: python -m exercises check {one.name}") for one in changed
     ]
     config, _ = train_options(argv, over=[word for choice in choices for word in choice.options])
     for choice in choices:
@@ -140,7 +140,7 @@ def install(pieces: Sequence[Installed]) -> Counter:
     for piece in pieces:
         for symbol in piece.symbols:
             count = _counted(name_of(symbol), piece.name) if symbol == piece.symbols[-1] else None
-            vars(_module(symbol))[_CALLS] = calls
+            vars(importlib.import_module(symbol.partition(":")[0]))[_CALLS] = calls
             try:
                 replacements.replace(symbol, piece.source, piece.file, count, [name_of(each) for each in piece.symbols])
             except (UserError, SyntaxError) as error:
@@ -202,14 +202,6 @@ def _same(value: Any, word: str) -> bool:
 def name_of(symbol: str) -> str:
     """`block` of `minidist.data.partition:block`."""
     return symbol.partition(":")[2]
-
-
-def _module(symbol: str) -> Any:
-    import importlib
-
-    name = symbol.partition(":")[0]
-    importlib.import_module(name)
-    return sys.modules[name]
 
 
 def _counted(symbol: str, name: str):

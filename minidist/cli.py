@@ -120,8 +120,9 @@ def train_options(argv: list[str], over: Sequence[str] = ()) -> tuple["Config", 
         """A TOML file with options; those on the command line win."""
 
     options = TrainOptions(_base_config(argv))
-    for words in (list(over), argv):
-        options = _parse(TrainOptions, "train", words, default=options)
+    if over:
+        options = _parse(TrainOptions, "train", list(over), default=options)
+    options = _parse(TrainOptions, "train", argv, default=options)
     return options.run, options.ranks
 
 

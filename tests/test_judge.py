@@ -130,6 +130,28 @@ def test_a_verdict_needs_two_equal_readings():
     assert observer.see({0: stuck.snapshot(), 1: gone}, 2.0).ranks == (0,)
 
 
+def test_a_rank_about_to_join_a_deadlock_is_waited_for():
+    boards = {0: waiting(Board(), GRADS), 1: returned(), 2: Board()}
+    boards[2].resume()
+    observer = Observer()
+
+    def see(now_s):
+        return observer.see({rank: board.snapshot() for rank, board in boards.items()}, now_s)
+
+    assert [see(0.0), see(0.1), see(0.2)] == [None] * 3
+    waiting(boards[2], GRADS)
+    assert see(0.3) is None  # it has just moved
+    assert see(0.4).ranks == (0, 2)
+
+
+def test_a_deadlock_is_told_though_another_rank_works_on_and_on():
+    boards = {0: waiting(Board(), GRADS), 1: returned(), 2: Board()}
+    boards[2].resume()
+    observer, seen = Observer(), {rank: board.snapshot() for rank, board in boards.items()}
+    assert [observer.see(seen, now_s) for now_s in (0.0, 0.5, 1.4)] == [None] * 3
+    assert observer.see(seen, 1.6).ranks == (0,)
+
+
 def test_rank_names_are_merged_into_runs():
     assert [rank_names(ranks) for ranks in ([3], [2, 0, 1, 5], [0, 2])] == ["rank 3", "ranks 0-2, 5", "ranks 0, 2"]
 

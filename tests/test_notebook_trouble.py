@@ -159,6 +159,17 @@ def test_a_rank_server_that_dies_is_replaced():
         works(live)
 
 
+def test_a_rank_server_is_replaced_before_its_end_can_be_waited_for(monkeypatch):
+    with LiveRanks(2) as live:
+        run(live, "x = rank")
+        dead = live._server._process
+        os.kill(dead.pid, signal.SIGKILL)
+        monkeypatch.setattr(dead, "poll", lambda: None)  # its sockets close first: for a moment it still seems to live
+        assert until(lambda: live._job.poll() or live._job.died)
+        assert "All ranks were restarted" in run(live, "rank").notes[0]
+        works(live)
+
+
 def test_ranks_that_hear_nothing_are_restarted(live):
     run(live, "x = rank")
     deaf = "import signal\nif rank == 2:\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n    while True: pass"

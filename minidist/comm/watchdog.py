@@ -23,6 +23,7 @@ from minidist.comm.standing import describe, group_name, place, rank_names
 ENDED = ("returned", "failed", "died")
 _PERIOD_S = 0.1
 _QUIET_S = 0.5
+_JOIN_S = 1.0  # after a deadlock was found, for ranks that still work and are about to join it
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,17 @@ def mismatched(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
 
 
 class Observer:
-    """Reads the boards again and again and judges what two readings in a row agree on."""
+    """Reads the boards again and again and judges what two readings in a row agree on.
+
+    A deadlock of some ranks is told at once when no other works on, else a second later: whether a rank that is about
+    to walk into it comes before or after a reading is chance, and the report shall not depend on that.
+    """
 
     def __init__(self, interval_s: float = 0.06):
         self.interval_s = interval_s
         self._previous: Mapping[int, Snapshot | None] = {}
         self._at_s = float("-inf")
+        self._found_s: float | None = None
 
     def due_in_s(self, now_s: float) -> float:
         """Seconds until the next reading."""
@@ -86,7 +92,13 @@ class Observer:
         """Judge the readings of all ranks made at `now_s`; None stands for a reading that failed."""
         same = {rank: s for rank, s in snapshots.items() if s is not None and self._previous.get(rank) == s}
         self._previous, self._at_s = snapshots, now_s
-        return judge(same)
+        verdict = judge(same)
+        if verdict is None or verdict.kind != "deadlock":
+            self._found_s = None
+            return verdict
+        self._found_s = now_s if self._found_s is None else self._found_s
+        works = any(rank not in same or same[rank].state in ("idle", "running") for rank in snapshots)
+        return None if works and now_s - self._found_s < _JOIN_S else verdict
 
 
 def _missing(rank: int, snapshot: Snapshot, snapshots: Mapping[int, Snapshot]) -> list[int]:

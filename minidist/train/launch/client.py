@@ -162,12 +162,14 @@ class RankServer:
             start_new_session=True,  # Ctrl-C at a terminal reaches the client alone, which decides
         )
         theirs.close()
-        self._line, self._ready = Line(ours), False
+        self._line, self._ready, self._gone = Line(ours), False, False
 
     def wait_until_ready(self) -> None:
         """Block until the server can start ranks; replace it when it died. Raises RunError if it does not start."""
-        if self._process.poll() is not None:
+        if self._gone or self._process.poll() is not None:
             self._line.socket.close()
+            self._process.kill()
+            self._process.wait()
             self._boot()
         end_s = time.monotonic() + _START_S
         while not self._ready:
@@ -181,6 +183,7 @@ class RankServer:
     def _receive(self) -> bool:
         """Take in what the server says; False when it is gone."""
         messages = self._line.receive()
+        self._gone = messages is None  # its sockets are closed before its end can be waited for
         for message, _ in messages or []:
             if message["event"] == "ready":
                 self._ready = True

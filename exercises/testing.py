@@ -14,7 +14,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,29 @@ def refuses(error: type[Exception], call: Callable, *args: Any) -> None:
     except error:
         return
     raise Wrong("wrong", f"impossible input must be refused with {error.__name__}", error.__name__, show(got))
+
+
+def predicted(answer: Any, name: str, measured: list[int], size: int) -> None:
+    """ANSWERS[name] must be the ranks that were seen to wait for ever, of the `size` ranks of that scenario."""
+    answers = answer.ANSWERS
+    if type(answers) is not dict:  # one of another class could look up what is expected
+        raise Wrong("type", "ANSWERS must be a table of answers, as in the stub", "a dict", type(answers).__name__)
+    given, case = answers.get(name), f'ANSWERS["{name}"]'
+    if given is None:
+        raise Wrong("unwritten", f"not answered yet: {case}")
+    if not isinstance(given, Collection) or not all(type(rank) is int for rank in given):
+        raise Wrong("type", "an answer is a set of ranks, set() for none", "like {0, 2}", repr(given)[:80], case=case)
+    given = sorted(set(given))
+    if others := set(given) - set(range(size)):
+        what = f"there is no rank {min(others)}: this scenario runs on the ranks 0 to {size - 1}"
+        raise Wrong("wrong", what, got=", ".join(map(str, given)), case=case)
+    if given == measured:
+        return
+    if set(given) - set(measured):
+        what = "a rank that you name returns: it was seen to come to its end"
+    else:
+        what = "you name only ranks that wait for ever, but not all of them"
+    raise Wrong("wrong", what, got=", ".join(map(str, given)) or "no rank", case=case)
 
 
 def show(value: Any) -> str:

@@ -166,6 +166,7 @@ def batch(transfers: Sequence[Transfer], group: Group, async_op: bool = False) -
         works = dist.batch_isend_irecv(ops)
     except RuntimeError as error:
         raise CommError(failure(launched[0], group, error)) from error
+    group.meter.started([at.record for at in launched], works)
     return end(Handle(group, works, launched, [t.tensor for t in transfers]), async_op)
 
 

@@ -47,18 +47,19 @@ class Handle:
             return
         board, meter = self._group.world.board, self._group.meter
         where = caller_line()
-        for i, work in enumerate(self._works):
-            # A backend may batch several transfers into one work: the last launched one then stands for all.
-            at = self._launched[i if len(self._works) == len(self._launched) else -1]
-            board.wait(at.channel, at.seq, at.name, at.shape, at.dtype, where)
-            try:
-                work.wait()
-                if host and any(tensor.is_cuda for tensor in self._tensors):
-                    torch.cuda.current_stream().synchronize()
-            except RuntimeError as error:
-                raise CommError(failure(at, self._group, error)) from error
-            finally:
-                board.resume()
+        with meter.waiting([at.record for at in self._launched]):
+            for i, work in enumerate(self._works):
+                # A backend may batch several transfers into one work: the last launched one then stands for all.
+                at = self._launched[i if len(self._works) == len(self._launched) else -1]
+                board.wait(at.channel, at.seq, at.name, at.shape, at.dtype, where)
+                try:
+                    work.wait()
+                    if host and any(tensor.is_cuda for tensor in self._tensors):
+                        torch.cuda.current_stream().synchronize()
+                except RuntimeError as error:
+                    raise CommError(failure(at, self._group, error)) from error
+                finally:
+                    board.resume()
         for at in self._launched:
             meter.waited(at.record)
         self._works, self._tensors = [], []
@@ -90,7 +91,9 @@ def launch(
         works = start()
     except RuntimeError as error:
         raise CommError(failure(launched, group, error)) from error
-    return Handle(group, works if isinstance(works, list) else [works], [launched], tensors)
+    works = works if isinstance(works, list) else [works]
+    group.meter.started([launched.record], works)
+    return Handle(group, works, [launched], tensors)
 
 
 def announce(group: Group, name: str, tensor: Tensor, channel: Channel, detail: str = "", **count) -> Launched:

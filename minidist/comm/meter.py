@@ -4,12 +4,16 @@ The door writes these records for the package's own traffic, and the recording g
 records for anything else that is built on torch.distributed.
 """
 
+import contextlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from minidist.comm.convention import ALGORITHM, EXACT, sent_elements
+
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass
@@ -109,6 +113,19 @@ class Meter:
         tick = self._tick()
         if self.keep:
             self.events.append((tick, label))
+
+    # What a meter with a clock (`timed.py`) makes something of.
+
+    def span(self, name: str, **what) -> contextlib.AbstractContextManager:
+        """Within this context the rank does something that has a name."""
+        return _NOTHING
+
+    def waiting(self, records: Sequence[Record]) -> contextlib.AbstractContextManager:
+        """Within this context the rank waits for these operations."""
+        return _NOTHING
+
+    def started(self, records: Sequence[Record], works: Sequence) -> None:
+        """The operations of these records are on their way; works: torch's handles for them."""
 
     @property
     def total_wire_bytes(self) -> int:

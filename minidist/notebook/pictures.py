@@ -4,7 +4,8 @@ error, because an empty picture looks like an answer."""
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from minidist.comm import Record
+from minidist.comm import Record, intervals
+from minidist.comm.traffic import traffic_matrix
 from minidist.errors import UserError
 from minidist.notebook.charts import bytes_text
 from minidist.notebook.result import CellResult
@@ -29,14 +30,7 @@ def traffic(measured: Measured, draw: bool = True) -> list[list[int]]:
     a collective is that of the algorithm the meter names (`Record.algorithm`).
     Raises UserError when nothing was sent.
     """
-    records = _by_rank(measured)
-    size = max([len(records), *(1 + max(r.ranks) for rows in records for r in rows)])
-    matrix = [[0] * size for _ in range(size)]
-    whole = {(r.use, r.ranks, r.seq, r.name, rank): r for rank, rows in enumerate(records) for r in rows}
-    for rank, rows in enumerate(records):
-        for record in rows:
-            for receiver, count in _receivers(record, rank, whole):
-                matrix[rank][receiver] += count
+    matrix = traffic_matrix(_by_rank(measured))
     if not any(map(any, matrix)):
         raise UserError("there is no traffic to draw: no rank sent anything to another")
     if draw:
@@ -75,13 +69,7 @@ def timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> list[l
 
 def lanes(spans: Sequence[Span]) -> list[int]:
     """A lane for each span, in launch order, so that no two in one lane are in flight at the same time."""
-    free: list[int] = []  # where the last span of each lane ends
-    chosen = []
-    for span in spans:
-        lane = next((i for i, end in enumerate(free) if end <= span.launched), len(free))
-        free[lane : lane + 1] = [_end(span)]
-        chosen.append(lane)
-    return chosen
+    return intervals.lanes([(span.launched, _end(span)) for span in spans])
 
 
 def _end(span: Span) -> float:
@@ -90,39 +78,6 @@ def _end(span: Span) -> float:
 
 def _by_rank(measured: Measured) -> list[list[Record]]:
     return [list(rows) for rows in (measured.records if isinstance(measured, CellResult) else measured)]
-
-
-def _receivers(record: Record, rank: int, whole: dict) -> list[tuple[int, int]]:
-    """(receiver, bytes) for what `rank` sent in this operation."""
-    ranks, sent = record.ranks, record.wire_bytes
-    if not sent:
-        return []
-    if record.peer is not None:
-        return [(record.peer, sent)]
-    at, size = ranks.index(rank), len(ranks)
-    others = [r for r in ranks if r != rank]
-    if record.algorithm == "ring":
-        return [(ranks[(at + 1) % size], sent)]
-    if record.algorithm == "binomial tree":
-        root = _root(record, whole)
-        relative = (at - root) % size
-        if record.name == "reduce":
-            return [(ranks[(relative - (relative & -relative) + root) % size], sent)]
-        fed = [relative + (1 << k) for k in range(size.bit_length()) if (1 << k) > relative]
-        fed = [ranks[(child + root) % size] for child in fed if child < size]
-        return [(child, sent // len(fed)) for child in fed]
-    if record.name == "gather":
-        return [(ranks[_root(record, whole)], sent)]
-    return [(other, sent // len(others)) for other in others]  # scatter; all_to_all, in equal parts
-
-
-def _root(record: Record, whole: dict) -> int:
-    """The group rank that an operation with a root is about: it sends most in a broadcast, nothing in the others."""
-    sent = []
-    for rank in record.ranks:
-        other = whole.get((record.use, record.ranks, record.seq, record.name, rank))
-        sent.append(other.wire_bytes if other else 0)
-    return sent.index(max(sent)) if record.name == "broadcast" else sent.index(min(sent))
 
 
 def _draw_matrix(matrix: list[list[int]]) -> None:

@@ -100,7 +100,8 @@ class Engine:
             inspect()
         result = self.agree(loss, count.value, stop)
         if result.applied:
-            self.update(lr, result.grad_norm)
+            with self.groups.meter.span("optimizer"):
+                self.update(lr, result.grad_norm)
         self.sink.clear()
         return result
 
@@ -113,7 +114,10 @@ class Engine:
             batch = batch.to(self.device)
             positions = torch.arange(batch.tokens.shape[1], device=self.device)
             address = DropoutAddress(self.seed, step, batch.samples, positions)
-            yield self.model(batch.tokens, batch.labels, address=address, positions=positions)[0]
+            with self.groups.meter.span("forward", micro_batch=i):
+                loss_sum = self.model(batch.tokens, batch.labels, address=address, positions=positions)[0]
+            with self.groups.meter.span("backward", micro_batch=i):  # which is what the caller does with it
+                yield loss_sum
 
     def reduce(self) -> None:
         """End the reduction that backward began."""
@@ -122,7 +126,8 @@ class Engine:
     def agree(self, loss: float | Tensor, tokens: float, stop: bool) -> StepResult:
         """Sum one control vector over all ranks and decide: the decision is the same everywhere."""
         mine = loss if self._counts_loss else 0.0
-        vector = self._control([float(mine), self._squared_norm(), float(stop)])
+        with self.groups.meter.span("gradient norm"):
+            vector = self._control([float(mine), self._squared_norm(), float(stop)])
         all_reduce(vector, self.groups["control"], async_op=True).wait(host=True)
         total, squared_norm, stops = vector.tolist()
         finite = math.isfinite(total) and math.isfinite(squared_norm)

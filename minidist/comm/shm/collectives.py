@@ -6,8 +6,10 @@ reduce-scatter and all-gather, Thakur et al. 2005, section 4.5, with shared memo
 sum is shared out and every element is still added in the order of the ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from minidist.comm.convention import chunks
@@ -43,8 +45,9 @@ class Collectives:
     def all_reduce(self, flat: Tensor, how: Reduction, told: str, shown: str, root: int | None = None) -> None:
         """Reduce `flat` (n,) in place on every rank, or on `root` only."""
         slots = self._fitting(flat.nbytes, told, shown)
-        if flat.nbytes * self.size <= ONE_MEETING_BYTES and flat.nbytes <= slots.bytes:
-            parts = [part for (part,) in slots.turn_cut((flat.numel(),), flat.dtype)]
+        if self.size == 1 or (flat.nbytes * self.size <= ONE_MEETING_BYTES and flat.nbytes <= slots.bytes):
+            n = flat.nbytes
+            parts = slots.turn((n, flat.dtype), lambda every: [slot[:n].view(flat.dtype) for slot in every])
             parts[self.rank].copy_(flat)
             self.meeting.begin(told, shown)
             if root in (None, self.rank):
@@ -57,26 +60,25 @@ class Collectives:
     ) -> None:
         me = self.rank
 
-        def fill(chunk: Tensor) -> tuple[list[list[Tensor]], tuple[Tensor, ...]]:
-            """Put a chunk into this rank's slot, all but the slice that this rank reduces; return slices of both."""
-            lengths = tuple(chunks(chunk.numel(), self.size))
-            shared, own = slots.turn_cut(lengths, flat.dtype), chunk.split(lengths)
-            for i, part in enumerate(own):
-                if i != me:
-                    shared[me][i].copy_(part)
-            return shared, own
+        def fill(piece: "_Piece") -> tuple["_Piece", "_Shared"]:
+            """Put a piece into this rank's slot, all but the slice that this rank reduces."""
+            n = piece.whole.numel()
+            shared = slots.turn(("slices", n, flat.dtype), lambda every: _shared(every, n, flat.dtype, me))
+            for target, part in zip(shared.others, piece.others, strict=True):
+                target.copy_(part)
+            return piece, shared
 
-        steps = flat.split(slots.bytes // flat.itemsize)
-        filled = fill(steps[0])
+        first, *rest = _pieces(flat, slots.bytes // flat.itemsize, self.size, me)
+        filled = fill(first)
         self.meeting.begin(told, shown)
-        for following in [*steps[1:], None]:
-            shared, own = filled
-            how.reduce([own[me] if i == me else shared[i][me] for i in range(self.size)], shared[me][me])
+        for following in [*rest, None]:
+            piece, shared = filled
+            parts = [*shared.slices[:me], piece.own, *shared.slices[me + 1 :]]
+            how.reduce(parts, shared.slices[0])  # all in the slot of rank 0, where the whole can be read at once
             filled = fill(following) if following is not None else None
             self.meeting.meet()
             if root in (None, me):
-                for i, part in enumerate(own):
-                    part.copy_(shared[i][i])
+                piece.whole.copy_(shared.whole)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], how: Reduction, told: str, shown: str) -> None:
         """Reduce part i of all ranks (`inputs[i]`, (n,)) into `output` (n,) of rank i."""
@@ -179,7 +181,7 @@ class Collectives:
     def _stream(self, slots: Slots, n: int, step: int, fill: Fill, drain: Fill, told: str, shown: str) -> None:
         """Fill a slot, meet, drain the slots; as often as `n` elements take in steps of `step`, once at least."""
         for begin in range(0, max(n, 1), step):
-            turn, end = slots.turn(), min(begin + step, n)
+            turn, end = slots.turn((), lambda every: every), min(begin + step, n)
             fill(turn, begin, end)
             if begin == 0:
                 self.meeting.begin(told, shown)
@@ -198,3 +200,44 @@ class Collectives:
         """An error that only this rank can see: the others must not wait for it."""
         self.meeting.break_off(why)
         return ShmError(why)
+
+
+class _Piece(NamedTuple):
+    """Part of a tensor that goes through a slot at once."""
+
+    whole: Tensor
+    own: Tensor  # the slice of it that this rank reduces
+    others: Sequence[Tensor]  # what lies before and behind that, where there is anything
+
+
+class _Shared(NamedTuple):
+    """The same in the slots."""
+
+    whole: Tensor  # in the slot of rank 0
+    slices: list[Tensor]  # this rank's slice in the slot of each rank
+    others: Sequence[Tensor]  # in this rank's slot
+
+
+def _pieces(flat: Tensor, length: int, size: int, rank: int) -> Iterator[_Piece]:
+    """Views of `length` elements each, and of the rest. Made row by row of a matrix, in few calls."""
+    full = flat.numel() // length * length
+    for rows in (flat[:full].view(-1, length), flat[full:].unsqueeze(0)):
+        if rows.numel():
+            own, others = _around(rows, size, rank)
+            columns = rows.unbind(), own.unbind(), zip(*[part.unbind() for part in others], strict=True)
+            yield from map(_Piece._make, zip(*columns, strict=True))
+
+
+def _shared(slots: list[Tensor], n: int, dtype: torch.dtype, rank: int) -> _Shared:
+    wholes = [slot[: n * dtype.itemsize].view(dtype) for slot in slots]
+    cut = [_around(whole, len(slots), rank) for whole in wholes]
+    return _Shared(wholes[0], [own for own, _ in cut], cut[rank][1])
+
+
+def _around(tensor: Tensor, size: int, rank: int) -> tuple[Tensor, list[Tensor]]:
+    """A rank's slice of the last dimension, and what lies before and behind it."""
+    lengths = chunks(tensor.shape[-1], size)
+    begin = sum(lengths[:rank])
+    end, n = begin + lengths[rank], tensor.shape[-1]
+    others = [tensor.narrow(-1, at, to - at) for at, to in ((0, begin), (end, n)) if to > at]
+    return tensor.narrow(-1, begin, end - begin), others

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from minidist.comm.shm.neighbours import Neighbours, patience
+from minidist.comm.shm.neighbours import Neighbours, patience, receive
 
 EAGER_MESSAGE_BYTES = 1 << 16
 _MESSAGE_BYTES = 1 << 12
@@ -87,7 +87,7 @@ class Meeting:
 
     def _hear(self, other: int, sock: socket.socket) -> bytes:
         try:
-            heard = sock.recv(_MESSAGE_BYTES)
+            heard = receive(sock, _MESSAGE_BYTES)
         except OSError as error:
             heard = self._late(other, sock, error)
         if heard[:1] == _PLAIN:

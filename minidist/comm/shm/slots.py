@@ -6,6 +6,8 @@ on from one operation to the next, so that none begins in a slot which a slower 
 """
 
 import struct
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ SLOTS = 3
 SMALL_BYTES = 16 * 1024  # of a slot for small tensors
 _ALIGN = 64  # bytes: a cache line, and a multiple of every element's size
 _MIN_BYTES = 4096
-_PLENTY_BYTES = 3 * 2**19  # a third of what is free while there is more, then a sixteenth: there is always some left
+_PLENTY_BYTES = 3 * 2**19  # half of what is free while there is more, then a sixteenth: there is always some left
 _KEPT_VIEWS = 256
 _PLACE = struct.Struct("<QQ")
 
@@ -32,7 +34,7 @@ class Slots:
         self.lease: tuple[int, int] | None = None
         self._at: list[int] = []
         self._next = 0
-        self._views: dict[tuple, list] = {}
+        self._views: dict[tuple, Any] = {}
 
     def agree(self, told: str, shown: str) -> None:
         """Lease, and tell the others where; the smallest slot of all ranks is the size of all."""
@@ -47,7 +49,7 @@ class Slots:
         arena = self._here.arena
         self._here.reclaim()
         free = arena.free_bytes()
-        large = free // (3 if free > _PLENTY_BYTES else 16) // SLOTS // _MIN_BYTES * _MIN_BYTES
+        large = free // (2 if free > _PLENTY_BYTES else 16) // SLOTS // _MIN_BYTES * _MIN_BYTES
         size = SMALL_BYTES if self._small else large
         try:
             size = SLOTS * max(size, _MIN_BYTES)
@@ -58,21 +60,11 @@ class Slots:
                 "or make fewer"
             ) from None
 
-    def turn(self) -> list[Tensor]:
-        """The next slot of every rank, (bytes,) uint8 each."""
-        return self._advance(("whole",), lambda slots: slots)
+    def turn(self, key: tuple, make: Callable[[list[Tensor]], Any]) -> Any:
+        """`make` of the next slot of every rank, (bytes,) uint8 each.
 
-    def turn_cut(self, lengths: tuple[int, ...], dtype: torch.dtype) -> list[list[Tensor]]:
-        """The next slot of every rank as consecutive tensors of these lengths: [rank][part]."""
-
-        def cut(slots: list[Tensor]) -> list[list[Tensor]]:
-            count = sum(lengths) * dtype.itemsize
-            return [list(slot[:count].view(dtype).split(lengths)) for slot in slots]
-
-        return self._advance((lengths, dtype), cut)
-
-    def _advance(self, key: tuple, make):
-        """`make` of the next slots. Views are kept: a training step uses the same few shapes over and over."""
+        Kept under `key`: a training step uses the same few shapes over and over, and a view takes microseconds.
+        """
         key = (self._next, *key)
         if key not in self._views:
             if len(self._views) >= _KEPT_VIEWS:

@@ -14,7 +14,7 @@ import struct
 from torch import Tensor
 
 from minidist.comm.shm.meeting import EAGER_MESSAGE_BYTES, Meeting, ShmError, after
-from minidist.comm.shm.neighbours import Neighbours, patience
+from minidist.comm.shm.neighbours import Neighbours, patience, receive
 
 EAGER_BYTES = 16 * 1024
 PIECE_BYTES = 256 * 1024
@@ -132,7 +132,7 @@ class Transfers:
 
     def _hear(self, sock: socket.socket, peer: int, what: str) -> bytes:
         try:
-            heard = sock.recv(EAGER_MESSAGE_BYTES)
+            heard = receive(sock, EAGER_MESSAGE_BYTES)
         except OSError as error:
             late = f"{what} of {self._meeting}: rank {self._meeting.ranks[peer]} did not come"
             heard = after(error, sock, late)

@@ -81,8 +81,8 @@ class CommConfig:
     """How ranks talk."""
 
     backend: Literal["auto", "gloo", "nccl", "shm"] = "auto"
-    """auto: nccl for one rank per GPU, gloo for ranks on CPU or several ranks on one GPU. shm: shared memory between
-    the ranks of one Linux machine, on CPU; gloo where the ranks are on several."""
+    """auto: nccl for one rank per GPU, else shm on Linux and gloo elsewhere. shm: shared memory between the ranks of
+    one machine; it talks over gloo, and says so, where the ranks are on several."""
     gradients: Literal["bucketed", "naive"] = "bucketed"
     """bucketed: all-reduce in buckets while backward runs. naive: one all-reduce per parameter after backward."""
     algorithm: Literal["backend", "naive", "tree", "ring", "doubling", "rabenseifner"] = "backend"

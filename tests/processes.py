@@ -1,10 +1,13 @@
 """Whether processes are there, and waiting for something without a clock to guess."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
+
+AUTO = "shm" if sys.platform == "linux" else "gloo"  # the backend of ranks on the CPUs of one host
 
 
 def alive(pid: int) -> bool:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import AUTO
 from small_run import OPTIONS, Command, all_gone, descendants, run, small_config, write_text
 
 from minidist.cli import main
@@ -155,7 +156,7 @@ def test_the_command_trains_and_then_samples(place, capsys):
     with Command("train", *arguments, "--folder", "run", folder=place) as command:
         assert command.end() == 0, command.output
     lines = command.output.splitlines()
-    assert lines[0].startswith("2 ranks on cpu over gloo, mesh pp=1 x dp=2 x cp=1 x tp=1; model of")
+    assert lines[0].startswith(f"2 ranks on cpu over {AUTO}, mesh pp=1 x dp=2 x cp=1 x tp=1; model of")
     steps = [line for line in lines if re.match(r"step +\d+  loss [\d.]+  grad norm [\d.]+  lr", line)]
     assert [int(line.split()[1]) for line in steps] == [1, 2, 4]
     assert re.fullmatch(

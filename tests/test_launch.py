@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import AUTO
 
 from minidist.errors import RunError, UserError
 from minidist.train.launch import RankFailure, RankServer, threads_per_rank
@@ -33,7 +34,7 @@ def place_and_sum(world, start):
 def test_ranks_return_values_and_output_by_rank(server):
     for _ in range(2):  # the second ranks are as fresh as the first: KEPT has one entry again
         result = server.run(place_and_sum, 3, (10,), deadline_s=DEADLINE_S)
-        assert result.values == [(rank, 3, rank, "gloo", 33.0, 1) for rank in range(3)]
+        assert result.values == [(rank, 3, rank, AUTO, 33.0, 1) for rank in range(3)]
         assert result.output == [f"I am {rank}\nto stderr\n" for rank in range(3)]
 
 
@@ -54,7 +55,7 @@ def surroundings(world):
 def test_a_rank_has_the_folder_environment_and_threads_of_its_launch(ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SAID_LATE", "yes")
-    assert ranks(surroundings, 2) == [(str(tmp_path), "yes", threads_per_rank(2), True, "gloo")] * 2
+    assert ranks(surroundings, 2) == [(str(tmp_path), "yes", threads_per_rank(2), True, AUTO)] * 2
     assert ranks(surroundings, 1, threads=3) == [(str(tmp_path), "yes", 3, False, None)]
     assert ranks(surroundings, 1, backend="gloo")[0][3:] == (True, "gloo")
     assert ranks(surroundings, 2, backend=None)[0][3:] == (False, None)
@@ -135,12 +136,12 @@ def test_a_result_that_cannot_be_pickled_is_one_message(ranks):
 @pytest.mark.parametrize(
     ("gpus", "asked", "local_size", "device", "backend"),
     [
-        (0, "auto", 2, "cpu", "gloo"),
+        (0, "auto", 2, "cpu", AUTO),
         (2, "auto", 2, "cuda:1", "nccl"),
         (1, "cuda", 1, "cuda:0", None),
-        (1, "cuda", 2, "cpu", "gloo"),
-        (1, "cuda:0", 2, "cuda:0", "gloo"),
-        (8, "cpu", 2, "cpu", "gloo"),
+        (1, "cuda", 2, "cpu", AUTO),
+        (1, "cuda:0", 2, "cuda:0", AUTO),
+        (8, "cpu", 2, "cpu", AUTO),
     ],
 )
 def test_the_device_decides_the_backend(monkeypatch, gpus, asked, local_size, device, backend):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 ARENA_BYTES = 8 * 2**20
-TRANSFER_BYTES = 2**20  # the end of the arena, for transfers on their way; the rest is leased to groups
+TRANSFER_BYTES = 2 * 2**20  # the end of the arena, for transfers on their way; the rest is leased to groups
 _ALIGN = 4096
 
 

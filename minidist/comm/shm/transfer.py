@@ -17,7 +17,7 @@ from minidist.comm.shm.meeting import EAGER_MESSAGE_BYTES, Meeting, ShmError, af
 from minidist.comm.shm.neighbours import Neighbours, patience, receive
 
 EAGER_BYTES = 16 * 1024
-PIECE_BYTES = 256 * 1024
+PIECE_BYTES = 512 * 1024
 _PIECE = struct.Struct("<QQ")
 _GO, _NO = b"+", b"!"
 

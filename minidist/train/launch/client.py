@@ -94,7 +94,7 @@ class RankServer:
         """Start `function(world, *args, **kwargs)` on fresh ranks of this machine.
 
         function: any function at the top level of a file. args, kwargs: pickled, the same for all ranks.
-        backend: of the default process group: "auto" (none for one rank, nccl on GPUs of their own, else gloo), a name,
+        backend: of the default process group: "auto" (none for one rank, nccl on GPUs of their own, else shm), a name,
         or None.
         device: "cpu", "cuda" (a GPU each), "cuda:0" (one GPU for all), "auto".
         capture: keep what ranks print for `Result.output`; else they write to our own stdout and stderr.

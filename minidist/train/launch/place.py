@@ -38,13 +38,16 @@ def choose_device(asked: str, local_rank: int, local_size: int) -> torch.device:
 def choose_backend(asked: str | None, device: torch.device, asked_device: str, size: int) -> str | None:
     """The backend of the default process group, None for none.
 
-    "auto": no group for one rank; nccl when every rank has a GPU of its own, else gloo.
+    "auto": no group for one rank; nccl when every rank has a GPU of its own, else shm, which talks over gloo where the
+    ranks turn out to be on several hosts; gloo where the system has no memory to share.
     """
     if asked != "auto":
         return asked
     if size == 1:
         return None
-    return "nccl" if device.type == "cuda" and asked_device in ("auto", "cuda") else "gloo"
+    if device.type == "cuda" and asked_device in ("auto", "cuda"):
+        return "nccl"
+    return "shm" if sys.platform == "linux" else "gloo"
 
 
 def prefer_loopback() -> None:

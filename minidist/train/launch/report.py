@@ -39,6 +39,10 @@ def error_report(ranks: Sequence[RemoteRank], boards: Sequence[Snapshot | None])
             return UserError(first.message)
         if first.kind == RunError.__name__ and len(errors) == len(ranks):
             return RunError(first.message)
+    # A backend may refuse what does not fit before the judge sees it: the boards also know the uses and the lines.
+    verdict = mismatched({n: s for n, s in enumerate(boards) if s is not None})
+    if verdict and all(error.from_network for error in errors.values()):
+        return _failure(verdict.kind, verdict.ranks, [str(verdict)], errors)
     others = {n: boards[n] for n in range(len(ranks)) if n not in errors}
     return _failure("raised", list(errors), [*_merged_errors(errors), *_standing(others)], errors)
 

@@ -69,7 +69,8 @@ def test_only_comm_and_launch_talk_to_torch_distributed():
 
 def test_environment_variables_are_read_in_launch_only():
     for path in MODULES:
-        if not path.is_relative_to(ENVIRONMENT):
+        # The backend's switch for nccl must work in programs that were not started by us.
+        if not path.is_relative_to(ENVIRONMENT) and path.parts[-2:] != ("shm", "gpu.py"):
             assert "os.environ" not in path.read_text() and "getenv" not in path.read_text(), path
 
 

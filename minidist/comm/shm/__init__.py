@@ -35,5 +35,6 @@ operation runs in the thread that waits for it when nothing is before it, else i
 
 Files: `register` tells torch; `arena` is the memory; `neighbours` the sockets and who lives; `meeting` the rendezvous
 of a group and its error messages; `slots` and `collectives` the algorithms; `transfer` send and receive; `lane` order
-and threads; `group` torch's interface; `start` how the ranks find each other, and when it is gloo instead.
+and threads; `group` torch's interface; `gpu` and `staged` what becomes of tensors on GPUs;
+`start` how the ranks find each other, and when it is gloo instead.
 """

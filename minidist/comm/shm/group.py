@@ -1,7 +1,7 @@
 """The process group: every method by which torch 2.11 to 2.13 calls one, on shared memory.
 
-CUDA tensors go to a group over nccl that is made at the first of them; so one group serves both, whatever the string
-that it was asked for with (torch gives a group written in Python all devices).
+CUDA tensors go to a group over nccl that is made at the first of them, or through the host (`gpu`); so one group serves
+both, whatever the string that it was asked for with (torch gives a group written in Python all devices).
 """
 
 import functools
@@ -37,18 +37,23 @@ _SCATTER = c10d.ScatterOptions()
 class ShmGroup(dist.ProcessGroup):
     """A group over shared memory. Every operation returns a `Work`."""
 
-    def __init__(self, members: Members, name: str, make_cuda: Callable[[], dist.ProcessGroup]):
+    def __init__(self, members: Members, name: str, make_cuda: Callable[["ShmGroup"], dist.ProcessGroup]):
         super().__init__(members.rank, members.size)
         self._members, self._name, self._desc, self._make_cuda = members, name, "", make_cuda
         self._size = members.size
         self._cuda: dist.ProcessGroup | None = None
-        self._together: list[Work] | None = None
+        self._together: list[dist.Work] | None = None
 
     def on_cuda(self) -> dist.ProcessGroup:
-        """The inner group for tensors on a GPU."""
+        """What carries tensors on a GPU."""
         if self._cuda is None:
-            self._cuda = self._make_cuda()
+            self._cuda = self._make_cuda(self)
         return self._cuda
+
+    def replace_last(self, work: dist.Work) -> None:
+        """Of operations that are being put together, the last shall have ended when `work` has."""
+        if self._together:
+            self._together[-1] = work
 
     def _run(self, opts, call: Callable[[], None], results: Sequence[Tensor] = ()) -> Work:
         """Do a collective: in its turn, and in this thread if it is not asynchronous and nothing is before it."""

@@ -9,6 +9,7 @@ import sys
 import torch.distributed as dist
 
 from minidist.comm.recording import _inner_group as over_network
+from minidist.comm.shm.gpu import gpu_card, gpu_group
 from minidist.comm.shm.group import ShmGroup
 from minidist.comm.shm.meeting import Meeting
 from minidist.comm.shm.members import Members
@@ -29,10 +30,12 @@ def create(options, _backend_options) -> dist.ProcessGroup:
         return over_network(store, rank, size, timeout)
     members = _meet(cards, ranks, rank, timeout.total_seconds(), options.group_id)
 
-    def cuda() -> dist.ProcessGroup:
-        return over_network(dist.PrefixStore("inner/", store), rank, size, timeout)
+    def gpus(group: ShmGroup):
+        cards = _exchange(dist.PrefixStore("gpus/", store), rank, size, gpu_card())
+        inner = dist.PrefixStore("inner/", store)
+        return gpu_group(cards, rank, group, lambda: over_network(inner, rank, size, timeout))
 
-    return ShmGroup(members, options.group_id, cuda)
+    return ShmGroup(members, options.group_id, gpus)
 
 
 def _here() -> Neighbours:

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from processes import until
 
 from minidist.comm import World
 from minidist.comm.shm.reduce import Reduction
@@ -220,3 +221,35 @@ def unequal_exchange(world: World) -> str:
 def test_an_exchange_whose_parts_do_not_fit_names_both_ranks(ranks):
     for text in ranks(unequal_exchange, 2):
         assert "rank 0 has 8 bytes for rank 1, which expects 12" in text
+
+
+def leaves_while_another_connects(world: World) -> str:
+    """Rank 1 destroys the group when rank 0 is about to connect to it; its process serves another group and accepts."""
+    dist.new_group(backend="shm")
+    group = dist.new_group(backend="shm")
+    transfers, others = group._members.transfers, dist.group.WORLD
+    if world.rank == 1:
+        dist.barrier(others)
+        dist.destroy_process_group(group)
+        dist.barrier(others)
+        return "left"
+    refuse, calls = transfers._refuse_lost, []
+
+    def refuse_then_wait(peer: int) -> None:
+        refuse(peer)
+        if not calls:
+            calls.append(peer)
+            dist.barrier(others)
+            assert until(lambda: peer in group._members.meeting.gone)
+            dist.barrier(others)
+
+    transfers._refuse_lost = refuse_then_wait
+    try:
+        dist.send(torch.ones(5), 1, group=group)
+    except dist.DistBackendError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_leaves_while_another_connects_is_not_waited_for(ranks):
+    assert "rank 1 has left group" in ranks(leaves_while_another_connects, 2, backend="gloo")[0]

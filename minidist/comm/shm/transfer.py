@@ -111,6 +111,8 @@ class Transfers:
                 sock = arrived[0]
             patience(sock, self._meeting.timeout_s)
             self._socks[key] = sock
+            # It may have left while we connected, when `lose` knew nothing of this connection.
+            self._refuse_lost(peer)
         return self._socks[key]
 
     def _may_come(self, peer: int) -> bool:

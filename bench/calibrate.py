@@ -27,13 +27,15 @@ from bench.dp import machine_facts
 from minidist.comm import Use, World, bind
 from minidist.comm.calibrate import BACKEND, Sample, errors, fit, link_of, measure
 from minidist.comm.convention import OWN
-from minidist.comm.cost import Link, best_bucket, bus_bandwidth, fastest, lower_bound
+from minidist.comm.cost import Link, bus_bandwidth, fastest, lower_bound
+from minidist.comm.overlap import best_bucket
 from minidist.errors import RunError, UserError
 from minidist.mesh import Mesh
 from minidist.train.launch import RankServer
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 130
+BACKENDS = ("gloo", "shm")
 COMPARED = "all_reduce"  # the operation whose winners are shown
 
 
@@ -129,7 +131,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m bench.calibrate", description="alpha, beta and gamma of this machine")
     add = parser.add_argument
     add("--ranks", type=int, action="append", help="number of ranks, may be repeated (default: 2 and 4)")
-    add("--backend", default="gloo", help="what the ranks talk through, as torch names it (default: %(default)s)")
+    add("--backend", default="gloo", help=f"what the ranks talk through: {', '.join(BACKENDS)} (default: %(default)s)")
     add("--smallest", type=int, default=2**12, metavar="BYTES", help="first size (default: 4 KiB)")
     add("--largest", type=int, default=2**24, metavar="BYTES", help="last size (default: 16 MiB)")
     add("--turns", type=int, default=9, help="times each case is run (default: %(default)s)")
@@ -145,6 +147,8 @@ def _sizes(options: argparse.Namespace) -> list[int]:
     for ranks in options.ranks or []:
         if ranks < 2:
             raise UserError(f"--ranks {ranks}: a message needs 2 ranks or more")
+    if options.backend not in BACKENDS:
+        raise UserError(f"--backend {options.backend} is none for tensors on the CPU; possible: {', '.join(BACKENDS)}")
     if options.turns < 1:
         raise UserError(f"--turns is {options.turns}; it must be at least 1")
     sizes, n = [], options.smallest

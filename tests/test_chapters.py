@@ -105,6 +105,13 @@ def test_questions_are_asked_before_and_answered_by_a_measurement(chapter):
     assert asked == answered and len(set(asked)) == len(asked) >= MIN_PREDICTIONS
 
 
+def test_no_question_has_the_name_of_one_in_another_chapter():
+    """Answers of all chapters are kept in one file, by that name."""
+    code = [cell.source for chapter in CHAPTERS for cell in code_cells(chapter)]
+    asked = [id for source in code for id in re.findall(r'^predict\(\s*"([\w-]+)"', source, re.MULTILINE)]
+    assert len(asked) >= MIN_PREDICTIONS * len(CHAPTERS) and len(set(asked)) == len(asked)
+
+
 @each_chapter
 def test_outputs_are_stored_and_hold_no_error_and_no_place_of_a_machine(chapter):
     for cell in code_cells(chapter):

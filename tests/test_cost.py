@@ -16,16 +16,15 @@ from minidist.comm.convention import OWN
 from minidist.comm.cost import (
     Cost,
     Link,
-    best_bucket,
     bus_bandwidth,
     cost,
     depth,
     fastest,
-    finished_s,
     gain,
     hierarchical_seconds,
     lower_bound,
 )
+from minidist.comm.overlap import best_bucket, finished_s, in_flight
 from minidist.mesh import Mesh
 
 NAMES = [(name, algorithm) for name, algorithms in ALGORITHMS.items() for algorithm in algorithms]
@@ -166,6 +165,13 @@ def test_a_perfect_algorithm_shows_the_links_bandwidth(size, n):
 def test_a_link_ten_times_faster_helps_bytes_not_rounds():
     assert gain(cost("all_reduce", "ring", 4, 10**12), Link(1e-4, 1e-9)) == pytest.approx(10, rel=1e-3)
     assert gain(cost("all_reduce", "ring", 4, 8), Link(1e-4, 1e-9)) == pytest.approx(1, rel=1e-3)
+
+
+def test_a_bucket_begins_when_it_is_full_and_the_one_before_it_is_done():
+    assert in_flight([1.0, 2.0, 5.0], [0.5, 2.0, 1.0]) == [(1.0, 1.5), (2.0, 4.0), (5.0, 6.0)]
+    # The second is full first, and waits for the one ahead of it.
+    assert in_flight([3.0, 1.0], [0.5, 0.5]) == [(3.0, 3.5), (3.5, 4.0)]
+    assert in_flight([], []) == []
 
 
 def test_buckets_are_reduced_while_backward_goes_on():

@@ -68,6 +68,26 @@ TOLD = {
         ],
     ),
     ("ring_all_reduce", "wrong_ready_made"): ("everybody_has_the_sum", None),
+    ("chunk_offset", "wrong_whole_row_in_each_round"): (
+        "round_the_ring",
+        [
+            "elements that all ranks send in a step",
+            "  for       main(...) with 241 parameters",
+            "  rank      0 of 3",
+            "  expected  964, or 972 with chunks of one length",
+            "  got       2892",
+        ],
+    ),
+    ("bucket_overlap", "wrong_early_bucket_overtakes"): (
+        "as_the_sink_launches",
+        [
+            "gradients that are ready when each bucket leaves (the sink was seen to launch after [10, 10, 12, 12])",
+            "  for       in_flight(full_s=[10, 9, 12, 11], lasts_s=[0, 0, 0, 0])",
+            "  rank      0 of 2",
+            "  expected  [10, 10, 12, 12]",
+            "  got       [10, 9, 12, 11]",
+        ],
+    ),
 }
 
 

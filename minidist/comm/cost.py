@@ -9,7 +9,6 @@ Thakur, Rabenseifner and Gropp 2005, sections 3 and 4 (the model, the algorithms
 doc/PERFORMANCE.md.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minidist.comm.convention import OWN
@@ -155,31 +154,6 @@ def bus_bandwidth(name: str, size: int, n: float, seconds: float) -> float:
 def fastest(name: str, size: int, n: float, link: Link) -> str:
     """The algorithm of least cost; of equals the one named first in the table."""
     return min(OWN[name], key=lambda algorithm: cost(name, algorithm, size, n).seconds(link))
-
-
-def finished_s(total: int, bucket: int, backward_s: float, seconds: Callable[[float], float]) -> float:
-    """When the last of `total` bytes of gradients is reduced, counted from the begin of backward.
-
-    Backward gives gradients at an even rate over `backward_s`; a bucket of `bucket` bytes leaves when it is full and
-    the one before it is done. seconds: what the reduction of that many bytes takes while backward runs.
-    """
-    done_s = given = 0.0
-    while given < total:
-        filled = min(bucket, total - given)
-        given += filled
-        done_s = max(done_s, backward_s * given / total) + seconds(filled)
-    return done_s
-
-
-def best_bucket(total: int, backward_s: float, seconds: Callable[[float], float], choices: Sequence[int] = ()) -> int:
-    """The bucket size in bytes with which the gradients are reduced soonest; of equals the largest.
-
-    Small ones pay alpha often; with large ones the last, which nothing hides, is long. choices: powers of two from 64
-    KiB up to all in one when not given. Taken for granted is that the network works beside backward; where both need
-    the same cores nothing is hidden, and fewer messages are always better.
-    """
-    sizes = choices or [1 << k for k in range(16, max(17, (max(total, 1) - 1).bit_length() + 1))]
-    return min(reversed(sizes), key=lambda size: finished_s(total, size, backward_s, seconds))
 
 
 def gain(one: Cost, link: Link, faster: float = 10.0) -> float:

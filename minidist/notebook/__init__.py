@@ -6,6 +6,7 @@ asks before a measurement, and the pictures draw what was measured.
 
 from minidist.notebook.charts import loss_curves, memory_bars, tensor_bytes
 from minidist.notebook.course import reach_course
+from minidist.notebook.curves import curves, winners
 from minidist.notebook.pictures import timeline, traffic
 from minidist.notebook.predict import NEVER, Prediction, measured, predict
 from minidist.notebook.result import CellResult
@@ -16,6 +17,7 @@ __all__ = [
     "CellResult",
     "LiveRanks",
     "Prediction",
+    "curves",
     "loss_curves",
     "measured",
     "memory_bars",
@@ -23,6 +25,7 @@ __all__ = [
     "tensor_bytes",
     "timeline",
     "traffic",
+    "winners",
 ]
 
 

@@ -1,0 +1,140 @@
+"""Tests of bucket_overlap: the times against a clock that ticks, and the order against what the trainer's sink does."""
+
+import random
+
+import torch
+from torch import nn
+
+from exercises.testing import expect, refuses, test
+from minidist.parallel.buckets import BucketedSink
+from minidist.spec import replicated
+
+BUCKETS, EACH = 4, 3  # of the sink: parameters of 4 float32 each, three to a bucket
+KIB = 2**10
+
+
+def acted_out(full, lasts):
+    """[begin, end] of each bucket in whole ticks: whenever the network is free, the next in index order may begin."""
+    times, now, free = [], 0, 0
+    while len(times) < len(full):
+        if now >= free and now >= full[len(times)]:
+            free = now + lasts[len(times)]
+            times.append([now, free])
+        else:
+            now += 1
+    return times
+
+
+def finished(total, bucket, backward_s, seconds):
+    """Seconds until all is reduced, bucket by bucket."""
+    done, given = 0.0, 0
+    while given < total:
+        size = min(bucket, total - given)
+        given += size
+        done = max(done, backward_s * given / total) + seconds(size)
+    return done
+
+
+def times_of(answer, full, lasts):
+    return [list(pair) for pair in answer.in_flight(full, lasts)]
+
+
+@test(points=3)
+def one_at_a_time(answer):
+    """A bucket begins when it is full and the one before it is done; both may be what it waits for."""
+    draw = random.Random(3)
+    for full, lasts in (([2, 4, 6], [1, 1, 1]), ([2, 4, 6], [5, 5, 5]), ([2, 4, 9], [5, 0, 1]), ([], [])):
+        expect("[begin, end] of each bucket", times_of(answer, full, lasts), acted_out(full, lasts))
+    for count in range(1, 12):
+        full, lasts = sorted(draw.choices(range(20), k=count)), draw.choices(range(9), k=count)
+        expect("[begin, end] of each bucket", times_of(answer, full, lasts), acted_out(full, lasts))
+    refuses(ValueError, answer.in_flight, [1, 2], [1])
+
+
+@test(points=3)
+def in_index_order(answer):
+    """A bucket that is full early waits for those ahead of it, which all ranks launch first."""
+    draw = random.Random(4)
+    for full, lasts in (([5, 1], [1, 1]), ([3, 9, 2, 4], [1, 1, 1, 1])):
+        expect("[begin, end] of each bucket", times_of(answer, full, lasts), acted_out(full, lasts))
+    for count in range(2, 12):
+        full, lasts = draw.choices(range(20), k=count), draw.choices(range(4), k=count)
+        expect("[begin, end] of each bucket", times_of(answer, full, lasts), acted_out(full, lasts))
+
+
+@test(points=4, ranks=(2,))
+def as_the_sink_launches(answer, world, network):
+    """The order of events: the trainer's sink launches a bucket when, by `in_flight`, it begins. A gradient that is
+    ready is a tick; a reduction takes none."""
+    names = [f"p{number}" for number in range(BUCKETS * EACH)]
+    for seed in range(3):
+        order = list(names)
+        random.Random(10 * seed + world.rank).shuffle(order)  # autograd's order, another one on every rank
+        launched = seen_launches(network, names, order)
+        buckets = [names[EACH * number : EACH * (number + 1)] for number in range(BUCKETS)]
+        full = [max(order.index(name) + 1 for name in bucket) for bucket in buckets]
+        begins = [begin for begin, _ in answer.in_flight(full, [0] * BUCKETS)]
+        what = f"gradients that are ready when each bucket leaves (the sink was seen to launch after {launched})"
+        expect(what, begins, launched)
+
+
+def seen_launches(network, names, order):
+    """How many gradients were ready when each bucket of the package's sink was launched."""
+    parameters = {name: nn.Parameter(torch.zeros(4)) for name in reversed(names)}  # the sink begins with the last
+    specs = replicated(nn.ParameterDict(parameters), network.group.ranks)
+    sink = BucketedSink(parameters, specs, [network.group], bucket_bytes=4 * 4 * EACH)
+    before, marks = len(network.records), len(network.events)
+    for name in order:
+        sink.add(name, torch.ones(4))
+        network.event(name)
+        sink.ready(name)
+    sink.finish()
+    ready = [tick for tick, _ in network.events[marks:]]
+    return [sum(tick < record.launched for tick in ready) for record in network.records[before:]]
+
+
+@test(points=3)
+def when_all_is_reduced(answer):
+    """Gradients come at an even rate, and the last bucket holds the rest."""
+    for total, bucket, backward_s, alpha, beta in (
+        (12, 4, 3, 0, 0.25),
+        (12, 4, 3, 1, 0.5),
+        (10, 4, 5, 1, 0),
+        (10, 4, 5, 0, 1),
+        (3, 8, 6, 1, 1),
+        (7, 7, 7, 2, 0),
+    ):
+
+        def seconds(n, alpha=alpha, beta=beta):
+            return alpha + beta * n
+
+        done = finished(total, bucket, backward_s, seconds)
+        got = answer.finished_s(total, bucket, backward_s, seconds)
+        case = f"{total} bytes in buckets of {bucket}, backward {backward_s} s, {alpha} + {beta} n s each"
+        expect("seconds until all is reduced", got, done, tolerance=1e-9, case=case)
+    expect("seconds without any gradient", answer.finished_s(0, 4, 3.0, lambda n: 1.0), 0.0)
+
+
+@test(points=3)
+def neither_many_nor_late(answer):
+    """The size with which all is reduced soonest; of those that are equally good the largest."""
+    links = {
+        "alpha 1 ms": (1e-3, 0.0),
+        "1 GB/s": (0.0, 1e-9),
+        "both": (1e-3, 1e-9),
+        "slow": (1e-4, 1e-7),
+        "free": (0, 0),
+    }
+    for name, (alpha, beta) in links.items():
+        for total in (300 * KIB, 5000 * KIB):
+
+            def seconds(n, alpha=alpha, beta=beta):
+                return alpha + beta * n
+
+            choices = [64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB, 16384 * KIB]
+            soonest = {size: finished(total, size, 0.02, seconds) for size in choices}
+            wanted = max(size for size in choices if soonest[size] == min(soonest.values()))
+            got = answer.best_bucket(total, 0.02, seconds, choices)
+            expect(f"the best bucket on the link {name!r}, of {choices}", got, wanted)
+    smallest = answer.best_bucket(384 * KIB, 0.02, lambda n: 1e-9 * n)
+    expect("the best of the package's own choices where messages cost nothing", smallest, 64 * KIB)

@@ -1,0 +1,126 @@
+"""Tests of chunk_offset: the reference is a loop on one process, in float64."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from exercises.testing import Wrong, expect, show, test
+
+BATCH, EPOCHS = 12, 1
+STEPS = EPOCHS * 2
+TOLERANCE = 1e-9  # float64 sums in another order, through two steps of Adam
+KEYS = ("start", "neighbours", "chunks", "added", "mean")
+# Numbers of parameters, and the width of the hidden layer: 241 leaves one over for 2, 3 and 4 ranks, 11 leaves 1, 2, 3.
+MODELS = {241: 20, 11: None}
+
+
+class Run(NamedTuple):
+    """What one call of main has left: the parameters, and what was sent."""
+
+    parameters: list
+    records: list
+
+
+RUNS = {}  # several tests look at one and the same run
+
+
+def model_of(parameters, seed):
+    """A network in float64 of that many parameters, that differs by seed."""
+    hidden = MODELS[parameters]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        last = nn.Linear(hidden or 10, 1)
+        return (nn.Sequential(nn.Linear(10, hidden), nn.ReLU(), last) if hidden else last).double()
+
+
+def data():
+    """24 samples: two batches."""
+    inputs = torch.randn(2 * BATCH, 10, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return inputs, inputs.sum(dim=1, keepdim=True).sin()
+
+
+def trained(answer, world, run, parameters):
+    """The run of main with a model of that size, from other starting values on every rank."""
+    if parameters not in RUNS:
+        model = model_of(parameters, world.rank)
+        result = run(answer.main, *data(), model, epochs=EPOCHS, batch_size=BATCH)
+        if not isinstance(result, tuple) or not isinstance(result[0], nn.Module):
+            raise Wrong("type", "main must return the model and the losses", "(model, losses)", show(result))
+        flat = torch.cat([parameter.detach().flatten() for parameter in result[0].parameters()]).tolist()
+        RUNS[parameters] = Run(flat, run.records)
+    return RUNS[parameters]
+
+
+def one_process(parameters):
+    """The parameters of a single process that starts as rank 0 does, in one row."""
+    model, (inputs, targets) = model_of(parameters, 0), data()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=0.001)
+    for _ in range(EPOCHS):
+        for first in range(0, len(inputs), BATCH):
+            optimizer.zero_grad()
+            error = model(inputs[first : first + BATCH]) - targets[first : first + BATCH]
+            (error**2).mean().backward()
+            optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+@test(points=3, ranks=(3,))
+def replicas_stay_equal(answer, world, run):
+    """After training, the parameters of all replicas are equal, whatever their number."""
+    for parameters in MODELS:
+        everywhere = run.gather(trained(answer, world, run, parameters).parameters)
+        for rank, row in enumerate(everywhere):
+            what = f"the parameters of rank {rank} and of rank 0"
+            expect(what, row, everywhere[0], case=f"main(...) with {parameters} parameters")
+
+
+@test(points=4, ranks=(1, 2, 4))
+def equals_one_process(answer, world, run):
+    """The trained model is the one of a single process, whatever the number of parameters."""
+    for parameters in MODELS:
+        got, case = trained(answer, world, run, parameters).parameters, f"main(...) with {parameters} parameters"
+        expect("the parameters after training", got, one_process(parameters), tolerance=TOLERANCE, case=case)
+
+
+@test(points=3, ranks=(3,))
+def round_the_ring(answer, world, run):
+    """Each step takes 2 (ranks - 1) messages between neighbours, and 2 (ranks - 1) / ranks of the gradients."""
+    size, parameters = world.size, 241
+    sent = [record for record in trained(answer, world, run, parameters).records if record.name != "broadcast"]
+    case = f"main(...) with {parameters} parameters"
+    expect("what is called after the start", sorted({record.name for record in sent}), ["recv", "send"], case=case)
+    sent = [record for record in sent if record.name == "send"]
+    to = {record.peer for record in sent}
+    near = {(world.rank + 1) % size, (world.rank - 1) % size}
+    expect("ranks sent to that are not neighbours", sorted(to - near), [], case=case)
+    expect("messages per step and rank", len(sent) / STEPS, 2 * (size - 1), case=case)
+    elements = sum(run.gather(sum(record.payload_bytes for record in sent) // 8)) // STEPS
+    padded = -(-parameters // size) * size  # chunks filled up to one length are no fault
+    if not 2 * parameters * (size - 1) <= elements <= 2 * padded * (size - 1):
+        least = f"{2 * parameters * (size - 1)}, or {2 * padded * (size - 1)} with chunks of one length"
+        raise Wrong("wrong", "elements that all ranks send in a step", least, str(elements), case=case)
+
+
+@test(points=2)
+def names_the_invariant(answer):
+    """INVARIANT is the rule that the program breaks as you got it."""
+    given = answer.INVARIANT
+    if not given:
+        raise Wrong("unwritten", "INVARIANT names no rule yet: give a key of INVARIANTS")
+    if given not in KEYS:
+        raise Wrong("wrong", "INVARIANT is no key of INVARIANTS", f"one of {', '.join(KEYS)}", show(given))
+    if given != "chunks":
+        raise Wrong("wrong", "the program keeps this rule; INVARIANT must name the one it breaks", got=show(given))
+
+
+@test(points=2)
+def names_the_line(answer, fault):
+    """LINE is the line that breaks it, in the file as you got it."""
+    given, (number, text) = answer.LINE, fault
+    if not given:
+        raise Wrong("unwritten", "LINE names no line yet: give its number in the file as you got it, or its text")
+    if isinstance(given, bool) or not isinstance(given, int | str):
+        raise Wrong("type", "LINE must be the number of a line or its text", "a number or a text", show(given))
+    if str(given).strip() not in (str(number), text):
+        raise Wrong("wrong", "the fault is not in this line of the file as you got it", got=show(given))

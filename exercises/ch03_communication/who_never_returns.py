@@ -1,0 +1,91 @@
+"""Who never returns.
+
+Who never returns? Each function below is started on as many ranks as RANKS says, with the rank as its argument, over
+gloo. Fill in ANSWERS: the set of the ranks that never return; set() when all of them do.
+
+Nothing here knows the answers. The check runs the functions and looks where the ranks stand, so it does not help to
+change them.
+
+Check it with: python -m exercises check who_never_returns
+
+Stub 19a19a04.
+"""
+
+import torch
+import torch.distributed as dist
+
+RANKS = {
+    "one_batch_more": 3,
+    "everybody_sends_first": 3,
+    "sent_in_one_batch": 3,
+    "two_groups_two_orders": 3,
+    "two_orders_waited_for_later": 3,
+    "one_skips_its_node": 4,
+}
+ANSWERS = {
+    "one_batch_more": None,
+    "everybody_sends_first": None,
+    "sent_in_one_batch": None,
+    "two_groups_two_orders": None,
+    "two_orders_waited_for_later": None,
+    "one_skips_its_node": None,
+}
+
+
+def one_batch_more(rank):
+    """Seven batches over three ranks: rank 1 has the one that is left over."""
+    for _ in range(3 if rank == 1 else 2):
+        dist.all_reduce(torch.ones(10))
+
+
+def everybody_sends_first(rank):
+    """One round of a ring: to the right, from the left."""
+    mine, arriving = torch.ones(10), torch.empty(10)
+    dist.send(mine, (rank + 1) % 3)
+    dist.recv(arriving, (rank - 1) % 3)
+
+
+def sent_in_one_batch(rank):
+    """The same round, and its two transfers are started together. One rank lists them the other way round."""
+    mine, arriving = torch.ones(10), torch.empty(10)
+    transfers = [
+        dist.P2POp(dist.isend, mine, (rank + 1) % 3),
+        dist.P2POp(dist.irecv, arriving, (rank - 1) % 3),
+    ]
+    if rank == 1:
+        transfers.reverse()
+    for work in dist.batch_isend_irecv(transfers):
+        work.wait()
+
+
+def two_groups_two_orders(rank):
+    """Ranks 0 and 1 share an expert, whose gradient is summed by them alone; the rest is summed by everybody."""
+    experts = dist.new_group([0, 1])
+    if rank == 1:
+        dist.all_reduce(torch.ones(10), group=experts)
+    dist.all_reduce(torch.ones(10))
+    if rank == 0:
+        dist.all_reduce(torch.ones(10), group=experts)
+
+
+def two_orders_waited_for_later(rank):
+    """The same sums in the same orders, but each rank begins all of its sums before it waits for any."""
+    experts = dist.new_group([0, 1])
+    begun = []
+    if rank == 1:
+        begun.append(dist.all_reduce(torch.ones(10), group=experts, async_op=True))
+    begun.append(dist.all_reduce(torch.ones(10), async_op=True))
+    if rank == 0:
+        begun.append(dist.all_reduce(torch.ones(10), group=experts, async_op=True))
+    for work in begun:
+        work.wait()
+
+
+def one_skips_its_node(rank):
+    """Two nodes of two ranks: a sum inside each node, then one across, among ranks in the same place of their node."""
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    places = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    gradient = torch.ones(10)
+    if rank != 3:
+        dist.all_reduce(gradient, group=nodes[rank // 2])
+    dist.all_reduce(gradient, group=places[rank % 2])

@@ -1,0 +1,109 @@
+"""Who never returns: the solution.
+
+What a rank has begun helps others, even while it waits. What it would begin after its wait helps nobody. So the same
+messages in the same orders hang when each is waited for at once, and do not when all are begun first: that is why a
+ring starts its send and its receive together, and why gradients of several groups are launched and waited for later.
+
+A wait spreads. Rank 2 of the two orders did nothing wrong, and rank 0 of the two nodes was done with its own: each
+waits for one that waits for ever. Rank 3, who left its node's sum out, returns without a word, and so does rank 1:
+both with a sum that lacks a part.
+
+How many messages may be under way is the backend's business. gloo and our shared memory keep order per group; NCCL on
+one GPU needs operations of several groups in one order on all ranks, because a kernel that waits takes the place of
+the one it waits for. Whoever wants to be right everywhere launches all groups in one order.
+
+Usual wrong answers:
+* transfers that are started together are thought to run one after the other
+* the scenario is changed until the answer fits
+* every rank waits for ever, whatever it does
+* the pair across that is complete is said to wait as well
+* the ranks that wait for each other are left out
+* the message of the last rank is thought to be buffered, which lets the ring go on
+* the rank that waits for the one that is stuck is forgotten
+* the rank whose order nobody disputes waits as well, for one that never comes
+* order counts within a group; what is begun in two groups is independent of each other
+* the ranks that have no third batch are said to wait for it, and they have long returned
+* the rank that skipped meets its partner across, and returns
+* the rank that lists its transfers the other way round is thought to hang
+* one is left unanswered
+* no rank ever waits
+"""
+
+import torch
+import torch.distributed as dist
+
+RANKS = {
+    "one_batch_more": 3,
+    "everybody_sends_first": 3,
+    "sent_in_one_batch": 3,
+    "two_groups_two_orders": 3,
+    "two_orders_waited_for_later": 3,
+    "one_skips_its_node": 4,
+}
+ANSWERS = {
+    "one_batch_more": {1},
+    "everybody_sends_first": {0, 1, 2},
+    "sent_in_one_batch": set(),
+    "two_groups_two_orders": {0, 1, 2},
+    "two_orders_waited_for_later": set(),
+    "one_skips_its_node": {0, 2},
+}
+
+
+def one_batch_more(rank):
+    """Seven batches over three ranks: rank 1 has the one that is left over."""
+    for _ in range(3 if rank == 1 else 2):
+        dist.all_reduce(torch.ones(10))
+
+
+def everybody_sends_first(rank):
+    """One round of a ring: to the right, from the left."""
+    mine, arriving = torch.ones(10), torch.empty(10)
+    dist.send(mine, (rank + 1) % 3)
+    dist.recv(arriving, (rank - 1) % 3)
+
+
+def sent_in_one_batch(rank):
+    """The same round, and its two transfers are started together. One rank lists them the other way round."""
+    mine, arriving = torch.ones(10), torch.empty(10)
+    transfers = [
+        dist.P2POp(dist.isend, mine, (rank + 1) % 3),
+        dist.P2POp(dist.irecv, arriving, (rank - 1) % 3),
+    ]
+    if rank == 1:
+        transfers.reverse()
+    for work in dist.batch_isend_irecv(transfers):
+        work.wait()
+
+
+def two_groups_two_orders(rank):
+    """Ranks 0 and 1 share an expert, whose gradient is summed by them alone; the rest is summed by everybody."""
+    experts = dist.new_group([0, 1])
+    if rank == 1:
+        dist.all_reduce(torch.ones(10), group=experts)
+    dist.all_reduce(torch.ones(10))
+    if rank == 0:
+        dist.all_reduce(torch.ones(10), group=experts)
+
+
+def two_orders_waited_for_later(rank):
+    """The same sums in the same orders, but each rank begins all of its sums before it waits for any."""
+    experts = dist.new_group([0, 1])
+    begun = []
+    if rank == 1:
+        begun.append(dist.all_reduce(torch.ones(10), group=experts, async_op=True))
+    begun.append(dist.all_reduce(torch.ones(10), async_op=True))
+    if rank == 0:
+        begun.append(dist.all_reduce(torch.ones(10), group=experts, async_op=True))
+    for work in begun:
+        work.wait()
+
+
+def one_skips_its_node(rank):
+    """Two nodes of two ranks: a sum inside each node, then one across, among ranks in the same place of their node."""
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    places = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    gradient = torch.ones(10)
+    if rank != 3:
+        dist.all_reduce(gradient, group=nodes[rank // 2])
+    dist.all_reduce(gradient, group=places[rank % 2])

@@ -1,0 +1,10 @@
+"""two_groups_two_orders: the ranks that wait for each other are left out"""
+
+ANSWERS = {
+    "one_batch_more": {1},
+    "everybody_sends_first": {0, 1, 2},
+    "sent_in_one_batch": set(),
+    "two_groups_two_orders": {2},
+    "two_orders_waited_for_later": set(),
+    "one_skips_its_node": {0, 2},
+}

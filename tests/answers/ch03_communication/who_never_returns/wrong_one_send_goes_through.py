@@ -1,0 +1,10 @@
+"""everybody_sends_first: the message of the last rank is thought to be buffered, which lets the ring go on"""
+
+ANSWERS = {
+    "one_batch_more": {1},
+    "everybody_sends_first": {0, 1},
+    "sent_in_one_batch": set(),
+    "two_groups_two_orders": {0, 1, 2},
+    "two_orders_waited_for_later": set(),
+    "one_skips_its_node": {0, 2},
+}

@@ -1,0 +1,10 @@
+"""two_groups_two_orders: the rank whose order nobody disputes waits as well, for one that never comes"""
+
+ANSWERS = {
+    "one_batch_more": {1},
+    "everybody_sends_first": {0, 1, 2},
+    "sent_in_one_batch": set(),
+    "two_groups_two_orders": {0, 1},
+    "two_orders_waited_for_later": set(),
+    "one_skips_its_node": {0, 2},
+}

@@ -1,4 +1,6 @@
-"""`python -m bench dp --ranks 2 --ranks 4 --json FILE --picture FILE`, and `python -m bench comm` (bench/comm.py)."""
+"""`python -m bench dp --ranks 2 --ranks 4 --json FILE --picture FILE`; `comm` (bench/comm.py), with `--calibrate`
+(bench/calibrate.py).
+"""
 
 import argparse
 import contextlib
@@ -10,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import comm, dp, report
+from bench import calibrate, comm, dp, report
 from bench.contenders import MODES
 from bench.lineup import LINEUP
 from bench.workload import Workload
@@ -36,6 +38,8 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
     server: where the ranks come from; one of its own when None.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:2] == ["comm", "--calibrate"]:
+        return calibrate.main(arguments[2:], server)
     if arguments[:1] == ["comm"]:
         return comm.main(arguments[1:], server)
     options = _parse(arguments)
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m bench", description="minidist beside public systems, in paired rounds")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("comm", help="the backend shm beside gloo", add_help=False)
+    commands.add_parser("comm", help="shm beside gloo; with --calibrate, alpha, beta and gamma", add_help=False)
     command = commands.add_parser("dp", help="data parallelism")
     add = command.add_argument
     add("--ranks", type=int, action="append", help="number of ranks, may be repeated (default: 2 and 4)")

@@ -5,6 +5,7 @@ ends in one message and exit code 1. Neither shows a traceback.
 """
 
 import difflib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ def train_options(argv: list[str], over: Sequence[str] = ()) -> tuple["Config", 
         config: Path | None = None
         """A TOML file with options; those on the command line win."""
 
+    argv = [re.sub(r"^--trace(?=$|=)", "--trace.file", word) for word in argv]
     options = TrainOptions(_base_config(argv))
     if over:
         options = _parse(TrainOptions, "train", list(over), default=options)

@@ -129,6 +129,18 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class TraceConfig:
+    """Some steps recorded on every rank, to look at: who computed, communicated or waited, and when."""
+
+    file: Path | None = None
+    """Where to write them, as a Chrome trace; `--trace FILE` for short. None: no trace."""
+    first: int | None = None
+    """The first recorded step; the first of this run when not given, which also warms up."""
+    steps: int = 10
+    """How many are recorded. Until they are over each rank holds them in memory: some 1.5 kB per operation."""
+
+
+@dataclass(frozen=True)
 class Config:
     """A training run."""
 
@@ -139,6 +151,7 @@ class Config:
     comm: CommConfig = field(default_factory=CommConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     device: str = "auto"
     """cpu; cuda: a GPU per rank; cuda:0: this GPU for all ranks; auto: cuda where there are enough GPUs, else cpu."""
     folder: Path | None = None
@@ -178,6 +191,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "train.sample-tokens": (0, math.inf),
     "checkpoint.every": (0, math.inf),
     "checkpoint.keep": (1, math.inf),
+    "trace.first": (1, math.inf),
+    "trace.steps": (1, math.inf),
     "data.seq-len": (1, math.inf),
     "optim.lr": (0, math.inf),
     "optim.weight-decay": (0, math.inf),
@@ -205,6 +220,11 @@ def check(config: Config, world_size: int) -> Mesh:
         )
     if data.min_length is not None and not 1 <= data.min_length <= data.seq_len:
         raise UserError(f"data.min-length is {data.min_length}; it must be from 1 to data.seq-len ({data.seq_len}).")
+    if config.trace.first is not None and config.trace.first > train.steps:
+        raise UserError(
+            f"trace.first is {config.trace.first}, and the run ends at step {train.steps}: nothing would be recorded. "
+            f"Give --trace.first {train.steps} or less."
+        )
     parts = mesh.dp * train.micro_batches
     if train.global_batch < parts:
         fewer = train.global_batch // mesh.dp
@@ -232,7 +252,7 @@ def check(config: Config, world_size: int) -> Mesh:
 def _check_numbers(config: Config) -> None:
     for name, (least, most) in _RANGES.items():
         value = _value(config, name)
-        if not (least <= value <= most and abs(value) < math.inf):
+        if value is not None and not (least <= value <= most and abs(value) < math.inf):
             needed = f"from {least} to {most}" if most < math.inf else f"{least} or more"
             raise UserError(f"{name} is {value}; it must be {needed}: change --{name}.")
     for name in _ABOVE_ZERO:

@@ -238,6 +238,12 @@ def _ranks(name: str) -> Finding:
     return Finding(name, f"two fresh ranks by {server.method} with an all_reduce over gloo: {took_s:.2f} s")
 
 
+def _links(name: str) -> Finding:
+    from minidist.links import links
+
+    return Finding(name, "\n".join(links()))
+
+
 def _compiler(name: str) -> Finding:
     found = next((path for tool in ("c++", "g++", "clang++") if (path := shutil.which(tool))), None)
     if found is None:
@@ -280,6 +286,7 @@ LOOKS: dict[str, Callable[[str], Finding]] = {
     "shared memory": _shared_memory,
     "disk": _disk,
     "ranks": _ranks,
+    "links": _links,
     "C++ compiler": _compiler,
     "extras": _extras,
 }

@@ -5,6 +5,7 @@ import json
 import matplotlib.image
 import pytest
 
+from bench.__main__ import main as bench
 from bench.calibrate import Calibration, main
 from minidist.comm.algorithms import ALGORITHMS
 from minidist.comm.calibrate import BACKEND, Sample
@@ -78,6 +79,8 @@ def test_the_command_measures_fits_and_draws(server, tmp_path, capsys):
     ("options", "message"),
     [
         (["--ranks", "1"], "--ranks 1: a message needs 2 ranks or more"),
+        (["--backend", "foo"], "--backend foo is none for tensors on the CPU; possible: gloo, shm"),
+        (["--backend", "nccl"], "--backend nccl is none for tensors on the CPU"),
         (["--turns", "0"], "--turns is 0; it must be at least 1"),
         (["--smallest", "1024", "--largest", "4096"], "there are 3 powers of two; a fit and sizes to hold it against"),
         (["--smallest", "0"], "there are 0 powers of two"),
@@ -85,4 +88,6 @@ def test_the_command_measures_fits_and_draws(server, tmp_path, capsys):
 )
 def test_what_cannot_be_measured_is_refused(options, message, capsys):
     assert main(options, server=object()) == 2
+    assert message in capsys.readouterr().err
+    assert bench(["comm", "--calibrate", *options], server=object()) == 2
     assert message in capsys.readouterr().err

@@ -12,8 +12,9 @@ from minidist.doctor import DoctorOptions, Finding, doctor
 
 @pytest.fixture
 def without_ranks(monkeypatch):
-    """Leave out the look that starts processes."""
+    """Leave out the looks that start processes."""
     monkeypatch.delitem(room.LOOKS, "ranks")
+    monkeypatch.delitem(room.LOOKS, "links")
 
 
 def found(capsys) -> tuple[int, dict]:
@@ -29,6 +30,8 @@ def test_training_can_run_where_the_tests_run(capsys):
     values = {finding["name"]: finding["value"] for finding in report["findings"]}
     assert values.keys() == room.LOOKS.keys()
     assert torch.__version__ in values["torch"] and "gloo" in values["backends"]
+    names = ["2 ranks", "gloo", "shm", "nccl"]
+    assert [line.partition(":")[0] for line in values["links"].splitlines()][:4] == names
     assert "two fresh ranks by" in values["ranks"] and "usable" in values["cores"]
     assert "with 1 rank," in values["threads per rank"] and "with 4 ranks" in values["threads per rank"]
     for finding in report["findings"]:

@@ -111,6 +111,7 @@ def announce(group: Group, name: str, tensor: Tensor, channel: Channel, detail: 
         tensor.dtype,
         device=str(tensor.device),
         peer=channel.peer,
+        tag=channel.tag,
         **count,
     )
     return Launched(channel, seq, told, shape, dtype, record)

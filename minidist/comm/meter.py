@@ -24,8 +24,8 @@ class Record:
     shape, dtype: the tensor the convention table counts.
     payload_bytes: the size of that tensor; wire_bytes: what this rank sends.
     algorithm: what the wire bytes stand for; modelled: whether that algorithm was assumed rather than seen.
-    device: where the tensor is; peer: global rank on the other end of a transfer; batch: what transfers that were
-    launched together have in common.
+    device: where the tensor is; peer, tag: of a transfer, the global rank on its other end, and its tag; batch: what
+    transfers that were launched together have in common.
     launched, waited: places in the order of events of this rank's meter; `waited` is None until the wait ended.
     """
 
@@ -41,6 +41,7 @@ class Record:
     modelled: bool
     device: str = "cpu"
     peer: int | None = None
+    tag: int = 0
     batch: int | None = None
     launched: int = 0
     waited: int | None = None
@@ -74,6 +75,7 @@ class Meter:
         splits: list[int] | None = None,
         device: str = "cpu",
         peer: int | None = None,
+        tag: int = 0,
         batch: int | None = None,
     ) -> Record:
         """Count one launched operation of group rank `rank` and return its record."""
@@ -94,6 +96,7 @@ class Meter:
             modelled=name not in EXACT,
             device=device,
             peer=peer,
+            tag=tag,
             batch=batch,
             launched=self._tick(),
         )

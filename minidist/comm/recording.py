@@ -158,6 +158,7 @@ class RecordingGroup(dist.ProcessGroup):
                 tensor.dtype,
                 device=str(tensor.device),
                 peer=channel.peer,
+                tag=channel.tag,
                 **count,
             )
         work = call()

@@ -115,8 +115,8 @@ class Metrics:
         before = read_metrics((source or folder) / self.path.name) if start else []
         self.rows = [row for row in before if row.get("step", start) <= start and row.get("start", -1) < start]
         with writing(folder):
-            _replace(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
-            _replace(folder / "config.toml", to_toml(config))
+            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
+            write_whole(folder / "config.toml", to_toml(config))
 
     def write(self, row: dict) -> None:
         self.rows.append(row)
@@ -146,8 +146,32 @@ def writing(folder: Path):
         ) from error
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file aside and give it its name, so that a reader never sees half of it."""
-    aside = path.with_suffix(path.suffix + ".partial")
-    aside.write_text(text)
-    os.replace(aside, path)
+def check_trace(path: Path | None) -> None:
+    """Raise UserError when `--trace` names a file that could not be written, before there is anything to write."""
+    if path is None:
+        return
+    if path.exists():
+        raise UserError(f"--trace {path} is there already: remove it, or give the trace another name.")
+    try:
+        _aside(path).write_bytes(b"")
+        _aside(path).unlink()
+    except OSError as error:
+        raise UserError(
+            f"--trace {path} cannot be written: {error.strerror}. Give a file in a folder that exists and where you "
+            "may write."
+        ) from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside and give it its name, so that a reader never sees half of it. Raises OSError."""
+    try:
+        _aside(path).write_text(text)
+        os.replace(_aside(path), path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            _aside(path).unlink()
+        raise
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")

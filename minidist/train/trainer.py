@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 
 from minidist import comm
-from minidist.comm import CommError, Meter, World
+from minidist.comm import CommError, World
 from minidist.comm.standing import rank_names
-from minidist.config import Config, check
+from minidist.config import Config, TraceConfig, check
 from minidist.configfile import to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation
@@ -28,6 +28,7 @@ from minidist.train.resume import check_resumable
 from minidist.train.schedule import learning_rate
 from minidist.train.step import Engine, StepResult
 from minidist.train.text import continue_text
+from minidist.train.trace import Trace, make_meter
 
 Made = TypeVar("Made")
 
@@ -72,9 +73,12 @@ class Trainer:
     def __init__(self, world: World, config: Config):
         self.world, self.config = world, config
         self.mesh = check(config, world.size)
-        self.groups = comm.bind(world, self.mesh, USES, meter=Meter(keep=False), timeout_s=config.comm.timeout_s)
+        meter = make_meter(config.trace)
+        self.groups = comm.bind(world, self.mesh, USES, meter=meter, timeout_s=config.comm.timeout_s)
         self.control = self.groups["control"]
         self.swap = comm.exchange(self.control)
+        self._together(lambda: runfolder.check_trace(config.trace.file) if world.rank == 0 else None)
+        self.trace = Trace(config.trace, self.groups)
         self.corpus = self._together(self._open_corpus)
         self._check_same_corpus()
         model = Transformer(config.model)
@@ -127,14 +131,17 @@ class Trainer:
 
     def run(self, stop: StopRequest) -> dict:
         """Train to the last step, or to the step after which any rank was asked to stop. Returns the summary."""
-        train, stopped = self.config.train, False
+        train, meter, stopped = self.config.train, self.groups.meter, False
         while self.progress.step < train.steps and not stopped:
-            stopped = self._step(stop.requested is not None).stop
+            self.trace.at(self.progress.step)
+            with meter.span("step", step=self.progress.step + 1):
+                stopped = self._step(stop.requested is not None).stop
             step, last = self.progress.step, self.progress.step == train.steps
             if _due(step, train.eval_every) and not last and not stopped:
                 self._evaluate()
             if _due(step, self.config.checkpoint.every) or last or stopped:
                 self._save()
+        self.trace.finish(self.progress.step)
         return self._finish(stopped and self.progress.step < train.steps)
 
     def _step(self, stop: bool) -> StepResult:
@@ -142,9 +149,10 @@ class Trainer:
         start, sent = time.perf_counter(), self.groups.meter.total_wire_bytes
         at = self.mesh.coords(self.world.rank)["dp"]
         data, train = config.data, config.train
-        batches = self.loader.micro_batches(
-            self.progress.position, train.global_batch, at, self.mesh.dp, train.micro_batches, data.shares
-        )
+        with self.groups.meter.span("data"):
+            batches = self.loader.micro_batches(
+                self.progress.position, train.global_batch, at, self.mesh.dp, train.micro_batches, data.shares
+            )
         lr = learning_rate(config.optim, step, train.steps)
         weight = data.weights[at] if data.weights else 1.0
         result = self.engine.step(step, batches, lr, weight=weight, stop=stop)
@@ -185,7 +193,8 @@ class Trainer:
         at = self.mesh.coords(self.world.rank)["dp"]
         samples = self.held_out.num_samples
         parts = -(-samples // self.config.train.global_batch)
-        loss = self.engine.evaluate(self.held_out.micro_batches(0, samples, at, self.mesh.dp, parts))
+        with self.groups.meter.span("evaluation"):
+            loss = self.engine.evaluate(self.held_out.micro_batches(0, samples, at, self.mesh.dp, parts))
         self.reporter.held_out(self.progress.step, loss)
         if self.metrics:
             self.metrics.write({"step": self.progress.step, "held_out_loss": loss})
@@ -209,6 +218,8 @@ class Trainer:
             lines["best possible"] = self.corpus.entropy_rate
         with runfolder.writing(self.folder):
             picture.draw_loss(self.metrics.rows, lines, self.folder / "loss.png")
+        if self.trace.line:
+            self.reporter.note(self.trace.line)
         if summary["stopped"]:
             steps = f"{summary['step']} of {self.config.train.steps}"
             self.reporter.note(f"stopped after step {steps}: go on with --checkpoint.resume {self.folder}")
@@ -241,7 +252,9 @@ class Trainer:
             "corpus": self.corpus.fingerprint,
             "corpus_name": self.corpus.describe(),
         }
-        path = checkpoint.save(root, self.progress.step, state.pieces(self.engine), kept, self.swap, self.control.rank)
+        made = state.pieces(self.engine)
+        with self.groups.meter.span("checkpoint"):
+            path = checkpoint.save(root, self.progress.step, made, kept, self.swap, self.control.rank)
         if self.world.rank == 0:
             folders.prune(root, self.config.checkpoint.keep, path)
             self.reporter.note(f"checkpoint: {path}")
@@ -271,8 +284,9 @@ class Trainer:
 
 
 def reusable(config: Config) -> Config:
-    """The configuration without what belongs to one run: its folder, and where it went on from."""
-    return dataclasses.replace(config, folder=None, checkpoint=dataclasses.replace(config.checkpoint, resume=None))
+    """The configuration without what belongs to one run: its folder, where it went on from, and its trace."""
+    once = dataclasses.replace(config.checkpoint, resume=None)
+    return dataclasses.replace(config, folder=None, checkpoint=once, trace=TraceConfig())
 
 
 def _due(step: int, every: int) -> bool:

@@ -16,7 +16,7 @@ from minidist.comm.convention import chunks
 from minidist.comm.shm.meeting import Meeting, ShmError
 from minidist.comm.shm.neighbours import Neighbours
 from minidist.comm.shm.reduce import Reduction
-from minidist.comm.shm.slots import SMALL_BYTES, Slots, section
+from minidist.comm.shm.slots import SMALL_BYTES, Slots, even, section
 
 ONE_MEETING_BYTES = (
     2**20
@@ -180,6 +180,7 @@ class Collectives:
 
     def _stream(self, slots: Slots, n: int, step: int, fill: Fill, drain: Fill, told: str, shown: str) -> None:
         """Fill a slot, meet, drain the slots; as often as `n` elements take in steps of `step`, once at least."""
+        step = even(n, step)
         for begin in range(0, max(n, 1), step):
             turn, end = slots.turn((), lambda every: every), min(begin + step, n)
             fill(turn, begin, end)
@@ -219,7 +220,8 @@ class _Shared(NamedTuple):
 
 
 def _pieces(flat: Tensor, length: int, size: int, rank: int) -> Iterator[_Piece]:
-    """Views of `length` elements each, and of the rest. Made row by row of a matrix, in few calls."""
+    """Views of at most `length` elements, and as few. Made row by row of a matrix, in few calls."""
+    length = even(flat.numel(), length)
     full = flat.numel() // length * length
     for rows in (flat[:full].view(-1, length), flat[full:].unsqueeze(0)):
         if rows.numel():

@@ -20,7 +20,8 @@ SLOTS = 3
 SMALL_BYTES = 16 * 1024  # of a slot for small tensors
 _ALIGN = 64  # bytes: a cache line, and a multiple of every element's size
 _MIN_BYTES = 4096
-_PLENTY_BYTES = 3 * 2**19  # half of what is free while there is more, then a sixteenth: there is always some left
+LARGE_BYTES = 2**20  # of a slot for large tensors, when there is room: more hardly helps, and leaves the cache
+_PLENTY_BYTES = 3 * 2**19  # most of what is free while there is more, then a sixteenth: there is always some left
 _KEPT_VIEWS = 256
 _PLACE = struct.Struct("<QQ")
 
@@ -49,7 +50,8 @@ class Slots:
         arena = self._here.arena
         self._here.reclaim()
         free = arena.free_bytes()
-        large = free // (2 if free > _PLENTY_BYTES else 16) // SLOTS // _MIN_BYTES * _MIN_BYTES
+        part = 5 * free // 8 if free > _PLENTY_BYTES else free // 16
+        large = min(LARGE_BYTES, part // SLOTS // _MIN_BYTES * _MIN_BYTES)
         size = SMALL_BYTES if self._small else large
         try:
             size = SLOTS * max(size, _MIN_BYTES)
@@ -78,6 +80,12 @@ class Slots:
     def section_bytes(self) -> int:
         """Of a slot cut into one part per rank."""
         return self.bytes // self._meeting.size // _ALIGN * _ALIGN
+
+
+def even(n: int, longest: int) -> int:
+    """The length of parts, at most `longest`, of which `n` elements take as few as possible, none much shorter."""
+    count = max(1, -(-n // longest))
+    return min(longest, max(1, -(-n // count // _ALIGN)) * _ALIGN)
 
 
 def section(slot: Tensor, which: int, size: int, length: int, dtype: torch.dtype = torch.uint8) -> Tensor:

@@ -23,7 +23,7 @@ from minidist.comm.shm.lane import Workers
 GRACE_S = 1.0
 _HELLO_S = 10.0
 _MESSAGE_BYTES = 4096
-_GIVE_WAY = 40  # times, about 30 us on a core that nobody else wants
+_GIVE_WAY_S = 1e-4
 
 
 class Neighbours:
@@ -236,9 +236,10 @@ def receive(sock: socket.socket, size: int) -> bytes:
     """The next message, of at most `size` bytes. Raises what `recv` does.
 
     The ranks of a group are mostly microseconds apart, and to sleep and be woken takes tens of them. So before it
-    sleeps, who waits gives way to whoever else wants this core, a few times: to a rank that shares it first of all.
+    sleeps, who waits gives way for a moment to whoever else wants this core: to a rank that shares it first of all.
     """
-    for _ in range(_GIVE_WAY):
+    end_s = time.monotonic() + _GIVE_WAY_S
+    while time.monotonic() < end_s:
         try:
             return sock.recv(size, socket.MSG_DONTWAIT)
         except BlockingIOError:

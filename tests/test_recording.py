@@ -152,3 +152,19 @@ def test_a_deadlock_of_raw_calls_is_explained(server):
         server.run(deadlocked, 2, deadline_s=60.0)
     assert failure.value.kind == "deadlock"
     assert "all_reduce #1" in str(failure.value) and "test_recording.py" in str(failure.value)
+
+
+def crossed(world: World) -> None:
+    name = mount(Meter(), world.board)
+    groups = [dist.new_group(backend=name) for _ in range(2)]
+    for group in groups if world.rank else reversed(groups):
+        dist.all_reduce(torch.ones(2), group=group)
+
+
+def test_groups_of_the_same_ranks_are_told_apart(server):
+    from minidist.train.launch import RankFailure
+
+    with pytest.raises(RankFailure) as failure:
+        server.run(crossed, 2, deadline_s=60.0)
+    assert failure.value.kind == "deadlock"
+    assert "of 'torch' (ranks 0-1)" in str(failure.value) and "of 'torch 2' (ranks 0-1)" in str(failure.value)

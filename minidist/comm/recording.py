@@ -40,7 +40,11 @@ def mount(meter: Meter, board: Board | None = None, use: str = "torch", wait: Wa
     def create(options, _backend_options) -> RecordingGroup:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         inner = _inner_group(options.store, options.group_rank, options.group_size, options.timeout)
-        return RecordingGroup(inner, ranks, meter, board, use, options.group_id, wait or _wait)
+        # Groups of the same ranks are told apart by the order of their making, which is the same on all of them.
+        there = dist.distributed_c10d._world.pg_group_ranks
+        before = sum(isinstance(group, RecordingGroup) and group.ranks == ranks for group in there)
+        named = f"{use} {before + 1}" if before else use
+        return RecordingGroup(inner, ranks, meter, board, named, options.group_id, wait or _wait)
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     return NAME
@@ -124,7 +128,7 @@ class RecordingGroup(dist.ProcessGroup):
         wait: Wait = _wait,
     ):
         super().__init__(inner.rank(), inner.size())
-        self._inner, self._ranks, self._meter, self._board, self._use = inner, ranks, meter, board, use
+        self._inner, self.ranks, self._meter, self._board, self._use = inner, ranks, meter, board, use
         self._name, self._wait = name, wait
 
     def _run(
@@ -142,7 +146,7 @@ class RecordingGroup(dist.ProcessGroup):
 
         detail: what all ranks must agree on besides name, elements and dtype.
         """
-        channel = channel or Channel("collective", self._use, self._ranks)
+        channel = channel or Channel("collective", self._use, self.ranks)
         told = f"{name} {detail}".rstrip()
         for tensor in counted:
             shape = tuple(tensor.shape) if numel is None else (numel,)
@@ -151,7 +155,7 @@ class RecordingGroup(dist.ProcessGroup):
             record = self._meter.record(
                 name,
                 self._use,
-                self._ranks,
+                self.ranks,
                 self.rank(),
                 seq,
                 shape,
@@ -167,7 +171,7 @@ class RecordingGroup(dist.ProcessGroup):
         return work and _RecordedWork(work, self._board, self._meter, at, record, self._wait)
 
     def _root(self, opts) -> dict:
-        return {"root": opts.rootRank, "detail": f"root {self._ranks[opts.rootRank]}"}
+        return {"root": opts.rootRank, "detail": f"root {self.ranks[opts.rootRank]}"}
 
     # -- whole tensors ------------------------------------------------------------------------------------------------
 
@@ -260,7 +264,7 @@ class RecordingGroup(dist.ProcessGroup):
     # -- transfers ----------------------------------------------------------------------------------------------------
 
     def _transfer(self, kind: str, tensors, peer: int, tag: int, call) -> dist.Work:
-        channel = Channel(kind, self._use, self._ranks, self._ranks[peer], tag)
+        channel = Channel(kind, self._use, self.ranks, self.ranks[peer], tag)
         return self._run(kind, tensors, call, channel=channel)
 
     def send(self, tensors, peer, tag=0):

@@ -49,6 +49,7 @@ def one_at_a_time(answer):
         full, lasts = sorted(draw.choices(range(20), k=count)), draw.choices(range(9), k=count)
         expect("[begin, end] of each bucket", times_of(answer, full, lasts), acted_out(full, lasts))
     refuses(ValueError, answer.in_flight, [1, 2], [1])
+    refuses(ValueError, answer.in_flight, [1], [1, 2])
 
 
 @test(points=3)

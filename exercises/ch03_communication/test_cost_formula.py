@@ -1,6 +1,6 @@
 """Tests of cost_formula: the counts, against rounds that are acted out one by one."""
 
-from exercises.testing import expect, test
+from exercises.testing import Wrong, expect, show, test
 
 SIZES = (2, 3, 4, 5, 8, 9)
 N = 7200.0  # bytes; divides by every number of ranks up to 10 but 7
@@ -24,6 +24,8 @@ def ring(size, n, reduced):
 
 def counts(answer, name, algorithm, size, n=N):
     found = answer.cost(name, algorithm, size, n)
+    if not all(hasattr(found, count) for count in ("rounds", "sent", "reduced")):
+        raise Wrong("type", "the result has the wrong type", "a Cost", f"{type(found).__name__} {show(found)}")
     return [found.rounds, found.sent, found.reduced]
 
 

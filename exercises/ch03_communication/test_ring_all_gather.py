@@ -2,8 +2,9 @@
 
 import torch
 
-from exercises.testing import expect, test
+from exercises.testing import Wrong, expect, test
 from exercises.traffic import Wire
+from minidist.comm import gather_objects
 
 
 def part_of(rank, length):
@@ -12,11 +13,14 @@ def part_of(rank, length):
 
 
 def run(answer, world, network, lengths):
-    """Gather parts of these lengths; (parts of this rank, wire)."""
-    parts = [torch.full((length,), -1.0 - world.rank) for length in lengths]
+    """Gather parts of these lengths; (parts of this rank, wire).
+
+    The parts are read from the row: what is put into the list in the place of a view of it does not get there.
+    """
+    parts = torch.full((sum(lengths),), -1.0 - world.rank).split(lengths)
     parts[world.rank].copy_(part_of(world.rank, lengths[world.rank]))
     with Wire(network) as wire:
-        answer.travel(parts, network.group)
+        answer.travel(list(parts), network.group)
     return parts, wire
 
 
@@ -28,7 +32,7 @@ def are_complete(parts, lengths):
 
 @test(points=4, ranks=(1, 2, 3, 4))
 def everybody_has_every_part(answer, world, network):
-    """Every rank ends with the parts of all, here of equal length."""
+    """Every rank ends with the parts of all in its own row, of which they are views; here of equal length."""
     if world.size == 1:
         parts, _ = run(answer, world, network, [3])
         are_complete(parts, [3])
@@ -47,12 +51,21 @@ def parts_need_not_be_equal(answer, world, network):
 
 @test(points=3, ranks=(4,))
 def only_to_the_neighbour(answer, world, network):
-    """A rank sends to one neighbour only and receives from the other, one message in each of size - 1 rounds."""
+    """A rank sends to one neighbour and receives from the other, in size - 1 rounds; none waits its turn."""
     _, wire = run(answer, world, network, [2] * world.size)
     to, of = sorted(set(wire.peers("send"))), sorted(set(wire.peers("recv")))
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    expect("ranks sent to, ranks received from", (to, of) in (([right], [left]), ([left], [right])), True)
+    if (to, of) not in (([right], [left]), ([left], [right])):
+        either = f"{[right]} and {[left]}, or {[left]} and {[right]}"
+        raise Wrong("wrong", "ranks sent to and ranks received from", either, f"{to} and {of}")
     expect("messages sent", len(wire.peers("send")), world.size - 1)
+    sends, receives = ([one for one in network.records if one.name == name] for name in ("send", "recv"))
+    pairs = zip(sends, receives, strict=False)
+    begins = all(other.waited is None or one.launched < other.waited for one, other in pairs)
+    at_once = sum(gather_objects(begins, network.group))
+    if at_once < world.size // 2:  # every second one may receive first
+        what = "ranks that begin to send before they have received; the others wait for them"
+        raise Wrong("wrong", what, f"at least {world.size // 2} of {world.size}", str(at_once))
 
 
 @test(points=2, ranks=(3, 4))

@@ -2,7 +2,7 @@
 
 import torch
 
-from exercises.testing import expect, test
+from exercises.testing import Wrong, expect, test
 from exercises.traffic import Wire
 from minidist.comm import gather_objects
 
@@ -49,11 +49,15 @@ def reduced_as_asked(answer, world, network):
 
 @test(points=3, ranks=(3, 4))
 def as_few_bytes_as_there_can_be(answer, world, network):
-    """All ranks together send 2 (ranks - 1) times the elements of the tensor, and each to its neighbours only."""
+    """All ranks together send 2 (ranks - 1) times the tensor: each an equal share of that, to its neighbours only."""
     for n in (12, 13):
         _, _, wire = run(answer, world, network, (n,))
         sent = sum(gather_objects(wire.sent(), network.group))
         expect(f"elements sent by all ranks for {n} elements", sent, 2 * n * (world.size - 1))
+        share = 2 * (world.size - 1) * -(-n // world.size)
+        if wire.sent() > share:
+            what = f"elements that this rank sends for {n} elements: no rank is to send more than the others"
+            raise Wrong("wrong", what, f"at most {share}", str(wire.sent()))
         near = {(world.rank + 1) % world.size, (world.rank - 1) % world.size}
         expect("ranks sent to that are no neighbours", sorted(set(wire.peers("send")) - near), [])
 

@@ -2,8 +2,9 @@
 
 import torch
 
-from exercises.testing import expect, test
+from exercises.testing import Wrong, expect, test
 from exercises.traffic import Wire
+from minidist.comm import gather_objects
 
 
 def value(rank, n):
@@ -12,19 +13,22 @@ def value(rank, n):
 
 
 def run(answer, world, network, lengths, op="sum"):
-    """Reduce and scatter parts of these lengths; (parts of this rank, the reduction of all rows in parts, wire)."""
+    """Reduce and scatter parts of these lengths; (parts of this rank, the reduction of all rows in parts, wire).
+
+    The parts are read from the row: what is put into the list in the place of a view of it does not get there.
+    """
     rows = [value(rank, sum(lengths)) for rank in range(world.size)]
-    parts = list(rows[world.rank].clone().split(lengths))
+    mine = rows[world.rank].clone()
     with Wire(network) as wire:
-        answer.travel_and_add(parts, network.group, op)
+        answer.travel_and_add(list(mine.split(lengths)), network.group, op)
     every = torch.stack(rows)
     whole = {"sum": every.sum(0), "max": every.amax(0), "product": every.prod(0)}[op]
-    return parts, whole.split(lengths), wire
+    return mine.split(lengths), whole.split(lengths), wire
 
 
 @test(points=4, ranks=(1, 2, 3, 4))
 def own_part_is_complete(answer, world, network):
-    """`parts[rank]` ends as the sum over all ranks, here with parts of equal length."""
+    """`parts[rank]`, a view of the row, ends as the sum over all ranks, here with parts of equal length."""
     for length in (1, 3):
         parts, whole, _ = run(answer, world, network, [length] * world.size)
         expect(f"parts[{world.rank}]", parts[world.rank], whole[world.rank])
@@ -49,12 +53,21 @@ def reduced_as_asked(answer, world, network):
 
 @test(points=3, ranks=(4,))
 def only_to_the_neighbour(answer, world, network):
-    """A rank sends to one neighbour only and receives from the other, one message in each of size - 1 rounds."""
+    """A rank sends to one neighbour and receives from the other, in size - 1 rounds; none waits its turn."""
     _, _, wire = run(answer, world, network, [2] * world.size)
     to, of = sorted(set(wire.peers("send"))), sorted(set(wire.peers("recv")))
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    expect("ranks sent to, ranks received from", (to, of) in (([right], [left]), ([left], [right])), True)
+    if (to, of) not in (([right], [left]), ([left], [right])):
+        either = f"{[right]} and {[left]}, or {[left]} and {[right]}"
+        raise Wrong("wrong", "ranks sent to and ranks received from", either, f"{to} and {of}")
     expect("messages sent", len(wire.peers("send")), world.size - 1)
+    sends, receives = ([one for one in network.records if one.name == name] for name in ("send", "recv"))
+    pairs = zip(sends, receives, strict=False)
+    begins = all(other.waited is None or one.launched < other.waited for one, other in pairs)
+    at_once = sum(gather_objects(begins, network.group))
+    if at_once < world.size // 2:  # every second one may receive first
+        what = "ranks that begin to send before they have received; the others wait for them"
+        raise Wrong("wrong", what, f"at least {world.size // 2} of {world.size}", str(at_once))
 
 
 @test(points=2, ranks=(3, 4))

@@ -14,6 +14,7 @@ Usual wrong answers:
 * the root feeds everybody itself
 * feeds before it has got the tensor itself
 * wrong on the last of four ranks only
+* the root feeds every second place, and each of these its neighbour
 * on 3 ranks the last one gets nothing
 * the library's broadcast
 * always from rank 0

@@ -10,6 +10,7 @@ divide are the first thing to try on anything that cuts. Whoever pads instead, a
 thing right at the end of the row only.
 
 Usual wrong answers:
+* one chunk has all elements and the others none, so that nothing is ever left over
 * the drift is hidden by giving all ranks the gradient of rank 0
 * every rank computes whole batches by itself, and nothing needs to be sent
 * whatever is wrong, it must be how the replicas started

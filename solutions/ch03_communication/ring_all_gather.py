@@ -8,9 +8,11 @@ receiver.
 Usual wrong answers:
 * the last round is missing
 * the whole row travels in every round
+* what arrives is put into the list, and not into the row that its views were of
 * the package's own ring
 * the same number everywhere
 * the fourth rank puts the first part in the place of the second
+* rank 0 begins a round, and every other rank sends when it has received
 * sends its own part in every round
 * a library's broadcast for every part
 * takes every part for as long as the shortest

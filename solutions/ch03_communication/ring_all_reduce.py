@@ -13,9 +13,11 @@ Usual wrong answers:
 * the package's own ring
 * the same number, whatever is added
 * a mean is divided twice
+* whole rows go down a chain to rank 0, and the sum back: few bytes, and one at a time
 * each rank gathers all tensors and adds them itself
 * a mean stays the sum
 * every rank has one part of the sum
+* all of the row is one part, which goes round twice; the others are empty
 * the third rank's tensor stays as it was
 * every rank begins the sum with its own share
 * the library's all-reduce

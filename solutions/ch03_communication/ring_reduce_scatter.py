@@ -11,6 +11,7 @@ receiver.
 Usual wrong answers:
 * the last round is missing
 * adds, whatever is asked
+* sums are put into the list, and the row that its views were of keeps what it had
 * the package's own ring
 * the same number, whatever is added
 * every part goes straight to the rank that completes it
@@ -18,6 +19,7 @@ Usual wrong answers:
 * completes the part after its own
 * what arrives is handed on without this rank's share
 * the fourth rank forgets its own share
+* rank 0 begins a round, and every other rank sends when it has received
 * the library's all-reduce
 * all parts travel in every round
 * zeros

@@ -1,0 +1,16 @@
+"""only_to_the_neighbour: rank 0 begins a round, and every other rank sends when it has received"""
+
+from minidist.comm.algorithms.rounds import combine, together
+
+
+def travel_and_add(parts, group, op):
+    size, rank = group.size, group.rank
+    for step in range(size - 1):
+        leaving, staying = parts[(rank - 1 - step) % size], parts[(rank - 2 - step) % size]
+        arriving = staying.new_empty(staying.numel())
+        if rank == 0:
+            together(group, send=[(leaving, 1)])
+        together(group, recv=[(arriving, (rank - 1) % size)])
+        if rank > 0:
+            together(group, send=[(leaving, (rank + 1) % size)])
+        combine(staying, arriving, op)

@@ -6,7 +6,7 @@
 **Memory.** Every process makes one *arena* of 8 MiB: anonymous memory that no name leads to and that is gone with its
 last user. Its file descriptor travels over a socket, so all processes of a job see all arenas. A group leases three
 slots from the arena of each of its ranks; a larger tensor streams through them in chunks that stay in cache. A rank
-writes its own arena only.
+writes its own slots, and of the first rank's the slices that it has reduced.
 
 **Hand-overs.** No plain store tells another process, or another thread, that something is ready. The kernel orders what
 was written before a message with what is read after it (sending and receiving take the queue's lock), on Arm too:
@@ -27,7 +27,8 @@ was written before a message with what is read after it (sending and receiving t
     the death of a process                      its process descriptor becomes readable       (poll)
     ==========================================  ===========================================================
 
-**Waiting** is a `recv` or the acquisition of a lock: it sleeps in the kernel. **Order** is kept per *lane*: the
+**Waiting** is a `recv` or the acquisition of a lock: it sleeps in the kernel, at the latest after a tenth of a
+millisecond in which others were given way to. **Order** is kept per *lane*: the
 collectives of a group are one, each (peer, direction, tag) another. Lanes share no lock while they wait. A lane's
 operation runs in the thread that waits for it when nothing is before it, else in a worker thread.
 

@@ -129,7 +129,8 @@ def bind(
         made = None
         for ranks in mesh.partition(use.axes):
             if len(ranks) > 1:
-                pg = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
+                timeout = timedelta(seconds=timeout_s)
+                pg = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=use.name)
                 made = pg if ranks == mine else made
         group = Group(use.name, mine, mine.index(world.rank), made, world, groups.meter)
         groups._groups[use.name] = _LIVE[group.key] = group

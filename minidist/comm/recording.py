@@ -23,6 +23,7 @@ from minidist.comm.door import REDUCE_OPS
 from minidist.comm.meter import Meter, Record
 
 NAME = "recorded"
+_NO_DESCRIPTION = ("undefined", "default_pg")  # what torch says of a group when nobody has said anything
 
 
 # How to wait for a work of torch; a duration of 0 is the group's own time-out.
@@ -40,11 +41,7 @@ def mount(meter: Meter, board: Board | None = None, use: str = "torch", wait: Wa
     def create(options, _backend_options) -> RecordingGroup:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         inner = _inner_group(options.store, options.group_rank, options.group_size, options.timeout)
-        # Groups of the same ranks are told apart by the order of their making, which is the same on all of them.
-        there = dist.distributed_c10d._world.pg_group_ranks
-        before = sum(isinstance(group, RecordingGroup) and group.ranks == ranks for group in there)
-        named = f"{use} {before + 1}" if before else use
-        return RecordingGroup(inner, ranks, meter, board, named, options.group_id, wait or _wait)
+        return RecordingGroup(inner, ranks, meter, board, use, options.group_id, wait or _wait)
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     return NAME
@@ -128,8 +125,19 @@ class RecordingGroup(dist.ProcessGroup):
         wait: Wait = _wait,
     ):
         super().__init__(inner.rank(), inner.size())
-        self._inner, self.ranks, self._meter, self._board, self._use = inner, ranks, meter, board, use
+        self._inner, self.ranks, self._meter, self._board = inner, ranks, meter, board
         self._name, self._wait = name, wait
+        self._call(use)
+
+    def _call(self, use: str) -> None:
+        """Be told apart from groups of the same use and ranks by the order of making, the same on all of them."""
+        there = [group for group in dist.distributed_c10d._world.pg_group_ranks if isinstance(group, RecordingGroup)]
+        before = sum((group.called, group.ranks) == (use, self.ranks) for group in there if group is not self)
+        self.called, self._use = use, f"{use} {before + 1}" if before else use
+
+    def _set_group_desc(self, text: str) -> None:
+        if text not in _NO_DESCRIPTION:
+            self._call(text)
 
     def _run(
         self,

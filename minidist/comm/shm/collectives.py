@@ -223,7 +223,7 @@ def _pieces(flat: Tensor, length: int, size: int, rank: int) -> Iterator[_Piece]
     """Views of at most `length` elements, and as few. Made row by row of a matrix, in few calls."""
     length = even(flat.numel(), length)
     full = flat.numel() // length * length
-    for rows in (flat[:full].view(-1, length), flat[full:].unsqueeze(0)):
+    for rows in (flat[:full].view(-1, length), flat[full:].view(1, -1)):
         if rows.numel():
             own, others = _around(rows, size, rank)
             columns = rows.unbind(), own.unbind(), zip(*[part.unbind() for part in others], strict=True)

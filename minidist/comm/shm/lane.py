@@ -15,6 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+_thread = threading.local()
+
+
+def in_worker() -> bool:
+    """Whether this is a worker thread, so that another does what the process is there for."""
+    return getattr(_thread, "works", False)
+
+
 class Workers:
     """Threads that are there when needed. As many run as lanes have something to do at one time."""
 
@@ -41,6 +49,7 @@ class Workers:
             inbox.put(None)
 
     def _work(self, inbox: queue.SimpleQueue) -> None:
+        _thread.works = True
         while (task := inbox.get()) is not None:
             task()
             del task  # it holds tensors

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from minidist.comm.shm.arena import Arena, map_memory
-from minidist.comm.shm.lane import Workers
+from minidist.comm.shm.lane import Workers, in_worker
 
 GRACE_S = 1.0
 _HELLO_S = 10.0
@@ -237,8 +237,9 @@ def receive(sock: socket.socket, size: int) -> bytes:
 
     The ranks of a group are mostly microseconds apart, and to sleep and be woken takes tens of them. So before it
     sleeps, who waits gives way for a moment to whoever else wants this core: to a rank that shares it first of all.
+    A worker thread sleeps at once, as its process computes meanwhile.
     """
-    end_s = time.monotonic() + _GIVE_WAY_S
+    end_s = time.monotonic() + (0.0 if in_worker() else _GIVE_WAY_S)
     while time.monotonic() < end_s:
         try:
             return sock.recv(size, socket.MSG_DONTWAIT)

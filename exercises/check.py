@@ -106,7 +106,10 @@ def check(
         def run(ids: Sequence[str], size: int) -> Finding | None:
             with tempfile.TemporaryDirectory(prefix="minidist-check-") as place:
                 request = _request(exercise, ids, copy, secret, place, offered)
-                return judge(request, size, server, hang_s)
+                found = judge(request, size, server, hang_s)
+            if found is not None:
+                found.what = found.what.replace(f"{copy.parent.name}/", "")  # the learner knows the file by its name
+            return found
 
         return Verdict(exercise, content, _results(tests, _findings(tests, run, stop)))
 

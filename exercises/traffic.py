@@ -1,6 +1,6 @@
 """Who sent what to whom in a test, for answers that are to send and receive themselves."""
 
-from exercises.testing import expect
+from exercises.testing import Wrong, expect
 from minidist.comm import gather_objects
 
 
@@ -11,7 +11,7 @@ class Wire:
     """
 
     def __init__(self, network):
-        self._network, self.transfers = network, []
+        self._network, self._records, self.transfers = network, [], []
 
     def __enter__(self) -> "Wire":
         self._before = len(self._network.records)
@@ -23,6 +23,7 @@ class Wire:
         records = self._network.records[self._before :]
         others = sorted({record.name for record in records} - {"send", "recv"})
         expect("what was called besides send and recv", others, [])
+        self._records = records
         self.transfers = [(r.name, r.peer, r.payload_bytes // r.dtype.itemsize) for r in records]
 
     def peers(self, kind: str) -> list[int]:
@@ -36,3 +37,19 @@ class Wire:
     def of_all_ranks(self) -> list[list]:
         """The transfers of every rank, known to all of them. Call it after the block."""
         return gather_objects(self.transfers, self._network.group)
+
+    def expect_a_ring(self, world) -> None:
+        """Every rank has sent to one neighbour and received from the other, size - 1 times; none waited its turn."""
+        to, of = sorted(set(self.peers("send"))), sorted(set(self.peers("recv")))
+        right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        if (to, of) not in (([right], [left]), ([left], [right])):
+            either = f"{[right]} and {[left]}, or {[left]} and {[right]}"
+            raise Wrong("wrong", "ranks sent to and ranks received from", either, f"{to} and {of}")
+        expect("messages sent", len(self.peers("send")), world.size - 1)
+        sends, receives = ([one for one in self._records if one.name == name] for name in ("send", "recv"))
+        pairs = zip(sends, receives, strict=False)
+        begins = all(other.waited is None or one.launched < other.waited for one, other in pairs)
+        at_once = sum(gather_objects(begins, self._network.group))
+        if at_once < world.size // 2:  # every second one may receive first
+            what = "ranks that begin to send before they have received; the others wait for them"
+            raise Wrong("wrong", what, f"at least {world.size // 2} of {world.size}", str(at_once))

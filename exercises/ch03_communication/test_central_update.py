@@ -58,6 +58,8 @@ def reduced_as_asked(answer, world, network):
     parameters, *_ = run(answer, world, network, 0, "mean")
     expected = 1000 - 2 * total(world) / world.size
     expect("the parameters after an update with the mean", parameters, expected, tolerance=1e-3)
+    parameters, *_ = run(answer, world, network, 0, "max")
+    expect("the parameters after an update with the maximum", parameters, 1000 - 2 * gradient(world.size - 1))
 
 
 @test(points=2, ranks=(3,))

@@ -2,9 +2,8 @@
 
 import torch
 
-from exercises.testing import Wrong, expect, test
+from exercises.testing import expect, test
 from exercises.traffic import Wire
-from minidist.comm import gather_objects
 
 
 def part_of(rank, length):
@@ -53,19 +52,7 @@ def parts_need_not_be_equal(answer, world, network):
 def only_to_the_neighbour(answer, world, network):
     """A rank sends to one neighbour and receives from the other, in size - 1 rounds; none waits its turn."""
     _, wire = run(answer, world, network, [2] * world.size)
-    to, of = sorted(set(wire.peers("send"))), sorted(set(wire.peers("recv")))
-    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    if (to, of) not in (([right], [left]), ([left], [right])):
-        either = f"{[right]} and {[left]}, or {[left]} and {[right]}"
-        raise Wrong("wrong", "ranks sent to and ranks received from", either, f"{to} and {of}")
-    expect("messages sent", len(wire.peers("send")), world.size - 1)
-    sends, receives = ([one for one in network.records if one.name == name] for name in ("send", "recv"))
-    pairs = zip(sends, receives, strict=False)
-    begins = all(other.waited is None or one.launched < other.waited for one, other in pairs)
-    at_once = sum(gather_objects(begins, network.group))
-    if at_once < world.size // 2:  # every second one may receive first
-        what = "ranks that begin to send before they have received; the others wait for them"
-        raise Wrong("wrong", what, f"at least {world.size // 2} of {world.size}", str(at_once))
+    wire.expect_a_ring(world)
 
 
 @test(points=2, ranks=(3, 4))

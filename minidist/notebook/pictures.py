@@ -109,9 +109,9 @@ def _draw_spans(spans: list[list[Span]], marks: list[list[tuple[int, str]]]) -> 
                 [(span.launched, _end(span) - span.launched)], (rank - 0.4 + lane * height, 0.9 * height),
                 facecolors=colors[span.name], label=span.name,
             )  # fmt: skip
-    for label in sorted({label for rows in marks for _, label in rows}):
+    for i, label in enumerate(sorted({label for rows in marks for _, label in rows})):
         at = [(place, rank) for rank, rows in enumerate(marks) for place, other in rows if other == label]
-        axes.plot(*zip(*at, strict=True), "|", color="black", markersize=14, label=label)
+        axes.plot(*zip(*at, strict=True), "|x+1."[i % 5], color="black", markersize=14, label=label)
     axes.set(xlabel="order of events on each rank", ylabel="rank", yticks=range(len(spans)))
     axes.invert_yaxis()
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))

@@ -14,5 +14,6 @@ def central_update(parameters, gradient, update, group, root=0, op="sum"):
     came = [torch.empty_like(gradient) for _ in others]
     together(group, recv=list(zip(came, others, strict=True)))
     total = torch.stack([gradient, *came])
-    update(parameters, total.mean(0) if op == "mean" else total.sum(0))
+    how = {"sum": total.sum, "mean": total.mean, "max": total.amax, "min": total.amin, "product": total.prod}[op]
+    update(parameters, how(0))
     together(group, send=[(parameters, rank) for rank in others])

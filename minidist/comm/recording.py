@@ -136,8 +136,8 @@ class RecordingGroup(dist.ProcessGroup):
         self.called, self._use = use, f"{use} {before + 1}" if before else use
 
     def _set_group_desc(self, text: str) -> None:
-        if text not in _NO_DESCRIPTION:
-            self._call(text)
+        if text not in _NO_DESCRIPTION:  # the door counts under the plain name, one count more for each operation
+            self._call(f"{self.called}: {text}")
 
     def _run(
         self,

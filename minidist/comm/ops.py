@@ -21,6 +21,14 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
     return result
 
 
+@torch.library.custom_op("minidist::largest", mutates_args=())
+def largest(x: Tensor, group: str) -> Tensor:
+    """The elementwise largest `x` (any shape) of the group, as a new tensor. It has no gradient."""
+    result = x.clone(memory_format=torch.contiguous_format)
+    door.all_reduce(result, find(group), "max")
+    return result
+
+
 @torch.library.custom_op("minidist::all_gather", mutates_args=())
 def all_gather(x: Tensor, group: str, size: int) -> Tensor:
     """The `x` (n, ...) of the `size` ranks of the group, concatenated in rank order: (size * n, ...)."""
@@ -45,6 +53,7 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
     return result
 
 
+@largest.register_fake
 @all_reduce.register_fake
 def _(x, group):
     return torch.empty_like(x, memory_format=torch.contiguous_format)

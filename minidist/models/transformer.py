@@ -101,6 +101,7 @@ class Transformer(nn.Module):
         self.config = config
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss = token_loss  # where ranks share the vocabulary, another with the same arguments
         self.tie()
         self.register_load_state_dict_pre_hook(_complete_ties)
         self.register_load_state_dict_post_hook(_tie)
@@ -127,7 +128,7 @@ class Transformer(nn.Module):
             )
         hidden = self.model(tokens, address=address, positions=positions)
         logits = self.lm_head(hidden)
-        return logits if labels is None else token_loss(logits, labels)
+        return logits if labels is None else self.loss(logits, labels)
 
     def tie(self) -> None:
         """Make the head share the embedding's tensor again, where the config says so."""

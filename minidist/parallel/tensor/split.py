@@ -1,0 +1,159 @@
+"""A whole model in, this rank's part of it out: which parameter is cut where, in one place."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from minidist.comm import Group
+from minidist.models import ModelConfig, Transformer
+from minidist.models.layers import Attention, FeedForward
+from minidist.parallel.tensor.linear import ColumnLinear, RowLinear
+from minidist.parallel.tensor.operators import Operator, operators
+from minidist.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyLoss
+from minidist.spec import Box, named_parameters
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank of the group holds of a parameter.
+
+    box: which part of the whole; holders: group ranks that hold the same part, this one included.
+    partial: whether the gradient of each holder is a contribution, so that only their sum is the gradient; else each
+    has it whole.
+    """
+
+    box: Box
+    holders: tuple[int, ...]
+    partial: bool = False
+
+
+def check(config: ModelConfig, size: int) -> None:
+    """Raise ValueError, with the sizes that would do, when `size` ranks cannot share a model of this shape."""
+    for name in ("num_heads", "intermediate_size", "vocab_size"):
+        whole = getattr(config, name)
+        if whole % size:
+            possible = [n for n in range(1, min(whole, 4 * size) + 1) if whole % n == 0]
+            up = -(-whole // size) * size
+            raise ValueError(
+                f"{name}={whole} cannot be shared equally by tp={size} ranks; possible tp: {_listed(possible)}; "
+                f"or {name}={up}"
+            )
+    heads = config.num_kv_heads
+    if heads % size and size % heads:
+        possible = [
+            n for n in range(1, config.num_heads + 1) if not config.num_heads % n and not (heads % n and n % heads)
+        ]
+        raise ValueError(
+            f"num_kv_heads={heads} and tp={size}: one must divide the other, or a head would be cut; "
+            f"possible tp: {_listed(possible)}"
+        )
+
+
+def split(model: Transformer, group: Group, sequence: bool = False) -> dict[str, Held]:
+    """Leave in `model` what this rank of the group holds of it; returns that, by the parameters' global names.
+
+    All ranks begin with the same whole model and see the same batches. Afterwards its loss is that of the whole model
+    on every rank, and without labels it gives this rank's columns of the logits, (b, s, vocab / ranks). Norms stay
+    whole. Raises ValueError when the sizes do not divide (`check`).
+
+    sequence: between the operators each rank holds an equal part of the sequence (Korthikanti et al. 2022, arXiv
+    2205.05198, section 4.2.2): as many bytes pass, and what norms, dropout and residual stream keep for backward is
+    shared out. A norm then sees a part of the tokens, so its gradients are contributions.
+    """
+    config, size = model.config, group.size
+    check(config, size)
+    everyone = tuple(range(size))
+    held = {name: Held(Box.whole(tuple(p.shape)), everyone) for name, p in named_parameters(model).items()}
+    if size == 1:
+        return held
+    enter, leave = operators(group, sequence)
+    cutter = _Cutter(group, held)
+    for index, layer in enumerate(model.model.layers):
+        for module in (layer.self_attn, layer.mlp):
+            _enter_once(module, enter)
+        _attention(layer.self_attn, leave, config, cutter, f"model.layers.{index}.self_attn")
+        _feed_forward(layer.mlp, leave, cutter, f"model.layers.{index}.mlp")
+    first, _ = cutter.range(config.vocab_size)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    rows = cutter.cut(embedding, model.model.embed_tokens.weight, 0)
+    model.model.embed_tokens = VocabularyEmbedding(rows, first, leave)
+    # A tied head has no name of its own in `held`: `tie` gives it the embedding's parameter.
+    model.lm_head = ColumnLinear(cutter.cut(head, model.lm_head.weight, 0) if head in held else rows, enter)
+    model.loss = VocabularyLoss(first, group)
+    model.tie()
+    if sequence:
+        for name in [name for name in held if name.endswith("norm.weight")]:
+            held[name] = replace(held[name], partial=True)
+        model.model.register_forward_pre_hook(_own_positions(group), with_kwargs=True)
+    return held
+
+
+class _Cutter:
+    """Cuts parameters for one rank, and writes down what it took."""
+
+    def __init__(self, group: Group, held: dict[str, Held]):
+        self.group, self._held = group, held
+
+    def range(self, whole: int) -> tuple[int, int]:
+        """This rank's equal part of `whole` features."""
+        each = whole // self.group.size
+        return self.group.rank * each, (self.group.rank + 1) * each
+
+    def cut(self, name: str, weight: Tensor, dim: int, at: tuple[int, int] | None = None, holders=None) -> Tensor:
+        """A copy of this rank's rows (dim 0) or columns (dim 1), so that the whole can be let go.
+
+        at: which, an equal part when None; holders: who holds the same, this rank alone when None.
+        """
+        begin, end = at or self.range(weight.shape[dim])
+        start, stop = [0] * weight.ndim, list(weight.shape)
+        start[dim], stop[dim] = begin, end
+        holders = holders or (self.group.rank,)
+        self._held[name] = Held(Box(tuple(start), tuple(stop)), holders, partial=len(holders) > 1)
+        with torch.no_grad():
+            return weight.narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
+
+
+def _attention(attention: Attention, leave: Operator, config: ModelConfig, cutter: _Cutter, name: str) -> None:
+    """Whole heads to every rank: those of the queries in order, and the key and value heads that they need."""
+    group, width = cutter.group, config.head_dim
+    attention.q_proj = ColumnLinear(cutter.cut(f"{name}.q_proj.weight", attention.q_proj.weight, 0))
+    # With fewer heads than ranks, several ranks hold the same one, each for its own queries.
+    each = max(1, config.num_kv_heads // group.size)
+    head = group.rank * config.num_kv_heads // group.size
+    holders = tuple(r for r in range(group.size) if r * config.num_kv_heads // group.size == head)
+    for which in ("k_proj", "v_proj"):
+        weight, at = getattr(attention, which).weight, (head * width, (head + each) * width)
+        rows = cutter.cut(f"{name}.{which}.weight", weight, 0, at, holders)
+        setattr(attention, which, ColumnLinear(rows))
+    attention.o_proj = RowLinear(cutter.cut(f"{name}.o_proj.weight", attention.o_proj.weight, 1), leave)
+
+
+def _feed_forward(layer: FeedForward, leave: Operator, cutter: _Cutter, name: str) -> None:
+    for which in ("gate_proj", "up_proj"):
+        rows = cutter.cut(f"{name}.{which}.weight", getattr(layer, which).weight, 0)
+        setattr(layer, which, ColumnLinear(rows))
+    layer.down_proj = RowLinear(cutter.cut(f"{name}.down_proj.weight", layer.down_proj.weight, 1), leave)
+
+
+def _enter_once(module: nn.Module, enter: Operator) -> None:
+    """Apply `enter` once for all the projections that read the module's first argument."""
+    module.register_forward_pre_hook(lambda _, args: (enter(args[0]), *args[1:]))
+
+
+def _own_positions(group: Group):
+    """Let a rank draw the dropout masks of its part of the sequence: an address tells of what the rank holds."""
+
+    def narrow(_, args, kwargs):
+        address = kwargs.get("address")
+        if address is None:
+            return args, kwargs
+        each = len(address.positions) // group.size
+        own = address.positions[group.rank * each : (group.rank + 1) * each]
+        return args, {**kwargs, "address": replace(address, positions=own)}
+
+    return narrow
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -21,6 +21,7 @@ from minidist.comm.board import Board, Channel
 from minidist.comm.caller import caller_line
 from minidist.comm.door import REDUCE_OPS
 from minidist.comm.meter import Meter, Record
+from minidist.comm.network import over_network
 
 NAME = "recorded"
 _NO_DESCRIPTION = ("undefined", "default_pg")  # what torch says of a group when nobody has said anything
@@ -40,7 +41,7 @@ def mount(meter: Meter, board: Board | None = None, use: str = "torch", wait: Wa
 
     def create(options, _backend_options) -> RecordingGroup:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-        inner = _inner_group(options.store, options.group_rank, options.group_size, options.timeout)
+        inner = over_network(options.store, options.group_rank, options.group_size, options.timeout)
         return RecordingGroup(inner, ranks, meter, board, use, options.group_id, wait or _wait)
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
@@ -49,21 +50,6 @@ def mount(meter: Meter, board: Board | None = None, use: str = "torch", wait: Wa
 
 def _wait(work: dist.Work, timeout: timedelta) -> bool:
     return work.wait(timeout) if timeout else work.wait()
-
-
-def _inner_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A plain torch group over gloo, and over nccl for CUDA tensors where there is one."""
-    kinds = dist.ProcessGroup.BackendType
-    group = dist.ProcessGroup(store, rank, size)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
-    group._set_default_backend(kinds.GLOO)
-    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, size, options)
-        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
-    return group
 
 
 class _RecordedWork(dist.Work):

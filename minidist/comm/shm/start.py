@@ -8,7 +8,7 @@ import sys
 
 import torch.distributed as dist
 
-from minidist.comm.recording import _inner_group as over_network
+from minidist.comm.network import over_network
 from minidist.comm.shm.gpu import gpu_card, gpu_group
 from minidist.comm.shm.group import ShmGroup
 from minidist.comm.shm.meeting import Meeting

@@ -33,9 +33,10 @@ def test_chunks_after_the_first_are_in_lower_case():
     assert lines[2].startswith("F forward, B input gradient, W weight gradient; lower case: chunks after the first")
 
 
-def test_where_names_do_not_fit_there_are_letters():
-    lines = text(timeline("1f1b", 4, 30), 100).splitlines()
-    assert re.fullmatch(r"stage 3 \.+[FB]+\.+", lines[3])
+def test_where_names_do_not_fit_there_are_letters_and_where_they_do_not_what_is_at_the_middle():
+    made = timeline("1f1b", 2, 4)
+    assert text(made, 24).splitlines()[:2] == ["stage 0 FF..B-FB-FB-.B-", "stage 1 .FB-FB-FB-FB-.."]
+    assert text(made, 18).splitlines()[:2] == ["stage 0 F..BFBFB.B", "stage 1 .BBBBBBBB."]
 
 
 def drawn(line):

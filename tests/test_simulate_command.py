@@ -29,13 +29,18 @@ def test_json_gives_the_published_bubble(capsys, kind, bubble):
 
 def test_the_drawing_comes_with_the_numbers_and_fits_a_terminal(capsys):
     said = simulate(capsys, f"--kind zb-h1 {PUBLISHED}")
-    assert "bubble     0.1585 of it" in said and "peak live  8 8 8 8 8 8 8 8 micro-batches" in said
+    assert "bubble     0.1585 of it" in said and "peak live  8 micro-batches on each stage" in said
     assert said.count("\nstage ") == 8 and max(map(len, said.splitlines())) <= 100
 
 
 def test_without_options_it_shows_one_f_one_b(capsys):
     said = simulate(capsys, "")
     assert said.startswith("1f1b: one forward, one backward") and "stage 3 " in said and "0.2727" in said
+
+
+def test_a_long_line_is_wrapped(capsys):
+    said = simulate(capsys, "--stages 40 --microbatches 50")
+    assert "peak live  40 39 38" in said and "\n           " in said and max(map(len, said.splitlines())) <= 100
 
 
 def test_times_may_be_given_for_each_stage(capsys):

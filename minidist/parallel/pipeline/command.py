@@ -1,12 +1,13 @@
 """`minidist simulate`: what one pipeline schedule costs, as numbers, a drawing, and JSON."""
 
 import json
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.draw import picture, text
+from minidist.parallel.pipeline.draw import WIDTH, picture, text
 from minidist.parallel.pipeline.ops import Schedule
 from minidist.parallel.pipeline.schedules import KINDS, schedule
 from minidist.parallel.pipeline.simulate import Timeline, Times, simulate
@@ -105,9 +106,15 @@ def describe(timeline: Timeline) -> str:
             "",
             f"total      {timeline.total:.6g} from a stage's first operation to its last",
             f"bubble     {timeline.bubble:.4f} of it, with nothing to do",
-            f"peak live  {' '.join(map(str, timeline.peak_live))} micro-batches, by stage{unit}",
+            *textwrap.wrap(f"peak live  {_by_stage(timeline.peak_live)}{unit}", WIDTH, subsequent_indent=" " * 11),
         ]
     )
+
+
+def _by_stage(counts: list[int]) -> str:
+    if len(counts) > 1 and len(set(counts)) == 1:
+        return f"{counts[0]} micro-batches on each stage"
+    return f"{' '.join(map(str, counts))} micro-batches, stage by stage"
 
 
 def _check_picture(path: Path) -> None:

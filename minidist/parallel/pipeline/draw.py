@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 100
+_POINTS = 720  # width of the picture's axes, 1/72 inch each
 _CELL = 4  # columns of the shortest operation, at most: enough for its name
 # Dark for chunk 0, with white numbers, and light for later chunks, with black ones (Qi et al. 2023, figure 8).
 COLORS = {"F": ("#2f5fa8", "#a9c6ee"), "B": ("#1b8a8f", "#a5dfe0"), "W": ("#5fa52a", "#c3e6ae")}
@@ -21,14 +22,15 @@ _NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 def text(timeline: Timeline, width: int = WIDTH) -> str:
     """A line for each stage, time from left to right, `.` where it waits; no line is longer than `width`.
 
-    Operations show their names (F12), or, if the shortest of them is less than two columns wide, their letters. Lower
-    case are chunks after the first. Of several operations in one column that at its middle is shown.
+    Operations show their names (F12), or, if the shortest of them is less than two columns wide, their letters (F-).
+    Where even that is too wide, a column has the letter of the operation at its middle. Lower case are chunks after the
+    first.
     """
     labels = [f"stage {stage} " for stage in range(timeline.schedule.stages)]
     edge = len(labels[-1])
-    step, named = _scale(timeline, width - edge)
+    step, shortest = _scale(timeline, width - edge)
     lines = [
-        label.rjust(edge) + _line(spans, round(timeline.makespan / step), step, named)
+        label.rjust(edge) + _line(spans, round(timeline.makespan / step), step, shortest)
         for label, spans in zip(labels, timeline.spans, strict=True)
     ]
     letters = "F forward, B input gradient, W weight gradient" if _splits(timeline) else "F forward, B backward"
@@ -40,29 +42,31 @@ def _splits(timeline: Timeline) -> bool:
     return timeline.schedule.splits_backward
 
 
-def _scale(timeline: Timeline, columns: int) -> tuple[float, bool]:
-    """The time of a column, a whole number of them for the shortest operation if that fits; and whether names fit."""
+def _scale(timeline: Timeline, columns: int) -> tuple[float, int]:
+    """The time of a column, and how many of them the shortest operation has: a whole number, 0 for less than one."""
     shortest = min(span.end - span.start for spans in timeline.spans for span in spans if span.end > span.start)
     whole = min(_CELL, int(columns * shortest / timeline.makespan * (1 + 1e-9)))
-    return shortest / whole if whole else timeline.makespan / columns, whole > 1
+    return shortest / whole if whole else timeline.makespan / columns, whole
 
 
-def _line(spans: Sequence[Span], columns: int, step: float, named: bool) -> str:
+def _line(spans: Sequence[Span], columns: int, step: float, shortest: int) -> str:
     starts = [span.start for span in spans]
     seen: list[Op | None] = []
     for column in range(columns):
         middle = (column + 0.5) * step
         index = bisect_right(starts, middle) - 1
         seen.append(spans[index].op if index >= 0 and middle < spans[index].end else None)
-    return "".join(_cell(op, len(list(columns)), named) for op, columns in groupby(seen))
+    return "".join(_cell(op, len(list(columns)), shortest) for op, columns in groupby(seen))
 
 
-def _cell(op: Op | None, width: int, named: bool) -> str:
+def _cell(op: Op | None, width: int, shortest: int) -> str:
     if op is None:
         return "." * width
     letter = op.kind.lower() if op.chunk else op.kind
     name = f"{letter}{op.micro_batch}"
-    return (name if len(name) <= width else letter).ljust(width, "-") if named else letter * width
+    if not shortest:
+        return letter * width
+    return (name if shortest > 1 and len(name) <= width else letter).ljust(width, "-")
 
 
 def picture(timeline: Timeline, title: str | None = None) -> "Figure":
@@ -81,7 +85,7 @@ def picture(timeline: Timeline, title: str | None = None) -> "Figure":
         bars = [(span.start, span.end - span.start) for span in spans]
         axes.broken_barh(bars, (stage - 0.45, 0.9), facecolors=[_color(s.op) for s in spans], edgecolor="white", lw=0.3)
         for span in spans:
-            _number(axes, stage, span, timeline.makespan)
+            _number(axes, stage, span, timeline)
     axes.set(xlabel="time", ylabel="stage", yticks=range(schedule.stages), title=title or _title(timeline))
     axes.set_xlim(0, timeline.makespan)
     axes.set_ylim(schedule.stages - 0.45, -0.55)
@@ -97,10 +101,10 @@ def _color(op: Op) -> str:
     return COLORS[op.kind][min(op.chunk, 1)]
 
 
-def _number(axes, stage: int, span: Span, makespan: float) -> None:
-    """The micro-batch's number in its bar, as large as the bar allows; none where nobody could read it."""
-    inches = 10 * (span.end - span.start) / makespan
-    size = min(8.0, inches * 72 / len(str(span.op.micro_batch)) * 1.2)
+def _number(axes, stage: int, span: Span, timeline: Timeline) -> None:
+    """The micro-batch's number in its bar, as large as fits the longest number; none where nobody could read it."""
+    points = _POINTS * (span.end - span.start) / timeline.makespan
+    size = min(8.0, 1.2 * points / len(str(timeline.schedule.micro_batches - 1)))
     if size >= 3.5:
         color = "black" if span.op.chunk else "white"
         middle = (span.start + span.end) / 2

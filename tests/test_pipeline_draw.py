@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
-from minidist.parallel.pipeline.draw import COLORS, picture, text
+from minidist.parallel.pipeline.draw import COLORS, colored, picture, text
 from minidist.parallel.pipeline.schedules import KINDS, schedule
 from minidist.parallel.pipeline.simulate import Times, simulate
 
@@ -37,6 +37,24 @@ def test_where_names_do_not_fit_there_are_letters_and_where_they_do_not_what_is_
     made = timeline("1f1b", 2, 4)
     assert text(made, 24).splitlines()[:2] == ["stage 0 FF..B-FB-FB-.B-", "stage 1 .FB-FB-FB-FB-.."]
     assert text(made, 18).splitlines()[:2] == ["stage 0 F..BFBFB.B", "stage 1 .BBBBBBBB."]
+
+
+def test_on_a_terminal_operations_have_the_colours_of_the_picture():
+    drawing = text(timeline("zb-v", 2, 1))
+    said = colored(drawing)
+    assert said.plain == drawing
+    first = [
+        (said.plain[span.start : span.end], span.style) for span in said.spans if span.end <= said.plain.index("\n")
+    ]
+    assert sorted(first) == [
+        ("B0--", f"white on {COLORS['B'][0]}"),
+        ("F0--", f"white on {COLORS['F'][0]}"),
+        ("W0--", f"white on {COLORS['W'][0]}"),
+        ("b0--", f"black on {COLORS['B'][1]}"),
+        ("f0--", f"black on {COLORS['F'][1]}"),
+        ("w0--", f"black on {COLORS['W'][1]}"),
+    ]
+    assert all(span.end <= said.plain.index("F forward") for span in said.spans)  # the legend has none
 
 
 def drawn(line):

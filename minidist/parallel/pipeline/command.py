@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.draw import WIDTH, picture, text
+from minidist.parallel.pipeline.draw import WIDTH, colored, picture, text
 from minidist.parallel.pipeline.ops import Schedule
 from minidist.parallel.pipeline.schedules import KINDS, schedule
 from minidist.parallel.pipeline.simulate import Timeline, Times, simulate
@@ -57,7 +57,10 @@ def main(options: SimulateOptions) -> int:
     timeline = simulate(chosen(options), Times(options.t_f, options.t_b, options.t_w, options.t_comm))
     if options.picture is not None:
         picture(timeline).savefig(options.picture)
-    print(json.dumps(as_json(timeline)) if options.json else describe(timeline))
+    if options.json:
+        print(json.dumps(as_json(timeline)))
+    else:
+        show(timeline)
     return 0
 
 
@@ -94,21 +97,18 @@ def as_json(timeline: Timeline) -> dict:
     }
 
 
-def describe(timeline: Timeline) -> str:
-    """The drawing and the numbers below it."""
+def show(timeline: Timeline) -> None:
+    """Print the drawing, in colours on a terminal, and the numbers below it."""
+    from rich.console import Console
+
     what = KINDS.get(timeline.schedule.kind)
     unit = "" if timeline.schedule.chunks == 1 else f" (each 1/{timeline.schedule.chunks} of a stage)"
-    return "\n".join(
-        [
-            f"{timeline.schedule.kind}" + (f": {what}" if what else ""),
-            "",
-            text(timeline),
-            "",
-            f"total      {timeline.total:.6g} from a stage's first operation to its last",
-            f"bubble     {timeline.bubble:.4f} of it, with nothing to do",
-            *textwrap.wrap(f"peak live  {_by_stage(timeline.peak_live)}{unit}", WIDTH, subsequent_indent=" " * 11),
-        ]
-    )
+    print(f"{timeline.schedule.kind}{f': {what}' if what else ''}\n")
+    Console(soft_wrap=True).print(colored(text(timeline)))
+    print(f"\ntotal      {timeline.total:.6g} from a stage's first operation to its last")
+    print(f"bubble     {timeline.bubble:.4f} of it, with nothing to do")
+    live = textwrap.wrap(f"peak live  {_by_stage(timeline.peak_live)}{unit}", WIDTH, subsequent_indent=" " * 11)
+    print("\n".join(live))
 
 
 def _by_stage(counts: list[int]) -> str:

@@ -10,6 +10,7 @@ from minidist.parallel.pipeline.simulate import Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.text import Text
 
 WIDTH = 100
 _POINTS = 720  # width of the picture's axes, 1/72 inch each
@@ -67,6 +68,18 @@ def _cell(op: Op | None, width: int, shortest: int) -> str:
     if not shortest:
         return letter * width
     return (name if shortest > 1 and len(name) <= width else letter).ljust(width, "-")
+
+
+def colored(drawing: str) -> "Text":
+    """What `text` drew in the picture's colours, for rich to print, which knows whether a terminal has them."""
+    from rich.text import Text
+
+    lines = [Text(line) for line in drawing.splitlines()]
+    for line in lines[:-1]:
+        for kind, (dark, light) in COLORS.items():
+            line.highlight_regex(rf"{kind}[\d-]*", f"white on {dark}")
+            line.highlight_regex(rf"{kind.lower()}[\d-]*", f"black on {light}")
+    return Text("\n").join(lines)
 
 
 def picture(timeline: Timeline, title: str | None = None) -> "Figure":

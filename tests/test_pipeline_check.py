@@ -77,6 +77,9 @@ def test_a_circle_of_stages_is_told_stage_by_stage():
 def test_stages_that_only_wait_for_the_circle_are_counted():
     told = refused("F0 B0 F1 B1 \n F0 F1 B0 B1 \n F0 F1 B0 B1")
     assert "stage 0 waits at B0" in told and "stage 1 waits at F1" in told and "1 more waits for these" in told
+    told = refused("F0 F1 B0 B1 \n F0 B0 F1 B1 \n F0 F1 B0 B1")
+    assert "stage 1 waits at B0" in told and "stage 2 waits at F1" in told and "1 more waits for these" in told
+    assert "stage 0 waits" not in told
 
 
 def test_a_stage_that_waits_for_itself():
@@ -100,6 +103,10 @@ def test_a_stage_that_waits_for_itself():
             "F0 F1 B0 B1 W0 \n F0 B0 F1 B1 W0 W1",
             "stage 0 never runs W1 (the schedule is one of 2 micro-batches): the activation of F1 is never freed, and "
             "the gradient of its weights is missing. Add W1 to stage 0 after B1.",
+        ),
+        (
+            "F0 B0 F999999999 B999999999",
+            "never runs F1 (and 1999999995 more) (the schedule is one of 1000000000 micro-",
         ),
         ("F0 B0 W0 \n F0 W0", "the activation of F0 is never freed, and no gradient is passed on. Add B0 to stage 1"),
         (

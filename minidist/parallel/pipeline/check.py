@@ -11,11 +11,14 @@ from itertools import accumulate
 from minidist.errors import UserError
 from minidist.parallel.pipeline.ops import Op, Place, Schedule, run
 
+_BEFORE = {"B": "F", "W": "B"}
+
 
 def check(schedule: Schedule) -> list[int]:
     """Prove that a schedule runs: every micro-batch once through every part of the model, and no deadlock.
 
-    Returns `peak_live` of it. Raises UserError, which names stages, operations and one change that mends it.
+    Returns `peak_live` of it. Raises UserError, which names stages and operations, and the change that mends it if
+    there is a single one.
     """
     in_order(schedule)
     return peak_live(schedule)
@@ -52,31 +55,35 @@ def _check_complete(schedule: Schedule, stage: int) -> None:
     """Every operation that there is to do on this stage is there, once, and no other."""
     order = schedule.orders[stage]
     kinds = "FBW" if schedule.splits_backward else "FB"
-    due = {Op(k, m, c): None for m in range(schedule.micro_batches) for c in range(schedule.chunks) for k in kinds}
+    # Not a set: of a schedule with F0 and F999999999 the first that is missing is soon found.
+    due = (Op(k, m, c) for m in range(schedule.micro_batches) for c in range(schedule.chunks) for k in kinds)
+    size = schedule.micro_batches * schedule.chunks * len(kinds)
     count = Counter(order)
-    if count.keys() == due.keys() and len(order) == len(due):
+    strange = [op for op in order if not _exists(op, schedule, kinds)]
+    if not strange and len(count) == len(order) == size:
         return
     of = f"{schedule.micro_batches} micro-batches" + (f" in {schedule.chunks} chunks" if schedule.chunks > 1 else "")
-    if strange := [op for op in order if op not in due]:
+    if strange:
         raise UserError(
             f"stage {stage} has {strange[0]}{_more(strange)}, but the schedule is one of {of}, counted from 0, "
             f"with operations {', '.join(kinds)}: take it out."
         )
-    if twice := [op for op in due if count[op] > 1]:
+    if twice := [op for op in count if count[op] > 1]:
         places = [str(index + 1) for index, op in enumerate(order) if op == twice[0]]
         raise UserError(
             f"stage {stage} runs {twice[0]} {count[twice[0]]} times{_more(twice)}, as its operations "
             f"{' and '.join(places)} of {len(order)}: leave one of them."
         )
-    missing = [op for op in due if not count[op]]
-    op = missing[0]
+    op = next(op for op in due if not count[op])
+    missing = range(size - len(count))
     raise UserError(
         f"stage {stage} never runs {op}{_more(missing)} (the schedule is one of {of}): {_loss(op, schedule)}. "
         f"Add {op} to stage {stage}{'' if op.kind == 'F' else f' after {op._replace(kind=_BEFORE[op.kind])}'}."
     )
 
 
-_BEFORE = {"B": "F", "W": "B"}
+def _exists(op: Op, schedule: Schedule, kinds: str) -> bool:
+    return op.kind in kinds and 0 <= op.micro_batch < schedule.micro_batches and 0 <= op.chunk < schedule.chunks
 
 
 def _loss(op: Op, schedule: Schedule) -> str:
@@ -88,7 +95,7 @@ def _loss(op: Op, schedule: Schedule) -> str:
     return f"the activation of {op._replace(kind='F')} is never freed, and {what} is missing"
 
 
-def _more(ops: Sequence[Op]) -> str:
+def _more(ops: Sequence) -> str:
     return f" (and {len(ops) - 1} more)" if len(ops) > 1 else ""
 
 

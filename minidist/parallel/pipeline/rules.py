@@ -34,7 +34,7 @@ def in_turn(micro_batches: int, chunk: int = 0) -> list[tuple[int, int]]:
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:
     """All forwards, then all backwards; every micro-batch is alive when the first backward begins.
 
-    Huang et al. 2019, section 2.3.
+    Huang et al. 2019, section 2.2 and figure 2.
     """
     turns = in_turn(micro_batches)
     return play([("F", micro_batches), ("B", micro_batches)], F=turns, B=turns)

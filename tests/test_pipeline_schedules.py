@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from minidist.errors import UserError
 from minidist.parallel.pipeline.check import check, live, peak_live
-from minidist.parallel.pipeline.ops import Op, last_backward
+from minidist.parallel.pipeline.ops import Op, Place, last_backward
 from minidist.parallel.pipeline.schedules import KINDS, schedule
 
 STAGES = st.integers(1, 6)
@@ -94,6 +94,15 @@ def test_owner_and_position_are_each_others_inverse(kind, stages, micro_batches)
     places = [(stage, chunk) for stage in range(stages) for chunk in range(made.chunks)]
     assert sorted(made.position(*place) for place in places) == list(range(made.positions))
     assert all(made.owner(made.position(*place)) == place for place in places)
+
+
+@given(st.sampled_from(list(KINDS)), STAGES, MICRO_BATCHES)
+def test_what_an_operation_feeds_needs_it(kind, stages, micro_batches):
+    made = any_schedule(kind, stages, micro_batches)
+    places = [Place(stage, op) for stage, order in enumerate(made.orders) for op in order]
+    fed = {(place, goes_to) for place in places if (goes_to := made.feeds(*place))}
+    assert fed == {(n, p) for p in places for n in made.needs(*p) if n.op.kind == p.op.kind}
+    assert len(fed) == 2 * (made.positions - 1) * made.micro_batches
 
 
 def test_a_v_ends_on_the_stage_where_it_begins():

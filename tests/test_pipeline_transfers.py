@@ -21,8 +21,8 @@ def naive(made):
         for op in order:
             program += [Transfer("recv", need.stage, need) for need in made.needs(stage, op) if need.stage != stage]
             program.append(op)
-            if made.feeds(stage, op) not in (None, stage):
-                program.append(Transfer("send", made.feeds(stage, op), Place(stage, op)))
+            if (goes_to := made.feeds(stage, op)) and goes_to.stage != stage:
+                program.append(Transfer("send", goes_to.stage, Place(stage, op)))
         programs.append(program)
     return programs
 

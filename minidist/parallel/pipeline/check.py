@@ -6,6 +6,7 @@ wrong or an activation is never freed. Stages wait for each other for ever. Or a
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from minidist.errors import UserError
@@ -137,6 +138,5 @@ def _moved(schedule: Schedule, at: Mapping[int, int], needed: Place) -> str | No
     order.remove(needed.op)
     order.insert(index, needed.op)
     orders = [order if stage == needed.stage else old for stage, old in enumerate(schedule.orders)]
-    if run(Schedule(schedule.kind, schedule.micro_batches, orders, schedule.chunks, schedule.placement))[1]:
-        return None
-    return f"Put {needed.op} before {order[index + 1]} on stage {needed.stage}."
+    _, stuck = run(replace(schedule, orders=orders))
+    return None if stuck else f"Put {needed.op} before {order[index + 1]} on stage {needed.stage}."

@@ -91,11 +91,11 @@ class Schedule:
             return own
         return [*own, Place(neighbour[0], Op(op.kind, op.micro_batch, neighbour[1]))]
 
-    def feeds(self, stage: int, op: Op) -> int | None:
-        """The stage with an operation that needs the result of `op`; None at the ends of the model, and for W."""
+    def feeds(self, stage: int, op: Op) -> Place | None:
+        """The next part's operation that needs the result of `op`; None at the ends of the model, and for W."""
         before, after = self._neighbours[stage, op.chunk]
         neighbour = {"F": after, "B": before}.get(op.kind)
-        return None if neighbour is None else neighbour[0]
+        return neighbour and Place(neighbour[0], Op(op.kind, op.micro_batch, neighbour[1]))
 
     @cached_property
     def _neighbours(self) -> dict[tuple[int, int], list[tuple[int, int] | None]]:
@@ -115,7 +115,8 @@ def run(schedule: Schedule) -> tuple[list[Place], Mapping[int, Place]]:
     waiting: dict[Place, list[int]] = {}
     awake = list(range(schedule.stages))
     while awake:
-        stage, order = awake[-1], schedule.orders[awake.pop()]
+        stage = awake.pop()
+        order = schedule.orders[stage]
         while at[stage] < len(order):
             op = order[at[stage]]
             missing = next((need for need in schedule.needs(stage, op) if need not in done), None)

@@ -18,7 +18,7 @@ from minidist.parallel.pipeline.simulate import Timeline
 class Transfer(NamedTuple):
     """One end of a transfer: `send` or `recv`, the stage at the other end, and the operation whose result it carries.
 
-    After F that is the chunk's output, after B the gradient of its input.
+    After F that is the chunk's output, after B the gradient of its input; `Schedule.feeds` says what needs it.
     """
 
     kind: str
@@ -50,9 +50,9 @@ def with_transfers(timeline: Timeline) -> list[list[Op | Transfer]]:
     for _, _, is_end, place in sorted(events):
         if not is_end:
             programs[place.stage].append(place.op)
-        elif (goes_to := schedule.feeds(place.stage, place.op)) not in (None, place.stage):
-            programs[place.stage].append(Transfer("send", goes_to, place))
-            programs[goes_to].append(Transfer("recv", place.stage, place))
+        elif (goes_to := schedule.feeds(*place)) and goes_to.stage != place.stage:
+            programs[place.stage].append(Transfer("send", goes_to.stage, place))
+            programs[goes_to.stage].append(Transfer("recv", place.stage, place))
     return programs
 
 

@@ -193,6 +193,8 @@ def test_nothing_runs_before_what_it_needs_nor_two_at_once(kind, stages, groups,
         (([1.0, 2.0],), "t-f has 2 times for 4 stages: give 1 for all of them, or 4"),
         (([],), "t-f has 0 times for 4 stages"),
         ((0.0, 0.0, 0.0), "t-f, t-b and t-w are all 0"),
+        ((1e308,), "the times add up to more than a number can hold"),
+        ((1.0, 1.0, 1.0, 1e307), "the times add up to more than a number can hold"),
         ((1.0, 1.0, 1.0, -0.5), "t-comm is -0.5; it must be 0 or more"),
     ],
 )

@@ -69,7 +69,8 @@ def chosen(options: SimulateOptions) -> Schedule:
     if options.file is None:
         stages = 4 if options.stages is None else options.stages
         micro_batches = 2 * stages if options.microbatches is None else options.microbatches
-        return schedule(options.kind or "1f1b", stages, micro_batches, options.chunks)
+        kind = "1f1b" if options.kind is None else options.kind
+        return schedule(kind, stages, micro_batches, options.chunks)
     given = [name for name in ("kind", "stages", "microbatches", "chunks") if getattr(options, name) is not None]
     if given:
         raise UserError(f"--file {options.file} says itself what --{given[0]} is: leave --{given[0]} out.")

@@ -35,8 +35,11 @@ class Times:
             raise UserError(f"t-comm is {self.comm}; it must be 0 or more.")
         by = {kind: self._by_position(kind, schedule) for kind in "fbw"}
         whole = [b + w for b, w in zip(by["b"], by["w"], strict=True)]
-        if not sum(by["f"]) + sum(whole):
+        once = sum(by["f"]) + sum(whole)
+        if not once:
             raise UserError("t-f, t-b and t-w are all 0, so nothing takes time: give one of them a time above 0.")
+        if math.isinf((once + 2 * schedule.positions * self.comm) * schedule.micro_batches):
+            raise UserError("the times add up to more than a number can hold: give all of them in a larger unit.")
         return {"F": by["f"], "B": by["b"] if schedule.splits_backward else whole, "W": by["w"]}
 
     def _by_position(self, kind: str, schedule: Schedule) -> list[float]:

@@ -36,6 +36,11 @@ def test_no_cut_has_a_smaller_largest_part_and_none_of_those_is_more_even(costs,
     assert balance(costs, parts, embedding=embedding, head=head) == min(all_cuts(len(costs), parts), key=worth)
 
 
+def test_the_largest_part_comes_before_evenness():
+    """1 | 5 | 2 3 against 1 5 | 2 | 3, whose sum of squares is less."""
+    assert balance([1, 5, 2, 3], 3) == [range(0, 1), range(1, 2), range(2, 4)]
+
+
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_equal_layers_are_spread_evenly(layers, stages):
     stages = min(stages, layers)

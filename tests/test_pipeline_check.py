@@ -127,8 +127,9 @@ def test_an_operation_of_no_micro_batch_is_refused():
     made = Schedule("by hand", 1, [[Op("F", 0), Op("B", 0), Op("F", 1)]])
     with pytest.raises(UserError, match="stage 0 has F1, but the schedule is one of 1 micro-batches, counted from 0"):
         check(made)
-    with pytest.raises(UserError, match="stage 0 has X0"):
-        check(Schedule("by hand", 1, [[Op("F", 0), Op("B", 0), Op("X", 0)]]))
+    for order in ("F0 B0 X0", "F0 X0", "X0 B0"):
+        with pytest.raises(UserError, match="stage 0 has X0"):
+            check(Schedule("by hand", 1, [[Op(word[0], int(word[1])) for word in order.split()]]))
 
 
 @given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.integers(0, 10**6))
@@ -146,6 +147,11 @@ def test_leaving_out_or_repeating_any_operation_is_refused(kind, stages, seed):
     with pytest.raises(UserError) as error:
         check(Schedule(kind, made.micro_batches, orders, made.chunks, made.placement))
     assert message in str(error.value)
+
+
+def test_as_many_operations_as_there_are_to_be_are_not_enough():
+    assert "stage 0 runs F0 2 times, as its operations 1 and 2 of 4" in refused("F0 F0 B0 B1")
+    assert "stage 1 runs B1 2 times" in refused("F0 F1 B0 B1 \n F0 B1 F1 B1")
 
 
 @given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.integers(1, 3))

@@ -35,6 +35,15 @@ def test_programs_made_from_a_timeline_end_whatever_the_times(kind, stages, time
     assert [[step for step in program if isinstance(step, Op)] for program in programs] == [*map(list, made.orders)]
 
 
+def test_a_transfer_stands_after_what_began_before_it_was_there():
+    """The middle stage, F taking 1, B 2, a transfer 0.5: F0 runs from 1.5 to 2.5, and at 2 stage 0 has ended F1."""
+    program = with_transfers(simulate(schedule("1f1b", 3, 4), Times(1.0, 1.0, 1.0, 0.5)))[1]
+    assert " | ".join(map(str, program[:10])) == (
+        "recv F0 from stage 0 | F0 | recv F1 from stage 0 | send F0 to stage 2 | F1 | recv F2 from stage 0 | "
+        "send F1 to stage 2 | recv B0 from stage 2 | B0 | send B0 to stage 0"
+    )
+
+
 @given(st.sampled_from(list(KINDS)), st.integers(2, 4))
 def test_what_one_stage_sends_another_receives_in_the_same_order(kind, stages):
     programs = with_transfers(simulate(schedule(kind, stages, 2 * stages), Times()))

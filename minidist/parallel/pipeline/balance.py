@@ -55,9 +55,8 @@ def _cut(
     layers = len(ends) - 1
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
     for k in range(1, parts + 1):
-        last = layers - (parts - k)  # the parts to come need a layer each
         best = {
             i: min((join(so_far, value(ends[i] - ends[j])), (*cuts, i)) for j, (so_far, cuts) in best.items() if j < i)
-            for i in range(k, last + 1)
+            for i in range(k, layers + 1)
         }
     return best[layers]

@@ -61,7 +61,7 @@ class Schedule:
         """Parts of the model."""
         return self.stages * self.chunks
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether the backward comes in two halves, B and W."""
         return any(op.kind == "W" for order in self.orders for op in order)

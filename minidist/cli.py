@@ -1,4 +1,4 @@
-"""The command line: `minidist train|sample|parity|doctor`. Reads options, checks them, and hands over.
+"""The command line: `minidist train|sample|parity|simulate|doctor`. Reads options, checks them, and hands over.
 
 Whatever is wrong with what was asked for ends in one message and exit code 2, before any rank starts; a run that failed
 ends in one message and exit code 1. Neither shows a traceback.
@@ -22,6 +22,7 @@ COMMANDS = {
     "train": "train a model on the ranks of this machine, or under torchrun",
     "sample": "text from a checkpoint",
     "parity": "compare every layout of N ranks with one process",
+    "simulate": "time a pipeline schedule: its bubble, its memory, a drawing",
     "doctor": "what this machine can do, and what to fix",
 }
 
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train": _train,
         "sample": _sample,
         "parity": _parity,
+        "simulate": _simulate,
         "doctor": _doctor,
     }
     from minidist.train.launch.torchrun import hold_sigterm
@@ -165,6 +167,12 @@ def _parity(argv: list[str]) -> int:
     from minidist.parity.command import main as parity
 
     return parity(_parse(ParityOptions, "parity", argv))
+
+
+def _simulate(argv: list[str]) -> int:
+    from minidist.parallel.pipeline.command import SimulateOptions, main
+
+    return main(_parse(SimulateOptions, "simulate", argv))
 
 
 def _doctor(argv: list[str]) -> int:

@@ -1,0 +1,1 @@
+"""Pipelines: schedules as data, and what checks, times and draws them. Nothing here needs torch."""

@@ -1,0 +1,142 @@
+"""Whether a schedule can run, and what it keeps alive: said before anything starts.
+
+Three things go wrong in schedules written by hand. An operation is missing or stands there twice, so a gradient is
+wrong or an activation is never freed. Stages wait for each other for ever. Or all is well but the memory it needs.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from minidist.errors import UserError
+from minidist.parallel.pipeline.ops import Op, Place, Schedule, run
+
+_BEFORE = {"B": "F", "W": "B"}
+
+
+def check(schedule: Schedule) -> list[int]:
+    """Prove that a schedule runs: every micro-batch once through every part of the model, and no deadlock.
+
+    Returns `peak_live` of it. Raises UserError, which names stages and operations, and the change that mends it if
+    there is a single one.
+    """
+    in_order(schedule)
+    return peak_live(schedule)
+
+
+def in_order(schedule: Schedule) -> list[Place]:
+    """All operations, each after everything it needs. Raises UserError as `check` does."""
+    for stage in range(schedule.stages):
+        _check_complete(schedule, stage)
+    places, stuck = run(schedule)
+    if stuck:
+        raise UserError(_deadlock(schedule, places, stuck))
+    return places
+
+
+def peak_live(schedule: Schedule) -> list[int]:
+    """For each stage the most micro-batches whose activations it holds at one time, each chunk counted by itself.
+
+    One is alive from its F on until its last backward has ended: W in a schedule that has it, else B. Times do not
+    matter, as a stage does one thing at a time. Of a stage cut into c chunks, c of them are one micro-batch's memory.
+    """
+    return [max(live(schedule, stage), default=0) for stage in range(schedule.stages)]
+
+
+def live(schedule: Schedule, stage: int) -> list[int]:
+    """How many micro-batches a stage holds while each of its operations runs."""
+    ends = "W" if schedule.splits_backward else "B"
+    order = schedule.orders[stage]
+    held = accumulate((op.kind == "F") - (op.kind == ends) for op in order)
+    return [count + (op.kind == ends) for count, op in zip(held, order, strict=True)]
+
+
+def _check_complete(schedule: Schedule, stage: int) -> None:
+    """Every operation that there is to do on this stage is there, once, and no other."""
+    order = schedule.orders[stage]
+    kinds = "FBW" if schedule.splits_backward else "FB"
+    # Not a set: of a schedule with F0 and F999999999 the first that is missing is soon found.
+    due = (Op(k, m, c) for m in range(schedule.micro_batches) for c in range(schedule.chunks) for k in kinds)
+    size = schedule.micro_batches * schedule.chunks * len(kinds)
+    count = Counter(order)
+    strange = [op for op in order if not _exists(op, schedule, kinds)]
+    if not strange and len(count) == len(order) == size:
+        return
+    of = f"{schedule.micro_batches} micro-batches" + (f" in {schedule.chunks} chunks" if schedule.chunks > 1 else "")
+    if strange:
+        raise UserError(
+            f"stage {stage} has {strange[0]}{_more(strange)}, but the schedule is one of {of}, counted from 0, "
+            f"with operations {', '.join(kinds)}: take it out."
+        )
+    if twice := [op for op in count if count[op] > 1]:
+        places = [str(index + 1) for index, op in enumerate(order) if op == twice[0]]
+        raise UserError(
+            f"stage {stage} runs {twice[0]} {count[twice[0]]} times{_more(twice)}, as its operations "
+            f"{' and '.join(places)} of {len(order)}: leave one of them."
+        )
+    op = next(op for op in due if not count[op])
+    missing = range(size - len(count))
+    raise UserError(
+        f"stage {stage} never runs {op}{_more(missing)} (the schedule is one of {of}): {_loss(op, schedule)}. "
+        f"Add {op} to stage {stage}{'' if op.kind == 'F' else f' after {op._replace(kind=_BEFORE[op.kind])}'}."
+    )
+
+
+def _exists(op: Op, schedule: Schedule, kinds: str) -> bool:
+    return op.kind in kinds and 0 <= op.micro_batch < schedule.micro_batches and 0 <= op.chunk < schedule.chunks
+
+
+def _loss(op: Op, schedule: Schedule) -> str:
+    if op.kind == "F":
+        return f"micro-batch {op.micro_batch} never gets through"
+    if op.kind == "B" and schedule.splits_backward:
+        return f"the activation of {op._replace(kind='F')} is never freed, and no gradient is passed on"
+    what = "the gradient of its weights" if op.kind == "W" else "its gradient"
+    return f"the activation of {op._replace(kind='F')} is never freed, and {what} is missing"
+
+
+def _more(ops: Sequence) -> str:
+    return f" (and {len(ops) - 1} more)" if len(ops) > 1 else ""
+
+
+def _deadlock(schedule: Schedule, done: Sequence[Place], stuck: Mapping[int, Place]) -> str:
+    """Who waits for what around the circle, and the one operation whose move lets all stages end."""
+    at = Counter(place.stage for place in done)
+    circle = _circle(stuck)
+    told = "; ".join(_waits(schedule, stage, at[stage], stuck[stage]) for stage in circle)
+    if others := len(stuck) - len(circle):
+        told += f"; {others} more wait{'s' * (others == 1)} for these"
+    change = next(filter(None, (_moved(schedule, at, stuck[stage]) for stage in circle)), None)
+    return f"the schedule deadlocks: {told}. " + (change or "The order of gpipe or 1f1b runs: begin with that.")
+
+
+def _circle(stuck: Mapping[int, Place]) -> list[int]:
+    """The stages that wait for each other: from any of them along what it waits for, until one comes again."""
+    seen: list[int] = []
+    stage = min(stuck)
+    while stage not in seen:
+        seen.append(stage)
+        stage = stuck[stage].stage
+    return seen[seen.index(stage) :]
+
+
+def _waits(schedule: Schedule, stage: int, index: int, needed: Place) -> str:
+    order = schedule.orders[stage]
+    later = schedule.orders[needed.stage].index(needed.op) + 1
+    whose = "its own" if needed.stage == stage else f"stage {needed.stage}'s"
+    return (
+        f"stage {stage} waits at {order[index]} (operation {index + 1} of {len(order)}) for {whose} {needed.op} "
+        f"(operation {later})"
+    )
+
+
+def _moved(schedule: Schedule, at: Mapping[int, int], needed: Place) -> str | None:
+    """What to say if the schedule runs once `needed` stands before the operation at which its stage waits."""
+    order = list(schedule.orders[needed.stage])
+    index = at[needed.stage]
+    order.remove(needed.op)
+    order.insert(index, needed.op)
+    orders = [order if stage == needed.stage else old for stage, old in enumerate(schedule.orders)]
+    _, stuck = run(replace(schedule, orders=orders))
+    return None if stuck else f"Put {needed.op} before {order[index + 1]} on stage {needed.stage}."

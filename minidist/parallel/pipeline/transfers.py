@@ -1,0 +1,102 @@
+"""Sends and receives between a stage's operations, so that a pipeline cannot deadlock on them.
+
+A send may last until it is matched (a rendezvous). If every stage sent right after an operation and received right
+before the next, 1F1B would deadlock: stage s sends an activation on while stage s + 1 sends a gradient back. Here every
+transfer has one place in one order of all that happens anywhere, the order of the timeline, and both its ends stand in
+their stages' programs where that order has them. The first transfer that has not happened can then always happen.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from minidist.errors import UserError
+from minidist.parallel.pipeline.check import in_order
+from minidist.parallel.pipeline.ops import Op, Place, Schedule
+from minidist.parallel.pipeline.simulate import Timeline
+
+
+class Transfer(NamedTuple):
+    """One end of a transfer: `send` or `recv`, the stage at the other end, and the operation whose result it carries.
+
+    After F that is the chunk's output, after B the gradient of its input; `Schedule.feeds` says what needs it.
+    """
+
+    kind: str
+    peer: int
+    result_of: Place
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.result_of.op} {'to' if self.kind == 'send' else 'from'} stage {self.peer}"
+
+
+Program = Sequence[Op | Transfer]
+
+
+def with_transfers(timeline: Timeline) -> list[list[Op | Transfer]]:
+    """For every stage what it does, in order: its operations, and what it sends and receives between them.
+
+    `rendezvous` proves the result, even when every send and receive holds up its stage until the other end is there.
+    Stages that send and receive while they compute start each transfer there, and wait for it where they need it.
+    """
+    schedule = timeline.schedule
+    programs: list[list[Op | Transfer]] = [[] for _ in range(schedule.stages)]
+    rank = {place: number for number, place in enumerate(in_order(schedule))}
+    # An operation counts from its start, a transfer from the end of the operation whose result it carries.
+    events: list[tuple[float, int, int, Place]] = []
+    for stage, spans in enumerate(timeline.spans):
+        for span in spans:
+            place = Place(stage, span.op)
+            events += [(span.start, rank[place], 0, place), (span.end, rank[place], 1, place)]
+    for _, _, is_end, place in sorted(events):
+        if not is_end:
+            programs[place.stage].append(place.op)
+        elif (goes_to := schedule.feeds(*place)) and goes_to.stage != place.stage:
+            programs[place.stage].append(Transfer("send", goes_to.stage, place))
+            programs[goes_to.stage].append(Transfer("recv", place.stage, place))
+    return programs
+
+
+def rendezvous(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """Prove that programs end when a send ends only once its receive has begun, and the other way round.
+
+    Raises UserError when stages wait for each other, and when one uses or sends what it does not have.
+    """
+    at = [0] * len(programs)
+    have: list[set[Place]] = [set() for _ in programs]
+    awake = list(range(len(programs)))
+    while awake:
+        stage = awake.pop()
+        while at[stage] < len(programs[stage]):
+            step = programs[stage][at[stage]]
+            if isinstance(step, Transfer):
+                peer = _matched(programs, at, stage, step)
+                if peer is None:
+                    break
+                sender = step.result_of.stage
+                _check_has(have[sender], sender, step.result_of, "sends it")
+                have[peer if sender == stage else stage].add(step.result_of)
+                at[peer] += 1
+                awake.append(peer)
+            else:
+                for need in schedule.needs(stage, step):
+                    _check_has(have[stage], stage, need, f"runs {step}")
+                have[stage].add(Place(stage, step))
+            at[stage] += 1
+    if stuck := [stage for stage, program in enumerate(programs) if at[stage] < len(program)]:
+        waits = "; ".join(f"stage {stage} waits in {programs[stage][at[stage]]}" for stage in stuck)
+        raise UserError(
+            f"the transfers deadlock: {waits}. Give both ends of each a place in one order: with_transfers."
+        )
+
+
+def _matched(programs: Sequence[Program], at: Sequence[int], stage: int, step: Transfer) -> int | None:
+    """The peer, if it stands at the other end of this very transfer."""
+    program, index = programs[step.peer], at[step.peer]
+    other = Transfer("recv" if step.kind == "send" else "send", stage, step.result_of)
+    return step.peer if index < len(program) and program[index] == other else None
+
+
+def _check_has(have: set[Place], stage: int, need: Place, what: str) -> None:
+    if need not in have:
+        how = "run" if need.stage == stage else "received"
+        raise UserError(f"stage {stage} {what} before it has {how} {need}: put that first.")

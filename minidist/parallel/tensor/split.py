@@ -1,4 +1,8 @@
-"""A whole model in, this rank's part of it out: which parameter is cut where, in one place."""
+"""A whole model in, this rank's part of it out: which parameter is cut where, in one place.
+
+The model knows nothing of this, and nothing is imported from it: a block is known by the names of its projections,
+those of Llama.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -6,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group
-from minidist.models import ModelConfig, Transformer
-from minidist.models.layers import Attention, FeedForward
 from minidist.parallel.tensor.linear import ColumnLinear, RowLinear
 from minidist.parallel.tensor.operators import Operator, operators
 from minidist.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyLoss
@@ -28,16 +30,15 @@ class Held:
     partial: bool = False
 
 
-def check(config: ModelConfig, size: int) -> None:
-    """Raise ValueError, with the sizes that would do, when `size` ranks cannot share a model of this shape."""
+def check(config, size: int) -> None:
+    """Raise ValueError, with the sizes that would do, when `size` ranks cannot share a model of this ModelConfig."""
     for name in ("num_heads", "intermediate_size", "vocab_size"):
         whole = getattr(config, name)
         if whole % size:
             possible = [n for n in range(1, min(whole, 4 * size) + 1) if whole % n == 0]
-            up = -(-whole // size) * size
+            more = "" if name == "num_heads" else f"; or {name}={-(-whole // size) * size}"
             raise ValueError(
-                f"{name}={whole} cannot be shared equally by tp={size} ranks; possible tp: {_listed(possible)}; "
-                f"or {name}={up}"
+                f"{name}={whole} cannot be shared equally by tp={size} ranks; possible tp: {_listed(possible)}{more}"
             )
     heads = config.num_kv_heads
     if heads % size and size % heads:
@@ -50,12 +51,12 @@ def check(config: ModelConfig, size: int) -> None:
         )
 
 
-def split(model: Transformer, group: Group, sequence: bool = False) -> dict[str, Held]:
+def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, Held]:
     """Leave in `model` what this rank of the group holds of it; returns that, by the parameters' global names.
 
-    All ranks begin with the same whole model and see the same batches. Afterwards its loss is that of the whole model
-    on every rank, and without labels it gives this rank's columns of the logits, (b, s, vocab / ranks). Norms stay
-    whole. Raises ValueError when the sizes do not divide (`check`).
+    model: a Transformer. All ranks begin with the same whole one and see the same batches. Afterwards its loss is that
+    of the whole model on every rank, and without labels it gives this rank's columns of the logits, (b, s, vocab /
+    ranks). Norms stay whole. Raises ValueError when the sizes do not divide (`check`).
 
     sequence: between the operators each rank holds an equal part of the sequence (Korthikanti et al. 2022, arXiv
     2205.05198, section 4.2.2): as many bytes pass, and what norms, dropout and residual stream keep for backward is
@@ -114,7 +115,7 @@ class _Cutter:
             return weight.narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
 
 
-def _attention(attention: Attention, leave: Operator, config: ModelConfig, cutter: _Cutter, name: str) -> None:
+def _attention(attention: nn.Module, leave: Operator, config, cutter: _Cutter, name: str) -> None:
     """Whole heads to every rank: those of the queries in order, and the key and value heads that they need."""
     group, width = cutter.group, config.head_dim
     attention.q_proj = ColumnLinear(cutter.cut(f"{name}.q_proj.weight", attention.q_proj.weight, 0))
@@ -129,7 +130,7 @@ def _attention(attention: Attention, leave: Operator, config: ModelConfig, cutte
     attention.o_proj = RowLinear(cutter.cut(f"{name}.o_proj.weight", attention.o_proj.weight, 1), leave)
 
 
-def _feed_forward(layer: FeedForward, leave: Operator, cutter: _Cutter, name: str) -> None:
+def _feed_forward(layer: nn.Module, leave: Operator, cutter: _Cutter, name: str) -> None:
     for which in ("gate_proj", "up_proj"):
         rows = cutter.cut(f"{name}.{which}.weight", getattr(layer, which).weight, 0)
         setattr(layer, which, ColumnLinear(rows))

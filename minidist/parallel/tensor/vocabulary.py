@@ -5,8 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minidist.comm import Group, ops
-from minidist.models.layers import at_least_float32
-from minidist.models.transformer import IGNORE
 from minidist.parallel.tensor.operators import Operator
 
 
@@ -25,6 +23,9 @@ class VocabularyEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self._leave(rows.masked_fill(elsewhere[..., None], 0))
+
+
+IGNORE = -100  # as in torch: a label with this value does not count
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -61,6 +62,6 @@ class VocabularyLoss:
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """logits (b, s, n), labels (b, s) int64 -> the sum of the losses that count, and their number, on each rank."""
-        logits = logits.flatten(0, 1).to(at_least_float32(logits.dtype))
+        logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         total = _CrossEntropy.apply(logits, labels.flatten(), self._first, self._group.key)
         return total, (labels != IGNORE).sum()

@@ -3,15 +3,18 @@
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from minidist import comm
 from minidist.comm import World
 from minidist.comm.shm import start
-from minidist.comm.shm.lane import Lane, Work
+from minidist.comm.shm.lane import Lane, Work, waited_for_at_once
 from minidist.comm.shm.meeting import Meeting
+from minidist.mesh import Mesh
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; elsewhere it is gloo")
 
@@ -236,3 +239,32 @@ def finished_late(world: World) -> list:
 
 def test_work_on_its_way_ends_although_the_group_is_destroyed(ranks):
     assert ranks(finished_late, 3) == [[3.0]] * 3
+
+
+def through_the_door(world: World) -> tuple[list[str], list[float]]:
+    group = comm.bind(world, Mesh(dp=world.size), [comm.Use("here", ("dp",))])["here"]
+    x = torch.ones(300_000)
+    comm.all_reduce(x, group)
+    comm.barrier(group)
+    if world.rank:
+        comm.recv(x, 0, group)
+    else:
+        comm.send(x * 3, 1, group)
+    workers = [thread.name for thread in threading.enumerate() if thread.name == "shm"]
+    comm.all_reduce(x, group, async_op=True).wait()  # and then the others are still done by somebody
+    return workers, x.unique().tolist()
+
+
+def test_what_is_waited_for_at_once_wakes_no_worker(ranks):
+    assert ranks(through_the_door, 2, backend="shm") == [([], [8.0]), ([], [8.0])]
+
+
+def test_a_wait_with_a_time_limit_needs_a_worker(ranks):
+    assert ranks(limited, 2, backend="gloo") == [True, True]
+
+
+def limited(world: World) -> bool:
+    group = dist.new_group(backend="shm")
+    with waited_for_at_once():
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    return work.wait(timedelta(seconds=30))

@@ -44,7 +44,7 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = F
     def start():
         return dist.all_reduce(tensor, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
 
-    return end(launch(group, "all_reduce", tensor, start, [tensor], detail=_reduction(op)), async_op)
+    return launch(group, "all_reduce", tensor, start, [tensor], detail=_reduction(op), async_op=async_op)
 
 
 def reduce_scatter(
@@ -59,7 +59,7 @@ def reduce_scatter(
     def start():
         return _reduce_scatter(output, input, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
 
-    return end(launch(group, "reduce_scatter", input, start, [output, input], detail=_reduction(op)), async_op)
+    return launch(group, "reduce_scatter", input, start, [output, input], detail=_reduction(op), async_op=async_op)
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = False) -> Handle | None:
@@ -72,7 +72,7 @@ def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = Fal
     def start():
         return _all_gather(output, input, group=group.process_group, async_op=True)
 
-    return end(launch(group, "all_gather", output, start, [output, input]), async_op)
+    return launch(group, "all_gather", output, start, [output, input], async_op=async_op)
 
 
 def broadcast(tensor: Tensor, src: int, group: Group, async_op: bool = False) -> Handle | None:
@@ -84,7 +84,7 @@ def broadcast(tensor: Tensor, src: int, group: Group, async_op: bool = False) ->
         return dist.broadcast(tensor, src=group.ranks[src], group=group.process_group, async_op=True)
 
     detail = f"root {group.ranks[src]}"
-    return end(launch(group, "broadcast", tensor, start, [tensor], detail=detail, root=src), async_op)
+    return launch(group, "broadcast", tensor, start, [tensor], detail=detail, root=src, async_op=async_op)
 
 
 def all_to_all(
@@ -115,7 +115,7 @@ def all_to_all(
             async_op=True,
         )
 
-    return end(launch(group, "all_to_all", input, start, [output, input], splits=splits), async_op)
+    return launch(group, "all_to_all", input, start, [output, input], splits=splits, async_op=async_op)
 
 
 def send(tensor: Tensor, dst: int, group: Group, tag: int = 0, async_op: bool = False) -> Handle | None:
@@ -125,7 +125,7 @@ def send(tensor: Tensor, dst: int, group: Group, tag: int = 0, async_op: bool = 
     def start():
         return dist.isend(tensor, dst=group.ranks[dst], group=group.process_group, tag=tag)
 
-    return end(launch(group, "send", tensor, start, [tensor], channel=group.transfer("send", dst, tag)), async_op)
+    return launch(group, "send", tensor, start, [tensor], channel=group.transfer("send", dst, tag), async_op=async_op)
 
 
 def recv(tensor: Tensor, src: int, group: Group, tag: int = 0, async_op: bool = False) -> Handle | None:
@@ -135,7 +135,7 @@ def recv(tensor: Tensor, src: int, group: Group, tag: int = 0, async_op: bool = 
     def start():
         return dist.irecv(tensor, src=group.ranks[src], group=group.process_group, tag=tag)
 
-    return end(launch(group, "recv", tensor, start, [tensor], channel=group.transfer("recv", src, tag)), async_op)
+    return launch(group, "recv", tensor, start, [tensor], channel=group.transfer("recv", src, tag), async_op=async_op)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def barrier(group: Group, async_op: bool = False) -> Handle | None:
     def start():
         return dist.barrier(group=group.process_group, async_op=True)
 
-    return end(launch(group, "barrier", nothing, start, []), async_op)
+    return launch(group, "barrier", nothing, start, [], async_op=async_op)
 
 
 def check_parts(name: str, whole: Tensor, part: Tensor, group: Group) -> None:

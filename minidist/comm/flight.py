@@ -1,5 +1,6 @@
 """An operation on its way: announced on the board, counted by the meter, owned by a handle until it is waited for."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from minidist.comm.board import Channel
 from minidist.comm.caller import caller_line
 from minidist.comm.group import Group
 from minidist.comm.meter import Record
+from minidist.comm.shm.lane import waited_for_at_once
 from minidist.errors import RunError
 
 
@@ -80,20 +82,22 @@ def launch(
     *,
     channel: Channel | None = None,
     detail: str = "",
+    async_op: bool = False,
     **count,
-) -> Handle:
-    """Announce the operation on the board, count it, start it.
+) -> Handle | None:
+    """Announce the operation on the board, count it, start it; and wait for its end unless `async_op`.
 
     detail: what all ranks must agree on besides name, elements and dtype: the root, or how to reduce.
     """
     launched = announce(group, name, tensor, channel or group.collective, detail, **count)
     try:
-        works = start()
+        with contextlib.nullcontext() if async_op else waited_for_at_once():
+            works = start()
     except RuntimeError as error:
         raise CommError(failure(launched, group, error)) from error
     works = works if isinstance(works, list) else [works]
     group.meter.started([launched.record], works)
-    return Handle(group, works, [launched], tensors)
+    return end(Handle(group, works, [launched], tensors), async_op)
 
 
 def announce(group: Group, name: str, tensor: Tensor, channel: Channel, detail: str = "", **count) -> Launched:

@@ -4,6 +4,7 @@ Whoever waits for an operation that is next in its lane runs it himself: a synch
 leaves its thread. All others are run by worker threads, which are kept for the next operation and sleep in between.
 """
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -20,6 +21,16 @@ _thread = threading.local()
 def in_worker() -> bool:
     """Whether this is a worker thread, so that another does what the process is there for."""
     return getattr(_thread, "works", False)
+
+
+@contextlib.contextmanager
+def waited_for_at_once():
+    """Within this context this thread launches what it waits for next: no worker need be woken for it."""
+    _thread.waits = True
+    try:
+        yield
+    finally:
+        _thread.waits = False
 
 
 class Workers:
@@ -75,10 +86,18 @@ class Lane:
             else:
                 here = False
                 work.hold()
+                first = not self._queue and not self._running
                 self._queue.append(work)
-                self._man()
+                if not (first and getattr(_thread, "waits", False)):
+                    self._man()
         if here:
             self._finish(work)
+
+    def man(self) -> None:
+        """Let a worker do what is queued, if there is anything."""
+        with self._lock:
+            if self._queue:
+                self._man()
 
     def take_over(self, work: "Work") -> None:
         """Run `work` in this thread if it is next and nobody runs it yet."""
@@ -179,6 +198,8 @@ class Work(dist.Work):
         if not self._ended:
             if not timeout:
                 self._lane.take_over(self)
+            else:
+                self._lane.man()
             if not self._gate.acquire(timeout=timeout.total_seconds() if timeout else -1):
                 raise dist.DistBackendError(f"the operation has not ended after {timeout.total_seconds():g} s")
             self._gate.release()

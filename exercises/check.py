@@ -100,16 +100,15 @@ def check(
     sizes = sizes_of(exercise.source) if exercise.kind == "predict" else None
     offered, secret = {"measured": measured, "sizes": sizes, "fault": fault}, _secret(exercise, answer)
     with tempfile.TemporaryDirectory(prefix="minidist-answer-") as folder:
-        copy = Path(folder).resolve() / answer.name  # the learner goes on writing in the other one
+        # The learner goes on writing in the other one. Messages show the last two parts of a path: they are the same.
+        copy = Path(folder).resolve() / answer.parent.name / answer.name
+        copy.parent.mkdir(exist_ok=True)
         copy.write_bytes(content)
 
         def run(ids: Sequence[str], size: int) -> Finding | None:
             with tempfile.TemporaryDirectory(prefix="minidist-check-") as place:
                 request = _request(exercise, ids, copy, secret, place, offered)
-                found = judge(request, size, server, hang_s)
-            if found is not None:
-                found.what = found.what.replace(f"{copy.parent.name}/", "")  # the learner knows the file by its name
-            return found
+                return judge(request, size, server, hang_s)
 
         return Verdict(exercise, content, _results(tests, _findings(tests, run, stop)))
 

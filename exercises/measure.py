@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minidist.comm.watchdog import ENDED, Observer
+from minidist.comm.judge import ENDED, Observer
 from minidist.errors import RunError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist.comm.board import PAGE_BYTES, Board, Channel
-from minidist.comm.watchdog import judge
+from minidist.comm.judge import judge
 
 # The page
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 from boards import GRADS, returned, snapshots, waiting
 
 from minidist.comm.board import Board, Channel
+from minidist.comm.judge import Observer, judge
 from minidist.comm.standing import rank_names
-from minidist.comm.watchdog import Observer, Watchdog, judge
+from minidist.comm.watchdog import Watchdog
 
 
 def test_a_rank_that_waits_for_one_that_returned_is_deadlocked():
@@ -203,9 +204,9 @@ def test_the_lowest_waiting_rank_reports_once_for_all():
     assert [rank for rank, _ in said] == [0] and "mismatch: operation #1" in said[0][1]
 
 
-def watched(rank, board, store):
+def watched(rank, board, store, size=2):
     """A watchdog whose thread has ended: the test calls what the thread would."""
-    dog = Watchdog(rank, 2, board, store)
+    dog = Watchdog(rank, size, board, store)
     dog.stop()
     return dog
 
@@ -239,3 +240,18 @@ def test_a_wait_longer_than_the_timeout_is_reported_by_its_own_rank():
     assert done.wait(20)
     assert "after 0.1 s in one wait\n  rank 0: waiting in all_reduce #1" in said[0]
     dog._thread.join(20)
+
+
+def test_the_watchdog_too_waits_for_a_rank_about_to_join():
+    store, boards = Store(), [waiting(Board(), GRADS), returned(), Board()]
+    boards[2].resume()
+    dogs = [watched(rank, board, store, size=3) for rank, board in enumerate(boards)]
+    for _ in range(3):
+        dogs[0]._post()
+        assert dogs[0]._read() is None
+    waiting(boards[2], GRADS)
+    for _ in range(2):
+        dogs[0]._post()
+        dogs[2]._post()
+        verdict = dogs[0]._read()
+    assert verdict.ranks == (0, 2)

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 
 from minidist.comm.board import Progress, Snapshot
+from minidist.comm.judge import mismatched
 from minidist.comm.standing import rank_names, stands
-from minidist.comm.watchdog import mismatched
 from minidist.notebook.result import in_the_cell, lines_of_cell, so_far
 from minidist.notebook.still import Still
 from minidist.train.launch.livejob import LiveJob

@@ -46,8 +46,7 @@ def peak_live(schedule: Schedule) -> list[int]:
 
 def live(schedule: Schedule, stage: int) -> list[int]:
     """How many micro-batches a stage holds while each of its operations runs."""
-    ends = "W" if schedule.splits_backward else "B"
-    order = schedule.orders[stage]
+    ends, order = schedule.last_kind, schedule.orders[stage]
     held = accumulate((op.kind == "F") - (op.kind == ends) for op in order)
     return [count + (op.kind == ends) for count, op in zip(held, order, strict=True)]
 

@@ -66,6 +66,11 @@ class Schedule:
         """Whether the backward comes in two halves, B and W."""
         return any(op.kind == "W" for order in self.orders for op in order)
 
+    @property
+    def last_kind(self) -> str:
+        """The operation after which a micro-batch's activations are free and its gradients complete."""
+        return "W" if self.splits_backward else "B"
+
     def position(self, stage: int, chunk: int) -> int:
         """Which part of the model a stage's chunk is."""
         if self.placement == "v" and chunk % 2:
@@ -131,5 +136,4 @@ def run(schedule: Schedule) -> tuple[list[Place], Mapping[int, Place]]:
 
 def last_backward(schedule: Schedule, stage: int) -> dict[int, int]:
     """After which of its operations the gradients of each of a stage's chunks are complete: {chunk: index}."""
-    ends = "W" if schedule.splits_backward else "B"
-    return {op.chunk: index for index, op in enumerate(schedule.orders[stage]) if op.kind == ends}
+    return {op.chunk: index for index, op in enumerate(schedule.orders[stage]) if op.kind == schedule.last_kind}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minidist.comm.board import PAGE_BYTES, Board, Snapshot
-from minidist.comm.watchdog import Observer
+from minidist.comm.judge import Observer
 from minidist.train.launch.failure import RankFailure
 from minidist.train.launch.remote import RemoteRank
 from minidist.train.launch.report import deadline_report, death_report, error_report

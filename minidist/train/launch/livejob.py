@@ -4,7 +4,7 @@ import signal
 from typing import Any
 
 from minidist.comm.board import Snapshot
-from minidist.comm.watchdog import ENDED, Verdict
+from minidist.comm.judge import ENDED, Verdict
 from minidist.train.launch.job import Job
 from minidist.train.launch.remote import RemoteRank
 from minidist.train.launch.report import death_report

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from minidist.comm.board import Snapshot
+from minidist.comm.judge import mismatched
 from minidist.comm.standing import describe, rank_names
-from minidist.comm.watchdog import mismatched
 from minidist.errors import RunError, UserError
 from minidist.train.launch.failure import RankError, RankFailure
 from minidist.train.launch.remote import RemoteRank

@@ -31,6 +31,20 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How the axes of the mesh do their work."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
+    """In which order pipeline stages work; `minidist simulate` shows each."""
+    chunks: int | None = None
+    """Parts of the model on each stage: interleaved takes 2 (when not given) or more, zb-v 2, the others 1."""
+    sequence: bool = False
+    """Share the sequence over tp between the operators (sequence parallelism): the same bytes sent, less memory."""
+    context: Literal["ring", "ulysses"] = "ring"
+    """How attention sees a sequence cut over cp. ring: keys and values go round. ulysses: heads are exchanged."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """What is learned from, and how it is cut."""
 
@@ -103,7 +117,8 @@ class TrainConfig:
     global_batch: int = 32
     """Samples per step, over all ranks."""
     micro_batches: int = 1
-    """Parts in which each rank goes through its share of the global batch."""
+    """Parts in which each rank goes through its share of the global batch. With a pipeline they are its micro-batches,
+    without one gradients accumulate over them."""
     seed: int = 1234
     """Of initial values, data order and dropout."""
     log_every: int = 10
@@ -147,6 +162,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -163,17 +179,18 @@ class Config:
         for axis, size in dataclasses.asdict(m).items():
             if size is not None and size < 1:
                 raise UserError(f"mesh.{axis} is {size}; a mesh axis is at least 1. Give --mesh.{axis} 1 or more.")
-        for axis in ("pp", "cp", "tp"):
-            if getattr(m, axis) > 1:
-                raise UserError(
-                    f"mesh.{axis} is {getattr(m, axis)}: this trainer runs data parallelism only, so pp, cp and tp "
-                    f"must be 1 and dp is the number of ranks ({world_size}). Leave --mesh.{axis} out."
-                )
-        dp = world_size if m.dp is None else m.dp
-        if dp != world_size:
-            hint = f'start with torchrun or "--ranks {dp}"' if world_size == 1 else f"set --mesh.dp {world_size}"
+        model = m.pp * m.cp * m.tp  # ranks that one replica of the model takes
+        dp = max(1, world_size // model) if m.dp is None else m.dp
+        if dp * model != world_size:
+            needed = dp * model
+            if world_size == 1 or m.dp is None:
+                hint = f'start with torchrun or "--ranks {needed}"'
+            elif world_size % model == 0:
+                hint = f'set --mesh.dp {world_size // model}, or start with torchrun or "--ranks {needed}"'
+            else:
+                hint = f'start with torchrun or "--ranks {needed}"'
             raise UserError(
-                f"the mesh pp={m.pp} x dp={dp} x cp={m.cp} x tp={m.tp} needs {m.pp * dp * m.cp * m.tp} ranks, "
+                f"the mesh pp={m.pp} x dp={dp} x cp={m.cp} x tp={m.tp} needs {needed} ranks, "
                 f"the world has {world_size}: {hint}."
             )
         return Mesh(pp=m.pp, dp=dp, cp=m.cp, tp=m.tp)

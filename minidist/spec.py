@@ -103,10 +103,13 @@ class ParamSpec:
     name: global name, as in the unsplit model. For tied parameters the first of their names.
     shape: global shape.
     boxes: what this rank holds of it, in the order of its memory.
-    replicas: ascending global ranks that hold the same boxes, this one included. Their gradient contributions are
-        summed; the norm counts, and the checkpoint writes, one of them (`owner`).
+    replicas: ascending global ranks that hold the same boxes, this one included. The norm counts, and the checkpoint
+        writes, one of them (`owner`).
     ties: other names of the same tensor.
     expert: whether it belongs to an expert, whose tokens come from all ranks of the expert-parallel group.
+    contributors: those of the replicas, this one included, whose gradients are parts of one sum, because each saw other
+        tokens or other layers. Replicas that saw the same have the same gradient, and adding it would double it. All
+        replicas when not given.
     """
 
     name: str
@@ -115,6 +118,12 @@ class ParamSpec:
     replicas: tuple[int, ...]
     ties: tuple[str, ...] = ()
     expert: bool = False
+    contributors: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "contributors", self.contributors or self.replicas)
+        if not set(self.contributors) <= set(self.replicas):
+            raise ValueError(f"{self.name}: {self.contributors} are to be summed, and {self.replicas} hold it")
 
     @property
     def owner(self) -> int:
@@ -144,15 +153,19 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def replicated(model: nn.Module, ranks: tuple[int, ...]) -> dict[str, ParamSpec]:
     """The table of a model that every rank of `ranks` holds whole (data parallelism)."""
+    ties, specs = ties_of(model), {}
+    for name, parameter in named_parameters(model).items():
+        shape = tuple(parameter.shape)
+        specs[name] = ParamSpec(name, shape, (Box.whole(shape),), tuple(sorted(ranks)), ties[name])
+    return specs
+
+
+def ties_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Global name of each parameter to the other names of the same tensor."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(global_name(name))
-    specs = {}
-    for name, parameter in named_parameters(model).items():
-        shape = tuple(parameter.shape)
-        ties = tuple(other for other in names[id(parameter)] if other != name)
-        specs[name] = ParamSpec(name, shape, (Box.whole(shape),), tuple(sorted(ranks)), ties)
-    return specs
+    return {first: tuple(others) for first, *others in names.values()}
 
 
 def check_covered(model: nn.Module, specs: Specs) -> None:

@@ -24,10 +24,24 @@ DEFAULT_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Use:
-    """Ranks that differ on `axes` talk to each other for the purpose `name`."""
+    """Ranks that differ on `axes` talk to each other for the purpose `name`.
+
+    among: of an axis, the sets of coordinates that talk to each other, where it is not all of them. A rank whose
+    coordinate is in no set has nobody to talk to, and no group for this use.
+    """
 
     name: str
     axes: tuple[str, ...]
+    among: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
+
+    def partition(self, mesh: Mesh) -> list[tuple[int, ...]]:
+        """All groups of this use, in one order."""
+        groups = mesh.partition(self.axes)
+        for axis, sets in self.among:
+            groups = [
+                tuple(rank for rank in group if mesh.coords(rank)[axis] in some) for group in groups for some in sets
+            ]
+        return groups
 
 
 CONTROL = Use("control", AXES)
@@ -73,16 +87,17 @@ class Group:
 
 @dataclass(eq=False)
 class Groups(Mapping[str, Group]):
-    """This rank's group for each use: `groups["grads"]`."""
+    """This rank's group for each use: `groups["grads"]`. uses: those that `bind` was given."""
 
     mesh: Mesh
     world: World
     meter: Meter
+    uses: tuple[Use, ...] = ()
     _groups: dict[str, Group] = field(default_factory=dict)
 
     def __getitem__(self, use: str) -> Group:
         if use not in self._groups:
-            raise KeyError(f"no group for {use!r}: bind was given the uses {', '.join(self._groups)}")
+            raise KeyError(f"no group for {use!r}: this rank has groups for {', '.join(self._groups)}")
         return self._groups[use]
 
     def __iter__(self):
@@ -122,16 +137,19 @@ def bind(
     uses = [CONTROL, *uses]
     if len({use.name for use in uses}) != len(uses):
         raise ValueError(f"two uses share a name: {', '.join(use.name for use in uses)}")
-    groups = Groups(mesh, world, meter if meter is not None else Meter())
+    groups = Groups(mesh, world, meter if meter is not None else Meter(), tuple(uses[1:]))
     _announce(world, mesh, uses)
     for use in uses:
-        mine = mesh.ranks(use.axes, world.rank)
-        made = None
-        for ranks in mesh.partition(use.axes):
+        mine, made = None, None
+        for ranks in use.partition(mesh):
+            pg = None
             if len(ranks) > 1:
                 timeout = timedelta(seconds=timeout_s)
                 pg = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=use.name)
-                made = pg if ranks == mine else made
+            if world.rank in ranks:
+                mine, made = ranks, pg
+        if mine is None:
+            continue
         group = Group(use.name, mine, mine.index(world.rank), made, world, groups.meter)
         groups._groups[use.name] = _LIVE[group.key] = group
     world.board.resume()

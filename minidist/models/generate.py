@@ -39,8 +39,7 @@ def generate(
     model.eval()
     try:
         for _ in range(n):
-            hidden = model.model(tokens[:, -context:])
-            logits = model.lm_head(hidden[:, -1])  # (b, vocab)
+            logits = model.next_logits(tokens[:, -context:])  # (b, vocab)
             tokens = torch.cat((tokens, _sample(logits, temperature, top_k, generator)), dim=1)
     finally:
         model.train(training)

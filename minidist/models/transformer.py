@@ -45,16 +45,28 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self, tokens: Tensor, *, address: DropoutAddress | None = None, positions: Tensor | None = None
+        self,
+        tokens: Tensor,
+        *,
+        address: DropoutAddress | None = None,
+        positions: Tensor | None = None,
+        layers: range | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """(b, s) int64 -> (b, s, h)."""
+        """(b, s) int64 -> (b, s, h), by all layers or by some of them.
+
+        layers: which; all when None. hidden: (b, s, h), what the layer before the first of them gave; from layer 0 on
+        the tokens are embedded. Only after the last layer comes the final norm.
+        """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.embed(tokens, address)
+        layers = range(len(self.layers)) if layers is None else layers
+        if layers.start == 0:
+            hidden = self.embed(tokens, address)
         rotary = self.rotary(positions, hidden.dtype)
-        for layer in self.layers:
-            hidden = layer(hidden, rotary, self.dropout_keys(layer.index, address))
-        return self.norm(hidden)
+        for index in layers:
+            hidden = self.layers[index](hidden, rotary, self.dropout_keys(index, address))
+        return self.norm(hidden) if layers.stop == len(self.layers) else hidden
 
     def embed(self, tokens: Tensor, address: DropoutAddress | None) -> Tensor:
         """(b, s) int64 -> (b, s, h), with dropout in training."""
@@ -113,12 +125,15 @@ class Transformer(nn.Module):
         *,
         address: DropoutAddress | None = None,
         positions: Tensor | None = None,
+        layers: range | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits (b, s, vocab) without labels; with labels the sum of the token losses and the number of tokens in it.
 
         tokens: (b, s) int64. labels: (b, s) int64, already shifted; those equal to IGNORE do not count.
         address: where dropout is in the run; needed in training when dropout is on.
         positions: (s,) int64, positions in the unsplit sequence; 0 to s - 1 when not given.
+        layers, hidden: as in `Decoder`; unless the last layer is among them the result is the hidden state (b, s, h).
         The sum is in nats and in at least float32, the count int64. Raises ValueError when s exceeds `max_seq_len`.
         """
         if tokens.shape[1] > self.config.max_seq_len:
@@ -126,9 +141,15 @@ class Transformer(nn.Module):
                 f"a sequence of {tokens.shape[1]} tokens for a model with max_seq_len={self.config.max_seq_len}: "
                 "shorten the sequence or raise max_seq_len"
             )
-        hidden = self.model(tokens, address=address, positions=positions)
+        hidden = self.model(tokens, address=address, positions=positions, layers=layers, hidden=hidden)
+        if layers is not None and layers.stop < self.config.num_layers:
+            return hidden
         logits = self.lm_head(hidden)
         return logits if labels is None else self.loss(logits, labels)
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """(b, s) int64 -> (b, vocab): of the token that follows."""
+        return self.lm_head(self.model(tokens)[:, -1])
 
     def tie(self) -> None:
         """Make the head share the embedding's tensor again, where the config says so."""

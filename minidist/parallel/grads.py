@@ -47,11 +47,14 @@ def trainable(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]
 
 
 def group_of(spec: ParamSpec, groups: Iterable[Group]) -> Group:
-    """The group whose ranks are exactly the parameter's replicas. Raises KeyError when no such group was bound."""
+    """The group that sums a parameter's gradient: its ranks are exactly the contributors.
+
+    Raises KeyError when no such group was bound.
+    """
     for group in groups:
-        if group.ranks == spec.replicas:
+        if group.ranks == spec.contributors:
             return group
-    raise KeyError(f"no group was bound over ranks {spec.replicas}, the replicas of parameter {spec.name}")
+    raise KeyError(f"no group was bound over ranks {spec.contributors}, which contribute to parameter {spec.name}")
 
 
 class NaiveSink:

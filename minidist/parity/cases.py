@@ -1,25 +1,23 @@
-"""What parity runs: the switches, their cover, and what each case means for model, data and optimizer."""
+"""A case of parity: a layout and the switches, and what they mean for model, data and optimizer."""
 
 import dataclasses
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import Any
 
 import torch
 
-from minidist.config import CommConfig, Config, OptimConfig
+from minidist.config import CommConfig, Config, DataConfig, MeshConfig, OptimConfig, ParallelConfig, TrainConfig
 from minidist.data.loader import IGNORED, Batch, Loader
 from minidist.data.synthetic import generate
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
-from minidist.parity.cover import covered, pairs, pairwise
+from minidist.parity.layouts import Layout
 from minidist.parity.probe import Probe
 
 STEPS = 5
 GLOBAL_BATCH = 29  # a prime: no number of ranks or micro-batches divides it
-SEQ_LEN = 12
 TEXT_LENGTH = 4000
 SEED = 11
 CLIPPED_STEP = 1  # in cases that clip, the one whose gradient is beyond the norm
@@ -32,7 +30,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float64", "float32"),
     "optimizer": ("adamw", "sgd"),
     "gradients": ("bucketed", "naive"),
-    "micro_batches": (1, 4),
+    "micro_batches": (1, 4),  # or twice as many as there are stages, if those are more than 2
     "tied": (True, False),
     "padding": (False, True),
     "clip": (False, True),
@@ -57,9 +55,15 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: a world and a value for every switch."""
+    """One row of the table: a layout and a value for every switch.
 
-    world: int
+    ranks: for how many the model's sizes are made, whatever the layout; layers: of the model. Cases that agree in them
+    have the same model, and may have the same reference.
+    """
+
+    ranks: int
+    layers: int
+    plan: Layout
     dtype: str
     optimizer: str
     gradients: str
@@ -74,11 +78,20 @@ class Case:
     resume: bool
 
     @property
+    def world(self) -> int:
+        return self.plan.mesh.world_size
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a step."""
+        return 1 if self.micro_batches == 1 else max(self.micro_batches, 2 * self.plan.pp)
+
+    @property
     def layout(self) -> str:
         """How the case is laid out and what is unusual in it: one word for each switch that is not plain."""
-        said = [f"dp={self.world}", self.gradients]
-        if self.micro_batches > 1:
-            said.append(f"micro-batches={self.micro_batches}")
+        said = [str(self.plan), self.gradients]
+        if self.parts > 1:
+            said.append(f"micro-batches={self.parts}")
         said.append("tied" if self.tied else "untied")
         said += [name for name in ("padding", "clip", "empty_step", "resume") if getattr(self, name)]
         if self.dropout:
@@ -95,7 +108,7 @@ class Case:
     def reference(self) -> "Case":
         """The part of a case that one process can have; the same reference serves every case that shares it."""
         plain = {"gradients": "bucketed", "micro_batches": 1, "start": "equal", "shares": "equal", "resume": False}
-        return dataclasses.replace(self, world=1, **plain)
+        return dataclasses.replace(self, plan=Layout(), **plain)
 
     @property
     def tolerance(self) -> dict[str, float]:
@@ -112,20 +125,33 @@ class Case:
 
     def model(self, seed: int = SEED) -> Probe:
         """The model with its initial values, in the dtype of the case."""
-        config = ModelConfig(
-            vocab_size=128,
-            hidden_size=16,
-            intermediate_size=40,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
+        model = Probe(self.shape)
+        init_parameters(model, seed)
+        return model.to(getattr(torch, self.dtype))
+
+    @property
+    def shape(self) -> ModelConfig:
+        """A model that every layout of so many ranks can share: its sizes are multiples of their number.
+
+        It has fewer key and value heads than some have tensor ranks.
+        """
+        heads = math.lcm(4, self.ranks)
+        return ModelConfig(
+            vocab_size=_multiple(128, self.ranks),
+            hidden_size=4 * heads,
+            intermediate_size=_multiple(40, self.ranks),
+            num_layers=self.layers,
+            num_heads=heads,
+            num_kv_heads=2 if heads & (heads - 1) == 0 else 1,  # with 2 of them no 3 ranks can share the heads
             tie_embeddings=self.tied,
             dropout=self.dropout,
             init_std=0.1,
         )
-        model = Probe(config)
-        init_parameters(model, seed)
-        return model.to(getattr(torch, self.dtype))
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sample: every layout cuts them into equal parts, a ring into twice as many as ranks."""
+        return _multiple(12, 2 * self.ranks)
 
     def config(self) -> Config:
         # The rate here is not that of any step. Adam's usual eps of 1e-8 is below the rounding of a float32 gradient:
@@ -134,16 +160,26 @@ class Case:
             kind=self.optimizer, lr=1.0, weight_decay=0.1, momentum=0.5, eps=1e-5, clip_norm=self.clip_norm
         )
         # Buckets so small that the model has many, before and after the one with the rarely used parameter.
-        return Config(optim=optim, comm=CommConfig(gradients=self.gradients, bucket_mib=0.004))
+        plan = self.plan
+        how = {"schedule": plan.schedule, "sequence": plan.sequence, "context": plan.context}
+        return Config(
+            model=self.shape,
+            mesh=MeshConfig(**plan.mesh.sizes),
+            parallel=ParallelConfig(**{name: value for name, value in how.items() if value is not None}),
+            data=DataConfig(seq_len=self.seq_len),
+            optim=optim,
+            comm=CommConfig(gradients=self.gradients, bucket_mib=0.004),
+            train=TrainConfig(global_batch=GLOBAL_BATCH, micro_batches=self.parts),
+        )
 
     def share_of(self) -> tuple[float, ...] | None:
         """The share of the batch of each rank: when uneven, one rank has nothing and the others differ."""
-        if self.shares == "equal" or self.world == 1:
+        if self.shares == "equal":
             return None
-        return tuple(float(rank) for rank in range(self.world))
+        return tuple(float(rank) for rank in range(self.plan.dp))
 
     def loader(self) -> Loader:
-        return Loader(_text(), SEQ_LEN, SEED, min_length=1 if self.padding else None)
+        return Loader(_text(), self.seq_len, SEED, min_length=1 if self.padding else None)
 
     def shape_labels(self, step: int, batch: Batch) -> Batch:
         """The batch as the case wants it: its labels depend on the step and on each sample's place in the global batch.
@@ -168,33 +204,6 @@ def _text():
     return generate(TEXT_LENGTH)
 
 
-def switches_of(world: int) -> dict[str, tuple[Any, ...]]:
-    """The switches that mean something on that many ranks: one rank has nobody to differ from."""
-    alone = {"start": ("equal",), "shares": ("equal",)} if world == 1 else {}
-    return {**SWITCHES, **alone}
-
-
-def plan(ranks: int, full: bool = False) -> list[Case]:
-    """The cases of `minidist parity --ranks N`, on N ranks and on one.
-
-    They are a pairwise cover of the switches; with `full`, their whole product.
-    """
-    cases = []
-    for world in sorted({1, ranks}):
-        switches = switches_of(world)
-        if full:
-            chosen = [dict(zip(switches, values, strict=True)) for values in product(*switches.values())]
-        else:
-            chosen = pairwise(switches, seed=world)
-        cases += [Case(world, **values) for values in chosen]
-    return cases
-
-
-def coverage(world: int, cases: Iterable[Case]) -> tuple[int, int]:
-    """How many pairs of switch values these cases of one world have in them, and how many there are."""
-    switches = switches_of(world)
-    wanted = pairs(switches)
-    met = set()
-    for case in cases:
-        met |= covered({name: getattr(case, name) for name in switches})
-    return len(wanted & met), len(wanted)
+def _multiple(least: int, of: int) -> int:
+    """The smallest multiple of `of` that is at least `least`."""
+    return -(-least // of) * of

@@ -6,12 +6,13 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from minidist.errors import UserError
-from minidist.parity.cases import GLOBAL_BATCH, STEPS, SWITCHES, Case, coverage, plan
+from minidist.parity.cases import GLOBAL_BATCH, STEPS, SWITCHES, Case
+from minidist.parity.plan import cases_of, plan
 from minidist.parity.run import run
 from minidist.train.launch import RankServer
 
@@ -56,7 +57,7 @@ def main(options: ParityOptions) -> int:
     wrong = sum(not row["ok"] for row in rows)
     _say("", f"{len(rows) - wrong} of {len(cases)} rows equal one process" + _counts(wrong, len(not_run), start_s))
     if options.json is not None:
-        options.json.write_text(as_json(rows, not_run))
+        options.json.write_text(as_json(rows, not_run + left_out(options, cases), refused(options)))
     return 0 if rows and not wrong and len(rows) == len(cases) else 1
 
 
@@ -66,7 +67,7 @@ def chosen(options: ParityOptions) -> list[Case]:
         raise UserError(f"--ranks is {options.ranks}; parity needs at least 1 rank. Give --ranks 2.")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise UserError(f"--json {options.json}: there is no folder {options.json.absolute().parent}. Make it first.")
-    cases = plan(options.ranks, options.full)
+    cases = cases_of(plan(options.ranks, options.full))
     if options.only is None:
         return cases
     try:
@@ -85,16 +86,37 @@ def chosen(options: ParityOptions) -> list[Case]:
 def describe(options: ParityOptions, cases: Sequence[Case]) -> list[str]:
     """The plan: how many rows on which worlds, and what they cover."""
     lines = [f"parity: {len(cases)} rows, each {STEPS} steps of {GLOBAL_BATCH} samples against one process"]
-    for world in sorted({case.world for case in cases}):
-        mine = [case for case in cases if case.world == world]
-        met, pairs = coverage(world, mine)
-        ranks = "1 rank" if world == 1 else f"{world} ranks"
-        lines.append(f"  {ranks}: {len(mine)} rows; {met} of the {pairs} pairs of switch values")
+    for part in plan(options.ranks, options.full):
+        mine = [case for case in cases if case in part.cases]
+        met, pairs = part.coverage(mine)
+        meshes = len({case.plan.mesh for case in mine})
+        over = f" on {meshes} meshes" if meshes > 1 else ""
+        lines.append(f"  {part.title}: {len(mine)} rows{over}; {met} of the {pairs} pairs of switch values")
     values = [f"{name} {'|'.join(map(str, options))}" for name, options in SWITCHES.items()]
     lines += textwrap.wrap("switches: " + ", ".join(values), WIDTH, initial_indent="  ", subsequent_indent="    ")
+    for name, why in refused(options).items():
+        lines += textwrap.wrap(f"refused: {name}: {why}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     if options.only is not None:
         lines.append(f"  only rows that match {options.only!r}")
     return lines
+
+
+def refused(options: ParityOptions) -> dict[str, str]:
+    """What cannot be run on that many ranks, and why: a reason is told once, for the first layout that has it."""
+    told: dict[str, str] = {}
+    for part in plan(options.ranks, options.full):
+        for name, why in part.refused.items():
+            told.setdefault(why, name)
+    return {name: why for why, name in told.items()}
+
+
+def left_out(options: ParityOptions, cases: Sequence[Case]) -> list[dict]:
+    """What the options leave out of the whole product of layouts and switches."""
+    everything = sum(part.product for part in plan(options.ranks, options.full))
+    if len(cases) >= everything:
+        return []
+    why = "every pair of their values is in a row that is" if options.only is None else f"--only {options.only}"
+    return [{"what": f"{everything - len(cases)} more combinations of layouts and switches", "why": why}]
 
 
 def _header() -> str:
@@ -128,14 +150,15 @@ def _counts(wrong: int, not_run: int, start_s: float) -> str:
     return f"{'; ' if bad else ''}{', '.join(bad)} ({time.monotonic() - start_s:.1f} s)"
 
 
-def as_json(rows: Sequence[dict], not_run: Sequence[dict]) -> str:
-    """The rows, and what was refused or could not be run, as JSON.
+def as_json(rows: Sequence[dict], not_run: Sequence[dict], refused: Mapping[str, str] | None = None) -> str:
+    """The rows, what cannot be and what was not run, each with the reason, as JSON.
 
     JSON has no infinity. A difference that is infinite (one side has no tensor, or a number is not finite) is written
     as the largest double, 1.8e308, so that whoever compares it with the tolerance decides rightly.
     """
     finite = [{key: sys.float_info.max if value == math.inf else value for key, value in row.items()} for row in rows]
-    whole = {"rows": finite, "refused": [], "not_run": list(not_run)}
+    refusals = [{"what": name, "why": why} for name, why in (refused or {}).items()]
+    whole = {"rows": finite, "refused": refusals, "not_run": list(not_run)}
     return json.dumps(whole, indent=1, allow_nan=False) + "\n"
 
 

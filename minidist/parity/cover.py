@@ -6,50 +6,75 @@ nearly what the whole product would, with a number of cases that grows with its 
 
 import random
 from collections.abc import Mapping, Sequence
-from itertools import combinations, product
+from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
+Switches = Mapping[str, Sequence[Any]]
 
 
-def pairs(switches: Mapping[str, Sequence[Any]]) -> set[Pair]:
-    """Every pair of values of two different switches."""
-    return {((a, x), (b, y)) for a, b in combinations(switches, 2) for x, y in product(switches[a], switches[b])}
+@dataclass(frozen=True)
+class Family:
+    """Cases that have something in common, so that not every value of every switch is possible with it.
+
+    fixed: what they have in common, by name; switches: the values each of the others may have.
+    """
+
+    switches: Switches
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def choices(self) -> dict[str, Sequence[Any]]:
+        return {**{name: (value,) for name, value in self.fixed.items()}, **self.switches}
 
 
-def covered(case: Mapping[str, Any]) -> set[Pair]:
+def pairs(choices: Switches, apart: Sequence[frozenset[str]] = ()) -> set[Pair]:
+    """Every pair of values of two different switches, but for the switches that are not paired (`apart`)."""
+    names = [pair for pair in combinations(choices, 2) if frozenset(pair) not in apart]
+    return {((a, x), (b, y)) for a, b in names for x in choices[a] for y in choices[b]}
+
+
+def covered(case: Mapping[str, Any], apart: Sequence[frozenset[str]] = ()) -> set[Pair]:
     """The pairs that one case has in it."""
-    return {((a, case[a]), (b, case[b])) for a, b in combinations(case, 2)}
+    return pairs({name: (value,) for name, value in case.items()}, apart)
 
 
-def pairwise(switches: Mapping[str, Sequence[Any]], seed: int = 0, candidates: int = 30) -> list[dict[str, Any]]:
-    """Cases that together contain every pair; the same ones for the same seed. Greedy, as in AETG (Cohen et al. 1997).
+def pairwise(
+    families: Sequence[Family], seed: int = 0, candidates: int = 30, apart: Sequence[frozenset[str]] = ()
+) -> list[dict[str, Any]]:
+    """Cases that together contain every pair that any family has; the same ones for the same seed.
 
-    Each case is the best of some that are grown from a pair still missing, value by value.
+    Greedy, as in AETG (Cohen et al. 1997): each case is the best of some that are grown from a pair still missing,
+    value by value. apart: pairs of names whose values need not meet.
     """
     draw = random.Random(seed)
-    missing = pairs(switches)
+    choices = [family.choices for family in families]
+    missing: set[Pair] = set().union(*(pairs(each, apart) for each in choices))
     cases = []
     while missing:
-        best = max((_grow(switches, missing, draw) for _ in range(candidates)), key=lambda c: len(covered(c) & missing))
+        grown = (_grow(choices, missing, draw) for _ in range(candidates))
+        best = max(grown, key=lambda case: len(covered(case) & missing))
         cases.append(best)
         missing -= covered(best)
     return cases
 
 
-def _grow(switches: Mapping[str, Sequence[Any]], missing: set[Pair], draw: random.Random) -> dict[str, Any]:
-    order = list(switches)
-    chosen = dict(draw.choice(sorted(missing, key=repr)))
+def _grow(choices: Sequence[Switches], missing: set[Pair], draw: random.Random) -> dict[str, Any]:
+    begun = dict(draw.choice(sorted(missing, key=repr)))
+    able = [each for each in choices if all(value in each.get(name, ()) for name, value in begun.items())]
+    mine = draw.choice(able) if len(able) > 1 else able[0]
+    order = list(mine)
+    chosen = begun | {name: values[0] for name, values in mine.items() if len(values) == 1}
     rest = [name for name in order if name not in chosen]
     draw.shuffle(rest)
     for name in rest:
-        values = list(switches[name])
+        values = list(mine[name])
         draw.shuffle(values)  # so that equal gains do not always end in the first value
 
         def gain(value: Any, name: str = name) -> int:
-            trial = {**chosen, name: value}
-            ordered = {key: trial[key] for key in order if key in trial}
-            return len(covered(ordered) & missing)
+            with_it = [((name, value), other) for other in chosen.items()]
+            return sum(pair in missing or pair[::-1] in missing for pair in with_it)
 
         chosen[name] = max(values, key=gain)
     return {name: chosen[name] for name in order}

@@ -29,21 +29,18 @@ class Probe(Transformer):
         self.frozen = nn.Parameter(torch.ones(config.hidden_size), requires_grad=False)
         self.register_buffer("offset", torch.ones(config.hidden_size))
 
-    def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        *,
-        address: DropoutAddress,
-        positions: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The transformer's loss sum and count, plus a term of each counted token of the rare samples."""
-        loss_sum, count = super().forward(tokens, labels, address=address, positions=positions)
+    def forward(self, tokens: Tensor, labels: Tensor, *, address: DropoutAddress, **how) -> Tensor | tuple:
+        """The transformer's loss sum and count, plus a term of each counted token of the rare samples.
+
+        The term is a function of parameters that every layout has where the loss is, and of nothing that it cuts.
+        """
+        out = super().forward(tokens, labels, address=address, **how)
+        if isinstance(out, Tensor):  # not the end of the model
+            return out
+        loss_sum, count = out
         chosen = address.samples % RARE_EVERY == RARE_AT
         if chosen.any():
             rare = self.model.layers[-1].rare
-            counted = (labels[chosen] != IGNORE).to(rare.dtype)  # (r, s)
-            hidden = self.model.embed_tokens(tokens[chosen])  # (r, s, h)
-            extra = hidden * rare * self.frozen + 0.1 * self.offset * rare.square()
-            loss_sum = loss_sum + (extra.sum(-1) * counted).sum()
+            extra = rare * self.frozen + 0.1 * self.offset * rare.square()  # (h,)
+            loss_sum = loss_sum + extra.sum() * (labels[chosen] != IGNORE).sum()
         return loss_sum, count

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from minidist.comm import Groups, World, bind, exchange
 from minidist.fault import checkpoint
-from minidist.mesh import Mesh
-from minidist.parallelize import USES, parallelize
+from minidist.parallelize import parallelize, uses
 from minidist.parity import reference
 from minidist.parity.cases import GLOBAL_BATCH, RESUME_AFTER, SEED, STEPS, Case
 from minidist.parity.compare import Comparison, First
@@ -106,8 +105,11 @@ def read_reference(file: str) -> tuple[list[tuple[float | None, float, int]], di
 
 def run_cases(world: World, cases: Sequence[tuple[int, Case, int]], folder: str) -> None:
     """Run each case, given with its number and that of its reference, on these ranks, and leave a record of it."""
-    groups = bind(world, Mesh(dp=world.size), USES)
+    groups: Groups | None = None
     for number, case, of in cases:
+        mesh, wanted = case.plan.mesh, uses(case.plan.mesh, case.config())
+        if groups is None or (groups.mesh, groups.uses) != (mesh, tuple(wanted)):
+            groups = bind(world, mesh, wanted)
         found = partial(_leave, first_file(folder, number, world.rank))
         record = run_case(groups, case, reference_file(folder, of), found)
         _leave(record_file(folder, number, world.rank), record)
@@ -130,7 +132,7 @@ def run_case(groups: Groups, case: Case, file: str, found: Callable[[First], Non
         if case.resume and step == RESUME_AFTER:
             engine = _resumed(engine, groups, case, step)
         batches = loader.micro_batches(
-            step * GLOBAL_BATCH, GLOBAL_BATCH, mesh.coords(rank)["dp"], mesh.dp, case.micro_batches, case.share_of()
+            step * GLOBAL_BATCH, GLOBAL_BATCH, mesh.coords(rank)["dp"], mesh.dp, case.parts, case.share_of()
         )
         batches = [case.shape_labels(step, batch) for batch in batches]
         looks = []

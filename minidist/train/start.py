@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minidist.config import Config, check
+from minidist.config import Config
 from minidist.data.corpus import open_corpus
 from minidist.errors import RunError, UserError
+from minidist.fit import check
 from minidist.train import runfolder
 from minidist.train.launch import RankFailure, RankServer
 from minidist.train.launch.torchrun import (
@@ -40,10 +41,13 @@ class StoppedError(RunError):
 
 
 def default_ranks(config: Config) -> int:
-    """As many as the mesh asks for; else one per GPU; else two."""
-    if config.mesh.dp is not None:
-        return max(1, config.mesh.dp)
-    return (0 if config.device == "cpu" else gpus()) or CPU_RANKS
+    """As many as the mesh asks for; else one per GPU; else two, or one replica of the model."""
+    mesh = config.mesh
+    replica = max(1, mesh.pp * mesh.cp * mesh.tp)
+    if mesh.dp is not None:
+        return max(1, mesh.dp) * replica
+    found = (0 if config.device == "cpu" else gpus()) or CPU_RANKS
+    return max(1, found // replica) * replica
 
 
 def gpus() -> int:

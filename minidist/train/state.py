@@ -25,10 +25,14 @@ def pieces(engine: Engine) -> Iterator[Piece]:
             if value.dim():
                 yield from pieces_of(_OPTIMIZER + key, spec, value, rank)
             else:  # AdamW counts its steps for every parameter
-                yield Piece(f"{_OPTIMIZER}{key}/{name}", (), Box((), ()), value, writes=spec.owner == rank)
+                # It is the same for all boxes of a parameter: who writes the first box writes it.
+                first = not any(start for box in spec.boxes[:1] for start in box.start)
+                writes = first and spec.owner == rank
+                yield Piece(f"{_OPTIMIZER}{key}/{name}", (), Box((), ()), value, writes)
+    holders = engine.groups.mesh.ranks(("dp", "cp", "tp"), rank)  # a buffer is on one stage, and whole
     for name, buffer in engine.model.named_buffers():
         shape = tuple(buffer.shape)
-        yield Piece(f"buffers/{name}", shape, Box.whole(shape), buffer, writes=rank == 0)
+        yield Piece(f"buffers/{name}", shape, Box.whole(shape), buffer, writes=rank == holders[0])
 
 
 def prepare(engine: Engine, index: Index) -> None:

@@ -3,14 +3,15 @@
 The phases, in the order in which `Engine.step` reads:
 
 * count: how many tokens of the global batch count, one number for all ranks, before the first backward (`loss.py`);
-* forward and backward: micro-batch by micro-batch; each loss sum is divided by that count, and by nothing else;
+* forward and backward: micro-batch by micro-batch, or through the stages of a pipeline (`passes.py`); each loss sum is
+  divided by that count, and by nothing else;
 * reduce: the sink ends what it began inside backward: every `.grad` is the gradient of the global batch;
 * agree: one small vector is summed over all ranks, so that all clip alike and step, or stop, together;
 * update: clip, then the optimizer. No parameter is written before this line.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +20,10 @@ from torch import Tensor
 from minidist.comm import Groups, all_reduce
 from minidist.config import OptimConfig
 from minidist.data.loader import Batch
-from minidist.models.dropout import DropoutAddress
-from minidist.parallel.grads import collect
 from minidist.parallelize import Parallel
 from minidist.spec import named_parameters
-from minidist.train.loss import backward, count_tokens
+from minidist.train.loss import count_tokens
+from minidist.train.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,10 @@ class Engine:
 
     def __init__(self, parallel: Parallel, groups: Groups, optim: OptimConfig, seed: int):
         self.model, self.specs, self.sink = parallel.model, parallel.specs, parallel.sink
-        self.groups, self.optim, self.seed = groups, optim, seed
-        self.device = groups.world.device
+        self.groups, self.optim = groups, optim
         self.parameters = named_parameters(self.model)
+        self.passes = Passes(parallel, groups, seed)
         self.optimizer = make_optimizer(optim, [p for p in self.parameters.values() if p.requires_grad])
-        self._last_micro_batch = False
-        self._hooks = collect(self.parameters, self.sink, lambda: self._last_micro_batch)
-        # Ranks of a tensor group compute the same loss, and of a pipeline only the last stage does: one of them counts.
-        at = groups.mesh.coords(groups.world.rank)
-        self._counts_loss = at["tp"] == 0 and at["pp"] == groups.mesh.pp - 1
 
     def step(
         self,
@@ -93,8 +88,9 @@ class Engine:
         `.grad` is reduced and not yet clipped. Raises CommError when the ranks could not agree: nothing was updated.
         """
         self.model.train()
+        micro_batches = self.passes.own(micro_batches)
         count = count_tokens([batch.count for batch in micro_batches], weight, self.groups["loss"])
-        loss = backward(self.loss_sums(step, micro_batches), weight, count)
+        loss = self.passes.train(step, micro_batches, weight, count)
         self.reduce()
         if inspect is not None:
             inspect()
@@ -105,27 +101,13 @@ class Engine:
         self.sink.clear()
         return result
 
-    def loss_sums(self, step: int, micro_batches: Sequence[Batch]) -> Iterator[Tensor]:
-        """The forward of one micro-batch after the other: the sum of the losses of its tokens."""
-        for i, batch in enumerate(micro_batches):
-            self._last_micro_batch = i == len(micro_batches) - 1
-            if len(batch.samples) == 0:
-                continue
-            batch = batch.to(self.device)
-            positions = torch.arange(batch.tokens.shape[1], device=self.device)
-            address = DropoutAddress(self.seed, step, batch.samples, positions)
-            with self.groups.meter.span("forward", micro_batch=i):
-                loss_sum = self.model(batch.tokens, batch.labels, address=address, positions=positions)[0]
-            with self.groups.meter.span("backward", micro_batch=i):  # which is what the caller does with it
-                yield loss_sum
-
     def reduce(self) -> None:
         """End the reduction that backward began."""
         self.sink.finish()
 
     def agree(self, loss: float | Tensor, tokens: float, stop: bool) -> StepResult:
         """Sum one control vector over all ranks and decide: the decision is the same everywhere."""
-        mine = loss if self._counts_loss else 0.0
+        mine = loss if self.passes.counts_loss else 0.0
         with self.groups.meter.span("gradient norm"):
             vector = self._control([float(mine), self._squared_norm(), float(stop)])
         all_reduce(vector, self.groups["control"], async_op=True).wait(host=True)
@@ -167,18 +149,11 @@ class Engine:
             group["lr"] = lr
         self.optimizer.step()
 
-    @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Mean loss in nats over the counted tokens of all ranks' batches. Every rank gets the same number."""
         self.model.eval()
-        mine = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in batches:
-            if len(batch.samples):
-                batch = batch.to(self.device)
-                loss_sum, count = self.model(batch.tokens, batch.labels)
-                mine += torch.stack([loss_sum.double(), count.double()])
-        total = self._control(mine.tolist())
-        all_reduce(total, self.groups["loss"], async_op=True).wait(host=True)
+        total = self._control(self.passes.evaluate(batches))
+        all_reduce(total, self.groups["control"], async_op=True).wait(host=True)
         loss_sum, count = total.tolist()
         return loss_sum / count if count else math.nan
 

@@ -11,17 +11,18 @@ import torch
 from minidist import comm
 from minidist.comm import CommError, World
 from minidist.comm.standing import rank_names
-from minidist.config import Config, TraceConfig, check
+from minidist.config import Config, TraceConfig
 from minidist.configfile import to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation
 from minidist.data.ngram import baselines
 from minidist.errors import RunError, UserError
+from minidist.fit import check
 from minidist.fault import checkpoint, folders
 from minidist.fault.signals import StopRequest
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
-from minidist.parallelize import USES, parallelize
+from minidist.parallelize import parallelize, uses
 from minidist.train import metrics, picture, runfolder, state
 from minidist.train.report import make_reporter
 from minidist.train.resume import check_resumable
@@ -74,7 +75,7 @@ class Trainer:
         self.world, self.config = world, config
         self.mesh = check(config, world.size)
         meter = make_meter(config.trace)
-        self.groups = comm.bind(world, self.mesh, USES, meter=meter, timeout_s=config.comm.timeout_s)
+        self.groups = comm.bind(world, self.mesh, uses(self.mesh, config), meter=meter, timeout_s=config.comm.timeout_s)
         self.control = self.groups["control"]
         self.swap = comm.exchange(self.control)
         self._together(lambda: runfolder.check_trace(config.trace.file) if world.rank == 0 else None)

@@ -1,0 +1,178 @@
+"""One stage of a pipeline at work: it runs its program, whatever the schedule.
+
+The program is data (`transfers.with_transfers`): operations, and between them the sends and receives in the one order
+in which all stages have them. A receive is started where the program has it and waited for where its tensor is needed,
+so that it arrives while the stage computes.
+
+What a backward computes goes to the sink; the executor says when nothing more will come for a parameter. One that
+other stages share is left to the end of the step: its reduction must not get between transfers that are still to come.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from minidist.comm import Group, Handle, recv, send
+from minidist.parallel.grads import GradSink
+from minidist.parallel.pipeline.halves import Half, WeightsLater, weight_gradient
+from minidist.parallel.pipeline.ops import Op, Place, Schedule, last_backward
+from minidist.parallel.pipeline.simulate import Times, simulate
+from minidist.parallel.pipeline.transfers import Transfer, rendezvous, with_transfers
+
+# Runs one part of the model: (chunk, micro-batch, what the part before gave or None) -> what the part after needs, or,
+# of the last part, this micro-batch's share of the loss.
+Part = Callable[[int, int, Tensor | None], Tensor]
+
+
+class Executor:
+    """Runs one stage of `schedule`.
+
+    groups: over the stages, one for what forwards pass on and one for what backwards do. sink: where gradients go.
+    parameters: of this stage, by global name. used_by: the chunks that use each of them (`split`); shared: names of
+    those that other stages use too.
+    has_end: whether this stage has the last part of the model. peak_live: the most micro-batches alive at once so far,
+    each chunk counted by itself.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        groups: tuple[Group, Group],
+        sink: GradSink,
+        parameters: Mapping[str, Tensor],
+        used_by: Mapping[str, Sequence[int]],
+        shared: Sequence[str] = (),
+    ):
+        self.schedule, self.stage, self.sink = schedule, groups[0].rank, sink
+        self._groups = dict(zip("FB", groups, strict=True))
+        self._meter = groups[0].meter
+        programs = with_transfers(simulate(schedule, Times()))
+        rendezvous(schedule, programs)
+        self._program = programs[self.stage]
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        ends = last_backward(schedule, self.stage)
+        self._complete: dict[Op, list[str]] = {}
+        for name, chunks in used_by.items():
+            if name not in shared and chunks:
+                op = schedule.orders[self.stage][max(ends[chunk] for chunk in chunks)]
+                self._complete.setdefault(op, []).append(name)
+        self.has_end = schedule.owner(schedule.positions - 1)[0] == self.stage
+        self.peak_live = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._arrived: dict[Place, tuple[Tensor, Handle | None]] = {}  # results of other parts
+        self._alive: dict[Op, tuple[Tensor | None, GradientEdge]] = {}  # of each F: its input, and its graph
+        self._halves: dict[Op, list[Half]] = {}  # of each F: the weight halves its backward leaves
+        self._sends: deque[Handle] = deque()
+        self._op: Op | None = None
+
+    # -- the sink's side ----------------------------------------------------------------------------------------------
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """A gradient that autograd completed in the backward that runs now."""
+        self.sink.add(name, grad)
+
+    def ready(self, name: str) -> None:
+        """Autograd has no more for this backward; whether that was the parameter's last one, the schedule knows."""
+        if name in self._complete.get(self._op, ()):
+            self.sink.ready(name)
+
+    # -- the program --------------------------------------------------------------------------------------------------
+
+    def run(self, part: Part, empty: Callable[[int], Tensor], skip: Sequence[int] = ()) -> None:
+        """Forward and backward of all micro-batches.
+
+        empty: a new tensor, of the shape that a micro-batch's hidden states have between two stages. skip: the
+        micro-batches that have no samples; every stage knows them.
+        """
+        self._begin()
+        for step in self._program:
+            if isinstance(step, Transfer):
+                if step.result_of.op.micro_batch not in skip:
+                    self._transfer(step, empty)
+                continue
+            self._op = step
+            if step.micro_batch not in skip:
+                run = {"F": self._forward, "B": self._backward, "W": self._weights}[step.kind]
+                name = {"F": "forward", "B": "backward", "W": "weight gradients"}[step.kind]
+                with self._meter.span(name, micro_batch=step.micro_batch):
+                    run(step, part)
+            for name in self._complete.get(step, ()):
+                self.sink.ready(name)
+        self._op = None
+        while self._sends:
+            self._sends.popleft().wait()
+
+    def _transfer(self, transfer: Transfer, empty: Callable[[int], Tensor]) -> None:
+        place, group = transfer.result_of, self._groups[transfer.result_of.op.kind]
+        if transfer.kind == "recv":
+            tensor = empty(place.op.micro_batch)
+            self._arrived[place] = tensor, recv(tensor, transfer.peer, group, async_op=True)
+            return
+        tensor, _ = self._arrived.pop(place)
+        self._sends.append(send(tensor, transfer.peer, group, async_op=True))
+        if len(self._sends) > self.schedule.stages:  # so many may be on their way; a send owns its tensor until then
+            self._sends.popleft().wait()
+
+    def _forward(self, op: Op, part: Part) -> None:
+        x = self._result_for(op)
+        if x is not None:
+            x.requires_grad_()
+        halves: list[Half] = []
+        later = WeightsLater(self._names, halves) if self.schedule.splits_backward else nullcontext()
+        with later:
+            out = part(op.chunk, op.micro_batch, x)
+        # The graph alone is kept: what was sent on is freed.
+        self._alive[op], self._halves[op] = (x, get_gradient_edge(out)), halves
+        self.peak_live = max(self.peak_live, len(self._halves))
+        self._leave_result(op, out.detach())
+
+    def _backward(self, op: Op, part: Part) -> None:
+        grad = self._result_for(op)
+        x, edge = self._alive.pop(op._replace(kind="F"))
+        torch.autograd.backward((edge,), None if grad is None else (grad,))
+        if not self.schedule.splits_backward:
+            del self._halves[op._replace(kind="F")]
+        if x is not None:
+            self._leave_result(op, x.grad)
+
+    def _weights(self, op: Op, part: Part) -> None:
+        for half in self._halves.pop(op._replace(kind="F")):
+            self.sink.add(half[0], weight_gradient(half))
+
+    def _result_for(self, op: Op) -> Tensor | None:
+        """What another part gave for this operation; None at the two ends of the model."""
+        for need in self.schedule.needs(self.stage, op):
+            if need.op.kind == op.kind:
+                tensor, handle = self._arrived.pop(need)
+                if handle is not None:
+                    handle.wait()
+                return tensor
+        return None
+
+    def _leave_result(self, op: Op, tensor: Tensor) -> None:
+        """For the transfer that follows, or for the next part, when it is here as well."""
+        if self.schedule.feeds(self.stage, op) is not None:
+            self._arrived[Place(self.stage, op)] = tensor.contiguous(), None
+
+    @torch.no_grad()
+    def evaluate(self, part: Part, empty: Callable[[int], Tensor], micro_batches: int) -> None:
+        """Forward of these micro-batches, none of them empty: one after another through all parts."""
+        self._begin()
+        for micro_batch in range(micro_batches):
+            for chunk in range(self.schedule.chunks):
+                op = Op("F", micro_batch, chunk)
+                for need in self.schedule.needs(self.stage, op):
+                    if need.stage != self.stage:
+                        self._transfer(Transfer("recv", need.stage, need), empty)
+                self._leave_result(op, part(chunk, micro_batch, self._result_for(op)))
+                goes_to = self.schedule.feeds(self.stage, op)
+                if goes_to is not None and goes_to.stage != self.stage:
+                    self._transfer(Transfer("send", goes_to.stage, Place(self.stage, op)), empty)
+        while self._sends:
+            self._sends.popleft().wait()

@@ -1,0 +1,129 @@
+"""Which cases `minidist parity --ranks N` runs: every layout of N ranks, and the switches by a cover of their pairs."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+from minidist.errors import UserError
+from minidist.fit import check
+from minidist.parity.cases import SWITCHES, Case
+from minidist.parity.cover import Family, covered, pairs, pairwise
+from minidist.parity.layouts import Layout, layouts
+
+# Every schedule meets every number of stages; it need not meet every mesh.
+_APART = tuple(frozenset(names) for names in (("mesh", "schedule"), ("mesh", "stages")))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some layouts of `ranks`, whose cases together have every pair of values that can be had.
+
+    refused: what cannot be, and why, by name.
+    """
+
+    title: str
+    ranks: int
+    families: tuple[Family, ...]
+    cases: tuple[Case, ...]
+    refused: dict[str, str]
+
+    @property
+    def product(self) -> int:
+        """How many combinations there are."""
+        return sum(math.prod(map(len, family.switches.values())) for family in self.families)
+
+    def coverage(self, cases: Iterable[Case]) -> tuple[int, int]:
+        """How many of the pairs of values these cases have in them, and how many there are."""
+        wanted = set().union(*(pairs(family.choices, _APART) for family in self.families))
+        met = set().union(*(covered(_choice(case)) for case in cases if case in self.cases))
+        return len(wanted & met), len(wanted)
+
+
+@cache
+def plan(ranks: int, full: bool = False) -> tuple[Part, ...]:
+    """The parts of `minidist parity --ranks N`: one rank, data parallelism, and all other layouts of N ranks.
+
+    Data parallelism, on which all others are built, has a cover of its own. With `full` every combination is a case.
+    """
+    parts = [_part("1 rank", 1, [Layout()], full)]
+    if ranks > 1:
+        plain = Layout(dp=ranks)
+        others = [layout for layout in layouts(ranks) if layout != plain]
+        parts.append(_part(f"dp={ranks}", ranks, [plain], full))
+        parts.append(_part(f"all other layouts of {ranks} ranks", ranks, others, full))
+    return tuple(parts)
+
+
+def cases_of(parts: Iterable[Part]) -> list[Case]:
+    """The cases of all parts, in the order in which they are run."""
+    return [case for part in parts for case in part.cases]
+
+
+def _part(title: str, ranks: int, among: Sequence[Layout], full: bool) -> Part:
+    refused: dict[str, str] = {}
+    families, layout_of = [], {}
+    for layout in among:
+        switches = switches_of(layout)
+        why = {value: _refusal(ranks, layout, value) for value in switches["micro_batches"]}
+        refused |= {f"{layout} micro-batches={value}": text for value, text in why.items() if text is not None}
+        switches["micro_batches"] = tuple(value for value, text in why.items() if text is None)
+        if switches["micro_batches"]:
+            features = _features(layout) if len(among) > 1 else {}
+            layout_of[tuple(features.values())] = layout
+            families.append(Family(switches, features))
+    if full:
+        chosen = [choice for family in families for choice in _product(family)]
+    else:
+        chosen = pairwise(families, ranks, apart=_APART)
+    cases = []
+    for choice in chosen:
+        layout = layout_of[tuple(choice[name] for name in families[0].fixed)]
+        cases.append(_case(ranks, layout, {name: choice[name] for name in SWITCHES}))
+    cases.sort(key=lambda case: list(layout_of.values()).index(case.plan))  # one mesh after the other
+    return Part(title, ranks, tuple(families), tuple(cases), refused)
+
+
+def _product(family: Family) -> Iterable[dict[str, Any]]:
+    return (dict(zip(family.choices, values, strict=True)) for values in product(*family.choices.values()))
+
+
+def _features(layout: Layout) -> dict[str, Any]:
+    """What tells one layout from another."""
+    return {
+        "mesh": str(layout.mesh),
+        "stages": layout.pp,
+        "schedule": layout.schedule,
+        "sequence": layout.sequence,
+        "context": layout.context,
+    }
+
+
+def _choice(case: Case) -> dict[str, Any]:
+    return _features(case.plan) | {name: getattr(case, name) for name in SWITCHES}
+
+
+def _case(ranks: int, layout: Layout, values: dict[str, Any]) -> Case:
+    return Case(ranks, max(2, layout.pp * layout.chunks), layout, **values)
+
+
+def _refusal(ranks: int, layout: Layout, micro_batches: int) -> str | None:
+    """Why a layout cannot run with that many micro-batches, None when it can."""
+    plain = {name: values[0] for name, values in SWITCHES.items()}
+    try:
+        check(_case(ranks, layout, plain | {"micro_batches": micro_batches}).config(), ranks)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def switches_of(layout: Layout) -> dict[str, tuple[Any, ...]]:
+    """The switches that mean something in a layout: one rank has nobody to differ from, one replica nothing to share."""
+    alone: dict[str, tuple[Any, ...]] = {}
+    if layout.mesh.world_size == 1:
+        alone["start"] = ("equal",)
+    if layout.dp == 1:
+        alone["shares"] = ("equal",)
+    return {**SWITCHES, **alone}

@@ -95,6 +95,13 @@ class Groups(Mapping[str, Group]):
     uses: tuple[Use, ...] = ()
     _groups: dict[str, Group] = field(default_factory=dict)
 
+    def destroy(self) -> None:
+        """Give back what the groups hold: sockets, threads, shared memory. All ranks call it; no group works after."""
+        for group in self._groups.values():
+            if group.process_group is not None:
+                dist.destroy_process_group(group.process_group)
+                group.process_group = None
+
     def __getitem__(self, use: str) -> Group:
         if use not in self._groups:
             raise KeyError(f"no group for {use!r}: this rank has groups for {', '.join(self._groups)}")

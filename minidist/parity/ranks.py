@@ -21,7 +21,7 @@ from minidist.comm import Groups, World, bind, exchange
 from minidist.fault import checkpoint
 from minidist.parallelize import parallelize, uses
 from minidist.parity import reference
-from minidist.parity.cases import GLOBAL_BATCH, RESUME_AFTER, SEED, STEPS, Case
+from minidist.parity.cases import CLIPPED_STEP, GLOBAL_BATCH, RESUME_AFTER, SEED, STEPS, Case
 from minidist.parity.compare import Comparison, First
 from minidist.spec import Box, named_parameters
 from minidist.train.state import pieces, prepare
@@ -90,17 +90,29 @@ def write_reference(case: Case, file: str) -> None:
         tensors.update({f"{step}/{name}": grad for name, grad in grads.items() if grad is not None})
 
     lrs = [case.lr(step) for step in range(STEPS)]
-    reference.train(model, batches, optimizer, lrs, case.clip_norm, SEED, look)
+    clip_norm = _between_norms(case, batches) if case.clip else math.inf
+    reference.train(model, batches, optimizer, lrs, clip_norm, SEED, look)
     tensors.update({f"end/{name}": tensor.detach() for name, tensor in model.named_parameters()})
     tensors.update({f"end/{name}": tensor for name, tensor in model.named_buffers()})
-    save_file(tensors, file, {"scalars": json.dumps(scalars)})
+    save_file(tensors, file, {"scalars": json.dumps(scalars), "clip_norm": json.dumps(clip_norm)})
 
 
-def read_reference(file: str) -> tuple[list[tuple[float | None, float, int]], dict[str, Tensor]]:
-    """(loss, norm, tokens) of each step, and the tensors: gradients `STEP/NAME`, parameters and buffers `end/NAME`."""
+def _between_norms(case: Case, batches: Sequence) -> float:
+    """A norm that the step with the large gradient exceeds, and no other: half-way between it and the step before."""
+    norms: list[float] = []
+    model = case.model()
+    still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
+    steps = CLIPPED_STEP + 1
+    reference.train(model, batches[:steps], still, [0.0] * steps, math.inf, SEED, lambda *seen: norms.append(seen[2]))
+    return sum(norms[-2:]) / 2
+
+
+def read_reference(file: str) -> tuple[list[tuple[float | None, float, int]], dict[str, Tensor], float]:
+    """(loss, norm, tokens) of each step, the tensors (gradients `STEP/NAME`, parameters and buffers `end/NAME`), and
+    the norm to clip to."""
     with safe_open(file, framework="pt") as stream:
-        scalars = json.loads(stream.metadata()["scalars"])
-    return [tuple(row) for row in scalars], load_file(file)
+        about = {key: json.loads(text) for key, text in stream.metadata().items()}
+    return [tuple(row) for row in about["scalars"]], load_file(file), about["clip_norm"]
 
 
 def run_cases(world: World, cases: Sequence[tuple[int, Case, int]], folder: str) -> None:
@@ -109,6 +121,8 @@ def run_cases(world: World, cases: Sequence[tuple[int, Case, int]], folder: str)
     for number, case, of in cases:
         mesh, wanted = case.plan.mesh, uses(case.plan.mesh, case.config())
         if groups is None or (groups.mesh, groups.uses) != (mesh, tuple(wanted)):
+            if groups is not None:
+                groups.destroy()
             groups = bind(world, mesh, wanted)
         found = partial(_leave, first_file(folder, number, world.rank))
         record = run_case(groups, case, reference_file(folder, of), found)
@@ -124,13 +138,13 @@ def _leave(file: Path, what: object) -> None:
 
 def run_case(groups: Groups, case: Case, file: str, found: Callable[[First], None]) -> Record:
     """Train as the case says and compare every gradient, loss, norm and, at the end, parameter of this rank."""
-    scalars, wanted = read_reference(file)
+    scalars, wanted, clip_norm = read_reference(file)
     seen, loader, told = Comparison(case.tolerance, found=found), case.loader(), []
-    engine = _engine(groups, case)
+    engine = _engine(groups, case, clip_norm)
     rank, mesh = groups.world.rank, groups.mesh
     for step in range(STEPS):
         if case.resume and step == RESUME_AFTER:
-            engine = _resumed(engine, groups, case, step)
+            engine = _resumed(engine, groups, case, clip_norm, step)
         batches = loader.micro_batches(
             step * GLOBAL_BATCH, GLOBAL_BATCH, mesh.coords(rank)["dp"], mesh.dp, case.parts, case.share_of()
         )
@@ -156,7 +170,7 @@ def run_case(groups: Groups, case: Case, file: str, found: Callable[[First], Non
         else:
             seen.see_number("loss", step, result.loss, loss)
             seen.see_number("grad_norm", step, result.grad_norm, norm)
-    return _end(seen, engine, wanted, told, sum(norm > case.clip_norm for _, norm, _ in scalars))
+    return _end(seen, engine, wanted, told, sum(norm > clip_norm for _, norm, _ in scalars))
 
 
 def _end(seen: Comparison, engine: Engine, wanted: dict[str, Tensor], told: list, clipped_steps: int) -> Record:
@@ -185,24 +199,25 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.blake2b(memory.numpy(), digest_size=8).hexdigest()
 
 
-def _engine(groups: Groups, case: Case, fresh: int = 0) -> Engine:
+def _engine(groups: Groups, case: Case, clip_norm: float, fresh: int = 0) -> Engine:
     """The trainer's engine; ranks of a "different" start, and those of a resumed run, begin with other values."""
     own = fresh + (groups.world.rank if case.start == "different" else 0)
     model = case.model(SEED + own)
     with torch.no_grad():
         model.frozen.add_(own)
         model.offset.add_(own)
-    return Engine(parallelize(model, groups, case.config()), groups, case.config().optim, SEED)
+    config = case.config(clip_norm)
+    return Engine(parallelize(model, groups, config), groups, config.optim, SEED)
 
 
-def _resumed(engine: Engine, groups: Groups, case: Case, step: int) -> Engine:
+def _resumed(engine: Engine, groups: Groups, case: Case, clip_norm: float, step: int) -> Engine:
     """Save, forget everything, and go on from the checkpoint in an engine that began with other values."""
     control = groups["control"]
     swap = exchange(control)
     root = swap(tempfile.mkdtemp(prefix="minidist-parity-") if control.rank == 0 else None)[0]
     try:
         path = checkpoint.save(root, step, pieces(engine), {}, swap, control.rank)
-        engine = _engine(groups, case, fresh=1000)
+        engine = _engine(groups, case, clip_norm, fresh=1000)
         prepare(engine, checkpoint.read_index(path))
         checkpoint.load(path, pieces(engine), swap, control.rank)
     finally:

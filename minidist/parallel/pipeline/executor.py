@@ -141,6 +141,7 @@ class Executor:
         if x is not None:
             self._leave_result(op, x.grad)
 
+    @torch.no_grad()  # what it multiplies may have a graph, which nobody will go through
     def _weights(self, op: Op, part: Part) -> None:
         for half in self._halves.pop(op._replace(kind="F")):
             self.sink.add(half[0], weight_gradient(half))

@@ -1,6 +1,6 @@
 """Composition: the model that knows nothing of parallelism goes in, the one this rank trains comes out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -129,9 +129,7 @@ def stage_parts(model: ModelConfig, schedule: Schedule, seq_len: int) -> list[ra
     """
     h, kv = model.hidden_size, model.num_kv_heads * model.head_dim
     layer = 2 * (2 * h * h + 2 * h * kv + 3 * h * model.intermediate_size) + 4 * h * seq_len
-    return balance(
-        [layer] * model.num_layers, schedule.stages, schedule.chunks, head=2 * h * model.vocab_size
-    )
+    return balance([layer] * model.num_layers, schedule.stages, schedule.chunks, head=2 * h * model.vocab_size)
 
 
 def _spec(

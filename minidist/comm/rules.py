@@ -4,13 +4,15 @@ gloo forgives much that NCCL answers with a hang, so a layout that ran on a lapt
 obeys these rules (NCCL user guide: "Using multiple NCCL communicators concurrently", "Point-to-point communication",
 and one communicator rank per device):
 
-* order: any two ranks launch the operations of all groups that contain both of them in the same order;
-* batching: transfers of one rank that are in flight together were launched together;
+* order: an operation on a GPU may keep those that were launched after it from running until it ends, whatever their
+  group. So the run must come to its end even if every rank launches its next operation only when the one before has
+  ended on all its ranks. Transfers that were launched together, in one batch, count as one operation;
 * device: all tensors of a rank are on one device, and no two ranks of a machine share a CUDA device.
 """
 
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, groupby
 
 from minidist.comm.meter import Record
 
@@ -23,40 +25,55 @@ def violations(logs: Mapping[int, Log], nodes: Mapping[int, int] | None = None) 
 
     nodes: the machine of each rank; all on one when not given.
     """
-    found = [line for a, b in combinations(sorted(logs), 2) for line in _order(logs, a, b)]
-    for rank, log in sorted(logs.items()):
-        found += _unbatched(rank, log)
-    return found + _devices(logs, nodes or dict.fromkeys(logs, 0))
+    return _stuck(logs) + _devices(logs, nodes or dict.fromkeys(logs, 0))
 
 
-def _order(logs: Mapping[int, Log], a: int, b: int) -> list[str]:
-    sequences = [
-        [(r.name, r.use, r.seq) for r in logs[rank] if r.name not in _TRANSFERS and {a, b} <= set(r.ranks)]
-        for rank in (a, b)
+def _stuck(logs: Mapping[int, Log]) -> list[str]:
+    """Replay the logs, each operation blocking its ranks until it ends: who never comes to the end, and where."""
+    left = {rank: deque(_together(log)) for rank, log in logs.items()}
+    begun: Counter = Counter()  # ends of an operation that ranks have come to, by what both ends have in common
+    for rank, units in left.items():
+        _begin(begun, rank, units)
+    moved = True
+    while moved:
+        moved = False
+        for rank, units in left.items():
+            while units and all(_met(begun, rank, record) for record in units[0]):
+                units.popleft()
+                _begin(begun, rank, units)
+                moved = True
+    return [
+        f"rank {rank}: {_told(units[0])} would not end if operations ran one after the other, in the order of launch"
+        for rank, units in sorted(left.items())
+        if units
     ]
-    for i, (one, other) in enumerate(zip(*sequences, strict=False)):
-        if one != other:
-            return [
-                f"ranks {a} and {b}: operation {i} on shared groups is {_told(one)} on one, {_told(other)} on other"
-            ]
-    lengths = [len(sequence) for sequence in sequences]
-    if lengths[0] != lengths[1]:
-        return [f"ranks {a} and {b}: {lengths[0]} and {lengths[1]} operations on the groups they share"]
-    return []
 
 
-def _unbatched(rank: int, log: Log) -> list[str]:
-    found, in_flight = [], []
-    for record in (r for r in log if r.name in _TRANSFERS):
-        in_flight = [r for r in in_flight if r.waited is None or r.waited > record.launched]
-        for other in in_flight:
-            if record.batch is None or record.batch != other.batch:
-                found.append(
-                    f"rank {rank}: {record.name} #{record.seq} with rank {record.peer} was launched while "
-                    f"{other.name} #{other.seq} with rank {other.peer} was in flight, and not in one batch with it"
-                )
-        in_flight.append(record)
-    return found
+def _together(log: Log) -> list[list[Record]]:
+    """The records, those of one batch as one."""
+    apart = groupby(enumerate(log), key=lambda item: item[1].batch or (item[0],))
+    return [[record for _, record in records] for _, records in apart]
+
+
+def _key(rank: int, record: Record, kind: str | None = None) -> tuple:
+    """What all who take part in an operation call it: a collective by its number, a transfer by its two ends."""
+    if record.name not in _TRANSFERS:
+        return record.use, record.ranks, record.name, record.seq
+    kind = kind or record.name
+    ends = (rank, record.peer) if record.name == "send" else (record.peer, rank)
+    return record.use, record.ranks, kind, record.tag, *ends, record.seq
+
+
+def _begin(begun: Counter, rank: int, units: "deque[list[Record]]") -> None:
+    for record in units[0] if units else ():
+        begun[_key(rank, record)] += 1
+
+
+def _met(begun: Counter, rank: int, record: Record) -> bool:
+    """Whether all others of an operation have come to it as well."""
+    if record.name in _TRANSFERS:
+        return begun[_key(rank, record, "recv" if record.name == "send" else "send")] > 0
+    return begun[_key(rank, record)] == len(record.ranks)
 
 
 def _devices(logs: Mapping[int, Log], nodes: Mapping[int, int]) -> list[str]:
@@ -69,6 +86,8 @@ def _devices(logs: Mapping[int, Log], nodes: Mapping[int, int]) -> list[str]:
     return found
 
 
-def _told(operation: tuple[str, str, int]) -> str:
-    name, use, seq = operation
-    return f"{name} #{seq} of '{use}'"
+def _told(unit: Sequence[Record]) -> str:
+    record = unit[0]
+    peer = "" if record.peer is None else f" with rank {record.peer}"
+    more = f" and {len(unit) - 1} more of its batch" if len(unit) > 1 else ""
+    return f"{record.name} #{record.seq}{peer} of '{record.use}'{more}"

@@ -152,9 +152,7 @@ class Case:
         """The run's configuration. clip_norm: for cases that clip, as the reference found it."""
         # The rate here is not that of any step. Adam's usual eps of 1e-8 is below the rounding of a float32 gradient:
         # elements that should be zero would move by whole learning rates, and later gradients would show it.
-        optim = OptimConfig(
-            kind=self.optimizer, lr=1.0, weight_decay=0.1, momentum=0.5, eps=1e-5, clip_norm=clip_norm
-        )
+        optim = OptimConfig(kind=self.optimizer, lr=1.0, weight_decay=0.1, momentum=0.5, eps=1e-5, clip_norm=clip_norm)
         # Buckets so small that the model has many, before and after the one with the rarely used parameter.
         plan = self.plan
         how = {"schedule": plan.schedule, "sequence": plan.sequence, "context": plan.context}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from minidist.comm import Groups, all_gather, broadcast
+from minidist.comm import Groups
 from minidist.data.loader import Batch
 from minidist.models.dropout import DropoutAddress
 from minidist.parallel.context.layout import NATURAL, cut, positions

@@ -17,9 +17,9 @@ from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation
 from minidist.data.ngram import baselines
 from minidist.errors import RunError, UserError
-from minidist.fit import check
 from minidist.fault import checkpoint, folders
 from minidist.fault.signals import StopRequest
+from minidist.fit import check
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import parallelize, uses

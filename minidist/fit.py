@@ -35,8 +35,8 @@ def pipeline(config: Config, mesh: Mesh) -> Schedule | None:
         fits = layers // made.chunks
         fewer = f"--mesh.pp {fits}" if fits > 1 else "--mesh.pp 1"
         raise UserError(
-            f"mesh.pp is {mesh.pp}: {mesh.pp} stages{each} need a layer each, and the model has {layers}: give {fewer}, "
-            f"or --model.num-layers {made.positions}."
+            f"mesh.pp is {mesh.pp}: {mesh.pp} stages{each} need a layer each, and the model has {layers}: "
+            f"give {fewer}, or --model.num-layers {made.positions}."
         )
     return made
 

@@ -68,7 +68,7 @@ class Parallel:
 
     model: what this rank runs; specs: the facts about its parameters; sink: where their gradients go.
     pipeline: what runs the model, where it is cut into stages; parts: the layers of each of the model's parts.
-    context: how attention sees a sequence that is cut over cp; sequence: whether tp shares the sequence between operators.
+    context: how attention sees a sequence that is cut over cp. sequence: whether tp shares it between operators.
     """
 
     model: nn.Module
@@ -81,7 +81,7 @@ class Parallel:
 
 
 def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
-    """Lay `model` out over the mesh of `groups` (bound for `uses`), in one fixed order: pipeline, tensor, context, data.
+    """Lay `model` out over the mesh of `groups`, bound for `uses`: pipeline, tensor, context, data, in this order.
 
     model: the whole one; every rank gets the values that rank 0 has.
     """

@@ -16,8 +16,9 @@ from minidist.data.partition import block
 from minidist.errors import UserError
 from minidist.models.dropout import DropoutAddress
 from minidist.parity import command
-from minidist.parity.cases import GLOBAL_BATCH, SEED, TOLERANCES, plan
+from minidist.parity.cases import GLOBAL_BATCH, SEED, TOLERANCES
 from minidist.parity.command import ParityOptions, as_json, chosen, describe, main, table_lines
+from minidist.parity.plan import cases_of, plan
 from minidist.parity.run import run
 
 KEYS = (
@@ -26,6 +27,10 @@ KEYS = (
 )
 ROW = dict.fromkeys(KEYS, 0.0) | {"layout": "dp=2 bucketed tied", "dtype": "float64", "optimizer": "sgd"}
 GOOD = ROW | {"first_wrong": None, "worst_tensor": "w", "tolerance": {"loss": 1e-10}, "ok": True}
+# 12 switches of two values: one rank has nobody to differ from, one replica nothing to share; two of the six schedules
+# refuse a single micro-batch.
+LEFT_OUT = 2**10 + 2**12 + (2 + 2 + 4) * 2**11 + 2 * 2**10
+COVERED = "every pair of their values is in a row that is"
 BAD = GOOD | {"first_wrong": "step 0 grad w", "grad_diff": math.inf, "ok": False}
 
 
@@ -43,7 +48,7 @@ def one_thread():
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_row_equals_one_process(server, world):
-    cases = [case for case in plan(world) if case.world == world]
+    cases = [case for case in cases_of(plan(world)) if case.world == world]
     outcomes = list(run(server, cases))
     assert [case for case, _ in outcomes] == cases
     for _, row in outcomes:
@@ -51,6 +56,15 @@ def test_every_row_equals_one_process(server, world):
         assert row["ok"] and row["first_wrong"] is None, row
         assert all(row[f"{kind}_diff"] <= limit for kind, limit in row["tolerance"].items())
         assert row["worst_tensor"]
+
+
+def test_every_mesh_of_four_ranks_equals_one_process(server):
+    """Of each mesh and way of its axes the first row; `minidist parity --ranks 4` runs all."""
+    first = {(c.plan.mesh, c.plan.sequence, c.plan.context): c for c in reversed(plan(4)[2].cases)}
+    cases = sorted(first.values(), key=plan(4)[2].cases.index)
+    assert len(cases) > 14
+    for _, row in run(server, cases):
+        assert row["ok"], row
 
 
 def test_tolerances_are_those_of_the_issue():
@@ -82,7 +96,7 @@ real_cases = command.run.__globals__["run_cases"]
 
 def test_a_case_whose_ranks_fail_is_told_and_the_others_still_run(server, monkeypatch):
     monkeypatch.setitem(command.run.__globals__, "run_cases", run_off)
-    cases = [case for case in plan(2) if case.world == 2][:4]
+    cases = list(plan(2)[1].cases[:4])
     outcomes = [outcome for _, outcome in run(server, cases)]
     assert [isinstance(outcome, dict) for outcome in outcomes] == [True, False, True, False]
     assert "rank 1 raised RuntimeError: out of order" in outcomes[1]
@@ -115,7 +129,9 @@ def test_the_reference_is_short_and_imports_only_torch_and_the_models():
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_under_padding_a_mean_of_means_is_a_thousand_tolerances_off(tied, parts):
-    case = next(case for case in plan(1, full=True) if case.padding and case.tied is tied and case.dtype == "float64")
+    case = next(
+        case for case in cases_of(plan(1, full=True)) if case.padding and case.tied is tied and case.dtype == "float64"
+    )
     model, loader = case.model(), case.loader()
     batch = case.shape_labels(0, loader.global_batch(0, GLOBAL_BATCH))
 
@@ -137,7 +153,7 @@ def fake(monkeypatch, *outcomes):
     """Let the command find these outcomes instead of running ranks."""
     monkeypatch.setattr(command, "RankServer", contextlib.nullcontext)
     monkeypatch.setattr(command, "run", lambda server, cases: zip(cases, outcomes, strict=False))
-    monkeypatch.setattr(command, "plan", lambda ranks, full: plan(2)[: max(1, len(outcomes))])
+    monkeypatch.setattr(command, "cases_of", lambda parts: cases_of(parts)[: max(1, len(outcomes))])
 
 
 @pytest.mark.parametrize(
@@ -154,10 +170,16 @@ def test_the_exit_code_is_0_only_when_every_row_ran_and_is_ok(monkeypatch, capsy
     assert main(ParityOptions(json=tmp_path / "rows.json")) == code
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
     found = json.loads((tmp_path / "rows.json").read_text())
-    assert list(found) == ["rows", "refused", "not_run"] and found["refused"] == []
+    assert list(found) == ["rows", "refused", "not_run"]
+    assert {entry["what"]: entry["why"].split(":")[0] for entry in found["refused"]} == {
+        "pp=2 interleaved micro-batches=1": "interleaved sends micro-batches through its chunks in groups of as many as "
+        "there are stages",
+        "pp=2 zb-h2 micro-batches=1": "zb-h2 has 2 x 2 stages - 1 = 3 micro-batches in flight, and was given 1",
+    }
     assert len(found["rows"]) == sum(isinstance(outcome, dict) for outcome in outcomes)
     assert found["not_run"] == [
-        {"what": plan(2)[i].name, "why": o} for i, o in enumerate(outcomes) if isinstance(o, str)
+        *({"what": cases_of(plan(2))[i].name, "why": o} for i, o in enumerate(outcomes) if isinstance(o, str)),
+        {"what": f"{LEFT_OUT - max(1, len(outcomes))} more combinations of layouts and switches", "why": COVERED},
     ]
 
 
@@ -176,7 +198,7 @@ def test_a_wrong_row_says_what_is_wrong_first_and_a_row_that_did_not_run_says_wh
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16])
 def test_the_table_fits_100_columns(ranks):
-    cases = plan(ranks)
+    cases = cases_of(plan(ranks))
     options = ParityOptions(ranks=ranks)
     rows = [BAD | {"layout": case.layout, "dtype": case.dtype, "optimizer": case.optimizer} for case in cases]
     lines = [line for row in rows for line in table_lines(row)] + describe(options, cases)
@@ -184,15 +206,19 @@ def test_the_table_fits_100_columns(ranks):
 
 
 def test_the_plan_is_printed_with_its_rows_and_the_pairs_they_cover():
-    text = "\n".join(describe(ParityOptions(), plan(2)))
-    assert "16 rows" in text and "1 rank: 8 rows; 221 of the 221 pairs" in text
-    assert "2 ranks: 8 rows; 264 of the 264 pairs" in text
+    text = "\n".join(describe(ParityOptions(), cases_of(plan(2))))
+    assert "36 rows" in text and "1 rank: 8 rows; 221 of the 221 pairs" in text
+    assert "dp=2: 8 rows; 264 of the 264 pairs" in text
+    assert "all other layouts of 2 ranks: 20 rows on 3 meshes; 700 of the 700 pairs" in text
+    assert "refused: pp=2 zb-h2 micro-batches=1: zb-h2 has 2 x 2 stages - 1 = 3 micro-batches" in text
 
 
 def test_only_takes_a_part_of_a_name_or_a_regular_expression():
     everything = chosen(ParityOptions())
     assert chosen(ParityOptions(only="dp=2 bucketed")) == [c for c in everything if c.name.startswith("dp=2 bucketed")]
-    assert chosen(ParityOptions(only="dp=2.*sgd$")) == [c for c in everything if c.world == 2 and c.optimizer == "sgd"]
+    assert chosen(ParityOptions(only="dp=2.*sgd$")) == [
+        c for c in everything if c.plan.dp == 2 and c.optimizer == "sgd"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +228,7 @@ def test_only_takes_a_part_of_a_name_or_a_regular_expression():
         (ParityOptions(ranks=-3), "--ranks is -3"),
         (
             ParityOptions(only="dp=7"),
-            "--only 'dp=7' matches none of the 16 rows of --ranks 2, which are named like",
+            "--only 'dp=7' matches none of the 36 rows of --ranks 2, which are named like",
         ),
         (ParityOptions(only="("), "--only '(' is not a regular expression"),
         (ParityOptions(json=Path("/no/such/folder/rows.json")), "there is no folder /no/such/folder"),
@@ -216,7 +242,7 @@ def test_bad_input_is_refused_with_the_numbers(options, said):
 
 def test_the_module_runs_as_a_command(tmp_path):
     file = tmp_path / "rows.json"
-    name = plan(2)[-1].name
+    name = cases_of(plan(2))[-1].name
     command = [sys.executable, "-m", "minidist.parity", "--ranks", "2", "--only", name, "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

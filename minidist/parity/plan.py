@@ -120,7 +120,7 @@ def _refusal(ranks: int, layout: Layout, micro_batches: int) -> str | None:
 
 
 def switches_of(layout: Layout) -> dict[str, tuple[Any, ...]]:
-    """The switches that mean something in a layout: one rank has nobody to differ from, one replica nothing to share."""
+    """The switches that mean something in a layout: one rank cannot differ from others, one replica shares nothing."""
     alone: dict[str, tuple[Any, ...]] = {}
     if layout.mesh.world_size == 1:
         alone["start"] = ("equal",)

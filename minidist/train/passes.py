@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from minidist.comm import Groups
+from minidist.comm import Groups, all_gather, broadcast
 from minidist.data.loader import Batch
 from minidist.models.dropout import DropoutAddress
 from minidist.parallel.context.layout import NATURAL, cut, positions
+from minidist.parallel.context.split import whole_sequences
 from minidist.parallel.grads import collect
 from minidist.parallelize import Parallel
 from minidist.spec import named_parameters
@@ -21,38 +22,58 @@ from minidist.train.loss import Count, backward
 
 
 class Passes:
-    """Runs the model of a `Parallel`. seed: of dropout."""
+    """Runs the model of a `Parallel`. seed: of dropout.
+
+    counts_loss: whether this rank's losses count; ranks of a tensor group compute the same, and stages before the last
+    part none.
+    """
 
     def __init__(self, parallel: Parallel, groups: Groups, seed: int):
         self.model, self.pipeline, self.groups, self.seed = parallel.model, parallel.pipeline, groups, seed
-        self._parallel = parallel
-        self.device, mesh = groups.world.device, groups.mesh
+        self.device, self._parallel = groups.world.device, parallel
+        self._at, self._mesh = groups.mesh.coords(groups.world.rank), groups.mesh
         self._last_micro_batch = False
         parameters = named_parameters(self.model)
         if self.pipeline is None:
             self._hooks = collect(parameters, parallel.sink, lambda: self._last_micro_batch)
         else:  # which knows when a gradient is complete
             self._hooks = collect(parameters, self.pipeline, lambda: True)
-        self.has_end = self.pipeline is None or self.pipeline.has_end
-        # Ranks of a tensor group compute the same loss: one of them counts.
-        self.counts_loss = self.has_end and mesh.coords(groups.world.rank)["tp"] == 0
+        self.counts_loss = self._at["tp"] == 0 and (
+            self.pipeline is None or self.pipeline.stage == self.pipeline.end_stage
+        )
+
+    # -- training -----------------------------------------------------------------------------------------------------
 
     def own(self, batches: Sequence[Batch]) -> list[Batch]:
         """What this rank sees of each batch: its positions of every sequence. Their labels were shifted before."""
-        if self.groups.mesh.cp == 1:
+        if self._mesh.cp == 1:
             return list(batches)
         return [Batch(*cut(b.tokens, b.labels, self._positions(b.tokens.shape[1])), b.samples) for b in batches]
 
     def _positions(self, seq_len: int) -> Tensor:
-        """Of this rank's tokens in a sequence of `seq_len`, (seq_len / cp,) int64."""
-        mesh, at = self.groups.mesh, self.groups.mesh.coords(self.groups.world.rank)
-        return positions(NATURAL[self._parallel.context], seq_len, mesh.cp, at["cp"]).to(self.device)
+        """Of this rank's tokens in a whole sequence, (seq_len / cp,) int64."""
+        return positions(NATURAL[self._parallel.context], seq_len, self._mesh.cp, self._at["cp"]).to(self.device)
 
     def train(self, step: int, batches: Sequence[Batch], weight: float, count: Count) -> float | Tensor:
         """Forward and backward; returns this rank's part of the loss, () in nats. batches: those of `own`."""
         if self.pipeline is None:
             return backward(self.loss_sums(step, batches), weight, count)
-        return self._through_stages(step, batches, weight, count)
+        if count.value == 0:
+            return 0.0
+        shares: list[Tensor] = []
+        given = [self._addressed(step, batch) for batch in batches]
+
+        def part(chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
+            out = self._part(chunk, *given[micro_batch], hidden)
+            if isinstance(out, Tensor):
+                return out
+            share = out[0] * weight / count.value
+            shares.append(share.detach())
+            return share
+
+        empty = [i for i, batch in enumerate(batches) if len(batch.samples) == 0]
+        self.pipeline.run(part, lambda micro_batch: self._hidden(batches[micro_batch].tokens), empty)
+        return torch.stack(shares).sum() if shares else 0.0
 
     def loss_sums(self, step: int, batches: Sequence[Batch]) -> Iterator[Tensor]:
         """The forward of one micro-batch after the other: the sum of the losses of its tokens."""
@@ -68,61 +89,82 @@ class Passes:
 
     def _addressed(self, step: int, batch: Batch) -> tuple[Batch, DropoutAddress]:
         batch = batch.to(self.device)
-        where = self._positions(batch.tokens.shape[1] * self.groups.mesh.cp)
+        where = self._positions(batch.tokens.shape[1] * self._mesh.cp)
         return batch, DropoutAddress(self.seed, step, batch.samples, where)
 
-    def _through_stages(self, step: int, batches: Sequence[Batch], weight: float, count: Count) -> float | Tensor:
-        if count.value == 0:
-            return 0.0
-        loss, given = 0.0, [self._addressed(step, batch) for batch in batches]
+    # -- through stages -----------------------------------------------------------------------------------------------
 
-        def part(chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
-            nonlocal loss
-            batch, address = given[micro_batch]
-            out = self._part(chunk, batch, hidden, address)
-            if isinstance(out, Tensor):
-                return out
-            share = out[0] * weight / count.value
-            loss = loss + share.detach()
-            return share
-
-        empty = [i for i, batch in enumerate(batches) if len(batch.samples) == 0]
-        self.pipeline.run(part, lambda micro_batch: self._hidden(batches[micro_batch]), empty)
-        return loss
-
-    def _part(self, chunk: int, batch: Batch, hidden: Tensor | None, address: DropoutAddress | None):
+    def _part(self, chunk: int, batch: Batch, address: DropoutAddress, hidden: Tensor | None) -> Tensor | tuple:
         """One part of the model: hidden states, or of the last part the loss sum and the count."""
-        layers = self._parallel.parts[self.pipeline.schedule.position(self.pipeline.stage, chunk)]
-        where = self._positions(batch.tokens.shape[1] * self.groups.mesh.cp) if address is None else address.positions
-        return self.model(batch.tokens, batch.labels, address=address, positions=where, layers=layers, hidden=hidden)
+        how = {"address": address, "positions": address.positions, "layers": self._layers(chunk), "hidden": hidden}
+        return self.model(batch.tokens, batch.labels, **how)
 
-    def _hidden(self, batch: Batch) -> Tensor:
-        """An empty tensor of the shape that hidden states have between two stages."""
-        samples, seq_len = batch.tokens.shape
+    def _layers(self, chunk: int) -> range:
+        return self._parallel.parts[self.pipeline.schedule.position(self.pipeline.stage, chunk)]
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
+        """An empty tensor of the shape that the hidden states of these tokens (b, s) have between two stages."""
+        samples, seq_len = tokens.shape
         if self._parallel.sequence:
-            seq_len //= self.groups.mesh.tp
+            seq_len //= self._mesh.tp
         like = next(self.model.parameters())
         return torch.empty(samples, seq_len, self.model.config.hidden_size, dtype=like.dtype, device=self.device)
+
+    # -- without gradients --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[float]:
         """The loss sum, in nats, and the number of tokens that count, as far as they count on this rank."""
-        found = torch.zeros(2, dtype=torch.float64, device=self.device)
-        batches = [batch.to(self.device) for batch in self.own(batches) if len(batch.samples)]
+        found = [torch.zeros(2, dtype=torch.float64, device=self.device)]
+        given = [self._addressed(0, batch) for batch in self.own(batches) if len(batch.samples)]  # nothing is dropped
 
-        def part(chunk: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
-            nonlocal found
-            out = self._part(chunk, batches[micro_batch], hidden, None)
-            if isinstance(out, Tensor):
-                return out
-            found = found + torch.stack([number.double() for number in out])
-            return out[0]
+        def see(loss_sum: Tensor, count: Tensor) -> Tensor:
+            found.append(torch.stack([loss_sum.double(), count.double()]))
+            return loss_sum
+
+        def part(chunk: int, i: int, hidden: Tensor | None) -> Tensor:
+            out = self._part(chunk, *given[i], hidden)
+            return out if isinstance(out, Tensor) else see(*out)
 
         if self.pipeline is not None:
-            self.pipeline.evaluate(part, lambda micro_batch: self._hidden(batches[micro_batch]), len(batches))
+            self.pipeline.evaluate(part, lambda i: self._hidden(given[i][0].tokens), len(given))
         else:
-            for batch in batches:
-                where = self._positions(batch.tokens.shape[1] * self.groups.mesh.cp)
-                out = self.model(batch.tokens, batch.labels, positions=where)
-                found = found + torch.stack([number.double() for number in out])
-        return found.tolist() if self.counts_loss else [0.0, 0.0]
+            for batch, address in given:
+                see(*self.model(batch.tokens, batch.labels, positions=address.positions))
+        return torch.stack(found).sum(0).tolist() if self.counts_loss else [0.0, 0.0]
+
+    @torch.no_grad()
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """(b, s) int64 -> (b, vocab), of the token that follows. All ranks call it with the same, and get the same.
+
+        Ranks of a cp group all go through the whole sequence, which grows by one token at a time.
+        """
+        samples, seq_len = tokens.shape
+        missing = -seq_len % self._mesh.tp if self._parallel.sequence else 0  # no token sees those that come after it
+        padded = torch.cat((tokens, tokens.new_zeros(samples, missing)), 1)
+        ends: list[Tensor] = []
+
+        def part(chunk: int, _: int, hidden: Tensor | None) -> Tensor:
+            layers = self._layers(chunk)
+            out = self.model(padded, layers=layers, hidden=hidden)
+            if layers.stop == self.model.config.num_layers:
+                ends.append(out)
+            return out
+
+        with whole_sequences(self.model):
+            if self.pipeline is not None:
+                self.pipeline.evaluate(part, lambda _: self._hidden(padded), 1)
+            else:
+                ends.append(self.model(padded))
+        like = next(self.model.parameters())
+        logits = like.new_empty(samples, self.model.config.vocab_size)
+        if ends:
+            mine = ends[0][:, seq_len - 1].T.contiguous()  # (vocab / tp, b)
+            if self._mesh.tp > 1:
+                columns = mine.new_empty(self.model.config.vocab_size, samples)
+                all_gather(columns, mine, self.groups["tensor"])
+                mine = columns
+            logits.copy_(mine.T)
+        if self.pipeline is not None:
+            broadcast(logits, self.pipeline.end_stage, self.groups["activations"])
+        return logits

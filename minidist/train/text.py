@@ -1,8 +1,11 @@
 """A trained model, and text from it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from minidist.config import Config
 from minidist.fault import checkpoint
@@ -12,6 +15,7 @@ from minidist.models.transformer import Transformer
 from minidist.spec import Box, named_parameters
 from minidist.train.resume import stored_config
 from minidist.train.state import PARAMETERS
+from minidist.train.step import Engine
 
 
 def load_model(path: Path) -> tuple[Transformer, Config]:
@@ -29,8 +33,28 @@ def load_model(path: Path) -> tuple[Transformer, Config]:
     return model, config
 
 
+class Together:
+    """A model that ranks hold in parts, as `generate` takes one: all ranks go through it together."""
+
+    def __init__(self, engine: Engine):
+        self.config, self._model, self.next_logits = engine.model.config, engine.model, engine.passes.next_logits
+
+    @property
+    def training(self) -> bool:
+        return self._model.training
+
+    def train(self, mode: bool = True) -> None:
+        self._model.train(mode)
+
+    def eval(self) -> None:
+        self._model.eval()
+
+    def parameters(self) -> Iterator[Tensor]:
+        return self._model.parameters()
+
+
 def continue_text(
-    model: Transformer,
+    model: Transformer | Together,
     prompt: bytes,
     config: Config,
     *,
@@ -54,6 +78,17 @@ def continue_text(
     )
     data = bytes(min(token, 255) for token in ids[0].tolist())
     return readable(data[: len(prompt)]), readable(data[len(prompt) :])
+
+
+def sample_text(engine: Engine, config: Config, prompt: np.ndarray) -> tuple[str, str] | None:
+    """The prompt (bytes) and what the model makes of it, as the configuration says; None where it says none.
+
+    All ranks call it. Where each holds the whole model rank 0 alone has it to do, and the others return None.
+    """
+    whole = engine.groups.mesh.dp == engine.groups.world.size
+    if not config.train.sample_tokens or (whole and engine.groups.world.rank > 0):
+        return None
+    return continue_text(engine.model if whole else Together(engine), bytes(prompt.tolist()), config)
 
 
 def readable(data: bytes) -> str:

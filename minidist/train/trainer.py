@@ -28,7 +28,7 @@ from minidist.train.report import make_reporter
 from minidist.train.resume import check_resumable
 from minidist.train.schedule import learning_rate
 from minidist.train.step import Engine, StepResult
-from minidist.train.text import continue_text
+from minidist.train.text import sample_text
 from minidist.train.trace import Trace, make_meter
 
 Made = TypeVar("Made")
@@ -205,14 +205,15 @@ class Trainer:
         summary = {"step": self.progress.step, "stopped": stopped, "folder": str(self.folder)}
         if not stopped:
             summary["held_out_loss"] = self._evaluate()
+        text = None if stopped else sample_text(self.engine, self.config, self.corpus.held_out[:48])
         if self.world.rank == 0:
             summary |= {} if stopped else baselines(self.corpus)
             self.reporter.close()
-            self._tell_the_end(summary)
+            self._tell_the_end(summary, text)
         comm.barrier(self.control)  # rank 0 may still be serving the others' store
         return summary
 
-    def _tell_the_end(self, summary: dict) -> None:
+    def _tell_the_end(self, summary: dict, text: tuple[str, str] | None) -> None:
         """What rank 0 says and draws when training is over."""
         lines = {name: summary[name] for name in ("unigram", "bigram") if name in summary}
         if self.corpus.entropy_rate is not None:
@@ -225,9 +226,8 @@ class Trainer:
             steps = f"{summary['step']} of {self.config.train.steps}"
             self.reporter.note(f"stopped after step {steps}: go on with --checkpoint.resume {self.folder}")
             return
-        if self.config.train.sample_tokens:
-            prompt = bytes(self.corpus.held_out[: min(48, self.corpus.held_out.size)].tolist())
-            self.reporter.text(*continue_text(self.engine.model, prompt, self.config))
+        if text is not None:
+            self.reporter.text(*text)
         self.reporter.end(summary["held_out_loss"], lines)
         self.reporter.note(f"run folder: {self.folder}")
 

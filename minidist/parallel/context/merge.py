@@ -19,8 +19,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     """
     dtype = torch.promote_types(out.dtype, torch.float32)
     lse, other_lse = lse.to(dtype), other_lse.to(dtype)
-    both = torch.logaddexp(lse, other_lse)
-    # Where neither saw a key, minus infinity less itself would be NaN; any finite number makes both shares 0.
-    base = both.masked_fill(both == -torch.inf, 0)
-    share, other_share = (lse - base).exp()[..., None], (other_lse - base).exp()[..., None]
-    return out * share + other * other_share, both
+    # The share of one, e^a / (e^a + e^b), is a function of the difference alone, which is exact where both are large;
+    # the logarithm of their sum is not. Two that saw no key differ by NaN; their outputs are 0, whatever the shares.
+    ahead = (lse - other_lse).nan_to_num(nan=0.0)[..., None]
+    return out * ahead.sigmoid() + other * (-ahead).sigmoid(), torch.logaddexp(lse, other_lse)

@@ -54,11 +54,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str
     held = torch.stack((key, value))
     for step in range(group.size):
         hop = Hop([held] if step < group.size - 1 else [], group)
-        if what := _part(query, group, layout, step):
-            k, v = held[..., what.keys, :]
-            seen = kernels.forward(query[..., what.queries, :], k, v, what.causal)
-            at = (..., what.queries, slice(None)), (..., what.queries)
-            out[at[0]], lse[at[1]] = merge(out[at[0]], lse[at[1]], *seen)
+        _attend(_part(query, group, layout, step), query, held, out, lse)
         held = hop.wait()[0] if step < group.size - 1 else None
     return out.to(query.dtype), lse
 
@@ -75,16 +71,14 @@ def backward(
         leaving = [held] if step < group.size - 1 else []
         # Step 1 begins new sums, for the block of the rank before; from step 2 on they follow the blocks.
         hop = Hop(leaving + ([sums] if step > 1 else []), group)
-        share = _gradients(_part(query, group, layout, step), grad, query, held, out, lse)
+        what = _part(query, group, layout, step)
+        share = _gradients(what, grad, query, held, out, lse, dquery)
         arrived = hop.wait()
-        held = arrived.pop(0) if leaving else held
+        held = arrived.pop(0) if leaving else None
         if step > 0:
             sums = arrived.pop() if arrived else torch.zeros_like(home)
-        if share:
-            what, of_query, of_key, of_value = share
-            dquery[..., what.queries, :] += of_query
-            sums[0][..., what.keys, :] += of_key
-            sums[1][..., what.keys, :] += of_value
+        for whole, block in zip(sums, share, strict=False):
+            whole[..., what.keys, :] += block
     if group.size > 1:
         home += Hop([sums], group).wait()[0]
     return dquery.to(query.dtype), home.to(key.dtype)
@@ -113,13 +107,26 @@ def _part(query: Tensor, group: Group, layout: str, step: int) -> Part | None:
     return part(layout, group.rank, (group.rank - step) % group.size, query.shape[2])
 
 
-def _gradients(what: Part | None, grad, query, held, out, lse) -> tuple[Part, Tensor, Tensor, Tensor] | None:
-    """Where a block contributes, and what to the gradients of query, key and value."""
+def _attend(what: Part | None, query: Tensor, held: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge what a block of keys and values gives into `out` and `lse`."""
     if what is None:
-        return None
-    mine = (..., what.queries, slice(None))
+        return
     k, v = held[..., what.keys, :]
-    return what, *kernels.backward(grad[mine], query[mine], k, v, out[mine], lse[..., what.queries], what.causal)
+    block = kernels.forward(query[..., what.queries, :], k, v, what.causal)
+    rows, row_lse = out[..., what.queries, :], lse[..., what.queries]
+    for there, merged in zip((rows, row_lse), merge(rows, row_lse, *block), strict=True):
+        there.copy_(merged)
+
+
+def _gradients(what: Part | None, grad, query, held, out, lse, dquery) -> tuple[Tensor, ...]:
+    """What a block adds to the gradients of its keys and values, if anything; its share of `dquery` is added here."""
+    if what is None:
+        return ()
+    k, v = held[..., what.keys, :]
+    grad, query, out = (x[..., what.queries, :] for x in (grad, query, out))
+    share, *others = kernels.backward(grad, query, k, v, out, lse[..., what.queries], what.causal)
+    dquery[..., what.queries, :] += share
+    return tuple(others)
 
 
 def _nothing_seen(query: Tensor) -> tuple[Tensor, Tensor]:

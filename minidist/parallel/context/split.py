@@ -5,6 +5,8 @@ mixes values by queries and keys, heads apart. How many heads there are it reads
 tensor-parallel rank goes round with its own.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
@@ -29,11 +31,25 @@ def split(model: nn.Module, group: Group, kind: str, layout: str | None = None) 
     layout = chosen(kind, layout)
     if group.size == 1:
         return
-    for layer in model.model.layers:
-        attention = getattr(layer, "self_attn", None)
-        if attention is None:
-            continue  # another stage of the pipeline holds it
+    for attention in _attentions(model):
         if kind == "ring":
             attention.attend = partial(ring_attention, group=group, layout=layout)
         else:
             attention.attend = partial(ulysses_attention, attend=attention.attend, group=group, layout=layout)
+
+
+@contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Within this context attention is what it was before `split`: every rank goes through whole sequences alone."""
+    changed = {attention: vars(attention).pop("attend", None) for attention in _attentions(model)}
+    try:
+        yield
+    finally:
+        for attention, attend in changed.items():
+            if attend is not None:
+                attention.attend = attend
+
+
+def _attentions(model: nn.Module) -> list[nn.Module]:
+    """Of the layers that are here; other stages of a pipeline hold the rest."""
+    return [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]

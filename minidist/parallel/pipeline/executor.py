@@ -34,7 +34,7 @@ class Executor:
     groups: over the stages, one for what forwards pass on and one for what backwards do. sink: where gradients go.
     parameters: of this stage, by global name. used_by: the chunks that use each of them (`split`); shared: names of
     those that other stages use too.
-    has_end: whether this stage has the last part of the model. peak_live: the most micro-batches alive at once so far,
+    end_stage: the stage that has the last part of the model. peak_live: the most micro-batches alive at once so far,
     each chunk counted by itself.
     """
 
@@ -60,7 +60,7 @@ class Executor:
             if name not in shared and chunks:
                 op = schedule.orders[self.stage][max(ends[chunk] for chunk in chunks)]
                 self._complete.setdefault(op, []).append(name)
-        self.has_end = schedule.owner(schedule.positions - 1)[0] == self.stage
+        self.end_stage = schedule.owner(schedule.positions - 1)[0]
         self.peak_live = 0
         self._begin()
 

@@ -252,7 +252,7 @@ def check(config: Config, world_size: int) -> Mesh:
             + (
                 f", or --train.micro-batches {fewer} or fewer."
                 if fewer
-                else f", or {train.global_batch} ranks or fewer."
+                else f", or --mesh.dp {train.global_batch} or fewer."
             )
         )
     for name, values in (("shares", data.shares), ("weights", data.weights)):

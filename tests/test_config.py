@@ -22,7 +22,8 @@ def test_the_default_configuration_runs_on_any_number_of_ranks(ranks):
     [
         (3, {"mesh__dp": 2}, r"pp=1 x dp=2 x cp=1 x tp=1 needs 2 ranks, the world has 3: set --mesh.dp 3"),
         (1, {"mesh__dp": 4}, r"needs 4 ranks, the world has 1: start with torchrun or \"--ranks 4\""),
-        (2, {"mesh__tp": 2}, r"mesh.tp is 2: .* \(2\). Leave --mesh.tp out"),
+        (3, {"mesh__tp": 2}, r"pp=1 x dp=1 x cp=1 x tp=2 needs 2 ranks, the world has 3: .* \"--ranks 2\""),
+        (6, {"mesh__tp": 2, "mesh__dp": 2}, r"dp=2 x cp=1 x tp=2 needs 4 ranks, the world has 6: set --mesh.dp 3, or"),
         (2, {"mesh__dp": 0}, r"mesh.dp is 0; a mesh axis is at least 1"),
         (
             2,
@@ -30,7 +31,11 @@ def test_the_default_configuration_runs_on_any_number_of_ranks(ranks):
             r"of 5 samples .* dp=2 ranks x 3 micro-batches = 6 parts \(world size 2, mesh pp=1 x dp=2 x cp=1 x tp=1\): "
             r"give --train.global-batch 6 or more, or --train.micro-batches 2 or fewer",
         ),
-        (9, {"train__global_batch": 8}, r"of 8 samples cannot fill dp=9 .* --train.global-batch 9 or more, or 8 ranks"),
+        (
+            9,
+            {"train__global_batch": 8},
+            r"of 8 samples cannot fill dp=9 .* --train.global-batch 9 or more, or --mesh.dp 8 or",
+        ),
         (1, {"train__steps": 0}, r"train.steps is 0; it must be 1 or more: change --train.steps"),
         (1, {"checkpoint__keep": 0}, r"checkpoint.keep is 0; it must be 1 or more"),
         (1, {"optim__lr": float("nan")}, r"optim.lr is nan; it must be 0 or more"),

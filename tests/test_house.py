@@ -18,9 +18,9 @@ ALLOWED = {
     "comm": {"ground"},
     "parallel": {"ground", "comm"},
     "fault": {"ground"},
-    "train": {"ground", "comm", "data", "fault", "models", "parallel", "parallelize"},
+    "train": {"ground", "comm", "data", "fault", "fit", "models", "parallel", "parallelize"},
     "notebook": {"ground", "comm", "pieces", "train"},
-    "parity": {"ground", "comm", "data", "fault", "models", "parallel", "parallelize", "train"},
+    "parity": {"ground", "comm", "data", "fault", "fit", "models", "parallel", "parallelize", "train"},
 }
 GROUND = {"mesh", "spec", "errors", "config", "configfile", "progress"}
 ENVIRONMENT = PACKAGE / "train" / "launch"

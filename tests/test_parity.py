@@ -129,9 +129,8 @@ def test_the_reference_is_short_and_imports_only_torch_and_the_models():
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_under_padding_a_mean_of_means_is_a_thousand_tolerances_off(tied, parts):
-    case = next(
-        case for case in cases_of(plan(1, full=True)) if case.padding and case.tied is tied and case.dtype == "float64"
-    )
+    wanted = (True, tied, "float64")
+    case = next(c for c in cases_of(plan(1, full=True)) if (c.padding, c.tied, c.dtype) == wanted)
     model, loader = case.model(), case.loader()
     batch = case.shape_labels(0, loader.global_batch(0, GLOBAL_BATCH))
 
@@ -172,8 +171,8 @@ def test_the_exit_code_is_0_only_when_every_row_ran_and_is_ok(monkeypatch, capsy
     found = json.loads((tmp_path / "rows.json").read_text())
     assert list(found) == ["rows", "refused", "not_run"]
     assert {entry["what"]: entry["why"].split(":")[0] for entry in found["refused"]} == {
-        "pp=2 interleaved micro-batches=1": "interleaved sends micro-batches through its chunks in groups of as many as "
-        "there are stages",
+        "pp=2 interleaved micro-batches=1": "interleaved sends micro-batches through its chunks in groups of as many "
+        "as there are stages",
         "pp=2 zb-h2 micro-batches=1": "zb-h2 has 2 x 2 stages - 1 = 3 micro-batches in flight, and was given 1",
     }
     assert len(found["rows"]) == sum(isinstance(outcome, dict) for outcome in outcomes)
@@ -216,9 +215,8 @@ def test_the_plan_is_printed_with_its_rows_and_the_pairs_they_cover():
 def test_only_takes_a_part_of_a_name_or_a_regular_expression():
     everything = chosen(ParityOptions())
     assert chosen(ParityOptions(only="dp=2 bucketed")) == [c for c in everything if c.name.startswith("dp=2 bucketed")]
-    assert chosen(ParityOptions(only="dp=2.*sgd$")) == [
-        c for c in everything if c.plan.dp == 2 and c.optimizer == "sgd"
-    ]
+    wanted = (2, "sgd")
+    assert chosen(ParityOptions(only="dp=2.*sgd$")) == [c for c in everything if (c.plan.dp, c.optimizer) == wanted]
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_buckets_are_consecutive_and_within_their_size():
 
 def test_replicas_without_a_group_are_refused():
     groups = bind(World.single(), Mesh())
-    with pytest.raises(KeyError, match=r"no group was bound over ranks \(0, 1\), the replicas of parameter hidden"):
+    with pytest.raises(KeyError, match=r"no group was bound over ranks \(0, 1\), which contribute to parameter hidden"):
         group_of(replicated(Net(), (0, 1))["hidden.weight"], groups.values())
 
 

@@ -38,9 +38,8 @@ class Passes:
             self._hooks = collect(parameters, parallel.sink, lambda: self._last_micro_batch)
         else:  # which knows when a gradient is complete
             self._hooks = collect(parameters, self.pipeline, lambda: True)
-        self.counts_loss = self._at["tp"] == 0 and (
-            self.pipeline is None or self.pipeline.stage == self.pipeline.end_stage
-        )
+        has_end = self.pipeline is None or self.pipeline.stage == self.pipeline.end_stage
+        self.counts_loss = has_end and self._at["tp"] == 0
 
     # -- training -----------------------------------------------------------------------------------------------------
 

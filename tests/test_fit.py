@@ -1,0 +1,89 @@
+"""A layout that cannot run is refused before anything starts, with the numbers and the nearest that works."""
+
+import subprocess
+import sys
+
+import pytest
+from small_run import changed
+
+from minidist.config import Config
+from minidist.errors import UserError
+from minidist.fit import check, pipeline
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "message"),
+    [
+        (
+            8,
+            {"mesh__pp": 8},
+            r"mesh.pp is 8: 8 stages need a layer each, and the model has 4: give --mesh.pp 4, or --model.num-layers 8",
+        ),
+        (
+            4,
+            {"mesh__pp": 4, "parallel__schedule": "interleaved", "train__micro_batches": 4},
+            r"4 stages x 2 chunks = 8 parts need a layer each, and the model has 4: give --mesh.pp 2, or .*layers 8",
+        ),
+        (
+            2,
+            {"mesh__pp": 2, "parallel__schedule": "interleaved", "parallel__chunks": 3, "train__micro_batches": 2},
+            r"2 stages x 3 chunks = 6 parts need a layer each, and the model has 4: give --mesh.pp 1, or .*layers 6",
+        ),
+        (
+            2,
+            {"mesh__pp": 2, "parallel__schedule": "zb-h2", "train__micro_batches": 2},
+            r"zb-h2 has 2 x 2 stages - 1 = 3 micro-batches in flight, and was given 2: give 3 micro-batches or more",
+        ),
+        (
+            2,
+            {"mesh__pp": 2, "parallel__schedule": "interleaved", "train__micro_batches": 5},
+            r"5 micro-batches are no multiple of 2 stages. Give 4 or 6 micro-batches, or take 1f1b",
+        ),
+        (2, {"mesh__pp": 2, "parallel__chunks": 2}, r"1f1b has 1 chunk a stage, and was given 2: leave the chunks out"),
+        (3, {"mesh__tp": 3}, r"model.num_heads=4 cannot be shared equally by tp=3 ranks; possible tp: 1, 2, 4"),
+        (
+            3,
+            {"mesh__tp": 3, "model__num_heads": 6, "model__hidden_size": 96},
+            r"model.vocab_size=256 cannot be shared equally by tp=3 ranks; possible tp: 1, 2, 4, 8; or vocab_size=258",
+        ),
+        (
+            2,
+            {"mesh__cp": 2, "data__seq_len": 66},
+            r"data.seq-len is 66, .* in 4 equal parts: give --data.seq-len 64 or 68",
+        ),
+        (2, {"mesh__cp": 2, "parallel__context": "ulysses", "data__seq_len": 65}, r"2 equal parts: give .* 64 or 66"),
+        (2, {"mesh__tp": 2, "parallel__sequence": True, "data__seq_len": 65}, r"cp=1 x tp=2 .* in 2 equal parts"),
+        (4, {"mesh__cp": 2, "mesh__tp": 2, "parallel__sequence": True, "data__seq_len": 2}, r"give --data.seq-len 4"),
+    ],
+)
+def test_a_layout_that_cannot_run_is_refused_with_its_numbers(ranks, changes, message):
+    with pytest.raises(UserError, match=message):
+        check(changed(Config(), **changes), ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (8, {"mesh__dp": 2, "mesh__pp": 2, "mesh__tp": 2}),
+        (2, {"mesh__tp": 2, "data__seq_len": 65}),  # the sequence is not shared
+        (2, {"parallel__schedule": "zb-h2", "parallel__chunks": 7}),  # of a pipeline that is not there
+        (4, {"mesh__tp": 4}),  # two key and value heads for four ranks
+        (4, {"mesh__cp": 2, "mesh__tp": 2, "parallel__sequence": True, "data__seq_len": 4}),
+    ],
+)
+def test_what_can_run_is_not_refused(ranks, changes):
+    assert check(changed(Config(), **changes), ranks).world_size == ranks
+
+
+def test_without_a_pipeline_there_is_no_schedule():
+    config = Config()
+    assert pipeline(config, check(config, 3)) is None
+    staged = changed(config, mesh__pp=2, train__micro_batches=3)
+    assert pipeline(staged, check(staged, 4)).micro_batches == 3
+
+
+def test_whoever_checks_does_not_wait_for_torch():
+    ran = subprocess.run(
+        [sys.executable, "-c", "import sys, minidist.fit; sys.exit('torch' in sys.modules)"], timeout=60, check=False
+    )
+    assert ran.returncode == 0

@@ -1,0 +1,1 @@
+"""Context parallelism: every sequence cut over the ranks of one group; only attention needs the others' part."""

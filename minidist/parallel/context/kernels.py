@@ -1,0 +1,147 @@
+"""Attention over one block of keys: output and log-sum-exp, and the gradients of a block of a larger softmax.
+
+Backward needs no scores of other blocks. `P = exp(S - lse)` with the lse of all keys is a block's share of the whole
+softmax, and `dS = P * (grad V^T - D)` with `D = rowsum(grad * out)` of the whole output its gradient: Dao et al. 2022
+(FlashAttention, arXiv 2205.14135, algorithm 4). So the fused kernels' own backward gives a block's contribution when it
+is handed the merged output and lse instead of the block's own.
+
+    ======================  =================================================
+    where                   kernel
+    ======================  =================================================
+    CPU                     flash attention for CPU, any floating dtype
+    CUDA, 16 bits           flash attention; before Ampere efficient attention
+    CUDA, float32           efficient attention
+    elsewhere               written out, with the scores in memory
+    ======================  =================================================
+
+The signatures of torch 2.11 to 2.13 are the same. Those on CUDA were tried on meta tensors only, without a GPU.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten = torch.ops.aten
+_ALIGNED_FEATURES = 8  # what the CUDA kernels ask of a head's width
+_ALIGNED_LSE = 32  # efficient attention fills the lse up to a multiple of this
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Softmax-weighted values (b, heads, q, d) and the log-sum-exp of the scores (b, heads, q), in at least float32.
+
+    query: (b, heads, q, d). key, value: (b, kv_heads, k, d), query heads in consecutive groups. Scores are divided by
+    sqrt(d). causal: query i sees keys 0 to i; q equals k then.
+    """
+    repeats = query.shape[1] // key.shape[1]
+    return _kernels(query)[0](query, _repeat(key, repeats), _repeat(value, repeats), causal)
+
+
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What this block of keys contributes to the gradient of query, and the gradients of key and value.
+
+    grad: of the output; out, lse: as `forward` gives them for all keys that the queries see, this block among them. The
+    gradients of key and value, (b, kv_heads, k, d), are summed over the query heads of a group.
+    """
+    kv_heads = key.shape[1]
+    repeats = query.shape[1] // kv_heads
+    grads = _kernels(query)[1](grad, query, _repeat(key, repeats), _repeat(value, repeats), out, lse, causal)
+    if repeats == 1:
+        return grads
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    dkey, dvalue = (g.unflatten(1, (kv_heads, repeats)).sum(2, dtype=dtype) for g in grads[1:])
+    return grads[0], dkey, dvalue
+
+
+def _repeat(heads: Tensor, repeats: int) -> Tensor:
+    """Each key and value head once for every query head that it serves, as the kernels want it."""
+    return heads if repeats == 1 else heads.repeat_interleave(repeats, dim=1)
+
+
+def _kernels(query: Tensor) -> tuple[Callable, Callable]:
+    """Forward and backward of the kernel for this tensor's device and dtype."""
+    if query.device.type == "cpu":
+        return _cpu, _cpu_backward
+    if query.device.type == "cuda" and query.dtype != torch.float64:
+        ampere = torch.cuda.get_device_capability(query.device) >= (8, 0)
+        if query.dtype != torch.float32 and ampere:
+            return _flash, _flash_backward
+        return _efficient, _efficient_backward
+    return _written, _written_backward
+
+
+def _cpu(query, key, value, causal):
+    return _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+
+
+def _cpu_backward(grad, query, key, value, out, lse, causal):
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out, lse, 0.0, causal)
+
+
+def _flash(query, key, value, causal):
+    width, scale = query.shape[-1], query.shape[-1] ** -0.5
+    query, key, value = map(_widen, (query, key, value))
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    return out[..., :width], lse
+
+
+def _flash_backward(grad, query, key, value, out, lse, causal):
+    width, scale = query.shape[-1], query.shape[-1] ** -0.5
+    wide = map(_widen, (grad, query, key, value, out))
+    # Random numbers are for dropout, of which there is none here; starts of sequences for batches of several lengths.
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    grads = _aten._scaled_dot_product_flash_attention_backward(
+        *wide, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal, seed, seed[:0], scale=scale
+    )
+    return tuple(g[..., :width] for g in grads)
+
+
+def _efficient(query, key, value, causal):
+    width, scale = query.shape[-1], query.shape[-1] ** -0.5
+    wide = map(_widen, (query, key, value))
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(*wide, None, True, 0.0, causal, scale=scale)
+    return out[..., :width], lse[..., : query.shape[2]]
+
+
+def _efficient_backward(grad, query, key, value, out, lse, causal):
+    width, scale = query.shape[-1], query.shape[-1] ** -0.5
+    grad, query, key, value, out = map(_widen, (grad, query, key, value, out))
+    # With an infinite lse, what is filled up has shares of 0.
+    lse = F.pad(lse, (0, -lse.shape[-1] % _ALIGNED_LSE), value=torch.inf).contiguous()
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)
+    grads = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, query, key, value, None, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+    )
+    return tuple(g[..., :width] for g in grads[:3])
+
+
+def _widen(x: Tensor) -> Tensor:
+    """Zeros after a head's features change no product, and so no score."""
+    return F.pad(x, (0, -x.shape[-1] % _ALIGNED_FEATURES))
+
+
+def _written(query, key, value, causal):
+    scores = _scores(query, key, causal)
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp() @ value.to(scores.dtype)).to(query.dtype), lse
+
+
+def _written_backward(grad, query, key, value, out, lse, causal):
+    shares = (_scores(query, key, causal) - lse[..., None]).exp()  # (b, heads, q, k)
+    grad, query_, key_, value, out = (x.to(shares.dtype) for x in (grad, query, key, value, out))
+    along = (grad * out).sum(-1, keepdim=True)
+    dscores = shares * (grad @ value.transpose(-1, -2) - along) * query.shape[-1] ** -0.5
+    grads = dscores @ key_, dscores.transpose(-1, -2) @ query_, shares.transpose(-1, -2) @ grad
+    return tuple(g.to(query.dtype) for g in grads)
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * query.shape[-1] ** -0.5
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    return scores

@@ -1,0 +1,162 @@
+"""Ring attention: the keys and values of every rank pass by, while the queries stay where they are.
+
+Liu, Zaharia and Abbeel 2023 (arXiv 2310.01889, section 3). In step t a rank attends to the keys of the rank t places
+before it, and merges the result with what it has (`merge`). Meanwhile the next ones arrive, so the transfer is hidden
+as long as it does not take longer than the attention. Blocks that lie wholly in the future are skipped; in the zig-zag
+layout each rank then computes the same amount in each step (`causal`).
+
+Backward goes round once more. The gradients of a block's keys and values travel with it, and each rank adds its share:
+they set out at the rank after the block's home, one step behind the block, and the last of n - 1 hops brings them
+home, where the share of the home itself waits. They are at least float32: for 16-bit keys twice as many bytes.
+
+In memory at one time: this rank's own part, one block at hand and one arriving, and as many gradients. Nothing grows
+with the whole sequence. What is kept for backward is this rank's own part: query, key, value, output and lse.
+
+The two passes are `torch.library` ops, as the door's are, so a block that calls them compiles with `fullgraph=True`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minidist.comm import Group, Transfer, batch
+from minidist.comm.group import find
+from minidist.parallel.context import kernels
+from minidist.parallel.context.causal import Part, part
+from minidist.parallel.context.merge import merge
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str) -> Tensor:
+    """Causal attention of this rank's queries to the keys of the whole sequence: the shape of query.
+
+    query: (b, heads, s / ranks, d). key, value: (b, kv_heads, s / ranks, d), query heads in consecutive groups; they
+    travel as they are, with one head per group. All are at the positions that this rank has in `layout`.
+    """
+    return _ring(query, key, value, group.key, layout)[0]
+
+
+@torch.library.custom_op("minidist::ring_attention", mutates_args=())
+def _ring(query: Tensor, key: Tensor, value: Tensor, group: str, layout: str) -> tuple[Tensor, Tensor]:
+    return forward(query, key, value, find(group), layout)
+
+
+@torch.library.custom_op("minidist::ring_attention_backward", mutates_args=())
+def _ring_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, group: str, layout: str
+) -> tuple[Tensor, Tensor]:
+    return backward(grad, query, key, value, out, lse, find(group), layout)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str) -> tuple[Tensor, Tensor]:
+    """What `ring_attention` returns, and the log-sum-exp (b, heads, s / ranks) of every query over all its keys."""
+    out, lse = _nothing_seen(query)
+    held = torch.stack((key, value))
+    for step in range(group.size):
+        hop = Hop([held] if step < group.size - 1 else [], group)
+        _attend(_part(query, group, layout, step), query, held, out, lse)
+        held = hop.wait()[0] if step < group.size - 1 else None
+    return out.to(query.dtype), lse
+
+
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, group: Group, layout: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients of query, and of key and value as one tensor, given that of the output and `forward`'s results."""
+    held = torch.stack((key, value))
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    dquery, home = torch.zeros_like(query, dtype=dtype), torch.zeros_like(held, dtype=dtype)
+    sums = home  # of the block at hand: the first is this rank's own
+    for step in range(group.size):
+        leaving = [held] if step < group.size - 1 else []
+        # Step 1 begins new sums, for the block of the rank before; from step 2 on they follow the blocks.
+        hop = Hop(leaving + ([sums] if step > 1 else []), group)
+        what = _part(query, group, layout, step)
+        share = _gradients(what, grad, query, held, out, lse, dquery)
+        arrived = hop.wait()
+        held = arrived.pop(0) if leaving else None
+        if step > 0:
+            sums = arrived.pop() if arrived else torch.zeros_like(home)
+        for whole, block in zip(sums, share, strict=False):
+            whole[..., what.keys, :] += block
+    if group.size > 1:
+        home += Hop([sums], group).wait()[0]
+    return dquery.to(query.dtype), home.to(key.dtype)
+
+
+class Hop:
+    """Tensors on their way to the next rank of the ring, while their like arrive from the one before.
+
+    All are launched together, as NCCL demands of transfers that are in flight together.
+    """
+
+    def __init__(self, leaving: Sequence[Tensor], group: Group):
+        self._arriving = [torch.empty_like(tensor) for tensor in leaving]
+        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        transfers = [Transfer("send", tensor, after) for tensor in leaving if tensor.numel()]
+        transfers += [Transfer("recv", tensor, before) for tensor in self._arriving if tensor.numel()]
+        self._handle = batch(transfers, group, async_op=True)
+
+    def wait(self) -> list[Tensor]:
+        """What has arrived, in the order of what has left."""
+        self._handle.wait()
+        return self._arriving
+
+
+def _part(query: Tensor, group: Group, layout: str, step: int) -> Part | None:
+    return part(layout, group.rank, (group.rank - step) % group.size, query.shape[2])
+
+
+def _attend(what: Part | None, query: Tensor, held: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge what a block of keys and values gives into `out` and `lse`."""
+    if what is None:
+        return
+    k, v = held[..., what.keys, :]
+    block = kernels.forward(query[..., what.queries, :], k, v, what.causal)
+    rows, row_lse = out[..., what.queries, :], lse[..., what.queries]
+    for there, merged in zip((rows, row_lse), merge(rows, row_lse, *block), strict=True):
+        there.copy_(merged)
+
+
+def _gradients(what: Part | None, grad, query, held, out, lse, dquery) -> tuple[Tensor, ...]:
+    """What a block adds to the gradients of its keys and values, if anything; its share of `dquery` is added here."""
+    if what is None:
+        return ()
+    k, v = held[..., what.keys, :]
+    grad, query, out = (x[..., what.queries, :] for x in (grad, query, out))
+    share, *others = kernels.backward(grad, query, k, v, out, lse[..., what.queries], what.causal)
+    dquery[..., what.queries, :] += share
+    return tuple(others)
+
+
+def _nothing_seen(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and lse of attention to no key at all. The output's memory is (b, s, heads, d), as its user wants it."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    b, heads, s, d = query.shape
+    out = torch.zeros((b, s, heads, d), dtype=dtype, device=query.device).transpose(1, 2)
+    return out, torch.full((b, heads, s), -torch.inf, dtype=dtype, device=query.device)
+
+
+@_ring.register_fake
+def _(query, key, value, group, layout):
+    out, lse = _nothing_seen(query)
+    return out.to(query.dtype), lse
+
+
+@_ring_backward.register_fake
+def _(grad, query, key, value, out, lse, group, layout):
+    return torch.empty_like(query), key.new_empty((2, *key.shape))
+
+
+def _keep(ctx, inputs, output):
+    *tensors, ctx.group, ctx.layout = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _back(ctx, grad, _):
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    dquery, dkv = _ring_backward(grad, *ctx.saved_tensors, ctx.group, ctx.layout)
+    return dquery, *dkv, None, None
+
+
+_ring.register_autograd(_back, setup_context=_keep)

@@ -1,0 +1,37 @@
+"""A whole model in, the same model out, whose attention looks at the parts of the sequence that other ranks hold.
+
+The model knows nothing of this, and nothing is imported from it: a layer is known by its `self_attn`, whose `attend`
+mixes values by queries and keys, heads apart. How many heads there are it reads from its projections, so a
+tensor-parallel rank goes round with its own.
+"""
+
+from functools import partial
+
+from torch import nn
+
+from minidist.comm import Group
+from minidist.parallel.context.layout import chosen
+from minidist.parallel.context.ring import ring_attention
+from minidist.parallel.context.ulysses import ulysses_attention
+
+
+def split(model: nn.Module, group: Group, kind: str, layout: str | None = None) -> None:
+    """Give the attention of every layer of `model` the form `kind`: "ring" or "ulysses".
+
+    model: a Transformer, or what tensor parallelism left of one. group: ranks that see parts of the same sequences.
+    layout: "zigzag" or "contiguous"; the natural one of the kind when None. The caller gives each rank its tokens and
+    labels (`layout.cut`), and its `layout.positions` as the model's `positions` and as those of the dropout address.
+
+    Afterwards the sum of the ranks' losses is that of the whole sequences. Every rank holds every parameter, and its
+    gradient is a contribution: the sum over the group is the gradient. Raises ValueError for no such kind or layout;
+    whether sizes divide, `layout.check` says beforehand.
+    """
+    layout = chosen(kind, layout)
+    if group.size == 1:
+        return
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        if kind == "ring":
+            attention.attend = partial(ring_attention, group=group, layout=layout)
+        else:
+            attention.attend = partial(ulysses_attention, attend=attention.attend, group=group, layout=layout)

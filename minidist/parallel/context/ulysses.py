@@ -1,0 +1,70 @@
+"""Ulysses: for the time of attention, ranks share out the heads instead of the sequence.
+
+Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1). One all-to-all turns every head's part of the
+sequence into the whole sequence of some heads, attention is that of one process, and another turns the result back. A
+rank sends (n - 1) / n of what it has, however many ranks there are, where the ring sends n - 1 times its keys and
+values. But there are only so many heads, and nothing is computed while the messages travel.
+
+The door's op is inside, so a block compiles with `fullgraph=True`.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minidist.comm import Group, ops
+from minidist.parallel.context.layout import positions
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def ulysses_attention(
+    query: Tensor, key: Tensor, value: Tensor, attend: Attend, group: Group, layout: str = "contiguous"
+) -> Tensor:
+    """Attention of this rank's queries to the keys of the whole sequence: the shape of query.
+
+    query: (b, heads, s / ranks, d). key, value: (b, kv_heads, s / ranks, d), query heads in consecutive groups. All are
+    at the positions that this rank has in `layout`. attend: attention of one process, on such tensors with the whole
+    sequence in order. Key and value heads that ranks cannot share equally are repeated before they are sent: n / gcd(n,
+    kv_heads) times the bytes. Raises ValueError when ranks cannot share the query heads equally.
+    """
+    size, heads = group.size, query.shape[1]
+    if heads % size:
+        raise ValueError(f"{heads} query heads cannot be shared equally by {size} ranks: use ring attention")
+    repeats = size // math.gcd(size, key.shape[1])
+    # Query heads divide by the key heads and by the ranks, so by the key heads thus repeated.
+    parts = [query, *(x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))]
+    shares = [x.shape[1] // size for x in parts]
+    # Rank i's heads of all three become part i of one message.
+    sent = torch.cat([x.unflatten(1, (size, -1)) for x in parts], 2).movedim(1, 0)  # (n, b, share, s / n, d)
+    received = ops.all_to_all(sent, group.key)  # part i: my heads at the positions of rank i
+    mine = attend(*_in_order(_joined(received), layout, size).split(shares, 1))  # (b, heads / n, s, d)
+    back = ops.all_to_all(_parted(_by_rank(mine, layout, size), size), group.key)
+    return back.movedim(0, 1).flatten(1, 2)
+
+
+def _joined(parts: Tensor) -> Tensor:
+    """(n, b, heads, s / n, d) -> (b, heads, s, d), the ranks' positions one after the other."""
+    return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _parted(whole: Tensor, size: int) -> Tensor:
+    """The inverse of `_joined`."""
+    return whole.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)
+
+
+def _in_order(x: Tensor, layout: str, size: int) -> Tensor:
+    """(b, heads, s, d), the ranks' positions one after the other -> positions ascending."""
+    return x if layout == "contiguous" else x.index_select(2, _held(x, layout, size).argsort())
+
+
+def _by_rank(x: Tensor, layout: str, size: int) -> Tensor:
+    """The inverse of `_in_order`."""
+    return x if layout == "contiguous" else x.index_select(2, _held(x, layout, size))
+
+
+def _held(x: Tensor, layout: str, size: int) -> Tensor:
+    """The positions of all ranks, one after the other: (s,)."""
+    return torch.cat([positions(layout, x.shape[2], size, rank) for rank in range(size)]).to(x.device)

@@ -176,6 +176,6 @@ def test_memory_depends_on_a_ranks_own_part_only(ranks, layout):
         assert kept == 2 * query + kv + lse  # query, output; key and value; log-sum-exp
         # This rank's block, two on the way. Output, the block's, and while they are merged both scaled and their sum.
         assert forward <= 3 * kv + 5 * query + 6 * lse
-        # Two blocks, three of gradients, a share of them. Repeated for the kernel key and value are like two queries, so
-        # are their gradients; with those of the query, of the block and in all, that is six.
+        # Two blocks, three of gradients, a share of them. Repeated for the kernel key and value are like two queries,
+        # and so are their gradients; with those of the query, of the block and in all, that is six.
         assert backward <= 6 * kv + 6 * query + lse

@@ -71,20 +71,26 @@ def attended(world: World, kind: str, layout: str, shapes: list) -> list:
     return found
 
 
+def assert_attention(seen: list, shapes: list, layout: str) -> None:
+    """What `attended` found on each rank is that rank's positions of what one process finds."""
+    for index, shape in enumerate(shapes):
+        for whole, *parts in zip(in_one_process(shape), *(one[index] for one in seen), strict=True):
+            for rank, part in enumerate(parts):
+                own = positions(layout, shape[3], len(seen), rank)
+                # Sums of some hundred products of numbers near 1, in float64: 1e-12 is thousands of roundings.
+                torch.testing.assert_close(part, whole[:, :, own], rtol=0, atol=1e-12)
+
+
 @by_form
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_attention_and_its_gradients_are_those_of_one_process(ranks, size, kind, layout):
     shapes = [*SHAPES, (1, 12, 12, 2 * size, 1)]  # the shortest sequence that zigzag can share
-    seen = ranks(attended, size, kind, layout, shapes)
-    for index, shape in enumerate(shapes):
-        wanted = in_one_process(shape)
-        for rank in range(size):
-            own = positions(layout, shape[3], size, rank)
-            for name, got, want in zip(("out", "dq", "dk", "dv"), seen[rank][index], wanted, strict=True):
-                # Sums of some hundred products of numbers near 1, in float64: 1e-12 is thousands of roundings.
-                torch.testing.assert_close(
-                    got, want[:, :, own], rtol=0, atol=1e-12, msg=lambda m, n=name, r=rank, s=shape: f"{n} {r} {s}: {m}"
-                )
+    assert_attention(ranks(attended, size, kind, layout, shapes), shapes, layout)
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_gloo_carries_it_as_well(ranks, kind):
+    assert_attention(ranks(attended, 4, kind, "zigzag", SHAPES, backend="gloo"), SHAPES, "zigzag")
 
 
 def uneven_heads(world: World) -> str:

@@ -226,13 +226,13 @@ def test_it_composes_with_tensor_parallelism(ranks, kind, sequence):
         assert_sums(parts, (total, count, {name: grad[held[name].box.slices] for name, grad in gradients.items()}))
 
 
-def compiled(world: World, kind: str) -> tuple:
+def compiled(world: World, kind: str, layout: str) -> list:
     meter = Meter()
     group = bind(world, Mesh(cp=world.size), [Use("context", ("cp",))], meter=meter)["context"]
     found = []
     for wrap in (lambda layer: layer, lambda layer: torch.compile(layer, fullgraph=True, backend="aot_eager")):
         model = whole()
-        split(model, group, kind)
+        split(model, group, kind, layout)
         before, layer = len(meter.records), model.model.layers[0]
         x = torch.linspace(-1, 1, 2 * 4 * CONFIG.hidden_size, dtype=torch.float64).view(2, 4, -1).requires_grad_()
         y = wrap(layer)(x, model.model.rotary(torch.arange(4) + 4 * world.rank, x.dtype))
@@ -241,11 +241,11 @@ def compiled(world: World, kind: str) -> tuple:
     return found
 
 
-@pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_a_block_compiles_in_one_graph_and_its_bytes_are_counted(ranks, kind):
+@by_form
+def test_a_block_compiles_in_one_graph_and_its_bytes_are_counted(ranks, kind, layout):
     # The ring of two: one hop forward; backward one of keys and values, one of their gradients.
     names = ["send", "recv"] * 3 if kind == "ring" else ["all_to_all"] * 4
-    for eager, graph in ranks(compiled, 2, kind):
+    for eager, graph in ranks(compiled, 2, kind, layout):
         for a, b in zip(eager[:3], graph[:3], strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
         assert eager[3] == graph[3] == names

@@ -1,0 +1,178 @@
+"""Context parallelism without ranks: who holds what, who computes what, and how blocks of attention become one."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+from minidist.models import ModelConfig
+from minidist.parallel.context import kernels
+from minidist.parallel.context.causal import efficiency, part, work
+from minidist.parallel.context.layout import check, chosen, cut, positions
+from minidist.parallel.context.merge import merge
+
+CONFIG = ModelConfig(48, 24, 36, 1, 12, 2, 64)
+
+
+def test_where_the_tokens_of_a_rank_stand():
+    assert [positions("contiguous", 12, 3, r).tolist() for r in range(3)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]
+    assert [positions("zigzag", 12, 3, r).tolist() for r in range(3)] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert positions("zigzag", 5, 1, 0).tolist() == positions("contiguous", 5, 1, 0).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_labels_go_with_their_tokens():
+    text = torch.arange(2 * 13).view(2, 13)
+    tokens, labels = cut(text[:, :-1], text[:, 1:], positions("zigzag", 12, 3, 0))
+    assert tokens.tolist() == [[0, 1, 10, 11], [13, 14, 23, 24]]
+    assert torch.equal(labels, tokens + 1)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_the_parts_are_the_causal_mask(layout, size):
+    """Over all ranks and steps every score that the mask leaves is computed once, and no other."""
+    length = 48
+    computed = torch.zeros(length, length, dtype=torch.int64)
+    for rank in range(size):
+        for source in range(size):
+            mine, theirs = (positions(layout, length, size, r) for r in (rank, source))
+            if what := part(layout, rank, source, length // size):
+                rows, columns = mine[what.queries], theirs[what.keys]
+                seen = torch.ones(len(rows), len(columns), dtype=torch.int64)
+                computed[rows[:, None], columns] += seen.tril() if what.causal else seen
+    assert torch.equal(computed, torch.ones(length, length, dtype=torch.int64).tril())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_zigzag_keeps_every_rank_as_busy_as_the_others(size):
+    for length in (2, 6, 30):
+        contiguous, zigzag = (work(layout, size, length) for layout in ("contiguous", "zigzag"))
+        assert efficiency(contiguous) == Fraction(size, 2 * size - 1)
+        assert efficiency(zigzag) == 1
+        assert all(len(set(step)) == 1 for step in zigzag)
+        whole = length * size
+        assert sum(map(sum, contiguous)) == sum(map(sum, zigzag)) == whole * whole / 2
+
+
+def test_unknown_forms_and_layouts_are_refused():
+    for call in (lambda: chosen("star", None), lambda: check(CONFIG, 24, 2, "star")):
+        with pytest.raises(ValueError, match="no context parallelism 'star': there are ring, ulysses"):
+            call()
+    for call in (lambda: chosen("ring", "snake"), lambda: positions("snake", 24, 2, 0)):
+        with pytest.raises(ValueError, match="no layout 'snake': there are contiguous, zigzag"):
+            call()
+    assert (chosen("ring", None), chosen("ulysses", None)) == ("zigzag", "contiguous")
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ((20, 4, "ring"), "seq_len=20 cannot be shared by cp=4 ranks in the zigzag layout, two equal chunks a rank; "
+     "possible cp: 1, 2, 5, 10; or seq_len=24"),
+    ((10, 4, "ring", "contiguous"), "seq_len=10 cannot be shared by cp=4 ranks in the contiguous layout, "
+     "an equal part a rank; possible cp: 1, 2, 5, 10; or seq_len=12"),
+    ((9, 2, "ulysses"), "seq_len=9 cannot be shared by cp=2 ranks in the contiguous layout"),
+    ((40, 8, "ulysses"), "num_heads=12 over tp=1 leaves 12 query heads, which cp=8 ranks cannot share equally in "
+     "ulysses; possible cp: 1, 2, 3, 4, 6, 12; or ring"),
+    ((40, 4, "ulysses", None, 2), "num_heads=12 over tp=2 leaves 6 query heads, which cp=4 ranks cannot share"),
+    ((24, 4, "ring", None, 4, True), "seq_len=24 over cp=4 leaves 6 tokens a rank, which tp=4 ranks cannot share "
+     "equally under sequence parallelism; seq_len=32 would"),
+])  # fmt: skip
+def test_sizes_that_do_not_divide_are_refused_with_those_that_do(arguments, said):
+    with pytest.raises(ValueError) as caught:
+        check(CONFIG, *arguments)
+    assert said in str(caught.value)
+
+
+def test_sizes_that_divide_are_accepted():
+    check(CONFIG, 7, 1, "ring")
+    check(CONFIG, 8, 4, "ring")
+    check(replace(CONFIG, num_kv_heads=1), 12, 4, "ulysses", None, 3)
+    check(CONFIG, 32, 4, "ring", None, 4, True)
+    check(CONFIG, 24, 4, "ring", None, 4)
+
+
+def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def softmax_over(query, key, value, mask=None):
+    """Attention and log-sum-exp, term by term; heads of key and value as many as those of query."""
+    scores = torch.einsum("bhqd,bhkd->bhqk", query, key) / query.shape[-1] ** 0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    weights = scores.exp()  # the scores of these tests are small
+    return torch.einsum("bhqk,bhkd->bhqd", weights / weights.sum(-1, keepdim=True), value), weights.sum(-1).log()
+
+
+def test_two_parts_of_the_keys_make_the_whole():
+    query, key, value = numbers(2, 3, 4, 5), numbers(2, 3, 9, 5, seed=1, scale=3), numbers(2, 3, 9, 5, seed=2)
+    wanted = softmax_over(query, key, value)
+    for at in (1, 4, 8):
+        first = softmax_over(query, key[:, :, :at], value[:, :, :at])
+        second = softmax_over(query, key[:, :, at:], value[:, :, at:])
+        for merged in (merge(*first, *second), merge(*second, *first)):
+            for got, want in zip(merged, wanted, strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=1e-14)  # a handful of roundings of numbers near 1
+
+
+def test_a_part_without_keys_adds_nothing():
+    out, lse = numbers(2, 3), numbers(2, seed=1)
+    nothing = torch.zeros(2, 3, dtype=torch.float64), torch.full((2,), -torch.inf, dtype=torch.float64)
+    for merged in (merge(out, lse, *nothing), merge(*nothing, out, lse)):
+        assert torch.equal(merged[0], out)
+        assert torch.equal(merged[1], lse)
+    assert torch.equal(merge(*nothing, *nothing)[0], nothing[0])
+    assert torch.equal(merge(*nothing, *nothing)[1], nothing[1])
+
+
+def test_huge_scores_do_not_overflow_and_16_bits_are_merged_in_32():
+    out, lse = merge(torch.ones(1, 1), torch.tensor([3e4]), torch.zeros(1, 1), torch.tensor([3e4]))
+    assert out.item() == 0.5
+    assert lse.item() == pytest.approx(3e4 + math.log(2))
+    out, _ = merge(torch.ones(1, 1).bfloat16(), torch.zeros(1), torch.zeros(1, 1).bfloat16(), torch.zeros(1))
+    assert out.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kernel", ["of the device", "written out"])
+@pytest.mark.parametrize("shape", [(2, 6, 2, 7, 5), (1, 1, 1, 1, 1), (1, 4, 1, 2, 3), (0, 2, 1, 4, 2)])
+def test_a_block_contributes_its_gradient_of_the_whole_softmax(shape, kernel, monkeypatch):
+    if kernel == "written out":
+        monkeypatch.setattr(kernels, "_kernels", lambda _: (kernels._written, kernels._written_backward))
+    b, heads, kv_heads, s, d = shape
+    query = numbers(b, heads, s, d).requires_grad_()
+    key, value = (numbers(b, kv_heads, 2 * s, d, seed=i).requires_grad_() for i in (1, 2))
+    each = heads // kv_heads
+    mask = torch.ones(s, 2 * s, dtype=torch.bool).tril(s)  # the first s keys lie in the past of every query
+    wanted, wanted_lse = softmax_over(query, *(x.repeat_interleave(each, 1) for x in (key, value)), mask)
+    grad = numbers(*query.shape, seed=3)
+    wanted.backward(grad)
+
+    blocks = [(slice(0, s), False), (slice(s, 2 * s), True)]
+    with torch.no_grad():
+        seen = [kernels.forward(query, key[:, :, at], value[:, :, at], causal) for at, causal in blocks]
+        out, lse = merge(*seen[0], *seen[1])
+        gradients = [
+            kernels.backward(grad, query, key[:, :, at], value[:, :, at], out, lse, causal) for at, causal in blocks
+        ]
+    # Sums of some ten terms near 1 in another order: 1e-14 is tens of roundings.
+    torch.testing.assert_close(out, wanted.detach(), rtol=0, atol=1e-14)
+    torch.testing.assert_close(lse, wanted_lse.detach(), rtol=0, atol=1e-14)
+    torch.testing.assert_close(gradients[0][0] + gradients[1][0], query.grad, rtol=0, atol=1e-14)
+    for i, whole in ((1, key), (2, value)):
+        torch.testing.assert_close(torch.cat([g[i] for g in gradients], 2), whole.grad, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("kernel", ["_flash", "_efficient"])
+def test_the_cuda_kernels_take_what_they_are_given(kernel):
+    """Shapes and signatures only, on tensors without numbers: these kernels need a GPU to run."""
+    dtype = torch.bfloat16 if kernel == "_flash" else torch.float32
+    query, key, value = (torch.empty(2, 4, s, 5, dtype=dtype, device="meta") for s in (6, 3, 3))
+    out, lse = getattr(kernels, kernel)(query, key, value, False)
+    assert (out.shape, lse.shape, lse.dtype) == (query.shape, (2, 4, 6), torch.float32)
+    gradients = getattr(kernels, f"{kernel}_backward")(out, query, key, value, out, lse, False)
+    assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]

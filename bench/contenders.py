@@ -74,7 +74,7 @@ class Ours:
         if self.full:
             result = engine.step(self.steps, [share.batch], engine.optim.lr, inspect=look)
             return result.loss, result.grad_norm
-        backward(engine.loss_sums(self.steps, [share.batch]), 1.0, _Known(share.global_count))
+        backward(engine.passes.loss_sums(self.steps, [share.batch]), 1.0, _Known(share.global_count))
         engine.reduce()
         if look:
             look()

@@ -57,7 +57,7 @@ def main(options: ParityOptions) -> int:
     wrong = sum(not row["ok"] for row in rows)
     _say("", f"{len(rows) - wrong} of {len(cases)} rows equal one process" + _counts(wrong, len(not_run), start_s))
     if options.json is not None:
-        options.json.write_text(as_json(rows, not_run + left_out(options, cases), refused(options)))
+        options.json.write_text(as_json(rows, not_run, refused(options), left_out(options, cases)))
     return 0 if rows and not wrong and len(rows) == len(cases) else 1
 
 
@@ -110,13 +110,13 @@ def refused(options: ParityOptions) -> dict[str, str]:
     return {name: why for why, name in told.items()}
 
 
-def left_out(options: ParityOptions, cases: Sequence[Case]) -> list[dict]:
+def left_out(options: ParityOptions, cases: Sequence[Case]) -> dict[str, str]:
     """What the options leave out of the whole product of layouts and switches."""
     everything = sum(part.product for part in plan(options.ranks, options.full))
     if len(cases) >= everything:
-        return []
+        return {}
     why = "every pair of their values is in a row that is" if options.only is None else f"--only {options.only}"
-    return [{"what": f"{everything - len(cases)} more combinations of layouts and switches", "why": why}]
+    return {f"{everything - len(cases)} more combinations of layouts and switches": why}
 
 
 def _header() -> str:
@@ -150,15 +150,18 @@ def _counts(wrong: int, not_run: int, start_s: float) -> str:
     return f"{'; ' if bad else ''}{', '.join(bad)} ({time.monotonic() - start_s:.1f} s)"
 
 
-def as_json(rows: Sequence[dict], not_run: Sequence[dict], refused: Mapping[str, str] | None = None) -> str:
-    """The rows, what cannot be and what was not run, each with the reason, as JSON.
+def as_json(
+    rows: Sequence[dict], not_run: Sequence[dict], refused: Mapping[str, str], left_out: Mapping[str, str]
+) -> str:
+    """As JSON: the rows, and each with its reason what cannot be, what failed to run, and what is not in the plan.
 
     JSON has no infinity. A difference that is infinite (one side has no tensor, or a number is not finite) is written
     as the largest double, 1.8e308, so that whoever compares it with the tolerance decides rightly.
     """
     finite = [{key: sys.float_info.max if value == math.inf else value for key, value in row.items()} for row in rows]
-    refusals = [{"what": name, "why": why} for name, why in (refused or {}).items()]
-    whole = {"rows": finite, "refused": refusals, "not_run": list(not_run)}
+    told = {"refused": refused, "left_out": left_out}
+    reasons = {key: [{"what": name, "why": why} for name, why in given.items()] for key, given in told.items()}
+    whole = {"rows": finite, "not_run": list(not_run), **reasons}
     return json.dumps(whole, indent=1, allow_nan=False) + "\n"
 
 

@@ -38,8 +38,9 @@ class Edit:
 class Fault:
     """One wrong package.
 
-    source: where the fault was seen. only: the rows of parity that must turn red; expect: what, by regular expression,
-    is wrong first, or why the rows could not run. detector: the test that must fail, for what parity cannot see.
+    source: where the fault was seen. only: the rows of parity, on `ranks` ranks, that must turn red; expect: what, by
+    regular expression, is wrong first, or why the rows could not run. detector: the test that must fail, for what
+    parity cannot see.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Fault:
     only: str | None = None
     expect: str | None = None
     detector: str | None = None
+    ranks: int = 2
 
     def __post_init__(self):
         parity, test = (self.only, self.expect), self.detector

@@ -20,10 +20,10 @@ def fork_server(_nothing_is_left_behind):
     server.close()
 
 
-def parity(fork_server, folder, only):
-    """Run parity of two ranks on the copy in `folder`: exit code, its JSON and what it printed."""
+def parity(fork_server, folder, only, ranks=2):
+    """Run parity on the copy in `folder`: exit code, its JSON and what it printed."""
     file = folder / "rows.json"
-    arguments = ["--ranks", "2", "--only", only, "--json", str(file)]
+    arguments = ["--ranks", str(ranks), "--only", only, "--json", str(file)]
     code, output = fork_server.run(folder, "minidist.parity", arguments, DEADLINE_S)
     assert code is not None, f"parity was not done after {DEADLINE_S:g} s; it printed\n{output}"
     assert file.exists(), f"parity ended with exit code {code} and no rows; it printed\n{output}"
@@ -32,7 +32,7 @@ def parity(fork_server, folder, only):
 
 @pytest.mark.parametrize("fault", [fault for fault in KNOWN if fault.only], ids=lambda fault: fault.name)
 def test_a_fault_turns_parity_red_and_what_is_wrong_first_is_named(fault, fork_server, tmp_path):
-    code, found, output = parity(fork_server, copy(tmp_path, fault.edit), fault.only)
+    code, found, output = parity(fork_server, copy(tmp_path, fault.edit), fault.only, fault.ranks)
     told = [row["first_wrong"] for row in found["rows"]] + [row["why"] for row in found["not_run"]]
     assert code == 1 and told, f"{fault.title} It stayed green:\n{output}"
     assert not any(row["ok"] for row in found["rows"]), f"{fault.title} A row of {fault.only!r} stayed green:\n{output}"

@@ -1,5 +1,5 @@
 """`python -m bench dp --ranks 2 --ranks 4 --json FILE --picture FILE`; `comm` (bench/comm.py), with `--calibrate`
-(bench/calibrate.py).
+(bench/calibrate.py); `model` (bench/model.py).
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import calibrate, comm, dp, report
+from bench import calibrate, comm, dp, model, report
 from bench.contenders import MODES
 from bench.lineup import LINEUP
 from bench.workload import Workload
@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
         return calibrate.main(arguments[2:], server)
     if arguments[:1] == ["comm"]:
         return comm.main(arguments[1:], server)
+    if arguments[:1] == ["model"]:
+        return model.main(arguments[1:], server)
     options = _parse(arguments)
     try:
         _check(options)
@@ -57,6 +59,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m bench", description="minidist beside public systems, in paired rounds")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("comm", help="shm beside gloo; with --calibrate, alpha, beta and gamma", add_help=False)
+    commands.add_parser("model", help="tensor parallelism and pipelines beside torch's", add_help=False)
     command = commands.add_parser("dp", help="data parallelism")
     add = command.add_argument
     add("--ranks", type=int, action="append", help="number of ranks, may be repeated (default: 2 and 4)")

@@ -10,7 +10,8 @@ between them. Integer arithmetic wraps alike on every device, and no floating-po
 the same in every dtype.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -45,14 +46,14 @@ class DropoutAddress:
     samples: Tensor
     positions: Tensor
     features: Tensor | None = None
-    rows: Tensor = field(init=False, repr=False, compare=False)  # (b, s) int64
 
-    def __post_init__(self):
+    @cached_property
+    def rows(self) -> Tensor:
+        """(b, s) int64: the part of the hash that all sites share. A model without dropout never asks for it."""
         key = _mix_int(_mix_int(self.seed) + self.step)
         sample_keys = _mix(self.samples + _signed(key))  # (b,)
-        rows = _mix(sample_keys[:, None] + self.positions[None, :])  # (b, s)
         # Hashed here, outside any compiled block: `step` is a new Python integer each time and would recompile it.
-        object.__setattr__(self, "rows", rows)
+        return _mix(sample_keys[:, None] + self.positions[None, :])
 
     def keys(self, site: int, width: int) -> DropoutKeys:
         """The keys of one place in the model where dropout is applied to `width` features.

@@ -43,6 +43,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self._rotary: tuple[Tensor, torch.dtype, Rotary] | None = None
 
     def forward(
         self,
@@ -76,8 +77,14 @@ class Decoder(nn.Module):
         return dropout(hidden, self.config.dropout, address.keys(0, self.config.hidden_size))
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
-        """The rotations that every block applies to queries and keys at these positions (s,)."""
-        return rotary_tables(positions, self.config.head_dim, self.config.rope_theta, dtype)
+        """The rotations that every block applies to queries and keys at these positions (s,).
+
+        Those of the last call are kept: whoever gives the same tensor again gets them, in every micro-batch.
+        """
+        if self._rotary is None or self._rotary[0] is not positions or self._rotary[1] != dtype:
+            tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, dtype)
+            self._rotary = positions, dtype, tables
+        return self._rotary[2]
 
     def dropout_keys(self, layer: int, address: DropoutAddress | None) -> tuple[DropoutKeys, DropoutKeys] | None:
         """The keys of the two residual branches of a layer, or None when nothing is dropped.

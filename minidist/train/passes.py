@@ -33,6 +33,7 @@ class Passes:
         self.device, self._parallel = groups.world.device, parallel
         self._at, self._mesh = groups.mesh.coords(groups.world.rank), groups.mesh
         self._last_micro_batch = False
+        self._where: dict[int, Tensor] = {}  # of the last sequence length
         parameters = named_parameters(self.model)
         if self.pipeline is None:
             self._hooks = collect(parameters, parallel.sink, lambda: self._last_micro_batch)
@@ -51,7 +52,10 @@ class Passes:
 
     def _positions(self, seq_len: int) -> Tensor:
         """Of this rank's tokens in a whole sequence, (seq_len / cp,) int64."""
-        return positions(NATURAL[self._parallel.context], seq_len, self._mesh.cp, self._at["cp"]).to(self.device)
+        if seq_len not in self._where:
+            layout = NATURAL[self._parallel.context]
+            self._where = {seq_len: positions(layout, seq_len, self._mesh.cp, self._at["cp"]).to(self.device)}
+        return self._where[seq_len]
 
     def train(self, step: int, batches: Sequence[Batch], weight: float, count: Count) -> float | Tensor:
         """Forward and backward; returns this rank's part of the loss, () in nats. batches: those of `own`."""

@@ -4,6 +4,9 @@ The program is data (`transfers.with_transfers`): operations, and between them t
 in which all stages have them. A receive is started where the program has it and waited for where its tensor is needed,
 so that it arrives while the stage computes.
 
+A backward is run in its two halves in every schedule. Where the schedule has it in one piece, the weights' half comes
+at once, but after the transfers that follow the input's: the stage before need not wait for what it does not need.
+
 What a backward computes goes to the sink; the executor says when nothing more will come for a parameter. One that
 other stages share is left to the end of the step: its reduction must not get between transfers that are still to come.
 """
@@ -21,11 +24,23 @@ from minidist.parallel.grads import GradSink
 from minidist.parallel.pipeline.halves import Half, WeightsLater, weight_gradient
 from minidist.parallel.pipeline.ops import Op, Place, Schedule, last_backward
 from minidist.parallel.pipeline.simulate import Times, simulate
-from minidist.parallel.pipeline.transfers import Transfer, rendezvous, with_transfers
+from minidist.parallel.pipeline.transfers import Program, Transfer, rendezvous, with_transfers
 
 # Runs one part of the model: (chunk, micro-batch, what the part before gave or None) -> what the part after needs, or,
 # of the last part, this micro-batch's share of the loss.
 Part = Callable[[int, int, Tensor | None], Tensor]
+
+
+def _in_halves(program: Program) -> list[Op | Transfer]:
+    """The same, with the weights' half of each backward after the transfers that follow it."""
+    steps: list[Op | Transfer] = []
+    owed: list[Op] = []
+    for step in program:
+        if isinstance(step, Op):
+            steps += owed
+            owed = [step._replace(kind="W")] if step.kind == "B" else []
+        steps.append(step)
+    return steps + owed
 
 
 class Executor:
@@ -52,17 +67,22 @@ class Executor:
         self._meter = groups[0].meter
         programs = with_transfers(simulate(schedule, Times()))
         rendezvous(schedule, programs)
-        self._program = programs[self.stage]
+        self._program = programs[self.stage] if schedule.splits_backward else _in_halves(programs[self.stage])
         self._names = {parameter: name for name, parameter in parameters.items()}
         ends = last_backward(schedule, self.stage)
         self._complete: dict[Op, list[str]] = {}
         for name, chunks in used_by.items():
             if name not in shared and chunks:
                 op = schedule.orders[self.stage][max(ends[chunk] for chunk in chunks)]
-                self._complete.setdefault(op, []).append(name)
+                last = op._replace(kind="W") if self._in_halves(op) else op
+                self._complete.setdefault(last, []).append(name)
         self.end_stage = schedule.owner(schedule.positions - 1)[0]
         self.peak_live = 0
         self._begin()
+
+    def _in_halves(self, op: Op) -> bool:
+        """Whether a backward's weights are left for later: not if nobody waits for its input's gradient."""
+        return self.schedule.splits_backward or self.schedule.position(self.stage, op.chunk) > 0
 
     def _begin(self) -> None:
         self._arrived: dict[Place, tuple[Tensor, Handle | None]] = {}  # results of other parts
@@ -124,8 +144,7 @@ class Executor:
         if x is not None:
             x.requires_grad_()
         halves: list[Half] = []
-        later = WeightsLater(self._names, halves) if self.schedule.splits_backward else nullcontext()
-        with later:
+        with WeightsLater(self._names, halves) if self._in_halves(op) else nullcontext():
             out = part(op.chunk, op.micro_batch, x)
         # The graph alone is kept: what was sent on is freed.
         self._alive[op], self._halves[op] = (x, get_gradient_edge(out)), halves
@@ -136,15 +155,17 @@ class Executor:
         grad = self._result_for(op)
         x, edge = self._alive.pop(op._replace(kind="F"))
         torch.autograd.backward((edge,), None if grad is None else (grad,))
-        if not self.schedule.splits_backward:
-            del self._halves[op._replace(kind="F")]
         if x is not None:
             self._leave_result(op, x.grad)
 
     @torch.no_grad()  # what it multiplies may have a graph, which nobody will go through
     def _weights(self, op: Op, part: Part) -> None:
-        for half in self._halves.pop(op._replace(kind="F")):
+        halves = self._halves.pop(op._replace(kind="F"))
+        while halves:
+            half = halves.pop(0)  # and what it holds is free
             self.sink.add(half[0], weight_gradient(half))
+            if all(half[0] != left for left, *_ in halves):
+                self.ready(half[0])
 
     def _result_for(self, op: Op) -> Tensor | None:
         """What another part gave for this operation; None at the two ends of the model."""

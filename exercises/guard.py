@@ -95,11 +95,12 @@ class Guard:
             source = f"def {symbol}(*args, **kwargs):\n    return __guarded__({piece!r}, args, kwargs)\n"
             originals[piece] = original
         else:
-            methods = [name for name, value in vars(old).items() if isinstance(value, FunctionType)]
+            methods = [name for name, value in vars(old).items() if isinstance(value, FunctionType | staticmethod)]
             lines = [
                 f"    def {name}(*args, **kwargs): return __guarded__({piece!r}, args, kwargs)" for name in methods
             ]
-            source = "\n".join([f"class {symbol}:", *lines])
+            source = "\n".join([f"class {symbol}(*__bases__):", *lines])
+            vars(sys.modules[module])["__bases__"] = old.__bases__
         vars(sys.modules[module])["__guarded__"] = self._caller(originals)
         Pieces().replace(piece, source)
 

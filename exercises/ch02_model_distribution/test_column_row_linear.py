@@ -1,0 +1,116 @@
+"""Tests of column_row_linear: the reference has the whole matrices, on one process, in float64."""
+
+import torch
+import torch.nn.functional as F
+
+from exercises.testing import expect, test
+from minidist.parallel.tensor.operators import operators
+
+BATCH, HIDDEN = 2, 5
+TOLERANCE = 1e-12  # sums of less than a hundred terms below 10, in float64 in another order
+
+
+def draw(salt, *shape):
+    """Numbers that are the same on every rank."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(salt), dtype=torch.float64)
+
+
+class Layer:
+    """Two column layers that read one input, which enters once, and a row layer: a gated feed-forward layer."""
+
+    def __init__(self, answer, world, network, sequence=False, each=3):
+        group, width = network.group, each * world.size
+        mine = slice(each * world.rank, each * (world.rank + 1))
+        self.length = 2 * world.size
+        self.x = draw(1, BATCH, self.length, HIDDEN)
+        self.gate, self.up, self.down = draw(2, width, HIDDEN), draw(3, width, HIDDEN), draw(4, HIDDEN, width)
+        self.enter, leave = operators(group, sequence)
+        self.mine, self.tokens = mine, slice(2 * world.rank, 2 * world.rank + 2) if sequence else slice(None)
+        self.alone = answer.ColumnLinear(self.gate[mine].clone(), self.enter)
+        self.column_gate = answer.ColumnLinear(self.gate[mine].clone())
+        self.column_up = answer.ColumnLinear(self.up[mine].clone())
+        self.row = answer.RowLinear(self.down[:, mine].clone(), leave)
+
+    def input(self):
+        """What this rank has of the input."""
+        return self.x[:, self.tokens].clone().requires_grad_()
+
+    def __call__(self, x):
+        inside = self.enter(x)
+        return self.row(F.silu(self.column_gate(inside)) * self.column_up(inside))
+
+    def one_process(self):
+        """(the weights, the input, the output): whole."""
+        weights = [weight.clone().requires_grad_() for weight in (self.gate, self.up, self.down)]
+        x = self.x.clone().requires_grad_()
+        gate, up, down = weights
+        return weights, x, (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+@test(points=3, ranks=(1, 2, 3))
+def columns_give_features(answer, world, network):
+    """The column layer gives this rank's features of the output, complete, and no others."""
+    layer = Layer(answer, world, network)
+    expected = (layer.x @ layer.gate.T)[..., layer.mine]
+    expect("this rank's features", layer.alone(layer.input()), expected, tolerance=TOLERANCE)
+    _, _, whole = layer.one_process()
+    expect("the output of columns, then rows", layer(layer.input()), whole.detach(), tolerance=TOLERANCE)
+
+
+@test(points=3, ranks=(1, 2, 3))
+def rows_give_the_sum(answer, world, network):
+    """The row layer takes this rank's features and gives every rank the whole output."""
+    layer = Layer(answer, world, network)
+    features = draw(5, BATCH, layer.length, layer.down.shape[1])
+    got = layer.row(features[..., layer.mine])
+    expect("the output of rows", got, features @ layer.down.T, tolerance=TOLERANCE)
+
+
+@test(points=3, ranks=(1, 2, 3))
+def gradients_are_those_of_one_process(answer, world, network):
+    """Input and weights get the gradients that they have on one process, whether the layer lets the input enter or not."""
+    layer = Layer(answer, world, network)
+    weights, whole_x, whole = layer.one_process()
+    arriving = draw(6, *whole.shape)
+    whole.backward(arriving)
+    x = layer.input()
+    layer(x).backward(arriving)
+    mine = layer.mine
+    expect("the gradient of the first column layer", layer.column_gate.weight.grad, weights[0].grad[mine],
+           tolerance=TOLERANCE)  # fmt: skip
+    expect("the gradient of the row layer", layer.row.weight.grad, weights[2].grad[:, mine], tolerance=TOLERANCE)
+    expect("the gradient of the input", x.grad, whole_x.grad, tolerance=10 * TOLERANCE)
+    x = layer.input()
+    features = layer.alone(x)
+    features.backward(torch.ones_like(features))
+    ones = torch.ones_like(layer.x[..., :1]).expand(-1, -1, layer.gate.shape[0]) @ layer.gate
+    expect("the gradient of an input that enters in the layer", x.grad, ones, tolerance=10 * TOLERANCE)
+
+
+@test(points=3, ranks=(2, 4))
+def one_sum_each_way(answer, world, network):
+    """Columns, then rows: one all-reduce of (b, s, h) forward and one backward, whatever the width inside."""
+    for each in (3, 50):
+        layer, before = Layer(answer, world, network, each=each), len(network.records)
+        out = layer(layer.input())
+        forward = [(record.name, tuple(record.shape)) for record in network.records[before:]]
+        out.sum().backward()
+        backward = [(record.name, tuple(record.shape)) for record in network.records[before + len(forward) :]]
+        wanted = [("all_reduce", (BATCH, layer.length, HIDDEN))]
+        expect("what is sent forward", forward, wanted)
+        expect("what is sent backward", backward, wanted)
+
+
+@test(points=2, ranks=(2, 3))
+def whatever_enters_and_leaves(answer, world, network):
+    """The same layers with other ways in and out: each rank has a part of the sequence there."""
+    layer = Layer(answer, world, network, sequence=True)
+    _, whole_x, whole = layer.one_process()
+    arriving = draw(6, *whole.shape)
+    whole.backward(arriving)
+    x = layer.input()
+    out = layer(x)
+    expect("this rank's part of the output", out, whole.detach()[:, layer.tokens], tolerance=TOLERANCE)
+    out.backward(arriving[:, layer.tokens])
+    got, expected = x.grad, whole_x.grad[:, layer.tokens]
+    expect("the gradient of this rank's part of the input", got, expected, tolerance=10 * TOLERANCE)

@@ -1,0 +1,109 @@
+"""Tests of sequence_parallel_norm: the reference is the whole model on one process, in float64."""
+
+from dataclasses import replace
+
+import torch
+
+from exercises.testing import expect, test
+from minidist.models.config import ModelConfig
+from minidist.models.init import init_parameters
+from minidist.models.transformer import Transformer
+from minidist.spec import named_parameters
+
+LENGTH, BATCH = 12, 2
+TOLERANCE = 1e-12  # sums of a few hundred terms of about 1e-2, in float64 in another order
+CONFIG = ModelConfig(24, 24, 24, 2, 12, 12, 16, tie_embeddings=False)
+
+
+def model_of(config):
+    """The same whole model on every rank; norms that are not all ones, for one that is left out to be seen."""
+    model = Transformer(config).double()
+    init_parameters(model, 3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(torch.linspace(0.5, 1.5, parameter.numel()))
+    return model
+
+
+def batch():
+    """Tokens and labels, the same on all ranks."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(24, (BATCH, LENGTH), generator=generator) for _ in range(2)]
+
+
+def run(answer, network, sequence, config=CONFIG):
+    """The model laid out by the learner's split and run once: (loss, held, parameters)."""
+    model = model_of(config)
+    held = answer.split(model, network.group, sequence)
+    total, _ = model(*batch())
+    total.backward()
+    return total.item(), held, named_parameters(model)
+
+
+def one_process(config=CONFIG):
+    """(loss, gradients by name) of the whole model."""
+    model = model_of(config)
+    total, _ = model(*batch())
+    total.backward()
+    return total.item(), {name: parameter.grad for name, parameter in named_parameters(model).items()}
+
+
+def reduced(name, held, grad, network):
+    """What the table says is this rank's gradient: summed over those who hold the same, if it is a contribution."""
+    from minidist.comm import gather_objects
+
+    everywhere = gather_objects(grad.tolist(), network.group)  # known to all ranks, whatever `partial` says
+    grads = [torch.tensor(everywhere[rank], dtype=torch.float64) for rank in held.holders]
+    return sum(grads) if held.partial else grad
+
+
+def gradients_are_right(answer, world, network, sequence, config, names):
+    """Compare the gradients of the parameters that `names` picks, as the table says that they are to be reduced."""
+    _, held, parameters = run(answer, network, sequence, config)
+    _, grads = one_process(config)
+    for name in filter(names, grads):
+        got = reduced(name, held[name], parameters[name].grad, network)
+        expected = grads[name][held[name].box.slices]
+        told = "summed, as `partial` says" if held[name].partial else "alone, as `partial` says"
+        expect(f"the gradient of {name}, {told}", got, expected, tolerance=TOLERANCE)
+
+
+@test(points=3, ranks=(2, 3, 4))
+def loss_is_that_of_one_process(answer, world, network):
+    """Every rank has the loss of the whole model, with and without the sequence shared out."""
+    expected, _ = one_process()
+    for sequence in (True, False):
+        got, _, _ = run(answer, network, sequence)
+        expect(f"the loss with sequence={sequence}", got, expected, tolerance=1e-11)  # of about 80, to 13 digits
+
+
+@test(points=3, ranks=(2, 3))
+def as_many_bytes_less_memory(answer, world, network):
+    """With `sequence` every all-reduce of (b, s, h) becomes its two halves, and a norm sees LENGTH / ranks tokens."""
+    seen, sent = {}, {}
+    for sequence in (True, False):
+        model, before = model_of(CONFIG), len(network.records)
+        answer.split(model, network.group, sequence)
+        lengths = []
+        model.model.norm.register_forward_hook(lambda _, args, out, lengths=lengths: lengths.append(out.shape[1]))
+        model(*batch())[0].backward()
+        seen[sequence] = lengths
+        sent[sequence] = sum(record.wire_bytes for record in network.records[before:] if len(record.shape) == 3)
+    expect("tokens that the last norm sees, with the sequence shared out", seen[True], [LENGTH // world.size])
+    expect("tokens that the last norm sees, without", seen[False], [LENGTH])
+    expect("bytes of activations sent, with the sequence shared out", sent[True], sent[False])
+
+
+@test(points=4, ranks=(2, 3))
+def norms_are_contributions(answer, world, network):
+    """With the sequence shared out, the table says which gradients are to be summed: that of every norm."""
+    gradients_are_right(answer, world, network, True, CONFIG, lambda name: "norm" in name)
+
+
+@test(points=4, ranks=(2, 4))
+def nothing_else_is(answer, world, network):
+    """All other gradients are as without, and without it no norm is summed; heads that several ranks hold still are."""
+    for config in (CONFIG, replace(CONFIG, num_kv_heads=1)):
+        gradients_are_right(answer, world, network, True, config, lambda name: "norm" not in name)
+        gradients_are_right(answer, world, network, False, config, lambda name: True)

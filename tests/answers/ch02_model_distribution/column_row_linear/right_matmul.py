@@ -1,0 +1,37 @@
+"""As products, with the weights transposed."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minidist.parallel.tensor.operators import Operator
+
+
+class ColumnLinear(nn.Module):
+    """This rank's output features of a linear layer: (b, s, in) -> (b, s, out / ranks).
+
+    weight: (out / ranks, in). enter: what happens to the input first; nothing where several projections read one
+    input, which has entered already: then its gradients are summed once.
+    """
+
+    def __init__(self, weight: Tensor, enter: Operator | None = None):
+        super().__init__()
+        self.weight, self._enter = nn.Parameter(weight), enter
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._enter is not None:
+            x = self._enter(x)
+        return x @ self.weight.T
+
+
+class RowLinear(nn.Module):
+    """A linear layer whose input features are shared out: (b, s, in / ranks) -> what `leave` makes of (b, s, out).
+
+    weight: (out, in / ranks). leave: sums over the ranks.
+    """
+
+    def __init__(self, weight: Tensor, leave: Operator):
+        super().__init__()
+        self.weight, self._leave = nn.Parameter(weight), leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._leave(x @ self.weight.T)

@@ -1,0 +1,51 @@
+"""nothing_else_is: nothing but norms is a contribution, and heads that several ranks hold are forgotten"""
+
+from dataclasses import replace
+
+from torch import nn
+
+from minidist.comm import Group
+from minidist.parallel.tensor.linear import ColumnLinear
+from minidist.parallel.tensor.operators import operators
+from minidist.parallel.tensor.split import Held, _Cutter, _attention, _enter_once, _feed_forward, _own_positions, check
+from minidist.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyLoss
+from minidist.spec import Box, named_parameters
+
+
+def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, Held]:
+    """Leave in `model` what this rank of the group holds of it; returns that, by the parameters' global names.
+
+    model: a Transformer. All ranks begin with the same whole one and see the same batches. Afterwards its loss is that
+    of the whole model on every rank, and without labels it gives this rank's columns of the logits, (b, s, vocab /
+    ranks). Norms stay whole. Raises ValueError when the sizes do not divide (`check`).
+
+    sequence: between the operators each rank holds an equal part of the sequence (Korthikanti et al. 2022, arXiv
+    2205.05198, section 4.2.2): as many bytes pass, and what norms, dropout and residual stream keep for backward is
+    shared out. A norm then sees a part of the tokens, so its gradients are contributions.
+    """
+    config, size = model.config, group.size
+    check(config, size)
+    everyone = tuple(range(size))
+    held = {name: Held(Box.whole(tuple(p.shape)), everyone) for name, p in named_parameters(model).items()}
+    if size == 1:
+        return held
+    enter, leave = operators(group, sequence)
+    cutter = _Cutter(group, held)
+    for index, layer in enumerate(model.model.layers):
+        for module in (layer.self_attn, layer.mlp):
+            _enter_once(module, enter)
+        _attention(layer.self_attn, leave, config, cutter, f"model.layers.{index}.self_attn")
+        _feed_forward(layer.mlp, leave, cutter, f"model.layers.{index}.mlp")
+    first, _ = cutter.range(config.vocab_size)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    rows = cutter.cut(embedding, model.model.embed_tokens.weight, 0)
+    model.model.embed_tokens = VocabularyEmbedding(rows, first, leave)
+    # A tied head has no name of its own in `held`: `tie` gives it the embedding's parameter.
+    model.lm_head = ColumnLinear(cutter.cut(head, model.lm_head.weight, 0) if head in held else rows, enter)
+    model.loss = VocabularyLoss(first, group)
+    model.tie()
+    if sequence:
+        for name in held:
+            held[name] = replace(held[name], partial=name.endswith("norm.weight"))
+        model.model.register_forward_pre_hook(_own_positions(group), with_kwargs=True)
+    return held

@@ -207,7 +207,7 @@ def _used_part(node: ast.stmt, used: set[str]) -> str | None:
 
 def _case(name: str) -> tuple[int, str]:
     """How names of one import are sorted: constants, classes, functions."""
-    return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name)
+    return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name.lower())
 
 
 def _import_order(statement: str) -> tuple[bool, str]:

@@ -68,7 +68,7 @@ def rows_give_the_sum(answer, world, network):
 
 @test(points=3, ranks=(1, 2, 3))
 def gradients_are_those_of_one_process(answer, world, network):
-    """Input and weights get the gradients that they have on one process, whether the layer lets the input enter or not."""
+    """Input and weights get the gradients of one process, whether the layer lets its input enter or not."""
     layer = Layer(answer, world, network)
     weights, whole_x, whole = layer.one_process()
     arriving = draw(6, *whole.shape)

@@ -1,6 +1,5 @@
 """As products, with the weights transposed."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minidist.parallel.tensor.operators import Operator

@@ -1,4 +1,6 @@
-"""gradients_are_those_of_one_process: the output enters in the place of the input, and gradients of other features are mixed into it"""
+"""gradients_are_those_of_one_process: the output enters in the place of the input, and gradients of other features
+are mixed into it
+"""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,7 @@
 """columns_give_features: the last feature is left out"""
 
-import torch.nn.functional as F
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minidist.parallel.tensor.operators import Operator

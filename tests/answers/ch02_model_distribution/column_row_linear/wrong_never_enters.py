@@ -1,4 +1,6 @@
-"""gradients_are_those_of_one_process: the values are right, and each rank's input gets the gradient of its own features only"""
+"""gradients_are_those_of_one_process: the values are right, and each rank's input gets the gradient of its own
+features only
+"""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

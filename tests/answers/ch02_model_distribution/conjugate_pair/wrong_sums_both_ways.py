@@ -1,4 +1,6 @@
-"""gradients_are_those_of_one_process: the sum is summed again in backward, as for a sum of losses: too large by the number of ranks"""
+"""gradients_are_those_of_one_process: the sum is summed again in backward, as for a sum of losses: too large by
+the number of ranks
+"""
 
 import torch
 from torch import Tensor

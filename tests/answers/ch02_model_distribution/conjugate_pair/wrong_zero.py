@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from minidist.comm import Group, ops
+from minidist.comm import Group
 
 
 class _Copied(torch.autograd.Function):

@@ -1,4 +1,6 @@
-"""loss_is_that_of_one_process: each rank subtracts the largest of its own logits, and the sums are of different scales"""
+"""loss_is_that_of_one_process: each rank subtracts the largest of its own logits, and the sums are of different
+scales
+"""
 
 import torch
 from torch import Tensor

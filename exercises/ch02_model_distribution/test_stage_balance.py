@@ -1,0 +1,131 @@
+"""Tests of stage_balance: the reference tries every cut there is, in fractions."""
+
+import itertools
+import operator
+from fractions import Fraction
+
+from exercises.testing import Wrong, expect, test
+
+# costs, stages, chunks, embedding, head
+CASES = [
+    ([1, 1, 1, 1], 2, 1, 0, 0),
+    ([5, 1, 1, 1, 1], 2, 1, 0, 0),
+    ([1, 2, 3, 4, 5, 6, 7], 3, 1, 0, 0),
+    ([9, 1, 1, 1, 8, 1, 1], 4, 1, 0, 0),
+    ([3, 3, 3], 3, 1, 0, 0),
+    ([1, 7, 6, 7, 4, 5, 4], 3, 1, 0, 0),  # the most even cut has a costlier part than another
+    ([2, 7, 1, 8, 2, 8], 1, 1, 3, 1),
+]
+ENDS = [
+    ([1] * 8, 2, 1, 0, 3),
+    ([1] * 8, 4, 1, 0, 3),
+    ([1] * 8, 4, 1, 1.5, 2.5),
+    ([0.1] * 9, 3, 1, 0.1, 0.2),
+    ([2, 1, 1, 1, 1, 2], 3, 1, 2, 4),
+]
+TIED = [
+    ([3, 5, 7, 2, 7, 2], 4, 1, 0, 0),  # cubes would choose another
+    ([0, 0, 1, 0], 3, 1, 0, 0),
+    ([1] * 7, 3, 1, 0, 0),
+    ([4, 1, 1, 1, 1, 1], 3, 1, 0, 0),
+    ([1, 1, 5, 1, 1, 1], 4, 1, 0, 0),
+    ([0.1] * 7, 4, 1, 0, 0),
+    ([6, 1, 1, 1, 1, 1, 1, 1], 4, 1, 0, 0),
+]
+CHUNKS = [([1] * 8, 2, 2, 0, 2), ([1, 2, 3, 4, 3, 2, 1], 2, 3, 1, 0), ([0.7, 0.1, 0.1, 0.9, 0.3, 0.2], 3, 2, 0, 0)]
+
+
+def cut(answer, costs, stages, chunks, embedding, head):
+    """The layers of every part as (first, end), checked to be a cut of all layers in order."""
+    got = answer.balance(costs, stages, chunks, embedding, head)
+    if not isinstance(got, list) or not all(isinstance(part, range) for part in got):
+        raise Wrong("type", "the parts have the wrong type", "a list of ranges", repr(got)[:80])
+    expect("how many parts there are", len(got), stages * chunks)
+    expect("the layers of all parts, in order", [layer for part in got for layer in part], list(range(len(costs))))
+    expect("parts without a layer", [number for number, part in enumerate(got) if not part], [])
+    return [(part.start, part.stop) for part in got]
+
+
+def prices(parts, costs, embedding, head):
+    """What every part costs, exactly."""
+    totals = [sum(map(Fraction, costs[first:end])) for first, end in parts]
+    totals[0] += Fraction(embedding)
+    totals[-1] += Fraction(head)
+    return totals
+
+
+def best(costs, stages, chunks, embedding, head):
+    """The best of all cuts: by the costliest part, then by the sum of squares, then with fewer layers in front."""
+    inner = itertools.combinations(range(1, len(costs)), stages * chunks - 1)
+    cuts = ([0, *ends, len(costs)] for ends in inner)
+    every = [list(itertools.pairwise(ends)) for ends in cuts]
+
+    def badness(parts):
+        totals = prices(parts, costs, embedding, head)
+        return max(totals), sum(map(operator.mul, totals, totals)), [end for _, end in parts]
+
+    return min(every, key=badness)
+
+
+def told(costs, embedding, head):
+    return f"layers cost {costs}, the embedding {embedding}, the head {head}"
+
+
+def costliest_is_least(answer, cases):
+    for costs, stages, chunks, embedding, head in cases:
+        parts = cut(answer, costs, stages, chunks, embedding, head)
+        got = max(prices(parts, costs, embedding, head))
+        wanted = max(prices(best(costs, stages, chunks, embedding, head), costs, embedding, head))
+        case = f"{told(costs, embedding, head)}: {parts}"
+        expect("what the costliest part costs", float(got), float(wanted), case=case)
+
+
+@test(points=4)
+def the_slowest_is_as_fast_as_can_be(answer):
+    """The costliest part is as cheap as in any cut of the layers."""
+    costliest_is_least(answer, CASES)
+
+
+@test(points=3)
+def embedding_and_head_count(answer):
+    """The first part has the embedding besides, the last one the head."""
+    costliest_is_least(answer, ENDS)
+
+
+@test(points=3)
+def the_best_of_the_best(answer):
+    """Of several best cuts the most even (by squares), and of those the one with fewer layers in front."""
+    for case in [*TIED, *CASES, *ENDS]:
+        costs, _, _, embedding, head = case
+        expect("the layers of the parts", cut(answer, *case), best(*case), case=told(costs, embedding, head))
+
+
+@test(points=2)
+def chunks_make_more_parts(answer):
+    """With several chunks a stage there are stages x chunks parts."""
+    for case in CHUNKS:
+        costs, _, _, embedding, head = case
+        expect("the layers of the parts", cut(answer, *case), best(*case), case=told(costs, embedding, head))
+
+
+@test(points=2)
+def many_layers(answer):
+    """100 layers on 8 stages take no time: not every cut is tried."""
+    costs = [1 + (7 * layer) % 5 for layer in range(100)]  # 300 in all
+    parts = cut(answer, costs, 8, 1, 4, 12)
+    # 316 / 8 = 39.5, and sums of whole costs: none is cheaper than 40 at its costliest.
+    got = max(prices(parts, costs, 4, 12))
+    expect("what the costliest of 8 parts costs", float(got), float(least_limit(costs, 8, 4, 12)))
+
+
+def least_limit(costs, parts, embedding, head):
+    """The least limit at which filling one part after the other up to it needs no more parts than there are."""
+    costs = [costs[0] + embedding, *costs[1:-1], costs[-1] + head]
+    for limit in itertools.count(max(costs)):
+        needed, filled = 1, 0
+        for cost in costs:
+            if filled + cost > limit:
+                needed, filled = needed + 1, 0
+            filled += cost
+        if needed <= parts:
+            return limit

@@ -1,0 +1,77 @@
+"""The slowest stage sets the pace: the solution, as it stands in minidist.parallel.pipeline.balance.
+
+All stages work at the same time, so the time of a step is that of the costliest one, times the micro-batches: one
+layer too many on one stage costs every step. The head of a model with a large vocabulary costs as much as several
+layers, and stages of equally many layers then all wait for the last.
+
+Trying all cuts takes for ever from a few dozen layers on. The best cut of a beginning does not depend on what comes
+behind it, so a table of best cuts of all beginnings, for one part more at a time, is enough. Costs are made whole
+first: 0.1 + 0.2 is not 0.3 in floats, and a tie would be decided by rounding.
+
+Usual wrong answers:
+* the package's own
+* as many parts as stages
+* a layer to every part, and the rest to the last
+* embedding and head are forgotten
+* equally many layers, whatever they cost
+* each part is filled up to the mean, and the last takes the rest
+* any cut with the least costliest part will do
+* the head is counted in the first part, the embedding in the last
+* of equal cuts the one with more layers in front
+* the most even cut, by the sum of squares, whatever its costliest part
+* no layer anywhere
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from minidist.errors import UserError
+from minidist.parallel.pipeline.balance import _whole
+
+
+def _cut(
+    ends: Sequence[int], parts: int, value: Callable[[int], float], join: Callable[[float, float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The least joined value of any cut into so many parts, and where its parts end. ends: costs summed up to there.
+
+    The best cut of the first i layers into k parts is a best cut of the first j < i into k - 1, and one part more.
+    """
+    layers = len(ends) - 1
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
+    for k in range(1, parts + 1):
+        best = {
+            i: min((join(so_far, value(ends[i] - ends[j])), (*cuts, i)) for j, (so_far, cuts) in best.items() if j < i)
+            for i in range(k, layers + 1)
+        }
+    return best[layers]
+
+
+def balance(
+    costs: Sequence[float], stages: int, chunks: int = 1, embedding: float = 0.0, head: float = 0.0
+) -> list[range]:
+    """Cut the layers into `stages * chunks` parts in a row, none empty, whose costliest is as cheap as possible.
+
+    costs: what each layer costs, in any unit; embedding and head: what the first and the last part have besides.
+    Returns the layers of every part, from the input on (`Schedule.owner` says where each is). Of several best cuts it
+    takes the most even one, by the sum of squares, and of those the one with fewer layers in front, where 1F1B keeps
+    most micro-batches alive.
+
+    Raises UserError when there are fewer layers than parts.
+    """
+    parts = stages * chunks
+    if len(costs) < parts:
+        each = f" x {chunks} chunks = {parts} parts" if chunks > 1 else ""
+        fits = len(costs) // chunks
+        fewer = f"take {fits} stage{'s' * (fits > 1)}, or " if fits else ""
+        raise UserError(
+            f"{stages} stages{each} need a layer each, and the model has {len(costs)}: {fewer}give it {parts} layers."
+        )
+    embedding, *costs, head = _whole([embedding, *costs, head])
+    costs[0] += embedding
+    costs[-1] += head
+    ends = [0, *accumulate(costs)]
+    largest, _ = _cut(ends, parts, lambda cost: cost, max)
+    _, cuts = _cut(ends, parts, lambda cost: cost**2 if cost <= largest else math.inf, operator.add)
+    return [range(first, end) for first, end in zip((0, *cuts), cuts, strict=False)]

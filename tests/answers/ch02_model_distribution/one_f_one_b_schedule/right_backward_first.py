@@ -1,0 +1,14 @@
+"""As many forwards as may be alive, then a backward and a forward in turns."""
+
+from minidist.parallel.pipeline.ops import Op
+from minidist.parallel.pipeline.rules import in_turn, play
+
+
+def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
+    """Forwards until the first micro-batch comes back, from then on a backward after each forward.
+
+    Stage s has min(stages - s, micro_batches) micro-batches alive, however many there are.
+    Narayanan et al. 2019, section 3.2; with a flush at the end of a step: Narayanan et al. 2021, section 2.2.1.
+    """
+    turns = in_turn(micro_batches)
+    return play([("F", stages - stage), ("B F", micro_batches)], F=turns, B=turns)

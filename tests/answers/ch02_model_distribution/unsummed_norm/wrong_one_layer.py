@@ -1,0 +1,92 @@
+"""copies_stay_equal: only the first layer's norm is summed"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+INVARIANTS = {
+    "tokens": "between the layers every token is on exactly one rank",
+    "features": "inside a layer every hidden feature is on exactly one rank",
+    "pair": "what enters by an all-gather leaves by a reduce-scatter, and the other way round in backward",
+    "whole": "all copies of a parameter take their step with one gradient, the sum over all tokens",
+    "loss": "every rank's loss is the sum over its own tokens, divided by the number of tokens of all ranks",
+}
+INVARIANT = "whole"
+LINE = 'return name in ("up", "down", "norm")'
+
+
+class Enter(torch.autograd.Function):
+    """The tokens of all ranks, (tokens / ranks, h) -> (tokens, h)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter(grad)
+
+
+class Leave(torch.autograd.Function):
+    """The sum over the ranks, of this rank's tokens: (tokens, h) -> (tokens / ranks, h)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Enter.forward(ctx, grad)
+
+
+def reduce_scatter(x):
+    parts = [part.contiguous() for part in x.chunk(dist.get_world_size())]
+    mine = torch.empty_like(parts[0])
+    dist.reduce_scatter(mine, parts)
+    return mine
+
+
+def block(x, layer):
+    """A feed-forward layer on normalised tokens, added to them: (tokens / ranks, h) -> (tokens / ranks, h)."""
+    normalised = nn.functional.rms_norm(x, layer["norm"].shape, layer["norm"])
+    hidden = torch.tanh(Enter.apply(normalised) @ layer["up"].T)  # (tokens, f / ranks)
+    return x + Leave.apply(hidden @ layer["down"].T) + layer["shift"]
+
+
+def is_whole(name):
+    """Whether every rank has the whole gradient of what it holds of a parameter, from the tokens of all ranks."""
+    return name in ("up", "down")
+
+
+def main(inputs, targets, layers, epochs=10):
+    """Train `layers` on all ranks; returns what this rank holds of them, and the loss of its tokens after each step.
+
+    inputs, targets (tokens, h): the same on all ranks. layers: of each layer norm (h,), up (f, h), down (h, f) and
+    shift (h,), the same on all ranks. Tokens and f are multiples of the number of ranks.
+    """
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    held = []
+    for layer in layers:
+        mine = {"norm": layer["norm"], "up": layer["up"].chunk(size)[rank]}
+        mine |= {"down": layer["down"].chunk(size, 1)[rank], "shift": layer["shift"]}
+        held.append({name: nn.Parameter(tensor.clone()) for name, tensor in mine.items()})
+    optimizer = torch.optim.Adam([parameter for layer in held for parameter in layer.values()], lr=0.01, eps=0.001)
+    losses = []
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        x = inputs.chunk(size)[rank]
+        for layer in held:
+            x = block(x, layer)
+        loss = (x - targets.chunk(size)[rank]).square().sum() / targets.numel()
+        loss.backward()
+        for layer in held:
+            for name, parameter in layer.items():
+                if name == "shift" or (name == "norm" and layer is held[0]):
+                    dist.all_reduce(parameter.grad)
+        optimizer.step()
+        losses.append(loss.item())
+    dist.destroy_process_group()
+    return held, losses

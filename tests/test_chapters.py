@@ -79,13 +79,15 @@ def test_every_public_symbol_of_the_room_is_a_cell_an_exercise_or_read_later(cha
 
 @each_chapter
 def test_a_piece_that_is_an_exercise_stands_once_folded_after_all_exercises(chapter):
-    [notebook] = notebooks(chapter)
-    sources = [cell.source for cell in notebook.cells]
-    last = max(i for i, source in enumerate(sources) if source.startswith("%exercise "))
-    at = {piece: [i for i, name, _ in weave.pieces(notebook) if name == piece] for piece in exercise_pieces(chapter)}
-    for piece, places in at.items():
-        assert len(places) == 1 and places[0] > last, piece
-        assert notebook.cells[places[0]].metadata["jupyter"]["source_hidden"], piece
+    pieces = exercise_pieces(chapter)
+    places = {piece: [] for piece in pieces}
+    for notebook in notebooks(chapter):
+        opened = [i for i, cell in enumerate(notebook.cells) if cell.source.startswith("%exercise ")]
+        for i, name, _ in weave.pieces(notebook):
+            if name in pieces:
+                folded = notebook.cells[i].metadata.get("jupyter", {}).get("source_hidden")
+                places[name].append(bool(folded) and i > max(opened))
+    assert all(found == [True] for found in places.values()), places
 
 
 @each_chapter

@@ -30,7 +30,8 @@ from torch import nn
 from minidist.comm import Group
 from minidist.parallel.tensor.linear import ColumnLinear
 from minidist.parallel.tensor.operators import operators
-from minidist.parallel.tensor.split import Held, _attention, _Cutter, _enter_once, _feed_forward, _own_positions, check
+from minidist.parallel.tensor.sizes import check
+from minidist.parallel.tensor.split import Held, _attention, _Cutter, _enter_once, _feed_forward, _own_positions
 from minidist.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyLoss
 from minidist.spec import Box, named_parameters
 
@@ -38,9 +39,9 @@ from minidist.spec import Box, named_parameters
 def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, Held]:
     """Leave in `model` what this rank of the group holds of it; returns that, by the parameters' global names.
 
-    model: a Transformer. All ranks begin with the same whole one and see the same batches. Afterwards its loss is that
-    of the whole model on every rank, and without labels it gives this rank's columns of the logits, (b, s, vocab /
-    ranks). Norms stay whole. Raises ValueError when the sizes do not divide (`check`).
+    model: a Transformer, or a pipeline stage's part of one. All ranks begin with the same and see the same batches.
+    Afterwards its loss is that of the whole model on every rank, and without labels it gives this rank's columns of the
+    logits, (b, s, vocab / ranks). Norms stay whole. Raises ValueError when the sizes do not divide (`check`).
 
     sequence: between the operators each rank holds an equal part of the sequence (Korthikanti et al. 2022, arXiv
     2205.05198, section 4.2.2): as many bytes pass, and what norms, dropout and residual stream keep for backward is
@@ -55,17 +56,22 @@ def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, H
     enter, leave = operators(group, sequence)
     cutter = _Cutter(group, held)
     for index, layer in enumerate(model.model.layers):
+        if f"model.layers.{index}.self_attn.q_proj.weight" not in held:
+            continue  # another stage of the pipeline holds it
         for module in (layer.self_attn, layer.mlp):
             _enter_once(module, enter)
         _attention(layer.self_attn, leave, config, cutter, f"model.layers.{index}.self_attn")
         _feed_forward(layer.mlp, leave, cutter, f"model.layers.{index}.mlp")
     first, _ = cutter.range(config.vocab_size)
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    rows = cutter.cut(embedding, model.model.embed_tokens.weight, 0)
-    model.model.embed_tokens = VocabularyEmbedding(rows, first, leave)
-    # A tied head has no name of its own in `held`: `tie` gives it the embedding's parameter.
-    model.lm_head = ColumnLinear(cutter.cut(head, model.lm_head.weight, 0) if head in held else rows, enter)
-    model.loss = VocabularyLoss(first, group)
+    rows = None
+    if embedding in held:
+        rows = cutter.cut(embedding, model.model.embed_tokens.weight, 0)
+        model.model.embed_tokens = VocabularyEmbedding(rows, first, leave)
+    if model.model.norm.weight is not None:  # the end of the model is here
+        # A tied head has no name of its own in `held`: `tie` gives it the embedding's parameter.
+        model.lm_head = ColumnLinear(cutter.cut(head, model.lm_head.weight, 0) if head in held else rows, enter)
+        model.loss = VocabularyLoss(first, group)
     model.tie()
     if sequence:
         for name in [name for name in held if name.endswith("norm.weight")]:

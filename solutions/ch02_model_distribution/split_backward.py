@@ -1,0 +1,73 @@
+"""The half of backward that nobody waits for: the solution, as it stands in minidist.parallel.pipeline.halves.
+
+Both halves need the gradient of the output, and neither needs the other. The stage before waits for one of them only,
+so that one goes first, and the other waits for a moment in which the stage would do nothing. No product is computed
+twice: the price is that x and dy stay in memory until W is done.
+
+The weight is detached, so autograd neither computes its gradient nor calls its hooks: whoever put the half aside has
+to hand it in.
+
+Usual wrong answers:
+* the weights' gradient is computed in backward, and only handed over later
+* the package's own
+* ones
+* of several sequences only the first counts
+* the product for the input is computed a second time with the weights'
+* the gradient of the input is that of the output, cut to size
+* a new half takes the place of the one before
+* the mean over the positions in the place of their sum
+* the half of the weights is forgotten
+* all halves have one name, and cannot be told apart
+* zeros
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from minidist.parallel.pipeline.halves import Half
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` without bias, whose backward gives dx and puts the half of dW into a list."""
+
+    @staticmethod
+    def forward(ctx, x, weight, name, halves):
+        ctx.save_for_backward(x, weight)
+        ctx.name, ctx.halves = name, halves
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        ctx.halves.append((ctx.name, x, grad))
+        return grad @ weight, None, None, None
+
+
+class WeightsLater(TorchFunctionMode):
+    """Within this context the backward of linear layers leaves their weights' gradients to be computed later.
+
+    names: parameter to its name, of those to treat so; halves: where to put what is left to do, by whichever backward.
+    A layer whose input takes no gradient has no first half: it is left whole.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str], halves: list[Half]):
+        super().__init__()
+        self._names, self._halves = names, halves
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.linear and not kwargs and len(args) == 2:
+            x, weight = args
+            if x.requires_grad and weight in self._names:
+                # Detached: no gradient flows to the parameter itself, so no hook of it is called for it.
+                return _Linear.apply(x, weight.detach(), self._names[weight], self._halves)
+        return function(*args, **(kwargs or {}))
+
+
+def weight_gradient(half: Half) -> Tensor:
+    """The half that was left: `dW = dy^T x`, (out, in)."""
+    _, x, grad = half
+    return grad.flatten(0, -2).T @ x.flatten(0, -2)

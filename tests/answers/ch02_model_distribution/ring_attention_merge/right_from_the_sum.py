@@ -1,0 +1,18 @@
+"""Shares from the new logarithm; of nothing at all the share is 0."""
+
+import torch
+from torch import Tensor
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both, as (out, lse), in at least float32.
+
+    out, other: (..., s, d), softmax-weighted values over disjoint sets of keys. lse, other_lse: (..., s), the logarithm
+    of the sum of the exponentials of the scores over them; minus infinity, with out 0, where there were none.
+    """
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    lse, other_lse = lse.to(dtype), other_lse.to(dtype)
+    total = torch.logaddexp(lse, other_lse)
+    share = (lse - total).nan_to_num(nan=-torch.inf, neginf=-torch.inf).exp()[..., None]
+    rest = (other_lse - total).nan_to_num(nan=-torch.inf, neginf=-torch.inf).exp()[..., None]
+    return out * share + other * rest, total

@@ -1,0 +1,53 @@
+"""backward_leaves_the_weights_alone: the product for the input is computed a second time with the weights'"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from minidist.parallel.pipeline.halves import Half
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` without bias, whose backward gives dx and puts the half of dW into a list."""
+
+    @staticmethod
+    def forward(ctx, x, weight, name, halves):
+        ctx.save_for_backward(x, weight)
+        ctx.name, ctx.halves = name, halves
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        ctx.halves.append((ctx.name, x, grad, weight))
+        return grad @ weight, None, None, None
+
+
+class WeightsLater(TorchFunctionMode):
+    """Within this context the backward of linear layers leaves their weights' gradients to be computed later.
+
+    names: parameter to its name, of those to treat so; halves: where to put what is left to do, by whichever backward.
+    A layer whose input takes no gradient has no first half: it is left whole.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str], halves: list[Half]):
+        super().__init__()
+        self._names, self._halves = names, halves
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.linear and not kwargs and len(args) == 2:
+            x, weight = args
+            if x.requires_grad and weight in self._names:
+                # Detached: no gradient flows to the parameter itself, so no hook of it is called for it.
+                return _Linear.apply(x, weight.detach(), self._names[weight], self._halves)
+        return function(*args, **(kwargs or {}))
+
+
+def weight_gradient(half: Half) -> Tensor:
+    """The half that was left: `dW = dy^T x`, (out, in)."""
+    _, x, grad, weight = half
+    grad @ weight
+    return grad.flatten(0, -2).T @ x.flatten(0, -2)

@@ -30,7 +30,7 @@ class WeightsLater(TorchFunctionMode):
     """Within this context the backward of linear layers leaves their weights' gradients to be computed later.
 
     names: parameter to its name, of those to treat so; halves: where to put what is left to do, by whichever backward.
-    A layer whose input takes no gradient has no first half: it is left whole.
+    Left whole are a layer whose input takes no gradient, as it has no first half, and one with a bias.
     """
 
     def __init__(self, names: Mapping[Tensor, str], halves: list[Half]):
@@ -38,12 +38,13 @@ class WeightsLater(TorchFunctionMode):
         self._names, self._halves = names, halves
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.linear and not kwargs and len(args) == 2:
-            x, weight = args
-            if x.requires_grad and weight in self._names:
-                # Detached: no gradient flows to the parameter itself, so no hook of it is called for it.
-                return _Linear.apply(x, weight.detach(), self._names[weight], self._halves)
-        return function(*args, **(kwargs or {}))
+        return self._linear(*args, **(kwargs or {})) if function is F.linear else function(*args, **(kwargs or {}))
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is not None or not x.requires_grad or weight not in self._names:
+            return F.linear(x, weight, bias)
+        # Detached: no gradient flows to the parameter itself, so no hook of it is called for it.
+        return _Linear.apply(x, weight.detach(), self._names[weight], self._halves)
 
 
 def weight_gradient(half: Half) -> Tensor:

@@ -62,8 +62,9 @@ class Exercise:
     calls: what the blank lines may call. guards: ready-made equivalents (`numpy.array_split`) that are no answer.
     defines: the functions a program must keep. changes: what the stub has otherwise than the right text. fails: the
     test that the stub of a program must fail. fault: the line of a clinic's stub that is to be found.
-    route: `always` when every training run calls the piece; the trainer's options under which it does, where {shares}
-    stands for one number per rank; or `none: ` and why there are none. why: the solution's note.
+    route: `always` when every training run calls the piece; the trainer's options under which it does, where {ranks}
+    stands for their number and {shares} for one number per rank; or `none: ` and why there are none. why: the
+    solution's note.
     """
 
     name: str

@@ -27,6 +27,9 @@ _ALWAYS = (
 )
 PRELOAD = (*_ALWAYS, "torch._dynamo")
 _PROGRAMS = ("script", "clinic")  # kinds whose answers are programs as torchrun starts them
+# Pieces that use operators of our own, or count those of torch: the first of them imports torch._dynamo, and that
+# writes a file, which would be taken for the answer's.
+_OPERATORS = ("minidist.parallel.tensor.", "minidist.parallel.pipeline.halves")
 # After these the other tests would end alike.
 _ENOUGH = ("syntax", "missing", "hang", "printing", "memory", "exit")
 _SKIPPED = "not run, because of how another test ended"
@@ -68,7 +71,7 @@ class Verdict:
 
 def preload(exercise: Exercise) -> tuple[str, ...]:
     """What a server preloads that judges this exercise alone: PRELOAD, or less when it needs less."""
-    return PRELOAD if exercise.kind in _PROGRAMS else _ALWAYS
+    return PRELOAD if exercise.kind in _PROGRAMS or exercise.piece.startswith(_OPERATORS) else _ALWAYS
 
 
 def check(

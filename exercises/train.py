@@ -98,7 +98,7 @@ def options_of(exercise: Exercise, ranks: int) -> dict[str, tuple[str, ...]]:
         return {}
     shares = " ".join(str(ranks - rank) for rank in range(ranks))
     options: dict[str, tuple[str, ...]] = {}
-    for word in exercise.route.replace("{shares}", shares).split():
+    for word in exercise.route.replace("{shares}", shares).replace("{ranks}", str(ranks)).split():
         if word.startswith("--"):
             options[name := word] = ()
         else:
@@ -183,8 +183,11 @@ def _lost(choice: Choice, config: Any, ranks: int) -> str:
     """The first option of a piece that the configuration does not have any more; "" when it has them all."""
     for name, values in options_of(choice.exercise, ranks).items():
         value = config
-        for part in name.removeprefix("--").replace("-", "_").split("."):
-            value = getattr(value, part)
+        section, _, field = name.removeprefix("--").rpartition(".")
+        for part in [*section.split("."), field.removeprefix("no-")]:
+            value = getattr(value, part.replace("-", "_"))
+        if not values:  # a flag
+            values = (str(not field.startswith("no-")),)
         kept = value if isinstance(value, tuple) else (value,)
         if len(kept) != len(values) or any(not _same(one, word) for one, word in zip(kept, values, strict=True)):
             return " ".join((name, *values))
@@ -193,6 +196,8 @@ def _lost(choice: Choice, config: Any, ranks: int) -> str:
 
 def _same(value: Any, word: str) -> bool:
     """Whether an option's value is what the word says."""
+    if value is None or isinstance(value, bool):
+        return str(value) == word
     try:
         return type(value)(word) == value
     except (TypeError, ValueError):

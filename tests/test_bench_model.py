@@ -1,4 +1,4 @@
-"""`python -m bench model`: contenders compute the same, a wrong one is not timed, and the command says what it found."""
+"""`python -m bench model`: contenders compute the same, a wrong one is not timed, and it says what it found."""
 
 import json
 

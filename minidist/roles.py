@@ -1,6 +1,7 @@
 """Who does what in a layout: which stage has which layers, who talks to whom, who holds the same. Needs no torch."""
 
 from collections.abc import Sequence
+from itertools import product
 
 from minidist import fit
 from minidist.comm.uses import Use
@@ -70,5 +71,5 @@ def forward_flops(model: ModelConfig, seq_len: int) -> tuple[int, int, int]:
 
 def ranks_at(mesh: Mesh, stages: Sequence[int], tensor: Sequence[int]) -> tuple[int, ...]:
     """All ranks, ascending, of these stages and, in each, of these places on the tp axis."""
-    everywhere = mesh.ranks(AXES, 0)
-    return tuple(rank for rank in everywhere if mesh.coords(rank)["pp"] in stages and mesh.coords(rank)["tp"] in tensor)
+    places = product(sorted(stages), range(mesh.dp), range(mesh.cp), sorted(tensor))
+    return tuple(mesh.rank(**dict(zip(AXES, place, strict=True))) for place in places)

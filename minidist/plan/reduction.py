@@ -1,10 +1,11 @@
 """Which gradients travel together, and over which ranks they are summed."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 from minidist.mesh import Mesh
 from minidist.plan.layout import BYTES, Layout
-from minidist.plan.states import Weight, weights
+from minidist.plan.states import weights
 from minidist.roles import REDUCING, ranks_at
 
 MIB = 2**20
@@ -14,17 +15,20 @@ _FIRST_BYTES = MIB  # of the first bucket at most, as in `parallel/buckets`
 Groups = Mapping[str, Mapping[int, Sequence[int]]]
 
 
-def use_of(weight: Weight, layout: Layout, groups: Groups, rank: int) -> str:
-    """The use over whose ranks the gradient of a weight of this rank is summed: those that contribute to it."""
+def use_of(shared: str, stages: Sequence[int], layout: Layout, groups: Groups, rank: int) -> str:
+    """The use over whose ranks a gradient of this rank is summed: those that contribute to it.
+
+    shared: with whom of the tp axis the parameter's gradient is shared (`states.LAYER`); stages: that hold it.
+    """
     own, size = layout.mesh.coords(rank)["tp"], layout.mesh.tp
     tensor: Iterable[int] = (own,)
-    if weight.shared == "tokens" and layout.sequence > 1:
+    if shared == "tokens" and layout.sequence > 1:
         tensor = range(size)
     heads = layout.config.model.num_kv_heads
-    if weight.shared == "head" and heads < size:
+    if shared == "head" and heads < size:
         each = size // heads
         tensor = range(own // each * each, own // each * each + each)
-    contributors = ranks_at(layout.mesh, weight.stages, tuple(tensor))
+    contributors = ranks_at(layout.mesh, stages, tuple(tensor))
     return next(use for use in REDUCING if use in groups and groups[use].get(rank) == contributors)
 
 
@@ -36,8 +40,9 @@ def messages(layout: Layout, groups: Groups, rank: int) -> list[tuple[str, int, 
     """
     comm, each = layout.config.comm, BYTES[layout.dtype]
     by_use: dict[str, list[int]] = {}
+    kind = cache(lambda shared, stages: use_of(shared, stages, layout, groups, rank))  # of a few kinds of parameters
     for weight in reversed(weights(layout, layout.mesh.coords(rank)["pp"])):
-        by_use.setdefault(use_of(weight, layout, groups, rank), []).append(weight.numel)
+        by_use.setdefault(kind(weight.shared, weight.stages), []).append(weight.numel)
     found = []
     for use, sizes in by_use.items():
         if comm.gradients == "naive":

@@ -1,4 +1,4 @@
-"""The command line: `minidist train|sample|parity|simulate|doctor`. Reads options, checks them, and hands over.
+"""The command line: `minidist train`, `estimate`, `doctor`, ... Reads options, checks them, and hands over.
 
 Whatever is wrong with what was asked for ends in one message and exit code 2, before any rank starts; a run that failed
 ends in one message and exit code 1. Neither shows a traceback.
@@ -22,6 +22,7 @@ COMMANDS = {
     "train": "train a model on the ranks of this machine, or under torchrun",
     "sample": "text from a checkpoint",
     "parity": "compare every layout of N ranks with one process",
+    "estimate": "what a layout costs: memory, bytes sent, FLOPs, bubble",
     "simulate": "time a pipeline schedule: its bubble, its memory, a drawing",
     "doctor": "what this machine can do, and what to fix",
 }
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train": _train,
         "sample": _sample,
         "parity": _parity,
+        "estimate": _estimate,
         "simulate": _simulate,
         "doctor": _doctor,
     }
@@ -167,6 +169,34 @@ def _parity(argv: list[str]) -> int:
     from minidist.parity.command import main as parity
 
     return parity(_parse(ParityOptions, "parity", argv))
+
+
+def _estimate(argv: list[str]) -> int:
+    import tyro
+
+    from minidist.config import Config
+    from minidist.plan.command import main
+    from minidist.train.start import chosen_ranks
+
+    @dataclass(frozen=True)
+    class EstimateOptions:
+        """What a training run costs each rank: parameters, activations, states, bytes sent, FLOPs, the bubble.
+
+        It takes the options of `minidist train`, starts nothing and reads no data.
+        """
+
+        run: Annotated[Config, tyro.conf.arg(name="")]
+        ranks: int | None = None
+        """Ranks of the run; as many as `minidist train` would start when not given."""
+        config: Path | None = None
+        """A TOML file with options; those on the command line win."""
+        t_comm: float = 0.0
+        """Time of a transfer between stages, for the bubble; 1 is a forward of the costliest stage's micro-batch."""
+        json: bool = False
+        """Print JSON, with every rank in it, instead of a table."""
+
+    options = _parse(EstimateOptions, "estimate", argv, default=EstimateOptions(_base_config(argv)))
+    return main(options.run, chosen_ranks(options.run, options.ranks), options.t_comm, options.json)
 
 
 def _simulate(argv: list[str]) -> int:

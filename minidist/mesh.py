@@ -70,7 +70,13 @@ class Mesh:
     def partition(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
         """All the groups along `axes`: disjoint, together every rank, in the order of their first rank."""
         axes = self._known(axes)
-        return sorted({self.ranks(axes, rank) for rank in range(self.world_size)})
+        groups: list[tuple[int, ...]] = []
+        placed: set[int] = set()
+        for rank in range(self.world_size):
+            if rank not in placed:
+                groups.append(self.ranks(axes, rank))
+                placed.update(groups[-1])
+        return groups
 
     def __str__(self) -> str:
         return "mesh " + " x ".join(f"{axis}={size}" for axis, size in self.sizes.items())

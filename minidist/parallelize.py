@@ -6,60 +6,22 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from minidist import fit
-from minidist.comm import Group, Groups, Use
+from minidist.comm import Group, Groups
 from minidist.comm.algorithms import ALGORITHMS, Chosen
 from minidist.config import Config
 from minidist.mesh import Mesh
-from minidist.models.config import ModelConfig
 from minidist.parallel.context.split import split as split_context
 from minidist.parallel.grads import GradSink
-from minidist.parallel.pipeline.balance import balance
 from minidist.parallel.pipeline.executor import Executor
-from minidist.parallel.pipeline.ops import Schedule
 from minidist.parallel.pipeline.split import EMBEDDING
 from minidist.parallel.pipeline.split import split as split_stages
 from minidist.parallel.replicate import gradient_sink, synchronize
 from minidist.parallel.tensor.split import Held
 from minidist.parallel.tensor.split import split as split_operators
+from minidist.roles import REDUCING, USES, ends, ranks_at, stage_parts, uses
 from minidist.spec import Box, ParamSpec, check_covered, named_parameters, ties_of
 
-# Who talks to whom in a step of every layout. "grads": replicas of a parameter that saw other tokens. "loss": ranks
-# that see other tokens.
-USES: Sequence[Use] = (Use("grads", ("dp", "cp")), Use("loss", ("dp", "cp")))
-
-
-def uses(mesh: Mesh, config: Config) -> list[Use]:
-    """Who talks to whom in a step of this layout, and what for. What one axis needs is there when its size is not 1."""
-    found = list(USES)
-    if mesh.tp > 1:
-        found.append(Use("tensor", ("tp",)))
-        found += _summed_over_tensor(mesh.tp, config)
-    if mesh.cp > 1:
-        found.append(Use("context", ("cp",)))
-    if mesh.pp > 1:
-        found += [Use("activations", ("pp",)), Use("gradients", ("pp",))]
-        ends = _ends(fit.pipeline(config, mesh))
-        if config.model.tie_embeddings and len(ends) > 1:
-            found.append(Use("tied", ("pp", "dp", "cp"), (("pp", (ends,)),)))
-    return found
-
-
-def _summed_over_tensor(tp: int, config: Config) -> list[Use]:
-    """Gradients that are parts of a sum on several ranks of the tp axis."""
-    found = []
-    if config.parallel.sequence:
-        found.append(Use("norms", ("dp", "cp", "tp")))
-    heads = config.model.num_kv_heads
-    if heads < tp and not (heads == 1 and config.parallel.sequence):  # one head for all is the same ranks
-        each = tp // heads
-        sets = tuple(tuple(range(head * each, (head + 1) * each)) for head in range(heads))
-        found.append(Use("heads", ("dp", "cp", "tp"), (("tp", sets),)))
-    return found
-
-
-def _ends(schedule: Schedule) -> tuple[int, ...]:
-    """The stages of the first and of the last part of the model, ascending; one, where both are on the same."""
-    return tuple(sorted({schedule.owner(0)[0], schedule.owner(schedule.positions - 1)[0]}))
+__all__ = ["USES", "Parallel", "parallelize", "reduced_by", "stage_parts", "uses"]  # who lays out, binds first
 
 
 @dataclass(frozen=True)
@@ -97,7 +59,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
         parts = stage_parts(config.model, schedule, config.data.seq_len)
         used_by = split_stages(model, schedule, groups["activations"].rank, parts)
         if config.model.tie_embeddings and EMBEDDING in used_by:
-            stages[EMBEDDING] = _ends(schedule)
+            stages[EMBEDDING] = ends(schedule)
     held = {name: Held(Box.whole(shapes[name]), (0,)) for name in named_parameters(model)}
     if mesh.tp > 1:
         held = split_operators(model, groups["tensor"], config.parallel.sequence)
@@ -107,7 +69,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
         name: _spec(name, shapes[name], held[name], stages[name], ties[name], mesh, groups.world.rank) for name in held
     }
     check_covered(model, specs)
-    reducing = [reduced_by(config.comm.algorithm, groups[use]) for use in _REDUCING if use in groups]
+    reducing = [reduced_by(config.comm.algorithm, groups[use]) for use in REDUCING if use in groups]
     sink = gradient_sink(config.comm.gradients, named_parameters(model), specs, reducing, config.comm.bucket_mib)
     pipeline = None
     if schedule is not None:
@@ -118,32 +80,15 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
     return Parallel(model, specs, sink, pipeline, parts, config.parallel.context, sequence)
 
 
-# The uses over which gradients are summed.
-_REDUCING = ("grads", "norms", "heads", "tied")
-
-
-def stage_parts(model: ModelConfig, schedule: Schedule, seq_len: int) -> list[range]:
-    """The layers of each part of the model, balanced by what a token costs: a head can cost as much as many layers.
-
-    In floating-point operations forward, multiplications and additions: 2 per weight, and 4 h s in attention.
-    """
-    h, kv = model.hidden_size, model.num_kv_heads * model.head_dim
-    layer = 2 * (2 * h * h + 2 * h * kv + 3 * h * model.intermediate_size) + 4 * h * seq_len
-    return balance([layer] * model.num_layers, schedule.stages, schedule.chunks, head=2 * h * model.vocab_size)
-
-
 def _spec(
     name: str, shape: tuple[int, ...], held: Held, stages: Sequence[int], ties: tuple[str, ...], mesh: Mesh, rank: int
 ) -> ParamSpec:
     """The facts about a parameter that these stages and, in each, these ranks of the tp axis hold."""
     home = mesh.coords(rank)
 
-    def ranks(tensor: Sequence[int]) -> tuple[int, ...]:
-        everywhere = mesh.ranks(("pp", "dp", "cp", "tp"), rank)
-        return tuple(r for r in everywhere if mesh.coords(r)["pp"] in stages and mesh.coords(r)["tp"] in tensor)
-
-    contributors = ranks(held.holders if held.partial else (home["tp"],))
-    return ParamSpec(name, shape, (held.box,), ranks(held.holders), ties, contributors=contributors)
+    replicas = ranks_at(mesh, stages, held.holders)
+    contributors = ranks_at(mesh, stages, held.holders if held.partial else (home["tp"],))
+    return ParamSpec(name, shape, (held.box,), replicas, ties, contributors=contributors)
 
 
 def reduced_by(algorithm: str, group: Group) -> Group:

@@ -56,7 +56,7 @@ def finished(tmp_path_factory):
     ("arguments", "message"),
     [
         (["trian"], "there is no command 'trian'; did you mean train?"),
-        (["xyz"], "there is no command 'xyz'; possible: train, sample, parity, simulate, doctor"),
+        (["xyz"], "there is no command 'xyz'; possible: train, sample, parity, estimate, simulate, doctor"),
         (["train", "--ranks", "0"], "--ranks is 0; at least 1 rank is needed"),
         (["train", "--ranks", "3", "--mesh.dp", "2"], "needs 2 ranks, the world has 3: set --mesh.dp 3"),
         (["train", "--ranks", "1", "--mesh.dp", "2"], r'needs 2 ranks, the world has 1: start with .* "--ranks 2"'),

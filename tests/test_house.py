@@ -20,6 +20,7 @@ ALLOWED = {
     "fault": {"ground"},
     "train": {"ground", "comm", "data", "fault", "fit", "models", "parallel", "parallelize"},
     "notebook": {"ground", "comm", "pieces", "train"},
+    "plan": {"ground", "comm", "data", "fit", "models", "parallel", "roles"},
     "parity": {"ground", "comm", "data", "fault", "fit", "models", "parallel", "parallelize", "train"},
 }
 GROUND = {"mesh", "spec", "errors", "config", "configfile", "progress"}

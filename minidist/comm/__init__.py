@@ -25,8 +25,9 @@ _MODULES = {
         "reduce_scatter",
         "send",
     ),
-    "group": ("Group", "Groups", "Use", "bind"),
+    "group": ("Group", "Groups", "bind"),
     "meter": ("Meter", "Record"),
+    "uses": ("Use",),
     "world": ("World",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

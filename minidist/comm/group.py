@@ -16,35 +16,11 @@ import torch.distributed as dist
 from minidist.comm.board import Channel
 from minidist.comm.caller import caller_line
 from minidist.comm.meter import Meter
+from minidist.comm.uses import CONTROL, Use
 from minidist.comm.world import World
-from minidist.mesh import AXES, Mesh
+from minidist.mesh import Mesh
 
 DEFAULT_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True)
-class Use:
-    """Ranks that differ on `axes` talk to each other for the purpose `name`.
-
-    among: of an axis, the sets of coordinates that talk to each other, where it is not all of them. A rank whose
-    coordinate is in no set has nobody to talk to, and no group for this use.
-    """
-
-    name: str
-    axes: tuple[str, ...]
-    among: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
-
-    def partition(self, mesh: Mesh) -> list[tuple[int, ...]]:
-        """All groups of this use, in one order."""
-        groups = mesh.partition(self.axes)
-        for axis, sets in self.among:
-            groups = [
-                tuple(rank for rank in group if mesh.coords(rank)[axis] in some) for group in groups for some in sets
-            ]
-        return groups
-
-
-CONTROL = Use("control", AXES)
 
 
 @dataclass(eq=False)

@@ -83,14 +83,19 @@ class ModelConfig:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be greater than 0")
 
-    def num_parameters(self) -> int:
-        """Number of parameters, a tied matrix counted once."""
+    @property
+    def layer_parameters(self) -> int:
+        """Number of parameters of one block."""
         h, kv = self.hidden_size, self.num_kv_heads * self.head_dim
         attention = 2 * h * h + 2 * h * kv
         feed_forward = 3 * h * self.intermediate_size
-        block = attention + feed_forward + 2 * h
+        return attention + feed_forward + 2 * h
+
+    def num_parameters(self) -> int:
+        """Number of parameters, a tied matrix counted once."""
+        h = self.hidden_size
         matrices = 1 if self.tie_embeddings else 2
-        return matrices * self.vocab_size * h + self.num_layers * block + h
+        return matrices * self.vocab_size * h + self.num_layers * self.layer_parameters + h
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of forward and backward for one token of a sequence of `seq_len` tokens.

@@ -50,6 +50,13 @@ def default_ranks(config: Config) -> int:
     return max(1, found // replica) * replica
 
 
+def chosen_ranks(config: Config, asked: int | None) -> int:
+    """How many ranks `--ranks` means; None: `default_ranks`. Raises UserError for fewer than one."""
+    if asked is not None and asked < 1:
+        raise UserError(f"--ranks is {asked}; at least 1 rank is needed.")
+    return default_ranks(config) if asked is None else asked
+
+
 def gpus() -> int:
     """GPUs that torch can use here."""
     drivers = ("nvidia[0-9]*", "kfd", "dxg")
@@ -96,9 +103,7 @@ def start(config: Config, ranks: int | None, program: Callable | None = None, mo
             raise UserError(f"--ranks {ranks} under torchrun, which starts the ranks itself: leave --ranks out.")
         train_under_torchrun(config, program, more)
         return
-    if ranks is not None and ranks < 1:
-        raise UserError(f"--ranks is {ranks}; at least 1 rank is needed.")
-    train_here(config, default_ranks(config) if ranks is None else ranks, program, more)
+    train_here(config, chosen_ranks(config, ranks), program, more)
 
 
 def train_here(config: Config, ranks: int, program: Callable | None = None, more: Sequence = ()) -> None:

@@ -64,7 +64,8 @@ def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
     """The ranks' equal parts of a tensor, put together along `dim` in rank order."""
     if group.size == 1:
         return x
-    return ops.all_gather(x.movedim(dim, 0), group.key, group.size).movedim(0, dim)
+    # Laid out anew once: else each projection that reads it would make, and keep for backward, a copy of its own.
+    return ops.all_gather(x.movedim(dim, 0), group.key, group.size).movedim(0, dim).contiguous()
 
 
 def scattered(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -1,0 +1,114 @@
+"""`minidist estimate`: what a layout costs, as a table and as JSON."""
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+from minidist.config import Config
+from minidist.parallel.pipeline.command import as_json as pipeline_json
+from minidist.parallel.pipeline.draw import WIDTH
+from minidist.plan.estimate import MEMORY, Estimate, RankCost, estimate
+from minidist.plan.notes import notes
+
+_COLUMNS = 6  # of the table, side by side
+
+
+def main(config: Config, ranks: int, t_comm: float, as_json: bool) -> int:
+    """Estimate, and print; returns the exit code. Raises UserError for what cannot run."""
+    found = estimate(config, ranks, t_comm=t_comm)
+    if as_json:
+        print(json.dumps(document(found)))
+    else:
+        show(found)
+    return 0
+
+
+def document(found: Estimate) -> dict:
+    """All that is known, for `--json`: of the model, of a step, of the pipeline, and of every rank."""
+    layout, config = found.layout, found.layout.config
+    model, seq_len, batch = config.model, config.data.seq_len, config.train.global_batch
+    per_token = model.flops_per_token(seq_len)
+    return {
+        "world_size": layout.mesh.world_size,
+        "mesh": layout.mesh.sizes,
+        "dtype": layout.dtype,
+        "parameters": model.num_parameters(),
+        "tokens_per_step": batch * seq_len,
+        "flops_per_token": per_token,
+        "flops_per_step": per_token * batch * seq_len,
+        "pipeline": None if found.timeline is None else pipeline_json(found.timeline),
+        "stages": [
+            [[part.layers.start, part.layers.stop] for part in layout.chunks(stage)] for stage in range(layout.mesh.pp)
+        ],
+        "ranks": [_rank(cost) for cost in found.ranks],
+        "notes": notes(found),
+    }
+
+
+def _rank(cost: RankCost) -> dict:
+    return dataclasses.asdict(cost) | {"memory_bytes": cost.memory_bytes}
+
+
+def show(found: Estimate) -> None:
+    """Print what is the same for all ranks, a table with a column for each stage, and what is not in it."""
+    layout, config = found.layout, found.layout.config
+    world, batch, seq_len = layout.mesh.world_size, config.train.global_batch, config.data.seq_len
+    per_token = config.model.flops_per_token(seq_len)
+    ranks = f"{world} rank{'s' * (world > 1)}, {layout.mesh}"
+    print(f"{ranks}; {config.model.num_parameters():,} {layout.dtype} parameters")
+    print(f"a step: {batch} samples x {seq_len} tokens in {config.train.micro_batches} micro-batches a rank")
+    print(f"FLOPs: {_scaled(per_token)} a token, {_scaled(per_token * batch * seq_len)} a step")
+    if (line := found.timeline) is not None:
+        live = " ".join(map(str, line.peak_live))
+        print(f"pipeline: {line.schedule.kind}, bubble {line.bubble:.4f}; micro-batches alive, stage by stage: {live}")
+    rows = _rows(found)
+    for first in range(0, layout.mesh.pp, _COLUMNS):
+        print()
+        _table([[name, *cells[first : first + _COLUMNS]] for name, cells in rows])
+    print()
+    for note in notes(found):
+        print(textwrap.fill(note, WIDTH, subsequent_indent="  "))
+
+
+def _rows(found: Estimate) -> list[tuple[str, list[str]]]:
+    """The lines of the table: a name, and for every stage what its ranks have, the largest where they differ."""
+    layout = found.layout
+    stages = range(layout.mesh.pp)
+    of = [[cost for cost in found.ranks if cost.at["pp"] == stage] for stage in stages]
+
+    def largest(value: Callable[[RankCost], int], unit: str = "") -> list[str]:
+        return [_scaled(max(map(value, costs)), unit) for costs in of]
+
+    rows = [("", [f"stage {stage}" if layout.mesh.pp > 1 else "each rank" for stage in stages])]
+    rows.append(("layers", [_layers(layout.chunks(stage)) for stage in stages]))
+    rows.append(("weights held", [f"{costs[0].parameters:,}" for costs in of]))
+    rows.append(("FLOPs a step", largest(lambda cost: cost.flops)))
+    rows.append(("memory", largest(lambda cost: cost.memory_bytes, "B")))
+    for name, label in MEMORY.items():
+        rows.append((f"  {label}", largest(attrgetter(name), "B")))
+    rows.append(("sent a step", largest(lambda cost: sum(cost.wire_bytes.values()), "B")))
+    for use in dict.fromkeys(use for cost in found.ranks for use in cost.wire_bytes):
+        rows.append((f"  {use}", largest(lambda cost, use=use: cost.wire_bytes.get(use, 0), "B")))
+    return rows
+
+
+def _layers(parts) -> str:
+    return ", ".join(str(p.layers.start) if len(p.layers) == 1 else f"{p.layers.start}-{p.layers[-1]}" for p in parts)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        print(f"{name:<{widths[0]}}  {line}".rstrip())
+
+
+def _scaled(number: float, unit: str = "") -> str:
+    """Three digits and a power of 1000: 1.23 MB."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < 999.5:
+            return f"{number:.3g} {prefix}{unit}".rstrip()
+        number /= 1000
+    return f"{number:.3g} P{unit}"

@@ -1,0 +1,40 @@
+"""Floating-point operations, and the time a pipeline loses.
+
+Counted as `ModelConfig.flops_per_token` counts, which is what MFU is of: attention whole, though a causal kernel skips
+half of it; nothing for a lookup, for work done on several ranks alike (norms of tensor ranks, heads that several hold),
+or for recomputation, of which there is none.
+"""
+
+from minidist.parallel.pipeline.simulate import Timeline, Times, simulate
+from minidist.plan.layout import Layout
+from minidist.roles import forward_flops
+
+
+def flops_per_token(layout: Layout, stage: int) -> int:
+    """Forward and backward of a stage, for one token: `6 N + 12 l h s` of the layers and the head that it has.
+
+    Over the stages they add up to `ModelConfig.flops_per_token`.
+    """
+    model, total = layout.config.model, 0
+    for part in layout.chunks(stage):
+        head = model.vocab_size * model.hidden_size + model.hidden_size if part.last else 0
+        attention = 12 * len(part.layers) * model.hidden_size * layout.config.data.seq_len
+        total += 6 * (len(part.layers) * model.layer_parameters + head) + attention
+    return total
+
+
+def timeline(layout: Layout, t_comm: float = 0.0) -> Timeline | None:
+    """The pipeline's schedule when operations take as long as their FLOPs; None where there is one stage.
+
+    A part's weights cost the same in F, B and W. The two products of attention have no weights: they cost twice as much
+    in B as in F, and nothing in W. t_comm: of a transfer, in forwards of the costliest part.
+    """
+    if layout.schedule is None:
+        return None
+    weights, attention, head = forward_flops(layout.config.model, layout.config.data.seq_len)
+    products = [len(part.layers) * weights + (head if part.last else 0) for part in layout.parts]
+    mixing = [len(part.layers) * attention for part in layout.parts]
+    unit = max(w + a for w, a in zip(products, mixing, strict=True))
+    f = [(w + a) / unit for w, a in zip(products, mixing, strict=True)]
+    b = [(w + 2 * a) / unit for w, a in zip(products, mixing, strict=True)]
+    return simulate(layout.schedule, Times(f, b, [w / unit for w in products], t_comm))

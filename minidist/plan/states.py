@@ -1,0 +1,66 @@
+"""What stays in memory from step to step: parameters, gradients, and what the optimizer keeps."""
+
+from dataclasses import dataclass
+
+from minidist import roles
+from minidist.config import OptimConfig
+from minidist.plan.layout import BYTES, Layout
+from minidist.plan.shapes import Sizes
+
+# The parameters of a layer in the model's order, each with what a rank holds of it and with who else of the tp axis has
+# a part of its gradient: "alone" nobody, as each holds another part or computes the same; "tokens" those that share the
+# sequence; "head" those that hold the same key and value head, for queries of their own.
+LAYER = (
+    ("input_layernorm.weight", "h", "tokens"),
+    ("self_attn.q_proj.weight", "heads/tp d h", "alone"),
+    ("self_attn.k_proj.weight", "kv/tp d h", "head"),
+    ("self_attn.v_proj.weight", "kv/tp d h", "head"),
+    ("self_attn.o_proj.weight", "h heads/tp d", "alone"),
+    ("post_attention_layernorm.weight", "h", "tokens"),
+    ("mlp.gate_proj.weight", "f/tp h", "alone"),
+    ("mlp.up_proj.weight", "f/tp h", "alone"),
+    ("mlp.down_proj.weight", "h f/tp", "alone"),
+)
+FIRST = (("model.embed_tokens.weight", "vocab/tp h", "alone"),)
+LAST = (("model.norm.weight", "h", "tokens"), ("lm_head.weight", "vocab/tp h", "alone"))
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter as one rank holds it. numel: elements here; shared: see LAYER; stages: that hold it."""
+
+    name: str
+    numel: int
+    shared: str
+    stages: tuple[int, ...]
+
+
+def weights(layout: Layout, stage: int) -> list[Weight]:
+    """The parameters on a stage, in the order of the model; every tensor rank of it holds as many elements."""
+    tied, sizes = layout.config.model.tie_embeddings, Sizes.of(layout)
+    parts = layout.chunks(stage)
+    rows = list(FIRST) if any(part.first or (part.last and tied) for part in parts) else []
+    for index in sorted(index for part in parts for index in part.layers):
+        rows += [(f"model.layers.{index}.{name}", shape, shared) for name, shape, shared in LAYER]
+    if any(part.last for part in parts):
+        rows += LAST[: 1 if tied else 2]
+    return [
+        Weight(name, sizes.numel(shape), shared, _stages(layout, stage, name, tied)) for name, shape, shared in rows
+    ]
+
+
+def _stages(layout: Layout, stage: int, name: str, tied: bool) -> tuple[int, ...]:
+    return roles.ends(layout.schedule) if tied and name == FIRST[0][0] and layout.schedule else (stage,)
+
+
+def optimizer_bytes(optim: OptimConfig, held: list[Weight], dtype: str) -> int:
+    """What the optimizer keeps of these parameters: AdamW two moments each, and the number of its steps in float32."""
+    numel = sum(weight.numel for weight in held)
+    if optim.kind == "adamw":
+        return 2 * numel * BYTES[dtype] + len(held) * BYTES["float32"]
+    return numel * BYTES[dtype] if optim.momentum else 0
+
+
+def gradient_elements(gradients: str, held: list[Weight]) -> int:
+    """Elements of the gradients' memory; in buckets one more per parameter, which counts the ranks that used it."""
+    return sum(weight.numel for weight in held) + (len(held) if gradients == "bucketed" else 0)

@@ -1,0 +1,148 @@
+"""`minidist estimate`: what it prints, what it refuses; FLOPs and the bubble."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from minidist.cli import main
+from minidist.config import Config, DataConfig, MeshConfig, ParallelConfig, TrainConfig
+from minidist.models.config import ModelConfig
+from minidist.plan.estimate import estimate
+
+
+def said(capsys, words) -> str:
+    assert main(["estimate", *words.split()]) == 0
+    return capsys.readouterr().out
+
+
+def test_json_says_what_a_step_costs_every_rank(capsys):
+    found = json.loads(said(capsys, "--ranks 8 --mesh.pp 2 --mesh.tp 2 --train.micro-batches 4 --json"))
+    assert (found["world_size"], found["mesh"]) == (8, {"pp": 2, "dp": 2, "cp": 1, "tp": 2})
+    assert found["parameters"] == ModelConfig().num_parameters()
+    assert found["flops_per_step"] == found["flops_per_token"] * 32 * 128 == found["flops_per_token"] * 4096
+    assert found["stages"] == [[[0, 2]], [[2, 4]]] and found["pipeline"]["peak_live"] == [2, 1]
+    assert [rank["at"]["pp"] for rank in found["ranks"]] == [0] * 4 + [1] * 4
+    for rank in found["ranks"]:
+        parts = [value for name, value in rank.items() if name.endswith("_bytes") and name != "wire_bytes"]
+        assert rank["memory_bytes"] * 2 == sum(parts) > 0
+    assert any("Not in it" in note for note in found["notes"])
+
+
+def test_the_table_has_a_column_for_each_stage_and_says_what_is_not_in_it(capsys):
+    table = said(capsys, "--ranks 8 --mesh.pp 8 --train.micro-batches 8 --model.num-layers 8")
+    assert table.startswith("8 ranks, mesh pp=8 x dp=1 x cp=1 x tp=1; ")
+    assert all(f"stage {stage}" in table for stage in range(8)) and table.count("\nmemory ") == 2
+    assert "pipeline: 1f1b, bubble 0." in table and "stage by stage: 8 7 6 5 4 3 2 1" in table
+    assert "\nmemory: " in table and "Not in it" in table
+    assert max(map(len, table.splitlines())) <= 120
+
+
+def test_one_rank_sends_nothing(capsys):
+    table = said(capsys, "--ranks 1")
+    assert (
+        "each rank" in table
+        and "pipeline:" not in table
+        and re.search(r"sent a step +0 B\nk, M", table.replace("\n\n", "\n"))
+    )
+
+
+def test_ranks_are_those_that_train_would_start(capsys):
+    assert said(capsys, "--device cpu").startswith("2 ranks, mesh pp=1 x dp=2 ")
+    assert said(capsys, "--mesh.dp 3 --mesh.tp 2").startswith("6 ranks, mesh pp=1 x dp=3 x cp=1 x tp=2")
+
+
+def test_options_come_from_a_file_too(capsys, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[model]\nnum_layers = 6\n[mesh]\ntp = 2\n")
+    found = json.loads(said(capsys, f"--config {file} --model.num-layers 5 --ranks 2 --json"))
+    assert found["mesh"]["tp"] == 2 and found["stages"] == [[[0, 5]]]
+
+
+REFUSED = [
+    "--ranks 0",
+    "--ranks 3 --mesh.pp 2",
+    "--ranks 8 --mesh.pp 8 --train.micro-batches 8",
+    "--ranks 4 --mesh.pp 2 --parallel.schedule zb-h2 --train.micro-batches 2",
+    "--ranks 3 --mesh.tp 3",
+    "--ranks 3 --mesh.cp 3",
+    "--ranks 2 --model.num-heads 3",
+    "--ranks 2 --train.global-batch 1",
+    "--ranks 2 --optim.lr -1",
+    "--ranks 2 --data.shares 1 2 3",
+]
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_run_is_refused_as_train_refuses_it(capsys, words):
+    told = []
+    for command in ("estimate", "train"):
+        assert main([command, "--device", "cpu", *words.split()]) == 2
+        out, err = capsys.readouterr()
+        assert not out and len(err.splitlines()) == 1
+        told.append(err)
+    assert told[0] == told[1]
+
+
+def test_a_transfer_takes_no_negative_time(capsys):
+    assert main(["estimate", "--ranks", "2", "--mesh.pp", "2", "--train.micro-batches", "2", "--t-comm", "-1"]) == 2
+    assert "t-comm is -1.0; it must be 0 or more" in capsys.readouterr().err
+
+
+def test_it_starts_without_torch():
+    program = (
+        "import sys; from minidist.cli import main; main(['estimate', '--json', '--device', 'cpu', '--mesh.tp', '2']); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["world_size"] == 2
+
+
+def piped(schedule="1f1b", layers=7, tied=True, micro_batches=4, seq_len=32, pp=2, **model) -> Config:
+    return Config(
+        model=ModelConfig(num_layers=layers, tie_embeddings=tied, **model),
+        mesh=MeshConfig(pp=pp, dp=1),
+        parallel=ParallelConfig(schedule=schedule),
+        data=DataConfig(seq_len=seq_len),
+        train=TrainConfig(global_batch=13, micro_batches=micro_batches),
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_flops_of_the_stages_add_up_to_those_of_the_model(schedule, tied):
+    config = piped(schedule, tied=tied)
+    found = estimate(config, 2)
+    assert sum(rank.flops for rank in found.ranks) == config.model.flops_per_token(32) * 13 * 32
+    assert found.ranks[0].flops != found.ranks[1].flops
+
+
+def test_flops_are_shared_by_the_ranks_that_share_the_work():
+    config = Config(mesh=MeshConfig(dp=2, cp=2, tp=2), train=TrainConfig(global_batch=9))
+    found = estimate(config, 8)
+    assert sum(rank.flops for rank in found.ranks) == config.model.flops_per_token(128) * 9 * 128
+    assert [rank.samples for rank in found.ranks] == [5] * 4 + [4] * 4
+
+
+def test_the_bubble_of_equal_stages_is_that_of_the_papers():
+    # 4 layers on 4 stages, a head too small to count, no attention to speak of: every F, B and W takes the same time.
+    # 1F1B: 3 (p - 1) of 3 (m + p - 1). ZB-H1: p - 1 of 3 m + p - 1 (Qi et al. 2023, table 2, with F = B = W).
+    even = {"layers": 4, "vocab_size": 1, "hidden_size": 2048, "num_heads": 16, "intermediate_size": 8192, "seq_len": 1}
+    for schedule, bubble in (("gpipe", 3 / 11), ("1f1b", 3 / 11), ("zb-h1", 3 / 27)):
+        found = estimate(piped(schedule, micro_batches=8, pp=4, **even), 4)
+        assert found.timeline.bubble == pytest.approx(bubble, abs=1e-3), schedule
+
+
+def test_a_stage_with_the_head_is_slower_and_attention_has_no_weight_half():
+    # One layer and one layer with a head, in FLOPs a token forward: weights w, attention a, head v.
+    h, kv, f, s, v = 128, 64, 384, 1024, 4096
+    w, a, head = 2 * (2 * h * h + 2 * h * kv + 3 * h * f), 4 * h * s, 2 * h * v
+    config = piped("zb-h1", layers=2, micro_batches=2, seq_len=s, vocab_size=v)
+    found = estimate(config, 2).timeline
+    first, last = 3 * (w + a), 3 * (w + a + head)
+    assert found.busy == pytest.approx([2 * first / (w + a + head), 2 * last / (w + a + head)])
+    weight_half = next(span for span in found.spans[1] if span.op.kind == "W")
+    assert weight_half.end - weight_half.start == pytest.approx((w + head) / (w + a + head))

@@ -1,25 +1,26 @@
 """Whether a run fits its mesh: said before any rank starts, with the numbers and the nearest that works."""
 
-import math
-
 from minidist import config as configuration
 from minidist.config import Config
 from minidist.errors import UserError
 from minidist.mesh import Mesh
+from minidist.parallel.context import sizes as context
 from minidist.parallel.pipeline.ops import Schedule
 from minidist.parallel.pipeline.schedules import schedule
-from minidist.parallel.tensor import sizes
+from minidist.parallel.tensor import sizes as tensor
 
 
 def check(config: Config, world_size: int) -> Mesh:
     """Raise UserError for whatever cannot run on that many ranks; return the mesh."""
     mesh = configuration.check(config, world_size)
     pipeline(config, mesh)
+    how = config.parallel
     try:
-        sizes.check(config.model, mesh.tp)
+        tensor.check(config.model, mesh.tp)
+        context.check(config.model, config.data.seq_len, mesh.cp, how.context, tp=mesh.tp, sequence=how.sequence)
     except ValueError as error:
-        raise UserError(f"model.{error}.") from None
-    _check_sequence(config, mesh)
+        section = "data" if str(error).startswith("seq_len") else "model"
+        raise UserError(f"{section}.{error}.") from None
     return mesh
 
 
@@ -39,17 +40,3 @@ def pipeline(config: Config, mesh: Mesh) -> Schedule | None:
             f"give {fewer}, or --model.num-layers {made.positions}."
         )
     return made
-
-
-def _check_sequence(config: Config, mesh: Mesh) -> None:
-    """Whether the sequence can be cut into equal parts."""
-    seq_len, cp, tp = config.data.seq_len, mesh.cp, mesh.tp
-    halves = 2 if cp > 1 and config.parallel.context == "ring" else 1  # a rank of a ring holds two pieces
-    parts = cp * math.lcm(halves, tp if config.parallel.sequence else 1)
-    if seq_len % parts:
-        low = seq_len // parts * parts
-        near = f"{low} or {low + parts}" if low else str(parts)
-        raise UserError(
-            f"data.seq-len is {seq_len}, and cp={cp} x tp={tp} ranks share a sequence in {parts} equal parts: give "
-            f"--data.seq-len {near}."
-        )

@@ -10,8 +10,9 @@ import torch
 from minidist.models import ModelConfig
 from minidist.parallel.context import kernels
 from minidist.parallel.context.causal import efficiency, part, work
-from minidist.parallel.context.layout import check, chosen, cut, positions
+from minidist.parallel.context.layout import cut, positions
 from minidist.parallel.context.merge import merge
+from minidist.parallel.context.sizes import check, chosen
 
 CONFIG = ModelConfig(48, 24, 36, 1, 12, 2, 64)
 

@@ -49,11 +49,23 @@ from minidist.fit import check, pipeline
         (
             2,
             {"mesh__cp": 2, "data__seq_len": 66},
-            r"data.seq-len is 66, .* in 4 equal parts: give --data.seq-len 64 or 68",
+            r"data.seq_len=66 cannot be shared by cp=2 ranks in the zigzag layout.*possible cp: 1, 3.*or seq_len=68\.",
         ),
-        (2, {"mesh__cp": 2, "parallel__context": "ulysses", "data__seq_len": 65}, r"2 equal parts: give .* 64 or 66"),
-        (2, {"mesh__tp": 2, "parallel__sequence": True, "data__seq_len": 65}, r"cp=1 x tp=2 .* in 2 equal parts"),
-        (4, {"mesh__cp": 2, "mesh__tp": 2, "parallel__sequence": True, "data__seq_len": 2}, r"give --data.seq-len 4"),
+        (
+            2,
+            {"mesh__cp": 2, "parallel__context": "ulysses", "data__seq_len": 65},
+            r"data.seq_len=65 cannot be shared by cp=2 ranks in the contiguous layout.*or seq_len=66\.",
+        ),
+        (
+            4,
+            {"mesh__cp": 2, "mesh__tp": 2, "model__num_heads": 2, "parallel__context": "ulysses"},
+            r"model.num_heads=2 over tp=2 leaves 1 query heads, which cp=2 ranks cannot share equally in ulysses",
+        ),
+        (
+            2,
+            {"mesh__tp": 2, "parallel__sequence": True, "data__seq_len": 65},
+            r"data.seq_len=65 over cp=1 leaves 65 tokens a rank, which tp=2 ranks cannot share .*seq_len=66 would",
+        ),
     ],
 )
 def test_a_layout_that_cannot_run_is_refused_with_its_numbers(ranks, changes, message):

@@ -13,7 +13,8 @@ from torch import Tensor
 from minidist.comm import Groups, all_gather, broadcast
 from minidist.data.loader import Batch
 from minidist.models.dropout import DropoutAddress
-from minidist.parallel.context.layout import NATURAL, cut, positions
+from minidist.parallel.context.layout import cut, positions
+from minidist.parallel.context.sizes import NATURAL
 from minidist.parallel.context.split import whole_sequences
 from minidist.parallel.grads import collect
 from minidist.parallelize import Parallel

@@ -12,8 +12,8 @@ from functools import partial
 from torch import nn
 
 from minidist.comm import Group
-from minidist.parallel.context.layout import chosen
 from minidist.parallel.context.ring import ring_attention
+from minidist.parallel.context.sizes import chosen
 from minidist.parallel.context.ulysses import ulysses_attention
 
 

@@ -19,10 +19,8 @@ from minidist.models.config import ModelConfig
 from minidist.models.transformer import Transformer
 from minidist.parallelize import parallelize, uses
 from minidist.plan import activations, blocks
-from minidist.plan.blocks import COMPUTE, PARAMETER
 from minidist.plan.estimate import estimate
-from minidist.plan.layout import BYTES, Layout, layout_of
-from minidist.plan.shapes import Sizes
+from minidist.plan.layout import Layout, layout_of
 from minidist.train.metrics import mfu
 from minidist.train.step import Engine
 
@@ -81,9 +79,8 @@ def saved_by(engine: Engine, samples: int) -> Counter:
 
 def described(layout: Layout, samples: int) -> Counter:
     (part,) = layout.parts
-    sizes, dtypes = Sizes.of(layout, samples), {PARAMETER: layout.dtype, COMPUTE: layout.compute_dtype}
-    rows = [(dtypes.get(each.dtype, each.dtype), sizes.numel(each.shape)) for each in activations.kept(layout, part)]
-    return Counter((dtype, numel * BYTES[dtype]) for dtype, numel in rows)
+    tensors = activations.on_a_rank(layout, activations.kept(layout, part), samples)
+    return Counter((tensor.dtype, tensor.bytes) for tensor in tensors)
 
 
 ALONE = [

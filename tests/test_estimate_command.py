@@ -28,6 +28,8 @@ def test_json_says_what_a_step_costs_every_rank(capsys):
     for rank in found["ranks"]:
         parts = [value for name, value in rank.items() if name.endswith("_bytes") and name != "wire_bytes"]
         assert rank["memory_bytes"] * 2 == sum(parts) > 0
+    gate = next(tensor for tensor in found["layer_keeps"] if tensor["name"] == "gate")
+    assert (gate["formula"], gate["shape"], gate["bytes"]) == ("b s/cp f/tp", [4, 128, 192], 4 * 4 * 128 * 192)
     assert any("Not in it" in note for note in found["notes"])
 
 

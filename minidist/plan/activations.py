@@ -1,6 +1,8 @@
 """Bytes kept from forward to backward: of a micro-batch in a part of the model, and at most at one time."""
 
+import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from minidist.plan import blocks
 from minidist.plan.blocks import COMPUTE, PARAMETER, Saved
@@ -14,10 +16,28 @@ def kept(layout: Layout, part: Part) -> list[Saved]:
     return found + blocks.layer(layout) * len(part.layers) + (blocks.end(layout) if part.last else [])
 
 
-def size(layout: Layout, tensors: Iterable[Saved], samples: int) -> int:
-    """Their bytes on one rank, with so many samples in the micro-batch."""
+class Tensor(NamedTuple):
+    """A saved tensor as a rank has it."""
+
+    name: str
+    formula: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * BYTES[self.dtype]
+
+
+def on_a_rank(layout: Layout, tensors: Iterable[Saved], samples: int) -> list[Tensor]:
+    """The described tensors with so many samples in the micro-batch."""
     sizes, dtypes = Sizes.of(layout, samples), {PARAMETER: layout.dtype, COMPUTE: layout.compute_dtype}
-    return sum(sizes.numel(each.shape) * BYTES[dtypes.get(each.dtype, each.dtype)] for each in tensors)
+    return [Tensor(t.name, t.shape, sizes.shape(t.shape), dtypes.get(t.dtype, t.dtype)) for t in tensors]
+
+
+def size(layout: Layout, tensors: Iterable[Saved], samples: int) -> int:
+    """Their bytes on one rank."""
+    return sum(tensor.bytes for tensor in on_a_rank(layout, tensors, samples))
 
 
 def peak(layout: Layout, stage: int, micro_batches: Iterable[int]) -> int:

@@ -9,6 +9,7 @@ from operator import attrgetter
 from minidist.config import Config
 from minidist.parallel.pipeline.command import as_json as pipeline_json
 from minidist.parallel.pipeline.draw import WIDTH
+from minidist.plan import activations, blocks
 from minidist.plan.estimate import MEMORY, Estimate, RankCost, estimate
 from minidist.plan.notes import notes
 
@@ -42,6 +43,7 @@ def document(found: Estimate) -> dict:
         "stages": [
             [[part.layers.start, part.layers.stop] for part in layout.chunks(stage)] for stage in range(layout.mesh.pp)
         ],
+        "layer_keeps": _layer_keeps(found),
         "ranks": [_rank(cost) for cost in found.ranks],
         "notes": notes(found),
     }
@@ -51,6 +53,14 @@ def _rank(cost: RankCost) -> dict:
     return dataclasses.asdict(cost) | {"memory_bytes": cost.memory_bytes}
 
 
+def _layer_keeps(found: Estimate) -> list[dict]:
+    """The tensors that one layer keeps for backward of the first micro-batch, which is the largest."""
+    layout = found.layout
+    samples = max(layout.micro_batches(dp)[0] for dp in range(layout.mesh.dp))
+    tensors = activations.on_a_rank(layout, blocks.layer(layout), samples)
+    return [tensor._asdict() | {"bytes": tensor.bytes} for tensor in tensors]
+
+
 def show(found: Estimate) -> None:
     """Print what is the same for all ranks, a table with a column for each stage, and what is not in it."""
     layout, config = found.layout, found.layout.config
@@ -58,7 +68,8 @@ def show(found: Estimate) -> None:
     per_token = config.model.flops_per_token(seq_len)
     ranks = f"{world} rank{'s' * (world > 1)}, {layout.mesh}"
     print(f"{ranks}; {config.model.num_parameters():,} {layout.dtype} parameters")
-    print(f"a step: {batch} samples x {seq_len} tokens in {config.train.micro_batches} micro-batches a rank")
+    parts = config.train.micro_batches
+    print(f"a step: {batch} samples x {seq_len} tokens, {parts} micro-batch{'es' * (parts > 1)} a rank")
     print(f"FLOPs: {_scaled(per_token)} a token, {_scaled(per_token * batch * seq_len)} a step")
     if (line := found.timeline) is not None:
         live = " ".join(map(str, line.peak_live))

@@ -8,8 +8,10 @@ def notes(found: Estimate) -> list[str]:
     layout = found.layout
     said = [
         "k, M, G are powers of 1000. Ranks of one column may differ by a little: it has the largest of each.",
-        "memory: the sum of the lines below it. Not in it: Python and torch themselves (some 0.3 GB a process), what "
+        "memory: the sum of the lines below it. Not in it: Python and torch themselves (some 0.2 GB a process), what "
         "an operation needs while it runs, messages on their way, and evaluation.",
+        "activations: what is kept for backward where most is alive, as torch's kernels for CPU keep it; a GPU's "
+        "may keep other tensors.",
         "FLOPs: those of the model, forward and backward, attention counted whole; MFU is of them. Nothing is "
         "recomputed.",
     ]
@@ -22,6 +24,10 @@ def notes(found: Estimate) -> list[str]:
         said.append(
             f"{layout.config.model.num_kv_heads} key and value heads over tp={layout.mesh.tp}: several ranks hold, and "
             "compute, the same one; FLOPs count it once."
+        )
+    if found.timeline is not None and found.timeline.schedule.splits_backward:
+        said.append(
+            "Where backward comes in halves, a micro-batch counts whole until its weight half; it holds less by then."
         )
     if found.timeline is not None:
         said.append(

@@ -197,6 +197,16 @@ def test_with_a_backward_in_halves_no_more_are_alive_than_said(ranks, monkeypatc
             assert live == estimate(config, 2).timeline.peak_live[stage]
 
 
+def test_tables_count_once_and_accumulation_keeps_one_micro_batch_at_a_time():
+    layout = layout_of(piped("gpipe"), 2)
+    tables = 2 * SEQ_LEN * MODEL["hidden_size"] // MODEL["num_heads"] * 4  # cos and sin, float32
+    one = activations.size(layout, activations.kept(layout, layout.chunks(0)[0]), 2)
+    assert activations.peak(layout, 0, [2, 2, 2, 2]) == tables + 4 * (one - tables)
+    alone = layout_of(configured({}), 1)
+    largest = activations.size(alone, activations.kept(alone, alone.parts[0]), 3)
+    assert activations.peak(alone, 0, [2, 3, 2]) == largest
+
+
 # -- published --------------------------------------------------------------------------------------------------------
 
 # Rows of table 2, with the layout and what is recomputed.

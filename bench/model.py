@@ -3,11 +3,9 @@
 import argparse
 import contextlib
 import dataclasses
-import gc
 import json
 import random
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.dp import THREADS_PER_RANK, machine_facts, workload_facts
-from bench.model_peers import TENSOR, Makers, pipeline_makers
-from bench.rounds import CHECKED_STEPS, TOLERANCE, WARM_UP_STEPS, one_process
+from bench.model_peers import TENSOR, Makers, Place, pipeline_makers
+from bench.rounds import TOLERANCE, WARM_UP_STEPS, one_process, turn
 from bench.statistics import Interval, median_interval, paired_ratios, step_times
 from bench.workload import Workload
-from minidist.comm import Use, World, barrier, bind
+from minidist.comm import Use, World, bind
 from minidist.errors import RunError, UserError
 from minidist.mesh import Mesh
 from minidist.train.launch import RankServer
@@ -95,26 +93,20 @@ def turns(world: World, contest: Contest, work: Workload, rounds: int, steps: in
     work = contest.work(work)
     contenders = {name: make(work, world) for name, make in contest.makers().items()}
     loader, size, wanted = work.loader(), work.global_batch, one_process(work)
+    batches = [Place(loader, step * size, size) for step in range(work.distinct_steps)]
     for name, contender in contenders.items():
         for i, want in enumerate(wanted):
-            numbers = contender.step(loader, i * size, size)
+            numbers = contender.step(batches[i])
             pairs = zip(numbers, (want.loss, want.grad_norm), strict=True) if contender.exact else ()
             off = max((abs(got - exact) / abs(exact) for got, exact in pairs), default=0.0)
             if not off <= TOLERANCE:
                 raise RunError(f"{name} is {off:.1e} off one process in step {i} of {contest.title}: it is not timed")
-        for i in range(WARM_UP_STEPS):
-            contender.step(loader, (CHECKED_STEPS + i) * size, size)
+        turn(contender, batches[:WARM_UP_STEPS], table)
     spans: dict[str, list] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in random.Random(number).sample(list(contenders), len(contenders)):  # the same order on every rank
-            gc.collect()
-            gc.disable()
-            barrier(table)
-            start_s, cpu_s = time.monotonic(), time.process_time()
-            for i in range(steps):
-                contenders[name].step(loader, (number * steps + i) % work.distinct_steps * size, size)
-            spans[name].append((start_s, time.monotonic(), time.process_time() - cpu_s))
-            gc.enable()
+            mine = [batches[(number * steps + i) % len(batches)] for i in range(steps)]
+            spans[name].append(turn(contenders[name], mine, table))
     return spans, {name: contender.kernel for name, contender in contenders.items()}
 
 

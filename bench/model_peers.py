@@ -5,6 +5,7 @@ norm over all ranks, clipping, AdamW in its fused kernel, the loss known on ever
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from bench.contenders import Floor, Seat
 from bench.workload import Share, Workload, kernel_of
 from minidist.comm import Meter, World, bind
 from minidist.config import Config, MeshConfig, ParallelConfig, TrainConfig
+from minidist.data.loader import Loader
 from minidist.fit import pipeline
 from minidist.mesh import Mesh
 from minidist.models.transformer import token_loss
@@ -33,6 +35,14 @@ from minidist.parallelize import parallelize, stage_parts, uses
 from minidist.train.step import Engine
 
 Numbers = tuple[float, float]  # loss and gradient norm before clipping
+
+
+class Place(NamedTuple):
+    """Where a step's global batch is: `size` samples from `position` on."""
+
+    loader: Loader
+    position: int
+    size: int
 
 
 class Ours:
@@ -53,9 +63,9 @@ class Ours:
         self.engine = Engine(parallelize(work.build(), groups, config), groups, work.optim, work.seed)
         self.kernel = kernel_of(self.engine.optimizer)
 
-    def step(self, loader, position: int, size: int) -> Numbers:
+    def step(self, at: Place) -> Numbers:
         self.steps += 1
-        batches = loader.micro_batches(position, size, 0, 1, self.micro_batches)
+        batches = at.loader.micro_batches(at.position, at.size, 0, 1, self.micro_batches)
         result = self.engine.step(self.steps, batches, self.engine.optim.lr)
         return result.loss, result.grad_norm
 
@@ -69,8 +79,8 @@ class HalfBatch:
         self.floor, self.world = Floor(Seat(work, "full", world)), world
         self.kernel = self.floor.kernel
 
-    def step(self, loader, position, size):
-        (batch,) = loader.micro_batches(position, size, self.world.rank, self.world.size, 1)
+    def step(self, at):
+        (batch,) = at.loader.micro_batches(at.position, at.size, self.world.rank, self.world.size, 1)
         return self.floor.step(Share(batch, batch.count))
 
 
@@ -92,8 +102,8 @@ class TorchTensor:
         self.kernel = kernel_of(self.optimizer)
         self.model.train()
 
-    def step(self, loader, position, size):
-        batch = loader.global_batch(position, size)
+    def step(self, at):
+        batch = at.loader.global_batch(at.position, at.size)
         with loss_parallel():
             loss_sum, _ = self.model(batch.tokens, batch.labels)
             loss = loss_sum / batch.count
@@ -189,8 +199,8 @@ class TorchPipeline:
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return token_loss(logits, labels)[0] / self.count
 
-    def step(self, loader, position, size):
-        batch = loader.global_batch(position, size)
+    def step(self, at):
+        batch = at.loader.global_batch(at.position, at.size)
         self.count, losses = batch.count, []
         given = (batch.tokens,) if self.first else ()
         self.schedule.step(*given, **({"target": batch.labels, "losses": losses} if self.last else {}))

@@ -32,7 +32,7 @@ class Off:
     def __init__(self, *_):
         pass
 
-    def step(self, loader, position, size):
+    def step(self, at):
         return 5.6, 13.6
 
 

@@ -99,6 +99,33 @@ def test_every_rank_of_every_layout_sees_the_loss_and_the_next_token_of_one_proc
         torch.testing.assert_close(found, torch.stack(logits), rtol=0, atol=1e-12)
 
 
+def with_a_frozen_layer(world: World, config: Config) -> dict:
+    groups = bind(world, mesh := config.mesh_of(world.size), uses(mesh, config))
+    model = Transformer(config.model).double()
+    init_parameters(model, 3)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.requires_grad_(False)
+    engine = Engine(parallelize(model, groups, config), groups, config.optim, 0)
+    grads = {}
+
+    def look():
+        grads.update({name: p.grad.clone() for name, p in engine.parameters.items() if p.grad is not None})
+
+    engine.step(0, Loader(generate(2000), 16, 1).micro_batches(0, 6, 0, 1, 3), 0.1, inspect=look)
+    return grads
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+def test_a_frozen_weight_takes_no_gradient_in_any_stage(ranks, kind):
+    config = changed(Config(model=SHAPE), data__seq_len=16, train__micro_batches=3, parallel__schedule=kind)
+    (wanted,) = ranks(with_a_frozen_layer, 1, config)
+    found = ranks(with_a_frozen_layer, 2, changed(config, mesh__pp=2))
+    assert not any("up_proj" in name for name in wanted) and wanted.keys() == set().union(*found)
+    for grads in found:
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, wanted[name], rtol=0, atol=1e-13)
+
+
 def nothing_counts(world: World, config: Config) -> tuple:
     groups = bind(world, mesh := config.mesh_of(world.size), uses(mesh, config))
     engine = Engine(parallelize(Transformer(config.model), groups, config), groups, config.optim, 0)

@@ -213,6 +213,13 @@ def test_the_plan_is_printed_with_its_rows_and_the_pairs_they_cover():
     assert "refused: pp=2 zb-h2 micro-batches=1: zb-h2 has 2 x 2 stages - 1 = 3 micro-batches" in text
 
 
+def test_the_whole_product_can_be_described():
+    options = ParityOptions(ranks=4, full=True)
+    cases = chosen(options)
+    met = [line.split("; ")[1] for line in describe(options, cases) if " rows" in line and "pairs" in line]
+    assert len(cases) > 100_000 and met == [f"{n} of the {n} pairs of switch values" for n in (221, 264, 959)]
+
+
 def test_only_takes_a_part_of_a_name_or_a_regular_expression():
     everything = chosen(ParityOptions())
     assert chosen(ParityOptions(only="dp=2 bucketed")) == [c for c in everything if c.name.startswith("dp=2 bucketed")]

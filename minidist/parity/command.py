@@ -87,7 +87,7 @@ def describe(options: ParityOptions, cases: Sequence[Case]) -> list[str]:
     """The plan: how many rows on which worlds, and what they cover."""
     lines = [f"parity: {len(cases)} rows, each {STEPS} steps of {GLOBAL_BATCH} samples against one process"]
     for part in plan(options.ranks, options.full):
-        mine = [case for case in cases if case in part.cases]
+        mine = part.of(cases)
         met, pairs = part.coverage(mine)
         meshes = len({case.plan.mesh for case in mine})
         over = f" on {meshes} meshes" if meshes > 1 else ""

@@ -38,8 +38,16 @@ class Part:
     def coverage(self, cases: Iterable[Case]) -> tuple[int, int]:
         """How many of the pairs of values these cases have in them, and how many there are."""
         wanted = set().union(*(pairs(family.choices, _APART) for family in self.families))
-        met = set().union(*(covered(_choice(case)) for case in cases if case in self.cases))
+        mine = self.of(cases)
+        if len(mine) == self.product:  # every combination, so every pair
+            return len(wanted), len(wanted)
+        met = set().union(*(covered(_choice(case)) for case in mine))
         return len(wanted & met), len(wanted)
+
+    def of(self, cases: Iterable[Case]) -> list[Case]:
+        """Those of the cases that belong to this part."""
+        own = set(self.cases)
+        return [case for case in cases if case in own]
 
 
 @cache
@@ -82,7 +90,8 @@ def _part(title: str, ranks: int, among: Sequence[Layout], full: bool) -> Part:
     for choice in chosen:
         layout = layout_of[tuple(choice[name] for name in families[0].fixed)]
         cases.append(_case(ranks, layout, {name: choice[name] for name in SWITCHES}))
-    cases.sort(key=lambda case: list(layout_of.values()).index(case.plan))  # one mesh after the other
+    place = {layout: number for number, layout in enumerate(layout_of.values())}
+    cases.sort(key=lambda case: place[case.plan])  # one mesh after the other
     return Part(title, ranks, tuple(families), tuple(cases), refused)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minidist.comm import Group, Handle, recv, send
-from minidist.parallel.grads import GradSink
+from minidist.parallel.grads import GradSink, trainable
 from minidist.parallel.pipeline.halves import Half, WeightsLater, weight_gradient
 from minidist.parallel.pipeline.ops import Op, Place, Schedule, last_backward
 from minidist.parallel.pipeline.simulate import Times, simulate
@@ -68,19 +68,19 @@ class Executor:
         programs = with_transfers(simulate(schedule, Times()))
         rendezvous(schedule, programs)
         self._program = programs[self.stage] if schedule.splits_backward else _in_halves(programs[self.stage])
-        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._names = {parameter: name for name, parameter in trainable(parameters).items()}
         ends = last_backward(schedule, self.stage)
         self._complete: dict[Op, list[str]] = {}
         for name, chunks in used_by.items():
             if name not in shared and chunks:
                 op = schedule.orders[self.stage][max(ends[chunk] for chunk in chunks)]
-                last = op._replace(kind="W") if self._in_halves(op) else op
+                last = op._replace(kind="W") if self._weights_later(op) else op
                 self._complete.setdefault(last, []).append(name)
         self.end_stage = schedule.owner(schedule.positions - 1)[0]
         self.peak_live = 0
         self._begin()
 
-    def _in_halves(self, op: Op) -> bool:
+    def _weights_later(self, op: Op) -> bool:
         """Whether a backward's weights are left for later: not if nobody waits for its input's gradient."""
         return self.schedule.splits_backward or self.schedule.position(self.stage, op.chunk) > 0
 
@@ -111,6 +111,11 @@ class Executor:
         micro-batches that have no samples; every stage knows them.
         """
         self._begin()
+        runs = {
+            "F": ("forward", self._forward),
+            "B": ("backward", self._backward),
+            "W": ("weight gradients", self._weights),
+        }
         for step in self._program:
             if isinstance(step, Transfer):
                 if step.result_of.op.micro_batch not in skip:
@@ -118,8 +123,7 @@ class Executor:
                 continue
             self._op = step
             if step.micro_batch not in skip:
-                run = {"F": self._forward, "B": self._backward, "W": self._weights}[step.kind]
-                name = {"F": "forward", "B": "backward", "W": "weight gradients"}[step.kind]
+                name, run = runs[step.kind]
                 with self._meter.span(name, micro_batch=step.micro_batch):
                     run(step, part)
             for name in self._complete.get(step, ()):
@@ -144,7 +148,7 @@ class Executor:
         if x is not None:
             x.requires_grad_()
         halves: list[Half] = []
-        with WeightsLater(self._names, halves) if self._in_halves(op) else nullcontext():
+        with WeightsLater(self._names, halves) if self._weights_later(op) else nullcontext():
             out = part(op.chunk, op.micro_batch, x)
         # The graph alone is kept: what was sent on is freed.
         self._alive[op], self._halves[op] = (x, get_gradient_edge(out)), halves

@@ -5,8 +5,6 @@ A value comes from, later winning: the default here, a TOML file (`--config FILE
 """
 
 import dataclasses
-import math
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -42,6 +40,56 @@ class ParallelConfig:
     """Share the sequence over tp between the operators (sequence parallelism): the same bytes sent, less memory."""
     context: Literal["ring", "ulysses"] = "ring"
     """How attention sees a sequence cut over cp. ring: keys and values go round. ulysses: heads are exchanged."""
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """What data-parallel ranks share out instead of holding it all alike (ZeRO, arXiv 1910.02054)."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    """0: nothing. 1: the optimizer's states and master weights. 2: and the gradients. 3: and the parameters."""
+    keep_gradients: bool = False
+    """Stage 2: hold whole gradients over the micro-batches of a step and reduce them once, instead of reducing shards
+    in each: fewer bytes sent, more memory. Without micro-batches it changes nothing."""
+    keep_last_block: bool = True
+    """Stage 3: the part of the model whose backward comes right after its forward stays gathered in between."""
+    prefetch: bool = True
+    """Stage 3: gather the next block while this one computes."""
+    shard: int | None = None
+    """Ranks that share one set of shards; all of dp x cp when not given. With fewer, dp / shard of cp ranks each hold
+    the same shards (hybrid sharding: sharded inside a node, replicated across nodes)."""
+    offload: bool = False
+    """On CUDA: master weights and the optimizer's states live in the host's memory, where the update runs."""
+
+
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """In which number format each thing is; `minidist/precision/policy.py` says what a policy stands for."""
+
+    policy: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """fp32, fp64: everything. bf16, fp16: compute and parameters, with fp32 for sums and for the masters."""
+    compute: Dtype | None = None
+    """Of activations and matrix products; that of the policy when not given, and so are the others."""
+    parameter: Dtype | None = None
+    """Of the parameters that forward and backward read."""
+    grad_accum: Dtype | None = None
+    """In which gradients of micro-batches are added up."""
+    reduce: Dtype | None = None
+    """In which gradients go from rank to rank; that of grad_accum when not given."""
+    master: Literal["fp64", "fp32", "none"] | None = None
+    """Of the copy that the optimizer updates, and of its states. none: no copy; the updated parameter is rounded
+    stochastically (bf16)."""
+    loss_scale: Literal["auto", "dynamic", "none"] = "auto"
+    """dynamic: the loss is multiplied so that small gradients are not lost; halved on overflow. auto: for fp16 only."""
+    initial_scale: float = 65536.0
+    """Loss scale at the start."""
+    growth_interval: int = 2000
+    """Steps without overflow after which the scale is doubled."""
+    max_overflows: int = 20
+    """So many steps skipped one after another end the run."""
 
 
 @dataclass(frozen=True)
@@ -163,11 +211,17 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    recompute: Literal["none", "block", "selective"] = "none"
+    """What backward computes again instead of keeping it. block: every layer, from its input. selective: attention."""
+    compile: bool = False
+    """Compile every layer with torch.compile."""
     device: str = "auto"
     """cpu; cuda: a GPU per rank; cuda:0: this GPU for all ranks; auto: cuda where there are enough GPUs, else cpu."""
     folder: Path | None = None
@@ -194,96 +248,3 @@ class Config:
                 f"the world has {world_size}: {hint}."
             )
         return Mesh(pp=m.pp, dp=dp, cp=m.cp, tp=m.tp)
-
-
-# Smallest and largest value of each number, by option.
-_RANGES: dict[str, tuple[float, float]] = {
-    "train.steps": (1, math.inf),
-    "train.global-batch": (1, math.inf),
-    "train.micro-batches": (1, math.inf),
-    "train.seed": (0, 2**63 - 1),
-    "train.log-every": (1, math.inf),
-    "train.eval-every": (0, math.inf),
-    "train.eval-samples": (1, math.inf),
-    "train.sample-tokens": (0, math.inf),
-    "checkpoint.every": (0, math.inf),
-    "checkpoint.keep": (1, math.inf),
-    "trace.first": (1, math.inf),
-    "trace.steps": (1, math.inf),
-    "data.seq-len": (1, math.inf),
-    "optim.lr": (0, math.inf),
-    "optim.weight-decay": (0, math.inf),
-    "optim.momentum": (0, 1),
-    "optim.warmup-steps": (0, math.inf),
-    "optim.min-lr-fraction": (0, 1),
-    "optim.decay-fraction": (0, 1),
-}
-_ABOVE_ZERO = ("optim.eps", "optim.clip-norm", "comm.bucket-mib", "comm.timeout-s")
-
-
-def check(config: Config, world_size: int) -> Mesh:
-    """Raise UserError for whatever cannot run, before any rank starts; return the mesh."""
-    mesh = config.mesh_of(world_size)
-    try:
-        config.model.validate()
-    except ValueError as error:
-        raise UserError(f"model.{error}.") from None
-    _check_numbers(config)
-    train, data = config.train, config.data
-    if data.seq_len > config.model.max_seq_len:
-        raise UserError(
-            f"data.seq-len is {data.seq_len}, the model accepts at most {config.model.max_seq_len} tokens: "
-            f"give --data.seq-len {config.model.max_seq_len} or less, or --model.max-seq-len {data.seq_len}."
-        )
-    if data.min_length is not None and not 1 <= data.min_length <= data.seq_len:
-        raise UserError(f"data.min-length is {data.min_length}; it must be from 1 to data.seq-len ({data.seq_len}).")
-    if config.trace.first is not None and config.trace.first > train.steps:
-        raise UserError(
-            f"trace.first is {config.trace.first}, and the run ends at step {train.steps}: nothing would be recorded. "
-            f"Give --trace.first {train.steps} or less."
-        )
-    parts = mesh.dp * train.micro_batches
-    if train.global_batch < parts:
-        fewer = train.global_batch // mesh.dp
-        raise UserError(
-            f"a global batch of {train.global_batch} samples cannot fill dp={mesh.dp} ranks x "
-            f"{train.micro_batches} micro-batches = {parts} parts (world size {world_size}, {mesh}): "
-            f"give --train.global-batch {parts} or more"
-            + (
-                f", or --train.micro-batches {fewer} or fewer."
-                if fewer
-                else f", or --mesh.dp {train.global_batch} or fewer."
-            )
-        )
-    for name, values in (("shares", data.shares), ("weights", data.weights)):
-        if values is not None and (
-            len(values) != mesh.dp or not all(0 <= v < math.inf for v in values) or not any(values)
-        ):
-            raise UserError(
-                f"data.{name} is {' '.join(map(str, values))} ({len(values)} numbers): it needs one per data-parallel "
-                f"rank ({mesh.dp}), none below 0 and at least one above 0."
-            )
-    return mesh
-
-
-def _check_numbers(config: Config) -> None:
-    for name, (least, most) in _RANGES.items():
-        value = _value(config, name)
-        if value is not None and not (least <= value <= most and abs(value) < math.inf):
-            needed = f"from {least} to {most}" if most < math.inf else f"{least} or more"
-            raise UserError(f"{name} is {value}; it must be {needed}: change --{name}.")
-    for name in _ABOVE_ZERO:
-        value = _value(config, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{name} is {value}; it must be above 0: change --{name}.")
-    if not all(0 <= beta < 1 for beta in config.optim.betas):
-        raise UserError(
-            f"optim.betas is {config.optim.betas}; both must be 0 or more and below 1: change --optim.betas."
-        )
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
-        raise UserError(f"device is {config.device!r}; possible: auto, cpu, cuda, or one GPU for all ranks: cuda:0.")
-
-
-def _value(config: Config, name: str):
-    section, field_name = name.replace("-", "_").split(".")
-    return getattr(getattr(config, section), field_name)

@@ -1,6 +1,6 @@
 """Whether a run fits its mesh: said before any rank starts, with the numbers and the nearest that works."""
 
-from minidist import config as configuration
+from minidist import limits
 from minidist.config import Config
 from minidist.errors import UserError
 from minidist.mesh import Mesh
@@ -12,7 +12,7 @@ from minidist.parallel.tensor import sizes as tensor
 
 def check(config: Config, world_size: int) -> Mesh:
     """Raise UserError for whatever cannot run on that many ranks; return the mesh."""
-    mesh = configuration.check(config, world_size)
+    mesh = limits.check(config, world_size)
     pipeline(config, mesh)
     how = config.parallel
     try:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from small_run import changed
 
-from minidist.config import Config, check
+from minidist.config import Config
 from minidist.configfile import from_text, from_toml, to_toml
 from minidist.errors import UserError
+from minidist.limits import check
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 32])

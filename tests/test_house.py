@@ -17,13 +17,15 @@ ALLOWED = {
     "data": {"ground"},
     "comm": {"ground"},
     "parallel": {"ground", "comm"},
+    "precision": {"ground"},
+    "zero": {"ground", "comm", "parallel", "precision"},
     "fault": {"ground"},
-    "train": {"ground", "comm", "data", "fault", "fit", "models", "parallel", "parallelize"},
+    "train": {"ground", "comm", "data", "fault", "fit", "models", "parallel", "parallelize", "precision", "zero"},
     "notebook": {"ground", "comm", "pieces", "train"},
-    "plan": {"ground", "comm", "data", "fit", "models", "parallel", "roles"},
+    "plan": {"ground", "comm", "data", "fit", "models", "parallel", "precision", "roles"},
     "parity": {"ground", "comm", "data", "fault", "fit", "models", "parallel", "parallelize", "train"},
 }
-GROUND = {"mesh", "spec", "errors", "config", "configfile", "progress"}
+GROUND = {"mesh", "spec", "errors", "config", "limits", "configfile", "progress"}
 ENVIRONMENT = PACKAGE / "train" / "launch"
 
 

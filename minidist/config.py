@@ -79,9 +79,9 @@ class PrecisionConfig:
     """In which gradients of micro-batches are added up."""
     reduce: Dtype | None = None
     """In which gradients go from rank to rank; that of grad_accum when not given."""
-    master: Literal["fp64", "fp32", "none"] | None = None
-    """Of the copy that the optimizer updates, and of its states. none: no copy; the updated parameter is rounded
-    stochastically (bf16)."""
+    master: Literal["fp64", "fp32", "stochastic"] | None = None
+    """Of the copy that the optimizer updates, and of its states. stochastic: no copy; an updated parameter is rounded
+    up or down at random, so that small updates count on average (bf16)."""
     loss_scale: Literal["auto", "dynamic", "none"] = "auto"
     """dynamic: the loss is multiplied so that small gradients are not lost; halved on overflow. auto: for fp16 only."""
     initial_scale: float = 65536.0

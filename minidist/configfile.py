@@ -62,7 +62,7 @@ def _merge(into: Any, values: dict, path: str, prefix: str) -> Any:
 
 def _convert(value: Any, kind: Any, name: str) -> Any:
     """`value` from TOML as the type `kind`, or UserError."""
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):  # the second where one of them is a Literal
         (kind,) = [option for option in typing.get_args(kind) if option is not types.NoneType]
         if value == "none":  # TOML has no null
             return None

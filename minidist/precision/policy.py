@@ -54,12 +54,12 @@ def policy_of(config: PrecisionConfig) -> Policy:
             f"precision.compute is {compute} and precision.parameter {parameter}: what is computed with has the format "
             f"of the parameters; the wider copy is precision.master ({master}). Give --precision.parameter {compute}."
         )
-    if master == "none" and parameter != "bf16":
+    if master == "stochastic" and parameter != "bf16":
         raise UserError(
-            f"precision.master is none and the parameters are {parameter}: stochastic rounding is for bf16, which has "
+            f"precision.master is stochastic and the parameters are {parameter}: this rounding is for bf16, which has "
             "the range of fp32. Give --precision.policy bf16, or leave --precision.master out."
         )
-    if master != "none" and BYTES[master] < BYTES[parameter]:
+    if master != "stochastic" and BYTES[master] < BYTES[parameter]:
         raise UserError(
             f"precision.master is {master} and precision.parameter {parameter}: a master is as wide as its parameter. "
             f"Give --precision.master {parameter}."
@@ -70,5 +70,5 @@ def policy_of(config: PrecisionConfig) -> Policy:
             "precision.loss-scale is none, and gradients pass through fp16, whose smallest number is 6e-8: most of "
             "them would be 0. Give --precision.loss-scale dynamic, or --precision.policy bf16."
         )
-    state = "fp32" if master == "none" else master
-    return Policy(compute, parameter, accumulate, reduce, state, None if master == "none" else master, scaled)
+    state = "fp32" if master == "stochastic" else master
+    return Policy(compute, parameter, accumulate, reduce, state, None if master == "stochastic" else master, scaled)

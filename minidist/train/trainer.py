@@ -233,7 +233,7 @@ class Trainer:
 
     def _give_up(self, result: StepResult) -> None:
         """End the run on all ranks: a number is not finite, and nothing was updated."""
-        names = [name for name in self.swap(result.not_finite) if name is not None]
+        names = [name for names in self.swap(result.not_finite) for name in names[:1]]
         own = [rank for rank, finite in enumerate(self.swap(result.own_loss_finite)) if not finite]
         where = f"the loss of {rank_names(own)}" if own else "the reduced gradient"
         raise RunError(

@@ -128,6 +128,8 @@ class Executor:
                     run(step, part)
             for name in self._complete.get(step, ()):
                 self.sink.ready(name)
+            if step.kind == "W":  # every program has one for each backward, and it comes last
+                self.sink.end(step.chunk)
         self._op = None
         while self._sends:
             self._sends.popleft().wait()

@@ -67,8 +67,10 @@ def policy_of(config: PrecisionConfig) -> Policy:
     scaled = config.loss_scale == "dynamic" or (config.loss_scale == "auto" and "fp16" in (compute, accumulate, reduce))
     if not scaled and "fp16" in (compute, accumulate, reduce):
         raise UserError(
-            "precision.loss-scale is none, and gradients pass through fp16, whose smallest number is 6e-8: most of "
-            "them would be 0. Give --precision.loss-scale dynamic, or --precision.policy bf16."
+            "precision.loss-scale is none, and gradients pass through fp16 "
+            f"(compute {compute}, grad-accum {accumulate}, reduce {reduce}), "
+            "whose smallest number is 6e-8: most of them would be 0. "
+            "Give --precision.loss-scale dynamic, or leave it out."
         )
     state = "fp32" if master == "stochastic" else master
     return Policy(compute, parameter, accumulate, reduce, state, None if master == "stochastic" else master, scaled)

@@ -1,11 +1,11 @@
 """A policy in torch's terms, and a model brought to the format that its policy computes in."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 
-from minidist.precision.policy import TORCH_NAMES, Policy
+from minidist.precision.policy import HALF, TORCH_NAMES, Policy
 from minidist.spec import named_parameters
 
 
@@ -32,19 +32,22 @@ class Formats:
             dtype(policy.master),
         )
 
-    @property
-    def plain(self) -> bool:
-        """Whether everything has one format."""
-        return {self.parameter, self.accumulate, self.reduce, self.state, self.master} == {self.parameter}
+    def at_least(self, dtype: torch.dtype) -> "Formats":
+        """The same, but nothing narrower than `dtype`."""
+        wide = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Formats(**{name: d if d is None else torch.promote_types(d, dtype) for name, d in wide.items()})
 
 
-def convert(model: nn.Module, formats: Formats) -> dict[str, Tensor]:
-    """Bring every parameter of the model to the format of compute; returns the values they had, by global name.
+def convert(model: nn.Module, policy: Policy) -> tuple[Formats, dict[str, Tensor]]:
+    """Bring the model's parameters to the format of the policy; returns the formats of everything, and what they were.
 
-    Masters are made from those: a rounded parameter has lost what its master is for. Buffers stay as they are.
+    Only a policy of 16 bits makes a parameter narrower; a model in float64 stays there under fp32. The values, by
+    global name, are what masters are made from: a rounded parameter has lost what its master is for. Buffers stay.
     """
-    values = {}
+    formats, values = Formats.of(policy), {}
     for name, parameter in named_parameters(model).items():
+        if policy.parameter not in HALF:
+            formats = formats.at_least(parameter.dtype)
         values[name] = parameter.data
         parameter.data = parameter.data.to(formats.parameter)
-    return values
+    return formats, values

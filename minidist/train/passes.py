@@ -126,7 +126,9 @@ class Passes:
     def evaluate(self, batches: Sequence[Batch]) -> list[float]:
         """The loss sum, in nats, and the number of tokens that count, as far as they count on this rank."""
         found = [torch.zeros(2, dtype=torch.float64, device=self.device)]
-        given = [self._addressed(0, batch) for batch in self.own(batches) if not self._skips(batch)]  # nothing is dropped
+        given = [
+            self._addressed(0, batch) for batch in self.own(batches) if not self._skips(batch)
+        ]  # nothing is dropped
 
         def see(loss_sum: Tensor, count: Tensor) -> Tensor:
             found.append(torch.stack([loss_sum.double(), count.double()]))

@@ -141,9 +141,7 @@ class Engine:
     def _squared_norm(self) -> float:
         """This rank's part of the squared gradient norm: each element counts on one of those that hold it."""
         rank, held = self.groups.world.rank, self.sink.held
-        grads = [
-            grad for name, grad in self.sink.gradients().items() if grad is not None and held[name].owner == rank
-        ]
+        grads = [grad for name, grad in self.sink.gradients().items() if grad is not None and held[name].owner == rank]
         if not grads:
             return 0.0
         wide = torch.promote_types(grads[0].dtype, torch.float32)

@@ -264,6 +264,7 @@ class Trainer:
         """Take over what the checkpoint holds; returns its run folder, None when it lies in none."""
         path, kept = self._together(self._read_checkpoint)
         checkpoint.load(path, state.pieces(self.engine), self.swap, self.control.rank)
+        self.engine.sink.restored()
         self.progress = Progress(kept["step"], kept["position"])
         return runfolder.run_of(path)
 

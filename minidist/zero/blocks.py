@@ -1,8 +1,8 @@
 """Stage 3: the parameters of a block are gathered before it is used and freed after, forward and backward.
 
 One block computes while the next is on its way. What belongs to no block (embedding, final norm, head) is gathered for
-as long as the model is in use. In backward a block is over when the one before it begins: then its gradients are reduced
-and its parameters freed. A block that is computed again in backward is gathered once for both.
+as long as the model is in use. In backward a block is over when the one before it begins: then its gradients are
+reduced and its parameters freed. A block that is computed again in backward is gathered once for both.
 
 The hooks are on the modules, outside of whatever has replaced their `forward`: recomputation and compilation happen
 inside, where all parameters are there.
@@ -44,8 +44,8 @@ class Blocks:
     """Gathers and frees the blocks of a model while it runs.
 
     model: called with `layers`, as `Transformer` is; root: all of it that is in no block. num_layers: of the whole
-    model. keep: what comes last in forward, head and last block, stays gathered until its backward. prefetch: gather the
-    next while one computes. over: called in backward with the units of a block that is through, unless None.
+    model. keep: what comes last in forward, head and last block, stays gathered until its backward. prefetch: gather
+    the next while one computes. over: called in backward with the units of a block that is through, unless None.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class _Builder:
         return [frozen] if frozen else []
 
     def _kinds(self, names: Iterable[str]) -> list[list[str]]:
-        """The names apart by what cannot share a row: who else holds the shard, the chunk, and whether it may be cut."""
+        """The names apart by what cannot share a row: who else holds the shard, the chunk, whether it may be cut."""
         kinds: dict[tuple, list[str]] = {}
         for name in names:
             key = self._copies(name), self.given.chunk_of.get(name, 0), self.given.uncut(name)

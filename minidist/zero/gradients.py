@@ -2,11 +2,9 @@
 
 Two ways to keep them between micro-batches. `WholeGradients` (stages 0 and 1) adds them all up in a row of full length
 and reduces it once a step, in place: the shard is a piece of the row. `ShardGradients` (stages 2 and 3) has such a row
-only while the backward of a micro-batch is in it, reduces it then, and adds the result to a shard that stays. Rajbhandari
-et al. 2020 (ZeRO, arXiv 1910.02054), section 5.2.
+only while the backward of a micro-batch is in it, reduces it then, and adds the result to a shard that stays.
+Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 5.2.
 """
-
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor

@@ -2,11 +2,11 @@
 
 Parameters lie one behind the other in one row, which is cut into as many equal shards as there are ranks. Equal shards
 need a length that divides, so the row ends in padding: elements that belong to no parameter, are sent like all others,
-and are never read. Where a shard ends has nothing to do with where a parameter ends (Rajbhandari et al. 2020, ZeRO, arXiv
-1910.02054, section 5).
+and are never read. Where a shard ends has nothing to do with where a parameter ends (Rajbhandari et al. 2020, ZeRO,
+arXiv 1910.02054, section 5).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minidist.spec import ParamSpec, Specs
+from minidist.spec import ParamSpec
 from minidist.zero.blocks import Blocks
 from minidist.zero.gradients import WholeGradients
 from minidist.zero.unit import Unit

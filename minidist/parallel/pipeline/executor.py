@@ -68,11 +68,12 @@ class Executor:
         programs = with_transfers(simulate(schedule, Times()))
         rendezvous(schedule, programs)
         self._program = programs[self.stage] if schedule.splits_backward else _in_halves(programs[self.stage])
-        self._names = {parameter: name for name, parameter in trainable(parameters).items()}
+        trained = trainable(parameters)
+        self._names = {parameter: name for name, parameter in trained.items()}
         ends = last_backward(schedule, self.stage)
         self._complete: dict[Op, list[str]] = {}
         for name, chunks in used_by.items():
-            if name not in shared and chunks:
+            if name not in shared and chunks and name in trained:
                 op = schedule.orders[self.stage][max(ends[chunk] for chunk in chunks)]
                 last = op._replace(kind="W") if self._weights_later(op) else op
                 self._complete.setdefault(last, []).append(name)

@@ -18,6 +18,7 @@ from minidist.parallel.pipeline.split import split as split_stages
 from minidist.parallel.replicate import gradient_sink, synchronize
 from minidist.parallel.tensor.split import Held
 from minidist.parallel.tensor.split import split as split_operators
+from minidist.recompute import recompute
 from minidist.roles import REDUCING, USES, ends, ranks_at, stage_parts, uses
 from minidist.spec import Box, ParamSpec, check_covered, named_parameters, ties_of
 
@@ -65,6 +66,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
         held = split_operators(model, groups["tensor"], config.parallel.sequence)
     if mesh.cp > 1:
         split_context(model, groups["context"], config.parallel.context)
+    recompute(model, config.recompute)
     specs = {
         name: _spec(name, shapes[name], held[name], stages[name], ties[name], mesh, groups.world.rank) for name in held
     }

@@ -13,7 +13,7 @@ from minidist.parallel.tensor import sizes as tensor
 def check(config: Config, world_size: int) -> Mesh:
     """Raise UserError for whatever cannot run on that many ranks; return the mesh."""
     mesh = limits.check(config, world_size)
-    pipeline(config, mesh)
+    _compiled(config, pipeline(config, mesh))
     how = config.parallel
     try:
         tensor.check(config.model, mesh.tp)
@@ -22,6 +22,22 @@ def check(config: Config, world_size: int) -> Mesh:
         section = "data" if str(error).startswith("seq_len") else "model"
         raise UserError(f"{section}.{error}.") from None
     return mesh
+
+
+def _compiled(config: Config, schedule: Schedule | None) -> None:
+    """Raise UserError for what cannot be done with layers that are compiled."""
+    if not config.compile:
+        return
+    if schedule is not None and schedule.splits_backward:
+        raise UserError(
+            f"compile is on and parallel.schedule is {schedule.kind}, whose backward comes in two halves; that of a "
+            "compiled layer is one piece: give --no-compile, or --parallel.schedule 1f1b or interleaved."
+        )
+    if config.recompute == "selective":
+        raise UserError(
+            "compile is on and recompute is selective: a compiled layer is one piece, and what of it is computed again "
+            "the compiler decides: give --recompute none or block, or --no-compile."
+        )
 
 
 def pipeline(config: Config, mesh: Mesh) -> Schedule | None:

@@ -8,6 +8,7 @@ from torch import nn
 from minidist import fit
 from minidist.comm import Group, Groups
 from minidist.comm.algorithms import ALGORITHMS, Chosen
+from minidist.compiled import compile_layers
 from minidist.config import Config
 from minidist.mesh import Mesh
 from minidist.parallel.context.split import split as split_context
@@ -66,7 +67,9 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
         held = split_operators(model, groups["tensor"], config.parallel.sequence)
     if mesh.cp > 1:
         split_context(model, groups["context"], config.parallel.context)
-    recompute(model, config.recompute)
+    if config.compile:
+        compile_layers(model)
+    recompute(model, config.recompute)  # around what is compiled: it is run again as it is
     specs = {
         name: _spec(name, shapes[name], held[name], stages[name], ties[name], mesh, groups.world.rank) for name in held
     }
@@ -77,7 +80,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
     if schedule is not None:
         shared = [name for name in held if len(stages[name]) > 1]
         between = groups["activations"], groups["gradients"]
-        pipeline = Executor(schedule, between, sink, named_parameters(model), used_by, shared)
+        pipeline = Executor(schedule, between, sink, named_parameters(model), used_by, shared, not config.compile)
     sequence = config.parallel.sequence and mesh.tp > 1
     return Parallel(model, specs, sink, pipeline, parts, config.parallel.context, sequence)
 

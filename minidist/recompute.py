@@ -23,7 +23,7 @@ It does where the core is more than a kernel: copies of heads that ranks exchang
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -99,10 +99,8 @@ class _Again:
         with ExitStack() as stack, torch.enable_grad(), saved_tensors_hooks(keep, _never):
             for mode in self._modes:
                 stack.enter_context(mode)
-            try:
+            with suppress(_Enough):
                 self._run(*_detached(self._args))
-            except _Enough:
-                pass
         kinds = [(tensor.shape, tensor.dtype) for tensor in found]
         if kinds != self._saved:
             at = next(i for i in range(len(self._saved)) if kinds[i : i + 1] != self._saved[i : i + 1])
@@ -118,7 +116,7 @@ def _never(_: None) -> Tensor:
 
 
 def _detached(args: Any) -> Any:
-    """The same tensors as leaves of a graph of their own, that take gradients where these do; tuples keep their type."""
+    """The same tensors, cut off from what made them, that take gradients where these do; a tuple stays what it is."""
     if isinstance(args, Tensor):
         return args.detach().requires_grad_(args.requires_grad)
     if isinstance(args, tuple):

@@ -8,15 +8,14 @@ from minidist.parallel.context import sizes as context
 from minidist.parallel.pipeline.ops import Schedule
 from minidist.parallel.pipeline.schedules import schedule
 from minidist.parallel.tensor import sizes as tensor
-from minidist.precision.policy import policy_of
+from minidist.zero import fit as shards
 
 
 def check(config: Config, world_size: int) -> Mesh:
     """Raise UserError for whatever cannot run on that many ranks; return the mesh."""
     mesh = limits.check(config, world_size)
-    pipeline(config, mesh)
-    _check_shards(config, mesh)
-    policy_of(config.precision)
+    _compiled(config, pipeline(config, mesh))
+    shards.check(config, mesh)
     how = config.parallel
     try:
         tensor.check(config.model, mesh.tp)
@@ -27,44 +26,19 @@ def check(config: Config, world_size: int) -> Mesh:
     return mesh
 
 
-def _check_shards(config: Config, mesh: Mesh) -> None:
-    """What ZeRO shares out, over whom, and how gradients get there."""
-    zero, ranks = config.zero, mesh.dp * mesh.cp
-    if zero.shard is not None:
-        inner = zero.shard // mesh.cp
-        if zero.stage == 0 or zero.shard % mesh.cp or not inner or mesh.dp % inner:
-            able = [mesh.cp * n for n in range(1, mesh.dp + 1) if mesh.dp % n == 0]
-            why = (
-                "with zero.stage 0 nothing is shared out"
-                if zero.stage == 0
-                else f"possible: {', '.join(map(str, able))}"
-            )
-            raise UserError(
-                f"zero.shard is {zero.shard}, of dp={mesh.dp} x cp={mesh.cp} = {ranks} ranks: {why}. "
-                + (
-                    "Give --zero.stage 1, 2 or 3, or leave --zero.shard out."
-                    if zero.stage == 0
-                    else "Give one of them."
-                )
-            )
-    if zero.keep_gradients and zero.stage != 2:
+def _compiled(config: Config, schedule: Schedule | None) -> None:
+    """Raise UserError for what cannot be done with layers that are compiled."""
+    if not config.compile:
+        return
+    if schedule is not None and schedule.splits_backward:
         raise UserError(
-            f"zero.keep-gradients is for stage 2, and zero.stage is {zero.stage}: stages 0 and 1 always keep whole "
-            "gradients, stage 3 never does. Leave --zero.keep-gradients out."
+            f"compile is on and parallel.schedule is {schedule.kind}, whose backward comes in two halves; that of a "
+            "compiled layer is one piece: give --no-compile, or --parallel.schedule 1f1b or interleaved."
         )
-    if config.comm.algorithm != "backend" and zero.stage:
+    if config.recompute == "selective":
         raise UserError(
-            f"comm.algorithm is {config.comm.algorithm}, an all-reduce, and zero.stage {zero.stage} sends gradients by "
-            "reduce-scatter. Leave --comm.algorithm out, or give --zero.stage 0."
-        )
-    if config.comm.gradients == "naive" and (zero.stage or not policy_of(config.precision).uniform):
-        raise UserError(
-            f"comm.gradients is naive, which is for zero.stage 0 (here {zero.stage}) and one format of all numbers "
-            f"(precision.policy {config.precision.policy}). Leave --comm.gradients out."
-        )
-    if zero.offload and config.device == "cpu":
-        raise UserError(
-            "zero.offload moves states from a GPU to the host, and device is cpu. Leave --zero.offload out."
+            "compile is on and recompute is selective: a compiled layer is one piece, and what of it is computed again "
+            "the compiler decides: give --recompute none or block, or --no-compile."
         )
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from minidist import fit
 from minidist.comm import Group, Groups
 from minidist.comm.algorithms import ALGORITHMS, Chosen
+from minidist.compiled import compile_layers
 from minidist.config import Config
 from minidist.mesh import Mesh
 from minidist.parallel.context.split import split as split_context
@@ -22,6 +23,7 @@ from minidist.parallel.tensor.split import split as split_operators
 from minidist.precision.formats import convert
 from minidist.precision.policy import Policy, policy_of
 from minidist.precision.scaler import LossScaler
+from minidist.recompute import recompute
 from minidist.roles import REDUCING, USES, ends, ranks_at, stage_parts, uses
 from minidist.spec import Box, ParamSpec, check_covered, named_parameters, ties_of
 from minidist.zero.build import Given, sharded_sink
@@ -72,6 +74,9 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
         held = split_operators(model, groups["tensor"], config.parallel.sequence)
     if mesh.cp > 1:
         split_context(model, groups["context"], config.parallel.context)
+    if config.compile:
+        compile_layers(model)
+    recompute(model, config.recompute)  # around what is compiled: it is run again as it is
     specs = {
         name: _spec(name, shapes[name], held[name], stages[name], ties[name], mesh, groups.world.rank) for name in held
     }
@@ -83,7 +88,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
     if schedule is not None:
         shared = [name for name in held if len(stages[name]) > 1]
         between = groups["activations"], groups["gradients"]
-        pipeline = Executor(schedule, between, sink, named_parameters(model), used_by, shared)
+        pipeline = Executor(schedule, between, sink, named_parameters(model), used_by, shared, not config.compile)
     sequence = config.parallel.sequence and mesh.tp > 1
     scaler = LossScaler(config.precision) if policy.scaled else None
     return Parallel(model, specs, sink, pipeline, parts, config.parallel.context, sequence, scaler)
@@ -112,7 +117,9 @@ def _sink(
     reducing = [reduced_by(config.comm.algorithm, groups[use]) for use in REDUCING if use in groups]
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
         return gradient_sink(config.comm.gradients, named_parameters(model), specs, reducing, config.comm.bucket_mib)
-    return sharded_sink(model, Given(specs, values, names, chunk_of), groups, reducing, config, formats)
+    return sharded_sink(
+        model, Given(specs, values, names, chunk_of, seed=config.train.seed), groups, reducing, config, formats
+    )
 
 
 def _spec(

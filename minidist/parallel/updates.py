@@ -38,8 +38,8 @@ class Updates(Protocol):
     def settle(self, sums: Sequence[float]) -> None:
         """Take the sums of all ranks' reports."""
 
-    def updates(self) -> Iterator[None]:
-        """The optimizer steps once for each: the masters that have a `.grad` then are to be updated."""
+    def updates(self, step: int) -> Iterator[None]:
+        """The optimizer steps once for each, with the masters that have a `.grad` then. step: the number of the step."""
 
     def gather(self) -> None:
         """Bring updated masters to the parameters of all ranks."""
@@ -76,7 +76,7 @@ class WholeSink:
     def settle(self, sums: Sequence[float]) -> None:
         """`finish` knows already which parameters were used."""
 
-    def updates(self) -> Iterator[None]:
+    def updates(self, step: int) -> Iterator[None]:
         """All at once: every `.grad` is in its place."""
         yield
 

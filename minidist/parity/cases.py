@@ -62,6 +62,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "shares": ("equal", "uneven"),
     "empty_step": (False, True),
     "resume": (False, True),
+    "recompute": ("none", "block", "selective"),
 }
 
 # float64: the sums of five AdamW steps in another order move parameters by 1e-12 of the largest; 1e-10 leaves room.
@@ -107,6 +108,7 @@ class Case:
     shares: str
     empty_step: bool
     resume: bool
+    recompute: str
 
     @property
     def world(self) -> int:
@@ -128,6 +130,7 @@ class Case:
         if self.dropout:
             said.append(f"dropout={self.dropout}")
         said += [f"{getattr(self, name)}-{name}" for name in ("start", "shares") if getattr(self, name) != "equal"]
+        said += [f"recompute={self.recompute}"] if self.recompute != "none" else []
         return " ".join(said).replace("_", "-")
 
     @property
@@ -138,8 +141,16 @@ class Case:
     @property
     def reference(self) -> "Case":
         """The part of a case that one process can have; the same reference serves every case that shares it."""
-        plain = {"gradients": "bucketed", "micro_batches": 1, "start": "equal", "shares": "equal", "resume": False}
-        return dataclasses.replace(self, plan=Layout(), dtype="float32" if self.dtype in HALF else self.dtype, **plain)
+        plain = {
+            "gradients": "bucketed",
+            "micro_batches": 1,
+            "start": "equal",
+            "shares": "equal",
+            "resume": False,
+            "recompute": "none",
+        }
+        dtype = "float32" if self.dtype in HALF else self.dtype
+        return dataclasses.replace(self, plan=Layout(), dtype=dtype, **plain)
 
     @property
     def tolerance(self) -> dict[str, float]:
@@ -202,6 +213,7 @@ class Case:
             optim=optim,
             comm=CommConfig(gradients="naive" if self.gradients == "naive" else "bucketed", bucket_mib=0.004),
             train=TrainConfig(global_batch=GLOBAL_BATCH, micro_batches=self.parts),
+            recompute=self.recompute,
         )
 
     def share_of(self) -> tuple[float, ...] | None:

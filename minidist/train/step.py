@@ -100,7 +100,7 @@ class Engine:
             inspect()
         if result.applied:
             with self.groups.meter.span("optimizer"):
-                self.update(lr, result.grad_norm)
+                self.update(lr, result.grad_norm, step)
             self.gather()
         self.sink.clear()
         return result
@@ -147,7 +147,7 @@ class Engine:
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         return float(torch.stack(torch._foreach_norm(grads, dtype=wide)).double().square().sum())
 
-    def update(self, lr: float, grad_norm: float) -> None:
+    def update(self, lr: float, grad_norm: float, step: int) -> None:
         """Clip to the global norm, then step. The factor is that of torch's `clip_grad_norm_`."""
         if self.optim.clip_norm is not None:
             factor = self.optim.clip_norm / (grad_norm + 1e-6)
@@ -155,7 +155,7 @@ class Engine:
                 self.sink.scale(factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        for _ in self.sink.updates():
+        for _ in self.sink.updates(step):
             self.optimizer.step()
 
     def gather(self) -> None:

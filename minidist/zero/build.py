@@ -10,12 +10,13 @@ from minidist.comm import Group, Groups
 from minidist.config import Config
 from minidist.parallel.buckets import FIRST_BYTES, MIB, assign
 from minidist.precision.formats import Formats
+from minidist.precision.rounding import flat_index, round_stochastically
 from minidist.spec import Box, ParamSpec, Specs, flat_boxes, named_parameters
 from minidist.zero.blocks import Block, Blocks
 from minidist.zero.gradients import ShardGradients, WholeGradients
 from minidist.zero.layout import Layout, in_a_row, whole
 from minidist.zero.sink import Reduced, ShardedSink
-from minidist.zero.unit import ShardedUnit, Unit
+from minidist.zero.unit import Rounding, ShardedUnit, Unit
 
 # Parameters of a layer's modules. One that hangs on the layer itself may be used outside of it.
 _IN_A_BLOCK = re.compile(r"model\.layers\.(\d+)\..+\.")
@@ -27,7 +28,7 @@ class Given:
 
     specs: as forward and backward hold the parameters. values: in full precision, before they were converted. names: of
     the whole model's parameters, alike on all ranks. chunk_of: in a pipeline, the part of this stage whose backward
-    completes a gradient. uncut: whether the optimizer needs a parameter whole.
+    completes a gradient. uncut: whether the optimizer needs a parameter whole. seed: of stochastic rounding.
     """
 
     specs: Specs
@@ -35,6 +36,7 @@ class Given:
     names: Sequence[str]
     chunk_of: Mapping[str, int]
     uncut: Callable[[str], bool] = lambda name: False
+    seed: int = 0
 
 
 def sharded_sink(
@@ -144,7 +146,20 @@ class _Builder:
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
         lay: Callable[..., Layout] = whole if self.given.uncut(names[0]) and self.group.size > 1 else in_a_row
         layout = lay(sizes, self.group.size)
-        return kind(parameters, self.given.values, layout, self.group, formats, self.host and not frozen)
+        host, rounding = self.host and not frozen, None if formats.master else self._rounding(layout)
+        return kind(parameters, self.given.values, layout, self.group, formats, host, rounding)
+
+    def _rounding(self, layout: Layout) -> Rounding:
+        """Rounds an element by where it is in the unsplit parameter, so that every layout rounds alike."""
+        bounds, specs, seed = layout.held(self.group.rank), self.given.specs, self.given.seed
+
+        def round_one(values: Tensor, into: Tensor, step: int, name: str) -> None:
+            index = bounds[name][0]
+            if specs[name].boxes[0].shape != specs[name].shape:  # tensor ranks hold other elements, of rows or columns
+                index = flat_index(specs[name].shape, self._held(name, *bounds[name]).boxes, values.device)
+            round_stochastically(values, into, seed, step, name, index)
+
+        return round_one
 
     # -- who holds what -----------------------------------------------------------------------------------------------
 

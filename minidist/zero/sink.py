@@ -6,7 +6,7 @@ somebody needs them). Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), sections
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -79,7 +79,6 @@ class ShardedSink:
     members: in the order in which backward completes them. names: of all parameters of the whole model, the same on
     every rank. held: what this rank keeps of each parameter. blocks: what gathers parameters in stage 3.
     each_micro_batch: whether gradients are reduced in every micro-batch, rather than once a step.
-    publish: brings updated masters to the parameters, where that is more than a copy.
     """
 
     def __init__(
@@ -91,10 +90,9 @@ class ShardedSink:
         *,
         each_micro_batch: bool,
         blocks: Blocks | None = None,
-        publish: Callable[[Unit], None] = Unit.publish,
     ):
         self._members, self._frozen, self._names, self.held = members, frozen, names, dict(held)
-        self.each_micro_batch, self.blocks, self._publish = each_micro_batch, blocks, publish
+        self.each_micro_batch, self.blocks = each_micro_batch, blocks
         self._of = {name: member for member in members for name in member.unit.parameters}
         chunks = sorted({member.chunk for member in members}) if each_micro_batch else [None]
         self._rounds = {
@@ -171,8 +169,8 @@ class ShardedSink:
         for member in self._members:
             member.gradients.result.mul_(factor)
 
-    def updates(self) -> Iterator[None]:
-        """What the optimizer steps once for: every master has its gradient while it does.
+    def updates(self, step: int) -> Iterator[None]:
+        """What the optimizer steps once for: every master has its gradient while it does. step: the number of it.
 
         All at once; or one unit after another, where gradients or masters are there only meanwhile.
         """
@@ -183,7 +181,7 @@ class ShardedSink:
             if members:
                 yield
             for member in members:
-                self._publish(member.unit)
+                member.unit.publish(step)
                 member.unit.close()
 
     def gather(self) -> None:

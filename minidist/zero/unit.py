@@ -1,6 +1,7 @@
 """One row of parameters that ranks share out: its memory, and what the optimizer sees of it."""
 
 from collections.abc import Collection, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +11,18 @@ from minidist.precision.formats import Formats
 from minidist.zero.layout import Layout
 
 
+class Rounding(Protocol):
+    """Rounds what an update gave, (n,), into a parameter's elements, (n,), of a narrower format."""
+
+    def __call__(self, values: Tensor, into: Tensor, step: int, name: str) -> None: ...
+
+
 class Unit:
     """Parameters in one row of memory, of which this rank keeps a shard.
 
     parameters: of the model, which from now on are views of the row; values: what they are in full precision.
     group: the ranks that share out the row. host: whether masters lie in the host's memory, where the update runs.
+    rounding: where masters do not last, how their elements come back to the parameters.
     row: (numel,), what forward and backward read. part: (shard,), this rank's piece of it. master: (shard,), what the
     optimizer updates; the part itself, unless masters are a copy of their own. masters: of each parameter that the
     shard has elements of, those elements, in one dimension.
@@ -28,8 +36,10 @@ class Unit:
         group: Group,
         formats: Formats,
         host: bool = False,
+        rounding: Rounding | None = None,
     ):
         self.parameters, self.layout, self.group, self.formats = dict(parameters), layout, group, formats
+        self._rounding = rounding
         begin, end = layout.bounds(group.rank)
         self.bounds = {  # of each parameter's elements in the shard
             name: (layout.slots[name].start + start - begin, layout.slots[name].start + stop - begin)
@@ -80,10 +90,14 @@ class Unit:
             if name not in unused:
                 self.masters[name].grad = gradients[start:stop]
 
-    def publish(self) -> None:
-        """Bring the updated masters to this rank's part of the row."""
-        if self.separate:
+    @torch.no_grad()
+    def publish(self, step: int = 0) -> None:
+        """Bring the updated masters to this rank's part of the row. step: of the optimizer."""
+        if self.separate and self.lasting:
             self.part.copy_(self.master)
+        elif self.separate:
+            for name, (start, stop) in self.bounds.items():
+                self._rounding(self.masters[name], self.part[start:stop], step, name)
 
     def close(self) -> None:
         """After an update: give back what it took."""

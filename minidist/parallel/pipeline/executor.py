@@ -48,7 +48,8 @@ class Executor:
 
     groups: over the stages, one for what forwards pass on and one for what backwards do. sink: where gradients go.
     parameters: of this stage, by global name. used_by: the chunks that use each of them (`split`); shared: names of
-    those that other stages use too.
+    those that other stages use too. in_halves: whether backward comes in halves where the schedule leaves it open; what
+    is compiled has its backward in one piece.
     end_stage: the stage that has the last part of the model. peak_live: the most micro-batches alive at once so far,
     each chunk counted by itself.
     """
@@ -61,13 +62,16 @@ class Executor:
         parameters: Mapping[str, Tensor],
         used_by: Mapping[str, Sequence[int]],
         shared: Sequence[str] = (),
+        in_halves: bool = True,
     ):
         self.schedule, self.stage, self.sink = schedule, groups[0].rank, sink
         self._groups = dict(zip("FB", groups, strict=True))
         self._meter = groups[0].meter
         programs = with_transfers(simulate(schedule, Times()))
         rendezvous(schedule, programs)
-        self._program = programs[self.stage] if schedule.splits_backward else _in_halves(programs[self.stage])
+        self._halved = schedule.splits_backward or in_halves
+        given = programs[self.stage]
+        self._program = _in_halves(given) if in_halves and not schedule.splits_backward else given
         trained = trainable(parameters)
         self._names = {parameter: name for name, parameter in trained.items()}
         ends = last_backward(schedule, self.stage)
@@ -83,7 +87,8 @@ class Executor:
 
     def _weights_later(self, op: Op) -> bool:
         """Whether a backward's weights are left for later: not if nobody waits for its input's gradient."""
-        return self.schedule.splits_backward or self.schedule.position(self.stage, op.chunk) > 0
+        first = self.schedule.position(self.stage, op.chunk) == 0
+        return self.schedule.splits_backward or (self._halved and not first)
 
     def _begin(self) -> None:
         self._arrived: dict[Place, tuple[Tensor, Handle | None]] = {}  # results of other parts
@@ -129,7 +134,7 @@ class Executor:
                     run(step, part)
             for name in self._complete.get(step, ()):
                 self.sink.ready(name)
-            if step.kind == "W":  # every program has one for each backward, and it comes last
+            if step.kind == ("W" if self._halved else "B"):  # the last piece of a backward
                 self.sink.end(step.chunk)
         self._op = None
         while self._sends:

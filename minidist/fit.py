@@ -42,6 +42,11 @@ def _compiled(config: Config, schedule: Schedule | None) -> None:
         )
 
 
+def remarks(config: Config, mesh: Mesh) -> list[str]:
+    """What a run may do but has little use for, one sentence each."""
+    return shards.remarks(config, mesh)
+
+
 def pipeline(config: Config, mesh: Mesh) -> Schedule | None:
     """The schedule of a run, None where there is one stage. Raises UserError when the model has too few layers for it,
     or the step too few micro-batches."""

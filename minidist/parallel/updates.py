@@ -39,7 +39,7 @@ class Updates(Protocol):
         """Take the sums of all ranks' reports."""
 
     def updates(self, step: int) -> Iterator[None]:
-        """The optimizer steps once for each, with the masters that have a `.grad` then. step: the number of the step."""
+        """The optimizer steps once for each, with the masters that have a `.grad` then. step: its number."""
 
     def gather(self) -> None:
         """Bring updated masters to the parameters of all ranks."""

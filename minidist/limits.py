@@ -29,11 +29,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optim.lr": (0, math.inf),
     "optim.weight-decay": (0, math.inf),
     "optim.momentum": (0, 1),
+    "optim.muon-momentum": (0, 1),
+    "optim.muon-steps": (1, 20),
     "optim.warmup-steps": (0, math.inf),
     "optim.min-lr-fraction": (0, 1),
     "optim.decay-fraction": (0, 1),
 }
-_ABOVE_ZERO = ("optim.eps", "optim.clip-norm", "comm.bucket-mib", "comm.timeout-s")
+_ABOVE_ZERO = ("optim.eps", "optim.clip-norm", "optim.muon-lr-ratio", "comm.bucket-mib", "comm.timeout-s")
 
 
 def check(config: Config, world_size: int) -> Mesh:

@@ -45,7 +45,7 @@ def check(config: Config, world_size: int) -> Mesh:
         config.model.validate()
     except ValueError as error:
         raise UserError(f"model.{error}.") from None
-    _check_numbers(config)
+    check_numbers(config)
     train, data = config.train, config.data
     if data.seq_len > config.model.max_seq_len:
         raise UserError(
@@ -83,7 +83,8 @@ def check(config: Config, world_size: int) -> Mesh:
     return mesh
 
 
-def _check_numbers(config: Config) -> None:
+def check_numbers(config: Config) -> None:
+    """Raise UserError for a number that no run can have."""
     for name, (least, most) in _RANGES.items():
         value = _value(config, name)
         if value is not None and not (least <= value <= most and abs(value) < math.inf):

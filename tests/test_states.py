@@ -86,12 +86,13 @@ def by_hand(n: int, shards: int, stage: int, keep: bool, sizes: tuple, moments: 
     keep=st.booleans(),
     precision=st.sampled_from(list(BY_POLICY)),
     optimizer=st.sampled_from(list(OPTIMIZERS)),
+    reduce=st.sampled_from([None, "bf16", "fp64"]),  # of messages, which are no model state
 )
-def test_any_model_takes_what_counting_by_hand_gives(n, shards, stage, keep, precision, optimizer):
+def test_any_model_takes_what_counting_by_hand_gives(n, shards, stage, keep, precision, optimizer, reduce):
     policy, accumulate, master = precision
     optim, moments = OPTIMIZERS[optimizer]
     row = row_of(n, shards if stage else 1, moments_of(optim, hidden_matrix=False))
-    given = PrecisionConfig(policy=policy, grad_accum=accumulate, master=master)
+    given = PrecisionConfig(policy=policy, grad_accum=accumulate, reduce=reduce, master=master)
     found = model_states([row], ZeroConfig(stage=stage, keep_gradients=keep), policy_of(given))
     expected = by_hand(n, shards, stage, keep, BY_POLICY[precision], moments)
     assert (found.parameters, found.gradients, found.masters, found.moments) == expected

@@ -194,9 +194,11 @@ def _estimate(argv: list[str]) -> int:
         """Time of a transfer between stages, for the bubble; 1 is a forward of the costliest stage's micro-batch."""
         json: bool = False
         """Print JSON, with every rank in it, instead of a table."""
+        parameters: float | None = None
+        """Parameters of a model of which no more is known, 7.5e9 say: the memory of its model states."""
 
     options = _parse(EstimateOptions, "estimate", argv, default=EstimateOptions(_base_config(argv)))
-    return main(options.run, chosen_ranks(options.run, options.ranks), options.t_comm, options.json)
+    return main(options.run, chosen_ranks(options.run, options.ranks), options.t_comm, options.json, options.parameters)
 
 
 def _simulate(argv: list[str]) -> int:

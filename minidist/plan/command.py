@@ -10,14 +10,26 @@ from minidist.config import Config
 from minidist.parallel.pipeline.command import as_json as pipeline_json
 from minidist.parallel.pipeline.draw import WIDTH
 from minidist.plan import activations, blocks
+from minidist.plan.counted import Counted, counted
 from minidist.plan.estimate import MEMORY, Estimate, RankCost, estimate
 from minidist.plan.notes import notes
 
 _COLUMNS = 6  # of the table, side by side
+_COUNTED = (
+    "Model states are what stays from step to step; activations, messages and FLOPs need a model's shape (--model...), "
+    "and so do the optimizer's counts of steps, four bytes a parameter tensor."
+)
 
 
-def main(config: Config, ranks: int, t_comm: float, as_json: bool) -> int:
-    """Estimate, and print; returns the exit code. Raises UserError for what cannot run."""
+def main(config: Config, ranks: int, t_comm: float, as_json: bool, parameters: float | None = None) -> int:
+    """Estimate, and print; returns the exit code. Raises UserError for what cannot run.
+
+    parameters: of a model of which no more is known; None: the model is the one in `config`.
+    """
+    if parameters is not None:
+        known = counted(config, ranks, parameters)
+        print(json.dumps(counted_document(known, config))) if as_json else show_counted(known, config)
+        return 0
     found = estimate(config, ranks, t_comm=t_comm)
     if as_json:
         print(json.dumps(document(found)))
@@ -81,6 +93,47 @@ def show(found: Estimate) -> None:
     print()
     for note in notes(found):
         print(textwrap.fill(note, WIDTH, subsequent_indent="  "))
+
+
+def counted_document(found: Counted, config: Config) -> dict:
+    """What a number of parameters tells, for `--json`."""
+    return {
+        "world_size": found.mesh.world_size,
+        "mesh": found.mesh.sizes,
+        "parameters": found.parameters,
+        "parameters_held": found.held,
+        "padding": found.padding,
+        "zero": {"stage": config.zero.stage, "shards": found.shards},
+        "precision": dataclasses.asdict(found.policy),
+        "model_state_bytes": found.states.total,
+        "model_states": dataclasses.asdict(found.states),
+        "notes": _counted_notes(config),
+    }
+
+
+def show_counted(found: Counted, config: Config) -> None:
+    """Print it."""
+    world, policy = found.mesh.world_size, found.policy
+    print(f"{world} rank{'s' * (world > 1)}, {found.mesh}; {found.parameters:,} {policy.parameter} parameters")
+    padded = f" with {found.padding:,} of padding" if found.padding else ""
+    print(f"ZeRO stage {config.zero.stage}: {found.held:,}{padded} in {found.shards} shard{'s' * (found.shards > 1)}\n")
+    parts = dataclasses.asdict(found.states)
+    formats = {
+        "parameters": policy.parameter,
+        "gradients": policy.accumulate,
+        "masters": policy.master if policy.separate_masters else "",
+        "moments": policy.state,
+    }
+    rows = [["", "", "each rank"], ["model states", "", _scaled(found.states.total, "B")]]
+    _table([*rows, *([f"  {name}", formats[name], _scaled(size, "B")] for name, size in parts.items())])
+    print()
+    for note in _counted_notes(config):
+        print(textwrap.fill(note, WIDTH, subsequent_indent="  "))
+
+
+def _counted_notes(config: Config) -> list[str]:
+    on_host = "On CUDA, masters and moments are in the host's memory (zero.offload)."
+    return [_COUNTED, on_host] if config.zero.offload else [_COUNTED]
 
 
 def _rows(found: Estimate) -> list[tuple[str, list[str]]]:

@@ -25,10 +25,6 @@ def notes(found: Estimate) -> list[str]:
             f"{layout.config.model.num_kv_heads} key and value heads over tp={layout.mesh.tp}: several ranks hold, and "
             "compute, the same one; FLOPs count it once."
         )
-    if found.timeline is not None and found.timeline.schedule.splits_backward:
-        said.append(
-            "Where backward comes in halves, a micro-batch counts whole until its weight half; it holds less by then."
-        )
     if found.timeline is not None:
         said.append(
             "bubble: with operations as long as their FLOPs, the gradients of inputs and of weights each as long as a "

@@ -9,28 +9,29 @@ from operator import attrgetter
 from minidist.config import Config
 from minidist.parallel.pipeline.command import as_json as pipeline_json
 from minidist.parallel.pipeline.draw import WIDTH
-from minidist.plan import activations, blocks
+from minidist.plan import activations, blocks, compute, utilisation
 from minidist.plan.estimate import MEMORY, Estimate, RankCost, estimate
 from minidist.plan.notes import notes
+from minidist.plan.utilisation import Measured
 
 _COLUMNS = 6  # of the table, side by side
 
 
-def main(config: Config, ranks: int, t_comm: float, as_json: bool) -> int:
+def main(config: Config, ranks: int, t_comm: float, as_json: bool, measured: Measured | None = None) -> int:
     """Estimate, and print; returns the exit code. Raises UserError for what cannot run."""
     found = estimate(config, ranks, t_comm=t_comm)
     if as_json:
-        print(json.dumps(document(found)))
+        print(json.dumps(document(found, measured)))
     else:
-        show(found)
+        show(found, measured)
     return 0
 
 
-def document(found: Estimate) -> dict:
+def document(found: Estimate, measured: Measured | None = None) -> dict:
     """All that is known, for `--json`: of the model, of a step, of the pipeline, and of every rank."""
     layout, config = found.layout, found.layout.config
     model, seq_len, batch = config.model, config.data.seq_len, config.train.global_batch
-    per_token = model.flops_per_token(seq_len)
+    per_token, (flops, hardware) = model.flops_per_token(seq_len), _flops(found)
     return {
         "world_size": layout.mesh.world_size,
         "mesh": layout.mesh.sizes,
@@ -38,7 +39,9 @@ def document(found: Estimate) -> dict:
         "parameters": model.num_parameters(),
         "tokens_per_step": batch * seq_len,
         "flops_per_token": per_token,
-        "flops_per_step": per_token * batch * seq_len,
+        "flops_per_step": flops,
+        "hardware_flops_per_step": hardware,
+        **utilisation.document(measured, flops, hardware, layout.mesh.world_size),
         "pipeline": None if found.timeline is None else pipeline_json(found.timeline),
         "stages": [
             [[part.layers.start, part.layers.stop] for part in layout.chunks(stage)] for stage in range(layout.mesh.pp)
@@ -47,6 +50,16 @@ def document(found: Estimate) -> dict:
         "ranks": [_rank(cost) for cost in found.ranks],
         "notes": notes(found),
     }
+
+
+def _flops(found: Estimate) -> tuple[int, int]:
+    """Of a step: those of the model, and with what is computed again."""
+    config = found.layout.config
+    tokens, model = config.train.global_batch * config.data.seq_len, config.model
+    again = model.num_layers * compute.recomputed_per_layer(found.layout)
+    return model.flops_per_token(config.data.seq_len) * tokens, (
+        model.flops_per_token(config.data.seq_len) + again
+    ) * tokens
 
 
 def _rank(cost: RankCost) -> dict:
@@ -61,16 +74,19 @@ def _layer_keeps(found: Estimate) -> list[dict]:
     return [tensor._asdict() | {"bytes": tensor.bytes} for tensor in tensors]
 
 
-def show(found: Estimate) -> None:
+def show(found: Estimate, measured: Measured | None = None) -> None:
     """Print what is the same for all ranks, a table with a column for each stage, and what is not in it."""
     layout, config = found.layout, found.layout.config
     world, batch, seq_len = layout.mesh.world_size, config.train.global_batch, config.data.seq_len
-    per_token = config.model.flops_per_token(seq_len)
+    per_token, (flops, hardware) = config.model.flops_per_token(seq_len), _flops(found)
     ranks = f"{world} rank{'s' * (world > 1)}, {layout.mesh}"
     print(f"{ranks}; {config.model.num_parameters():,} {layout.dtype} parameters")
     parts = config.train.micro_batches
     print(f"a step: {batch} samples x {seq_len} tokens, {parts} micro-batch{'es' * (parts > 1)} a rank")
-    print(f"FLOPs: {_scaled(per_token)} a token, {_scaled(per_token * batch * seq_len)} a step")
+    computed = f"; {_scaled(hardware)} with what is computed again" if hardware > flops else ""
+    print(f"FLOPs: {_scaled(per_token)} a token, {_scaled(flops)} a step{computed}")
+    if measured is not None:
+        print(utilisation.line(measured, flops, hardware, world))
     if (line := found.timeline) is not None:
         live = " ".join(map(str, line.peak_live))
         print(f"pipeline: {line.schedule.kind}, bubble {line.bubble:.4f}; micro-batches alive, stage by stage: {live}")
@@ -96,6 +112,8 @@ def _rows(found: Estimate) -> list[tuple[str, list[str]]]:
     rows.append(("layers", [_layers(layout.chunks(stage)) for stage in stages]))
     rows.append(("weights held", [f"{costs[0].parameters:,}" for costs in of]))
     rows.append(("FLOPs a step", largest(lambda cost: cost.flops)))
+    if layout.config.recompute != "none":
+        rows.append(("  computed", largest(lambda cost: cost.hardware_flops)))
     rows.append(("memory", largest(lambda cost: cost.memory_bytes, "B")))
     for name, label in MEMORY.items():
         rows.append((f"  {label}", largest(attrgetter(name), "B")))

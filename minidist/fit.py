@@ -8,12 +8,14 @@ from minidist.parallel.context import sizes as context
 from minidist.parallel.pipeline.ops import Schedule
 from minidist.parallel.pipeline.schedules import schedule
 from minidist.parallel.tensor import sizes as tensor
+from minidist.zero import fit as shards
 
 
 def check(config: Config, world_size: int) -> Mesh:
     """Raise UserError for whatever cannot run on that many ranks; return the mesh."""
     mesh = limits.check(config, world_size)
     _compiled(config, pipeline(config, mesh))
+    shards.check(config, mesh)
     how = config.parallel
     try:
         tensor.check(config.model, mesh.tp)
@@ -38,6 +40,11 @@ def _compiled(config: Config, schedule: Schedule | None) -> None:
             "compile is on and recompute is selective: a compiled layer is one piece, and what of it is computed again "
             "the compiler decides: give --recompute none or block, or --no-compile."
         )
+
+
+def remarks(config: Config, mesh: Mesh) -> list[str]:
+    """What a run may do but has little use for, one sentence each."""
+    return shards.remarks(config, mesh)
 
 
 def pipeline(config: Config, mesh: Mesh) -> Schedule | None:

@@ -19,6 +19,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "train.sample-tokens": (0, math.inf),
     "checkpoint.every": (0, math.inf),
     "checkpoint.keep": (1, math.inf),
+    "precision.initial-scale": (1e-30, 1e30),  # float32 has the scales around it too
     "precision.growth-interval": (1, math.inf),
     "precision.max-overflows": (1, math.inf),
     "zero.shard": (1, math.inf),
@@ -32,7 +33,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optim.min-lr-fraction": (0, 1),
     "optim.decay-fraction": (0, 1),
 }
-_ABOVE_ZERO = ("optim.eps", "optim.clip-norm", "precision.initial-scale", "comm.bucket-mib", "comm.timeout-s")
+_ABOVE_ZERO = ("optim.eps", "optim.clip-norm", "comm.bucket-mib", "comm.timeout-s")
 
 
 def check(config: Config, world_size: int) -> Mesh:

@@ -1,6 +1,6 @@
 """Composition: the model that knows nothing of parallelism goes in, the one this rank trains comes out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -14,14 +14,19 @@ from minidist.mesh import Mesh
 from minidist.parallel.context.split import split as split_context
 from minidist.parallel.grads import GradSink
 from minidist.parallel.pipeline.executor import Executor
+from minidist.parallel.pipeline.ops import Schedule
 from minidist.parallel.pipeline.split import EMBEDDING
 from minidist.parallel.pipeline.split import split as split_stages
 from minidist.parallel.replicate import gradient_sink, synchronize
 from minidist.parallel.tensor.split import Held
 from minidist.parallel.tensor.split import split as split_operators
+from minidist.precision.formats import convert
+from minidist.precision.policy import Policy, policy_of
+from minidist.precision.scaler import LossScaler
 from minidist.recompute import recompute
 from minidist.roles import REDUCING, USES, ends, ranks_at, stage_parts, uses
 from minidist.spec import Box, ParamSpec, check_covered, named_parameters, ties_of
+from minidist.zero.build import Given, sharded_sink
 
 __all__ = ["USES", "Parallel", "parallelize", "reduced_by", "stage_parts", "uses"]  # who lays out, binds first
 
@@ -33,6 +38,7 @@ class Parallel:
     model: what this rank runs; specs: the facts about its parameters; sink: where their gradients go.
     pipeline: what runs the model, where it is cut into stages; parts: the layers of each of the model's parts.
     context: how attention sees a sequence that is cut over cp. sequence: whether tp shares it between operators.
+    scaler: of the loss, where gradients could be too small for their format.
     """
 
     model: nn.Module
@@ -42,15 +48,16 @@ class Parallel:
     parts: Sequence[range] = ()
     context: str = "ring"
     sequence: bool = False
+    scaler: LossScaler | None = None
 
 
 def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
-    """Lay `model` out over the mesh of `groups`, bound for `uses`: pipeline, tensor, context, data, in this order.
+    """Lay `model` out over the mesh of `groups`, bound for `uses`: pipeline, tensor, context, precision, data or ZeRO.
 
     model: the whole one; every rank gets the values that rank 0 has.
     """
     mesh = groups.mesh
-    for use in ("grads", "tensor", "activations"):  # across one axis after the other, so at last from rank 0
+    for use in ("grads", "copies", "tensor", "activations"):  # across one axis after the other, so at last from rank 0
         if use in groups:
             synchronize(model, groups[use])
     ties = ties_of(model)
@@ -74,15 +81,45 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
         name: _spec(name, shapes[name], held[name], stages[name], ties[name], mesh, groups.world.rank) for name in held
     }
     check_covered(model, specs)
-    reducing = [reduced_by(config.comm.algorithm, groups[use]) for use in REDUCING if use in groups]
-    sink = gradient_sink(config.comm.gradients, named_parameters(model), specs, reducing, config.comm.bucket_mib)
+    policy = policy_of(config.precision)
+    chunk_of = {} if schedule is None else _completing(schedule, groups["activations"].rank, used_by)
+    sink = _sink(model, specs, groups, config, policy, tuple(shapes), chunk_of)
     pipeline = None
     if schedule is not None:
         shared = [name for name in held if len(stages[name]) > 1]
         between = groups["activations"], groups["gradients"]
         pipeline = Executor(schedule, between, sink, named_parameters(model), used_by, shared, not config.compile)
     sequence = config.parallel.sequence and mesh.tp > 1
-    return Parallel(model, specs, sink, pipeline, parts, config.parallel.context, sequence)
+    scaler = LossScaler(config.precision) if policy.scaled else None
+    return Parallel(model, specs, sink, pipeline, parts, config.parallel.context, sequence, scaler)
+
+
+def _completing(schedule: Schedule, stage: int, used_by: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Of each parameter the chunk whose backward is the last that adds to its gradient."""
+    return {
+        name: min(chunks, key=lambda chunk: schedule.position(stage, chunk))
+        for name, chunks in used_by.items()
+        if chunks
+    }
+
+
+def _sink(
+    model: nn.Module,
+    specs: dict[str, ParamSpec],
+    groups: Groups,
+    config: Config,
+    policy: Policy,
+    names: Sequence[str],
+    chunk_of: Mapping[str, int],
+) -> GradSink:
+    """Where gradients go. names: of the whole model's parameters."""
+    formats, values = convert(model, policy)
+    reducing = [reduced_by(config.comm.algorithm, groups[use]) for use in REDUCING if use in groups]
+    if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
+        return gradient_sink(config.comm.gradients, named_parameters(model), specs, reducing, config.comm.bucket_mib)
+    return sharded_sink(
+        model, Given(specs, values, names, chunk_of, seed=config.train.seed), groups, reducing, config, formats
+    )
 
 
 def _spec(

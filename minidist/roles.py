@@ -11,40 +11,59 @@ from minidist.models.config import ModelConfig
 from minidist.parallel.pipeline.balance import balance
 from minidist.parallel.pipeline.ops import Schedule
 
-# Who talks to whom in a step of every layout. "grads": replicas of a parameter that saw other tokens. "loss": ranks
-# that see other tokens.
+# Who talks to whom in a step of every layout. "grads": replicas of a parameter that saw other tokens; under ZeRO those
+# of them that share out its shards. "loss": ranks that see other tokens.
 USES: Sequence[Use] = (Use("grads", ("dp", "cp")), Use("loss", ("dp", "cp")))
 
-# The uses over which gradients are summed. A parameter takes the first whose ranks are those that contribute to it.
-REDUCING = ("grads", "norms", "heads", "tied")
+# The uses over which gradients are summed. A parameter takes the first whose ranks are those that contribute to it;
+# under ZeRO its shard takes, besides "grads", the one whose ranks hold the same shard.
+REDUCING = ("grads", "copies", "norms", "heads", "tied")
 
 
 def uses(mesh: Mesh, config: Config) -> list[Use]:
     """Who talks to whom in a step of this layout, and what for. What one axis needs is there when its size is not 1."""
-    found = list(USES)
+    sharing, summing = _reduction(mesh, config)
+    found = [sharing, *USES[1:]]
+    if config.zero.stage and summing.axes:
+        found.append(summing)
     if mesh.tp > 1:
         found.append(Use("tensor", ("tp",)))
-        found += _summed_over_tensor(mesh.tp, config)
+        found += _summed_over_tensor(mesh.tp, config, summing)
     if mesh.cp > 1:
         found.append(Use("context", ("cp",)))
     if mesh.pp > 1:
         found += [Use("activations", ("pp",)), Use("gradients", ("pp",))]
         both = ends(fit.pipeline(config, mesh))
         if config.model.tie_embeddings and len(both) > 1:
-            found.append(Use("tied", ("pp", "dp", "cp"), (("pp", (both,)),)))
+            found.append(Use("tied", ("pp", *summing.axes), (("pp", (both,)), *summing.among)))
     return found
 
 
-def _summed_over_tensor(tp: int, config: Config) -> list[Use]:
-    """Gradients that are parts of a sum on several ranks of the tp axis."""
-    found = []
+def _reduction(mesh: Mesh, config: Config) -> tuple[Use, Use]:
+    """Who shares out the gradients of a parameter, and who, of those that saw other tokens, sums the same.
+
+    Without ZeRO all replicas sum the same, and nobody shares anything out.
+    """
+    if config.zero.stage == 0:
+        return USES[0], Use("copies", USES[0].axes)
+    inner = (config.zero.shard or mesh.dp * mesh.cp) // mesh.cp  # places on the dp axis that share
+    if inner == mesh.dp:
+        return USES[0], Use("copies", ())
+    sharing = tuple(tuple(range(first, first + inner)) for first in range(0, mesh.dp, inner))
+    copies = tuple(zip(*sharing, strict=True))
+    return Use("grads", USES[0].axes, (("dp", sharing),)), Use("copies", ("dp",), (("dp", copies),))
+
+
+def _summed_over_tensor(tp: int, config: Config, summing: Use) -> list[Use]:
+    """Gradients that are parts of a sum on several ranks of the tp axis, as on those of `summing`."""
+    found, axes = [], (*summing.axes, "tp")
     if config.parallel.sequence:
-        found.append(Use("norms", ("dp", "cp", "tp")))
+        found.append(Use("norms", axes, summing.among))
     heads = config.model.num_kv_heads
     if heads < tp and not (heads == 1 and config.parallel.sequence):  # one head for all is the same ranks
         each = tp // heads
         sets = tuple(tuple(range(head * each, (head + 1) * each)) for head in range(heads))
-        found.append(Use("heads", ("dp", "cp", "tp"), (("tp", sets),)))
+        found.append(Use("heads", axes, (*summing.among, ("tp", sets))))
     return found
 
 

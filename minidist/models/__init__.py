@@ -1,4 +1,4 @@
-"""A decoder-only transformer that knows nothing of parallelism. Imports torch and the standard library only.
+"""A decoder-only transformer that knows nothing of parallelism. Imports torch and a hash (`hashing.py`) only.
 
 Names are looked up when they are first used: the shape of a model (`ModelConfig`) needs no torch, which takes seconds.
 """

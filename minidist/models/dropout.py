@@ -17,9 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX64 = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+from minidist.hashing import mix, mix_int, signed
 
 
 class DropoutKeys(NamedTuple):
@@ -50,10 +48,10 @@ class DropoutAddress:
     @cached_property
     def rows(self) -> Tensor:
         """(b, s) int64: the part of the hash that all sites share. A model without dropout never asks for it."""
-        key = _mix_int(_mix_int(self.seed) + self.step)
-        sample_keys = _mix(self.samples + _signed(key))  # (b,)
+        key = mix_int(mix_int(self.seed) + self.step)
+        sample_keys = mix(self.samples + signed(key))  # (b,)
         # Hashed here, outside any compiled block: `step` is a new Python integer each time and would recompile it.
-        return _mix(sample_keys[:, None] + self.positions[None, :])
+        return mix(sample_keys[:, None] + self.positions[None, :])
 
     def keys(self, site: int, width: int) -> DropoutKeys:
         """The keys of one place in the model where dropout is applied to `width` features.
@@ -65,8 +63,8 @@ class DropoutAddress:
             features = torch.arange(width, device=self.rows.device)
         elif len(features) != width:
             raise ValueError(f"the dropout address names {len(features)} features, the hidden state has {width}")
-        rows = _mix(self.rows ^ _signed(_mix_int(site)))
-        return DropoutKeys(_low(rows), _high(rows), _high(_mix(features)))
+        rows = mix(self.rows ^ signed(mix_int(site)))
+        return DropoutKeys(_low(rows), _high(rows), _high(mix(features)))
 
 
 def site_of(layer: int, branch: int) -> int:
@@ -91,30 +89,9 @@ def dropout(hidden: Tensor, p: float, keys: DropoutKeys) -> Tensor:
     return hidden * keep_mask(keys, p) * (1 / (1 - p))
 
 
-def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finalizer, on int64 with wrap-around."""
-    x = x + _signed(_GOLDEN)
-    for shift, factor in _MIX64:
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
 def _high(x: Tensor) -> Tensor:
     return (x >> 32).to(torch.int32)
 
 
 def _low(x: Tensor) -> Tensor:
     return ((x << 32) >> 32).to(torch.int32)  # sign-extended first, so that the cast never meets a number out of range
-
-
-def _mix_int(x: int) -> int:
-    """The same on one Python integer."""
-    x = (x + _GOLDEN) & _MASK64
-    for shift, factor in _MIX64:
-        x = ((x ^ (x >> shift)) * factor) & _MASK64
-    return x ^ (x >> 31)
-
-
-def _signed(x: int) -> int:
-    """The int64 with these 64 bits."""
-    return x - (1 << 64) if x >> 63 else x

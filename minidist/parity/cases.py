@@ -8,7 +8,17 @@ from typing import Any
 
 import torch
 
-from minidist.config import CommConfig, Config, DataConfig, MeshConfig, OptimConfig, ParallelConfig, TrainConfig
+from minidist.config import (
+    CommConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+    ZeroConfig,
+)
 from minidist.data.loader import IGNORED, Batch, Loader
 from minidist.data.synthetic import generate
 from minidist.models.config import ModelConfig
@@ -25,11 +35,24 @@ EMPTY_STEP = 2  # in cases with an empty step, no token of this one counts
 RESUME_AFTER = 3
 SHORT_SAMPLES = 13  # under padding, the first of each global batch, so that no equal cut of it has equal counts
 
+# How gradients get to who updates with them.
+GRADIENTS = {
+    "bucketed": {},
+    "naive": {},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero2-whole": {"stage": 2, "keep_gradients": True},
+    "zero3": {"stage": 3},
+    "zero3-freed": {"stage": 3, "keep_last_block": False, "prefetch": False},
+    "zero1-hybrid": {"stage": 1},
+    "zero3-hybrid": {"stage": 3},
+}
+
 # Everything about a case that is not its world. The first value of a switch is the plain one.
 SWITCHES: dict[str, tuple[Any, ...]] = {
-    "dtype": ("float64", "float32"),
+    "dtype": ("float64", "float32", "bf16", "fp16"),
     "optimizer": ("adamw", "sgd"),
-    "gradients": ("bucketed", "naive"),
+    "gradients": tuple(GRADIENTS),
     "micro_batches": (1, 4),  # or twice as many as there are stages, if those are more than 2
     "tied": (True, False),
     "padding": (False, True),
@@ -51,7 +74,15 @@ TOLERANCES = {
     ("float64", "sgd"): {"loss": 1e-10, "grad": 1e-10, "grad_norm": 1e-10, "param": 1e-10},
     ("float32", "adamw"): {"loss": 2e-6, "grad": 1e-5, "grad_norm": 2e-6},
     ("float32", "sgd"): {"loss": 2e-6, "grad": 1e-5, "grad_norm": 2e-6, "param": 1e-5},
+    ("bf16", "adamw"): {"loss": 1e-2, "grad": 1e-1, "grad_norm": 3e-2},
+    ("bf16", "sgd"): {"loss": 1e-2, "grad": 1e-1, "grad_norm": 3e-2},
+    ("fp16", "adamw"): {"loss": 1e-2, "grad": 1e-1, "grad_norm": 3e-2},
+    ("fp16", "sgd"): {"loss": 1e-2, "grad": 1e-1, "grad_norm": 3e-2},
 }
+
+# Of 16 bits are the parameters and all that is computed; the reference has them in float32.
+POLICIES = {"float64": "fp64", "float32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+HALF = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -118,7 +149,8 @@ class Case:
             "resume": False,
             "recompute": "none",
         }
-        return dataclasses.replace(self, plan=Layout(), **plain)
+        dtype = "float32" if self.dtype in HALF else self.dtype
+        return dataclasses.replace(self, plan=Layout(), dtype=dtype, **plain)
 
     @property
     def tolerance(self) -> dict[str, float]:
@@ -135,7 +167,7 @@ class Case:
         """The model with its initial values, in the dtype of the case."""
         model = Probe(self.shape)
         init_parameters(model, seed)
-        return model.to(getattr(torch, self.dtype))
+        return model.to(torch.float64 if self.dtype == "float64" else torch.float32)
 
     @property
     def shape(self) -> ModelConfig:
@@ -169,13 +201,17 @@ class Case:
         # Buckets so small that the model has many, before and after the one with the rarely used parameter.
         plan = self.plan
         how = {"schedule": plan.schedule, "sequence": plan.sequence, "context": plan.context}
+        ranks = plan.dp * plan.cp
+        shard = ranks // 2 if self.gradients.endswith("hybrid") else None
         return Config(
+            zero=ZeroConfig(**GRADIENTS[self.gradients], shard=shard),
+            precision=PrecisionConfig(POLICIES[self.dtype], initial_scale=1024.0),
             model=self.shape,
             mesh=MeshConfig(**plan.mesh.sizes),
             parallel=ParallelConfig(**{name: value for name, value in how.items() if value is not None}),
             data=DataConfig(seq_len=self.seq_len),
             optim=optim,
-            comm=CommConfig(gradients=self.gradients, bucket_mib=0.004),
+            comm=CommConfig(gradients="naive" if self.gradients == "naive" else "bucketed", bucket_mib=0.004),
             train=TrainConfig(global_batch=GLOBAL_BATCH, micro_batches=self.parts),
             recompute=self.recompute,
         )

@@ -9,8 +9,8 @@ from typing import Any
 
 from minidist.errors import UserError
 from minidist.fit import check
-from minidist.parity.cases import SWITCHES, Case
-from minidist.parity.cover import Family, covered, pairs, pairwise
+from minidist.parity.cases import HALF, SWITCHES, Case
+from minidist.parity.cover import Family, Switches, covered, pairs, pairwise
 from minidist.parity.layouts import Layout, layouts
 
 # Every schedule meets every number of stages; it need not meet every mesh.
@@ -81,7 +81,7 @@ def _part(title: str, ranks: int, among: Sequence[Layout], full: bool) -> Part:
         if switches["micro_batches"]:
             features = _features(layout) if len(among) > 1 else {}
             layout_of[tuple(features.values())] = layout
-            families.append(Family(switches, features))
+            families += [Family({**switches, **formats}, features) for formats in _formats(switches)]
     if full:
         chosen = [choice for family in families for choice in _product(family)]
     else:
@@ -93,6 +93,13 @@ def _part(title: str, ranks: int, among: Sequence[Layout], full: bool) -> Part:
     place = {layout: number for number, layout in enumerate(layout_of.values())}
     cases.sort(key=lambda case: place[case.plan])  # one mesh after the other
     return Part(title, ranks, tuple(families), tuple(cases), refused)
+
+
+def _formats(switches: Switches) -> list[Switches]:
+    """One format of all numbers with every way of reducing gradients; two formats only where masters can be kept."""
+    full = {"dtype": tuple(dtype for dtype in switches["dtype"] if dtype not in HALF)}
+    half = {"dtype": HALF, "gradients": tuple(kind for kind in switches["gradients"] if kind != "naive")}
+    return [full, half]
 
 
 def _product(family: Family) -> Iterable[dict[str, Any]]:
@@ -135,4 +142,12 @@ def switches_of(layout: Layout) -> dict[str, tuple[Any, ...]]:
         alone["start"] = ("equal",)
     if layout.dp == 1:
         alone["shares"] = ("equal",)
+    alone["gradients"] = tuple(kind for kind in SWITCHES["gradients"] if _shares(layout, kind))
     return {**SWITCHES, **alone}
+
+
+def _shares(layout: Layout, gradients: str) -> bool:
+    """Whether this way of reducing gradients is one of its own in a layout: shards need ranks, copies twice as many."""
+    if gradients.endswith("hybrid"):
+        return layout.dp % 2 == 0 and layout.dp * layout.cp > 2
+    return not gradients.startswith("zero") or layout.dp * layout.cp > 1

@@ -153,9 +153,11 @@ def run_case(groups: Groups, case: Case, file: str, found: Callable[[First], Non
 
         def compare_gradients(step=step, engine=engine, looks=looks):
             looks.append(step)
-            for name, parameter in named_parameters(engine.model).items():
-                want = wanted.get(f"{step}/{name}")
-                seen.see_tensor("grad", step, name, parameter.grad, want, engine.specs[name])
+            for name, grad in engine.sink.gradients().items():
+                seen.see_tensor("grad", step, name, grad, wanted.get(f"{step}/{name}"), engine.sink.held[name])
+            for name, parameter in engine.parameters.items():
+                if not parameter.requires_grad:
+                    seen.see_tensor("grad", step, name, parameter.grad, None, engine.specs[name])
 
         result = engine.step(step, batches, case.lr(step), inspect=compare_gradients)
         if len(looks) != 1:
@@ -175,7 +177,12 @@ def run_case(groups: Groups, case: Case, file: str, found: Callable[[First], Non
 
 def _end(seen: Comparison, engine: Engine, wanted: dict[str, Tensor], told: list, clipped_steps: int) -> Record:
     """Compare what is left when training is over."""
+    stored = engine.sink.stored()
+    for name, spec in engine.sink.held.items():
+        seen.see_tensor("param", STEPS, name, stored[name], wanted[f"end/{name}"], spec)
     parameters = named_parameters(engine.model)
+    if engine.sink.blocks is not None:
+        engine.sink.blocks.gather_all()
     for name, parameter in parameters.items():
         seen.see_tensor("param", STEPS, name, parameter, wanted[f"end/{name}"], engine.specs[name])
     buffers = dict(engine.model.named_buffers())
@@ -220,6 +227,7 @@ def _resumed(engine: Engine, groups: Groups, case: Case, clip_norm: float, step:
         engine = _engine(groups, case, clip_norm, fresh=1000)
         prepare(engine, checkpoint.read_index(path))
         checkpoint.load(path, pieces(engine), swap, control.rank)
+        engine.sink.restored()
     finally:
         swap(None)
         if control.rank == 0:

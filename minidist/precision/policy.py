@@ -13,7 +13,7 @@ from minidist.errors import UserError
 TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
-_HALF = ("bf16", "fp16")
+HALF = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class Policy:
     scaled: bool
 
     @property
+    def uniform(self) -> bool:
+        """Whether everything has one format."""
+        return {self.parameter, self.accumulate, self.reduce, self.state, self.master} == {self.compute}
+
+    @property
     def separate_masters(self) -> bool:
         """Whether masters are a copy of their own: not where the parameters have their format already."""
         return self.master is not None and self.master != self.parameter
@@ -42,7 +47,7 @@ class Policy:
 
 def policy_of(config: PrecisionConfig) -> Policy:
     """The policy that a configuration means. Raises UserError for one that cannot train."""
-    half = config.policy in _HALF
+    half = config.policy in HALF
     compute = config.compute or config.policy
     parameter = config.parameter or compute
     wide = "fp32" if half else config.policy
@@ -67,8 +72,10 @@ def policy_of(config: PrecisionConfig) -> Policy:
     scaled = config.loss_scale == "dynamic" or (config.loss_scale == "auto" and "fp16" in (compute, accumulate, reduce))
     if not scaled and "fp16" in (compute, accumulate, reduce):
         raise UserError(
-            "precision.loss-scale is none, and gradients pass through fp16, whose smallest number is 6e-8: most of "
-            "them would be 0. Give --precision.loss-scale dynamic, or --precision.policy bf16."
+            "precision.loss-scale is none, and gradients pass through fp16 "
+            f"(compute {compute}, grad-accum {accumulate}, reduce {reduce}), "
+            "whose smallest number is 6e-8: most of them would be 0. "
+            "Give --precision.loss-scale dynamic, or leave it out."
         )
     state = "fp32" if master == "stochastic" else master
     return Policy(compute, parameter, accumulate, reduce, state, None if master == "stochastic" else master, scaled)

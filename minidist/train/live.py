@@ -6,7 +6,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from minidist.train.report import MB, Silent, end_line
+from minidist.train.report import MB, Silent, end_line, norm_text
 from minidist.train.step import StepResult
 
 _LANE_WIDTH = 24
@@ -87,7 +87,7 @@ class Live(Silent):
         table.add_row("loss", loss, sparkline(self._losses, 40))
         if self._held_out:
             table.add_row("held-out loss", f"{self._held_out[1]:.4f}", f"after step {self._held_out[0]}")
-        table.add_row("gradient norm", f"{row['grad_norm']:.3f}", f"learning rate {row['lr']:.2e}")
+        table.add_row("gradient norm", norm_text(row), f"learning rate {row['lr']:.2e}")
         table.add_row("tokens/s", f"{row['tokens_per_s']:,.0f}", f"mfu {row['mfu']:.1%}" if "mfu" in row else "")
         return table
 

@@ -14,12 +14,12 @@ PEAK_FLOPS = {
 MFU_FORMULA = "flops_per_token(seq_len) * tokens_per_s / (GPUs * peak), flops_per_token = 6 N + 12 l h s"
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Dense peak of the device in this dtype, FLOP/s; None for a CPU or a GPU that is not in the table."""
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Dense peak of the device in this dtype ("bfloat16"), FLOP/s; None for a CPU or a GPU that is not in the table."""
     if device.type != "cuda":
         return None
-    name, kind = torch.cuda.get_device_name(device), str(dtype).removeprefix("torch.")
-    return next((peaks.get(kind) for gpu, peaks in PEAK_FLOPS.items() if gpu in name), None)
+    name = torch.cuda.get_device_name(device)
+    return next((peaks.get(dtype) for gpu, peaks in PEAK_FLOPS.items() if gpu in name), None)
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, gpus: int, peak: float) -> float:

@@ -31,13 +31,14 @@ class Passes:
 
     def __init__(self, parallel: Parallel, groups: Groups, seed: int):
         self.model, self.pipeline, self.groups, self.seed = parallel.model, parallel.pipeline, groups, seed
+        self.sink, self.scaler = parallel.sink, parallel.scaler
         self.device, self._parallel = groups.world.device, parallel
         self._at, self._mesh = groups.mesh.coords(groups.world.rank), groups.mesh
         self._last_micro_batch = False
         self._where: dict[int, Tensor] = {}  # of the last sequence length
         parameters = named_parameters(self.model)
         if self.pipeline is None:
-            self._hooks = collect(parameters, parallel.sink, lambda: self._last_micro_batch)
+            self._hooks = collect(parameters, self.sink, lambda: self.sink.each_micro_batch or self._last_micro_batch)
         else:  # which knows when a gradient is complete
             self._hooks = collect(parameters, self.pipeline, lambda: True)
         has_end = self.pipeline is None or self.pipeline.stage == self.pipeline.end_stage
@@ -60,8 +61,9 @@ class Passes:
 
     def train(self, step: int, batches: Sequence[Batch], weight: float, count: Count) -> float | Tensor:
         """Forward and backward; returns this rank's part of the loss, () in nats. batches: those of `own`."""
+        scale = 1.0 if self.scaler is None else self.scaler.scale
         if self.pipeline is None:
-            return backward(self.loss_sums(step, batches), weight, count)
+            return backward(self.loss_sums(step, batches), weight, count, scale)
         if count.value == 0:
             return 0.0
         shares: list[Tensor] = []
@@ -73,9 +75,9 @@ class Passes:
                 return out
             share = out[0] * weight / count.value
             shares.append(share.detach())
-            return share
+            return share * scale
 
-        empty = [i for i, batch in enumerate(batches) if len(batch.samples) == 0]
+        empty = [i for i, batch in enumerate(batches) if self._skips(batch)]
         self.pipeline.run(part, lambda micro_batch: self._hidden(batches[micro_batch].tokens), empty)
         return torch.stack(shares).sum() if shares else 0.0
 
@@ -83,13 +85,17 @@ class Passes:
         """The forward of one micro-batch after the other: the sum of the losses of its tokens."""
         for i, batch in enumerate(batches):
             self._last_micro_batch = i == len(batches) - 1
-            if len(batch.samples) == 0:
-                continue
-            batch, address = self._addressed(step, batch)
-            with self.groups.meter.span("forward", micro_batch=i):
-                loss_sum = self.model(batch.tokens, batch.labels, address=address, positions=address.positions)[0]
-            with self.groups.meter.span("backward", micro_batch=i):  # which is what the caller does with it
-                yield loss_sum
+            if not self._skips(batch):
+                batch, address = self._addressed(step, batch)
+                with self.groups.meter.span("forward", micro_batch=i):
+                    loss_sum = self.model(batch.tokens, batch.labels, address=address, positions=address.positions)[0]
+                with self.groups.meter.span("backward", micro_batch=i):  # which is what the caller does with it
+                    yield loss_sum
+            self.sink.end()
+
+    def _skips(self, batch: Batch) -> bool:
+        """Nothing is computed for no samples; but where a pass gathers parameters, all ranks go through it."""
+        return len(batch.samples) == 0 and self.sink.blocks is None
 
     def _addressed(self, step: int, batch: Batch) -> tuple[Batch, DropoutAddress]:
         batch = batch.to(self.device)
@@ -120,7 +126,9 @@ class Passes:
     def evaluate(self, batches: Sequence[Batch]) -> list[float]:
         """The loss sum, in nats, and the number of tokens that count, as far as they count on this rank."""
         found = [torch.zeros(2, dtype=torch.float64, device=self.device)]
-        given = [self._addressed(0, batch) for batch in self.own(batches) if len(batch.samples)]  # nothing is dropped
+        given = [
+            self._addressed(0, batch) for batch in self.own(batches) if not self._skips(batch)
+        ]  # nothing is dropped
 
         def see(loss_sum: Tensor, count: Tensor) -> Tensor:
             found.append(torch.stack([loss_sum.double(), count.double()]))

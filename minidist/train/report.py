@@ -64,11 +64,16 @@ def metrics_line(row: dict) -> str:
     """One log step as one line."""
     loss = "no tokens" if row["loss"] is None else f"{row['loss']:.4f}"
     line = (
-        f"step {row['step']:>6}  loss {loss}  grad norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
+        f"step {row['step']:>6}  loss {loss}  grad norm {norm_text(row)}  lr {row['lr']:.2e}  "
         f"{row['step_time_s'] * 1e3:.0f} ms  {row['tokens_per_s']:,.0f} tokens/s  "
         f"sent {row['comm_bytes'] / MB:.1f} MB  memory {row['memory'] / MB:.0f} MB"
     )
     return line + (f"  mfu {row['mfu']:.1%}" if "mfu" in row else "")
+
+
+def norm_text(row: dict) -> str:
+    """The gradient norm of a log step; with scaled losses it may have overflowed."""
+    return f"overflow at scale {row['loss_scale'] * 2:g}" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
 
 
 def end_line(held_out: float, lines: dict[str, float]) -> str:

@@ -15,11 +15,16 @@ _OPTIMIZER = "optimizer."
 
 def pieces(engine: Engine) -> Iterator[Piece]:
     """Everything a resumed run needs besides its position: parameters, buffers and the optimizer's state."""
-    rank = engine.groups.world.rank
+    rank, sink = engine.groups.world.rank, engine.sink
+    stored = sink.stored()
     for name, parameter in engine.parameters.items():
-        spec = engine.specs[name]
-        yield from pieces_of(PARAMETERS, spec, parameter.detach(), rank)
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
+        if name in sink.held:
+            yield from pieces_of(PARAMETERS, sink.held[name], stored[name], rank)
+        elif not parameter.requires_grad and parameter.numel() and sink.blocks is None:  # frozen, and whole
+            yield from pieces_of(PARAMETERS, engine.specs[name], parameter.detach(), rank)
+    for name, master in sink.masters.items():
+        spec = sink.held[name]
+        for key, value in engine.optimizer.state.get(master, {}).items():
             if value is None:
                 continue
             if value.dim():
@@ -42,8 +47,8 @@ def prepare(engine: Engine, index: Index) -> None:
     """
     for stored, tensor in index.tensors.items():
         kind, name = stored.split("/", 1)
-        if kind.startswith(_OPTIMIZER) and name in engine.parameters:
-            parameter = engine.parameters[name]
-            like = {"dtype": DTYPES[tensor.dtype], "device": parameter.device}
-            made = torch.zeros_like(parameter, **like) if tensor.shape else torch.zeros((), **like)
-            engine.optimizer.state[parameter][kind.removeprefix(_OPTIMIZER)] = made
+        if kind.startswith(_OPTIMIZER) and name in engine.sink.masters:
+            master = engine.sink.masters[name]
+            like = {"dtype": DTYPES[tensor.dtype], "device": master.device}
+            made = torch.zeros(master.shape, **like) if tensor.shape else torch.zeros((), **like)
+            engine.optimizer.state[master][kind.removeprefix(_OPTIMIZER)] = made

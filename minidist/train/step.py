@@ -5,9 +5,10 @@ The phases, in the order in which `Engine.step` reads:
 * count: how many tokens of the global batch count, one number for all ranks, before the first backward (`loss.py`);
 * forward and backward: micro-batch by micro-batch, or through the stages of a pipeline (`passes.py`); each loss sum is
   divided by that count, and by nothing else;
-* reduce: the sink ends what it began inside backward: every `.grad` is the gradient of the global batch;
-* agree: one small vector is summed over all ranks, so that all clip alike and step, or stop, together;
-* update: clip, then the optimizer. No parameter is written before this line.
+* reduce: the sink ends what it began inside backward: this rank has the gradient of the global batch, or its shards;
+* agree: one small vector is summed over all ranks, so that all clip alike and step, skip or stop together;
+* update: clip, then the optimizer. No parameter is written before this line;
+* gather: where every rank has updated its shard, all get the parameters of all.
 """
 
 import math
@@ -33,9 +34,10 @@ class StepResult:
     loss: mean over the counted tokens of the global batch, in nats; None when no token counted.
     tokens: how many counted; grad_norm: global norm before clipping.
     applied: whether the parameters were updated; finite: whether loss and norm were finite.
+    overflow: whether the scaled gradients of any rank were too large for their format, so that the step was skipped.
     stop: whether any rank asked for it.
     own_loss_finite, not_finite: of this rank alone, when something was not finite: whether its own loss was, and the
-    name of its first parameter whose gradient or value was not.
+    names of its parameters whose gradient or value was not, in the order of the model.
     """
 
     loss: float | None
@@ -44,8 +46,9 @@ class StepResult:
     applied: bool
     finite: bool
     stop: bool
+    overflow: bool = False
     own_loss_finite: bool = True
-    not_finite: str | None = None
+    not_finite: tuple[str, ...] = ()
 
 
 def make_optimizer(optim: OptimConfig, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -67,10 +70,10 @@ class Engine:
 
     def __init__(self, parallel: Parallel, groups: Groups, optim: OptimConfig, seed: int):
         self.model, self.specs, self.sink = parallel.model, parallel.specs, parallel.sink
-        self.groups, self.optim = groups, optim
+        self.groups, self.optim, self.scaler = groups, optim, parallel.scaler
         self.parameters = named_parameters(self.model)
         self.passes = Passes(parallel, groups, seed)
-        self.optimizer = make_optimizer(optim, [p for p in self.parameters.values() if p.requires_grad])
+        self.optimizer = make_optimizer(optim, list(self.sink.masters.values()))
 
     def step(
         self,
@@ -84,35 +87,42 @@ class Engine:
     ) -> StepResult:
         """Train on this rank's part of the global batch of step number `step`.
 
-        weight: w_i of this rank's data; stop: whether this rank asks for the end of the run; inspect: called when every
-        `.grad` is reduced and not yet clipped. Raises CommError when the ranks could not agree: nothing was updated.
+        weight: w_i of this rank's data; stop: whether this rank asks for the end of the run; inspect: called when the
+        gradients are reduced and not yet clipped. Raises CommError when the ranks could not agree: nothing was updated.
         """
         self.model.train()
         micro_batches = self.passes.own(micro_batches)
         count = count_tokens([batch.count for batch in micro_batches], weight, self.groups["loss"])
         loss = self.passes.train(step, micro_batches, weight, count)
         self.reduce()
+        result = self.agree(loss, count.value, stop)
         if inspect is not None:
             inspect()
-        result = self.agree(loss, count.value, stop)
         if result.applied:
             with self.groups.meter.span("optimizer"):
-                self.update(lr, result.grad_norm)
+                self.update(lr, result.grad_norm, step)
+            self.gather()
         self.sink.clear()
         return result
 
     def reduce(self) -> None:
-        """End the reduction that backward began."""
+        """End the reduction that backward began, and undo the scale of the loss."""
         self.sink.finish()
+        if self.scaler is not None:
+            self.sink.scale(1 / self.scaler.scale)
 
     def agree(self, loss: float | Tensor, tokens: float, stop: bool) -> StepResult:
         """Sum one control vector over all ranks and decide: the decision is the same everywhere."""
         mine = loss if self.passes.counts_loss else 0.0
         with self.groups.meter.span("gradient norm"):
-            vector = self._control([float(mine), self._squared_norm(), float(stop)])
+            vector = self._control([float(mine), self._squared_norm(), float(stop), *self.sink.reports])
         all_reduce(vector, self.groups["control"], async_op=True).wait(host=True)
-        total, squared_norm, stops = vector.tolist()
+        total, squared_norm, stops, *uses = vector.tolist()
+        self.sink.settle(uses)
         finite = math.isfinite(total) and math.isfinite(squared_norm)
+        overflow = not finite and self.scaler is not None and math.isfinite(total)
+        if self.scaler is not None and tokens > 0:
+            self.scaler.update(overflow)
         return StepResult(
             loss=total if tokens else None,
             tokens=tokens,
@@ -120,26 +130,24 @@ class Engine:
             applied=finite and tokens > 0,
             finite=finite,
             stop=stops > 0,
+            overflow=overflow,
             own_loss_finite=math.isfinite(mine),
-            not_finite=None if finite else self.first_not_finite(),
+            not_finite=() if finite else tuple(self.not_finite()),
         )
 
     def _control(self, numbers: Sequence[float]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=self.groups.world.control_device)
 
     def _squared_norm(self) -> float:
-        """This rank's part of the squared gradient norm: each parameter counts on one of its replicas."""
-        rank = self.groups.world.rank
-        grads = [
-            parameter.grad
-            for name, parameter in self.parameters.items()
-            if parameter.grad is not None and self.specs[name].owner == rank
-        ]
+        """This rank's part of the squared gradient norm: each element counts on one of those that hold it."""
+        rank, held = self.groups.world.rank, self.sink.held
+        grads = [grad for name, grad in self.sink.gradients().items() if grad is not None and held[name].owner == rank]
         if not grads:
             return 0.0
-        return float(torch.stack(torch._foreach_norm(grads)).double().square().sum())
+        wide = torch.promote_types(grads[0].dtype, torch.float32)
+        return float(torch.stack(torch._foreach_norm(grads, dtype=wide)).double().square().sum())
 
-    def update(self, lr: float, grad_norm: float) -> None:
+    def update(self, lr: float, grad_norm: float, step: int) -> None:
         """Clip to the global norm, then step. The factor is that of torch's `clip_grad_norm_`."""
         if self.optim.clip_norm is not None:
             factor = self.optim.clip_norm / (grad_norm + 1e-6)
@@ -147,7 +155,12 @@ class Engine:
                 self.sink.scale(factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        for _ in self.sink.updates(step):
+            self.optimizer.step()
+
+    def gather(self) -> None:
+        """Let every rank have the parameters that others updated."""
+        self.sink.gather()
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Mean loss in nats over the counted tokens of all ranks' batches. Every rank gets the same number."""
@@ -157,10 +170,8 @@ class Engine:
         loss_sum, count = total.tolist()
         return loss_sum / count if count else math.nan
 
-    def first_not_finite(self) -> str | None:
-        """Name of the first parameter, in the order of the model, whose gradient or value is not finite."""
-        for name, parameter in self.parameters.items():
-            for tensor in (parameter, parameter.grad):
-                if tensor is not None and not torch.isfinite(tensor).all():
-                    return name
-        return None
+    def not_finite(self) -> list[str]:
+        """Names of the parameters, in the order of the model, whose value or gradient here is not finite."""
+        stored, gradients = self.sink.stored(), self.sink.gradients()
+        seen = {name: (stored.get(name), gradients.get(name)) for name in self.parameters}
+        return [name for name, pair in seen.items() if any(t is not None and not t.isfinite().all() for t in pair)]

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
 from minidist import comm
 from minidist.comm import CommError, World
 from minidist.comm.standing import rank_names
@@ -16,14 +14,15 @@ from minidist.configfile import to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation
 from minidist.data.ngram import baselines
-from minidist.errors import RunError, UserError
+from minidist.errors import UserError
 from minidist.fault import checkpoint, folders
 from minidist.fault.signals import StopRequest
-from minidist.fit import check
+from minidist.fit import check, remarks
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import parallelize, uses
-from minidist.train import metrics, picture, runfolder, state
+from minidist.precision.policy import TORCH_NAMES, policy_of
+from minidist.train import giveup, metrics, picture, runfolder, state
 from minidist.train.report import make_reporter
 from minidist.train.resume import check_resumable
 from minidist.train.schedule import learning_rate
@@ -101,6 +100,8 @@ class Trainer:
             begun = {"start": self.progress.step, "corpus": self.corpus.fingerprint, "ranks": world.size}
             self.metrics.write(begun | {"text": self.corpus.describe()})
         self.reporter = make_reporter(world, config, self.mesh, self.corpus.describe(), self.folder, self.progress.step)
+        for remark in remarks(config, self.mesh):
+            self.reporter.note(remark)
 
     def _open_corpus(self) -> Corpus:
         data, model = self.config.data, self.config.model
@@ -157,8 +158,7 @@ class Trainer:
         lr = learning_rate(config.optim, step, train.steps)
         weight = data.weights[at] if data.weights else 1.0
         result = self.engine.step(step, batches, lr, weight=weight, stop=stop)
-        if not result.finite:
-            self._give_up(result)
+        giveup.check(result, step + 1, self.engine.scaler, self.swap, lambda: runfolder.last_checkpoint(self.folder))
         self.progress = Progress(step + 1, self.progress.position + train.global_batch)
         self._pace.steps += 1
         self._pace.seconds += time.perf_counter() - start
@@ -178,10 +178,12 @@ class Trainer:
         lanes = self.swap(mine)
         # A step is as slow as its slowest rank, and the rank that holds most must still fit.
         row = {"step": self.progress.step, "tokens": self.progress.position * config.data.seq_len}
-        row |= {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
+        row |= {"loss": result.loss, "grad_norm": None if result.overflow else result.grad_norm, "lr": lr}
+        if self.engine.scaler is not None:
+            row |= {"loss_scale": self.engine.scaler.scale, "overflow": result.overflow}
         row |= {name: max(lane[name] for lane in lanes) for name in mine}
         row["tokens_per_s"] = config.train.global_batch * config.data.seq_len / row["step_time_s"]
-        if peak := metrics.peak_flops(device, torch.float32):
+        if peak := metrics.peak_flops(device, TORCH_NAMES[policy_of(config.precision).compute]):
             gpus = 1 if config.device.startswith("cuda:") else self.world.size
             flops = config.model.flops_per_token(config.data.seq_len)
             row["mfu"] = metrics.mfu(flops, row["tokens_per_s"], gpus, peak)
@@ -231,17 +233,6 @@ class Trainer:
         self.reporter.end(summary["held_out_loss"], lines)
         self.reporter.note(f"run folder: {self.folder}")
 
-    def _give_up(self, result: StepResult) -> None:
-        """End the run on all ranks: a number is not finite, and nothing was updated."""
-        names = [name for name in self.swap(result.not_finite) if name is not None]
-        own = [rank for rank, finite in enumerate(self.swap(result.own_loss_finite)) if not finite]
-        where = f"the loss of {rank_names(own)}" if own else "the reduced gradient"
-        raise RunError(
-            f"step {self.progress.step + 1}: {where} is not finite; the first tensor that is not: "
-            f"{names[0] if names else 'none'}. No parameter was updated. Lower --optim.lr, or clip with "
-            f"--optim.clip-norm. {runfolder.last_checkpoint(self.folder)}"
-        )
-
     # -- what survives ------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
@@ -252,6 +243,7 @@ class Trainer:
             "position": self.progress.position,
             "corpus": self.corpus.fingerprint,
             "corpus_name": self.corpus.describe(),
+            "loss_scaler": None if self.engine.scaler is None else self.engine.scaler.state(),
         }
         made = state.pieces(self.engine)
         with self.groups.meter.span("checkpoint"):
@@ -264,6 +256,9 @@ class Trainer:
         """Take over what the checkpoint holds; returns its run folder, None when it lies in none."""
         path, kept = self._together(self._read_checkpoint)
         checkpoint.load(path, state.pieces(self.engine), self.swap, self.control.rank)
+        self.engine.sink.restored()
+        if self.engine.scaler is not None and kept.get("loss_scaler"):
+            self.engine.scaler.load(kept["loss_scaler"])
         self.progress = Progress(kept["step"], kept["position"])
         return runfolder.run_of(path)
 

@@ -72,11 +72,12 @@ class Executor:
         self._halved = schedule.splits_backward or in_halves
         given = programs[self.stage]
         self._program = _in_halves(given) if in_halves and not schedule.splits_backward else given
-        self._names = {parameter: name for name, parameter in trainable(parameters).items()}
+        trained = trainable(parameters)
+        self._names = {parameter: name for name, parameter in trained.items()}
         ends = last_backward(schedule, self.stage)
         self._complete: dict[Op, list[str]] = {}
         for name, chunks in used_by.items():
-            if name not in shared and chunks:
+            if name not in shared and chunks and name in trained:
                 op = schedule.orders[self.stage][max(ends[chunk] for chunk in chunks)]
                 last = op._replace(kind="W") if self._weights_later(op) else op
                 self._complete.setdefault(last, []).append(name)
@@ -133,6 +134,8 @@ class Executor:
                     run(step, part)
             for name in self._complete.get(step, ()):
                 self.sink.ready(name)
+            if step.kind == ("W" if self._halved else "B"):  # the last piece of a backward
+                self.sink.end(step.chunk)
         self._op = None
         while self._sends:
             self._sends.popleft().wait()

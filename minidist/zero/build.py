@@ -1,0 +1,181 @@
+"""A model's parameters laid into rows, and the sink that works on them."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from minidist.comm import Group, Groups
+from minidist.config import Config
+from minidist.parallel.buckets import FIRST_BYTES, MIB, assign
+from minidist.precision.formats import Formats
+from minidist.precision.rounding import flat_index, round_stochastically
+from minidist.spec import Box, ParamSpec, Specs, flat_boxes, named_parameters
+from minidist.zero.blocks import Block, Blocks
+from minidist.zero.gradients import ShardGradients, WholeGradients
+from minidist.zero.layout import Layout, in_a_row, whole
+from minidist.zero.sink import Reduced, ShardedSink
+from minidist.zero.unit import Rounding, ShardedUnit, Unit
+
+# Parameters of a layer's modules. One that hangs on the layer itself may be used outside of it.
+_IN_A_BLOCK = re.compile(r"model\.layers\.(\d+)\..+\.")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a model brings along. Everything is by global name, of this rank's part of the model.
+
+    specs: as forward and backward hold the parameters. values: in full precision, before they were converted. names: of
+    the whole model's parameters, alike on all ranks. chunk_of: in a pipeline, the part of this stage whose backward
+    completes a gradient. uncut: whether the optimizer needs a parameter whole. seed: of stochastic rounding.
+    """
+
+    specs: Specs
+    values: Mapping[str, Tensor]
+    names: Sequence[str]
+    chunk_of: Mapping[str, int]
+    uncut: Callable[[str], bool] = lambda name: False
+    seed: int = 0
+
+
+def sharded_sink(
+    model: nn.Module, given: Given, groups: Groups, reducing: Iterable[Group], config: Config, formats: Formats
+) -> ShardedSink:
+    """Lay the model's parameters into rows that the ranks of `groups["grads"]` share out, as the stage says.
+
+    reducing: the groups whose ranks hold the same shard and sum its gradients; in stage 0, the same parameter.
+    """
+    return _Builder(model, given, groups, list(reducing), config, formats).sink()
+
+
+class _Builder:
+    def __init__(self, model, given, groups, reducing, config, formats):
+        self.model, self.given, self.groups, self.reducing = model, given, groups, reducing
+        self.config, self.formats, self.zero = config, formats, config.zero
+        self.parameters = named_parameters(model)
+        self.host = config.zero.offload and groups.world.device.type == "cuda"
+        rank = groups.world.rank
+        if self.zero.stage:
+            self.group = groups["grads"]
+            (use,) = [use for use in groups.uses if use.name == "grads"]
+            self.place = {r: i for ranks in use.partition(groups.mesh) for i, r in enumerate(ranks)}
+        else:  # every rank keeps all of it
+            self.group = Group("alone", (rank,), 0, None, groups.world, groups.meter)
+            self.place = dict.fromkeys(range(groups.world.size), 0)
+
+    def sink(self) -> ShardedSink:
+        stage, zero = self.zero.stage, self.zero
+        trainable = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        blocks, frozen = None, []
+        if stage < 3:
+            members = self._buckets(trainable)
+        else:
+            members, frozen, blocks = self._blocks(trainable)
+        each = stage == 3 or (stage == 2 and not zero.keep_gradients)
+        held = {
+            name: self._held(name, *bounds)
+            for unit in [*(member.unit for member in members), *frozen]
+            for name, bounds in unit.layout.held(self.group.rank).items()
+        }
+        sink = ShardedSink(members, frozen, self.given.names, held, each_micro_batch=each, blocks=blocks)
+        if blocks is not None and self.groups.mesh.pp == 1:
+            blocks.over = sink.through
+        return sink
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def _buckets(self, trainable: Sequence[str]) -> list[Reduced]:
+        """Rows of at most the size of a bucket, in the order of backward."""
+        limit = int(self.config.comm.bucket_mib * MIB)
+        members = []
+        for names in self._kinds(reversed(trainable)):
+            sizes = {name: self.parameters[name].numel() * self.formats.reduce.itemsize for name in names}
+            members += [self._member(Unit, bucket) for bucket in assign(sizes, limit, FIRST_BYTES)]
+        return members
+
+    def _blocks(self, trainable: Sequence[str]) -> tuple[list[Reduced], list[Unit], Blocks]:
+        """A row for each block of the model and one for the rest; more where parameters are of several kinds."""
+        of: dict[int, list[str]] = {}
+        for name in self.parameters:
+            found = _IN_A_BLOCK.match(name)
+            of.setdefault(int(found[1]) if found else -1, []).append(name)
+        members, frozen, units = [], [], {}
+        for index in sorted(of, reverse=True):  # the order of backward: the rest, which has the embedding, comes last
+            mine = [
+                self._member(ShardedUnit, names) for names in self._kinds(n for n in of[index] if n in set(trainable))
+            ]
+            still = [self._unit(ShardedUnit, names, frozen=True) for names in self._still(of[index], trainable)]
+            members, frozen, units[index] = members + mine, frozen + still, [*(m.unit for m in mine), *still]
+        layers = self.model.model.layers
+        blocks = [Block(layers[i], units[i], i) for i in units if i >= 0]
+        root = Block(self.model, units.get(-1, []), -1)
+        return (
+            members,
+            frozen,
+            Blocks(self.model, root, blocks, len(layers), self.zero.keep_last_block, self.zero.prefetch),
+        )
+
+    def _still(self, names: Sequence[str], trainable: Sequence[str]) -> list[list[str]]:
+        frozen = [name for name in names if name not in set(trainable)]
+        return [frozen] if frozen else []
+
+    def _kinds(self, names: Iterable[str]) -> list[list[str]]:
+        """The names apart by what cannot share a row: who else holds the shard, the chunk, whether it may be cut."""
+        kinds: dict[tuple, list[str]] = {}
+        for name in names:
+            key = self._copies(name), self.given.chunk_of.get(name, 0), self.given.uncut(name)
+            kinds.setdefault(key, []).append(name)
+        return list(kinds.values())
+
+    def _member(self, kind: type[Unit], names: Sequence[str]) -> Reduced:
+        unit, copies = self._unit(kind, names), self._copies(names[0])
+        outer = None if len(copies) == 1 else next((g for g in self.reducing if g.ranks == copies), None)
+        if outer is None and len(copies) > 1:
+            raise KeyError(f"no group was bound over ranks {copies}, which hold the same shard of {names[0]}")
+        transient = self.zero.stage == 3 or (self.zero.stage == 2 and not self.zero.keep_gradients)
+        make = ShardGradients if transient else WholeGradients
+        gradients = make(unit.layout, self.group, outer, self.formats, unit.row.device)
+        return Reduced(unit, gradients, self.given.chunk_of.get(names[0], 0))
+
+    def _unit(self, kind: type[Unit], names: Sequence[str], frozen: bool = False) -> Unit:
+        formats = self.formats
+        if frozen:
+            formats = Formats(*[formats.parameter] * 5)
+        parameters = {name: self.parameters[name] for name in names}
+        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        lay: Callable[..., Layout] = whole if self.given.uncut(names[0]) and self.group.size > 1 else in_a_row
+        layout = lay(sizes, self.group.size)
+        host, rounding = self.host and not frozen, None if formats.master else self._rounding(layout)
+        return kind(parameters, self.given.values, layout, self.group, formats, host, rounding)
+
+    def _rounding(self, layout: Layout) -> Rounding:
+        """Rounds an element by where it is in the unsplit parameter, so that every layout rounds alike."""
+        bounds, specs, seed = layout.held(self.group.rank), self.given.specs, self.given.seed
+
+        def round_one(values: Tensor, into: Tensor, step: int, name: str) -> None:
+            index = bounds[name][0]
+            if specs[name].boxes[0].shape != specs[name].shape:  # tensor ranks hold other elements, of rows or columns
+                index = flat_index(specs[name].shape, self._held(name, *bounds[name]).boxes, values.device)
+            round_stochastically(values, into, seed, step, name, index)
+
+        return round_one
+
+    # -- who holds what -----------------------------------------------------------------------------------------------
+
+    def _copies(self, name: str) -> tuple[int, ...]:
+        """The ranks whose gradients are parts of the same sum as this rank's, and that keep the same shard of it."""
+        here = self.place[self.groups.world.rank]
+        return tuple(rank for rank in self.given.specs[name].contributors if self.place[rank] == here)
+
+    def _held(self, name: str, start: int, stop: int) -> ParamSpec:
+        """The facts about elements `start` to `stop` of what forward and backward hold of a parameter."""
+        spec, here = self.given.specs[name], self.place[self.groups.world.rank]
+        (box,) = spec.boxes
+        boxes = tuple(_moved(part, box.start) for part in flat_boxes(box.shape, start, stop))
+        replicas = tuple(rank for rank in spec.replicas if self.place[rank] == here)
+        return replace(spec, boxes=boxes, replicas=replicas, contributors=self._copies(name))
+
+
+def _moved(box: Box, by: tuple[int, ...]) -> Box:
+    return Box(*(tuple(a + b for a, b in zip(ends, by, strict=True)) for ends in (box.start, box.stop)))

@@ -1,0 +1,144 @@
+"""The gradients of one row of parameters: added up on this rank, then summed over the ranks, each keeping its shard.
+
+Two ways to keep them between micro-batches. `WholeGradients` (stages 0 and 1) adds them all up in a row of full length
+and reduces it once a step, in place: the shard is a piece of the row. `ShardGradients` (stages 2 and 3) has such a row
+only while the backward of a micro-batch is in it, reduces it then, and adds the result to a shard that stays.
+Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 5.2.
+"""
+
+import torch
+from torch import Tensor
+
+from minidist.comm import Group, Handle, all_reduce, reduce_scatter
+from minidist.precision.formats import Formats
+from minidist.zero.layout import Layout
+
+
+class WholeGradients:
+    """Gradients of full length for the whole step.
+
+    group: ranks that share out the row; outer: ranks that hold the same shard, whose gradients belong to the same sum.
+    filled: the parameters that have a gradient now. result: this rank's shard, its sum over all ranks after `finish`.
+    transient: whether a row of full length lives only from its first gradient to the end of its reduction.
+    """
+
+    transient = False
+
+    def __init__(self, layout: Layout, group: Group, outer: Group | None, formats: Formats, device: torch.device):
+        self.layout, self.group, self.outer, self.formats, self.device = layout, group, outer, formats, device
+        self.filled: set[str] = set()
+        self._arriving: tuple[Handle, Tensor, Tensor] | None = None  # on its way, from where, and where it belongs
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self._set_row(torch.zeros(self.layout.numel, dtype=self.formats.accumulate, device=self.device))
+        self.result = self.row[slice(*self.layout.bounds(self.group.rank))]
+
+    def _set_row(self, row: Tensor) -> None:
+        self.row = row
+        self.views = {name: row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """One contribution of this rank to the gradient of a parameter, of any shape and format."""
+        view = self.views[name].view_as(grad)
+        if name in self.filled:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self.filled.add(name)
+
+    def launch(self) -> None:
+        """Start the reduction of what has come; a gradient that did not come counts as zero."""
+        for name in self.views.keys() - self.filled:
+            self.views[name].zero_()
+        if self.group.size > 1:
+            self._reduce_into(self.result)
+        else:  # nothing is shared out: those that hold the same sum the whole row
+            self.sum_copies()
+
+    def _reduce_into(self, target: Tensor) -> None:
+        """Start the reduction of the row, over copies in the format of the wire where that is another one."""
+        row, output = self.row, target
+        if self.formats.reduce != self.formats.accumulate:
+            row, output = row.to(self.formats.reduce), torch.empty_like(target, dtype=self.formats.reduce)
+        self._arriving = reduce_scatter(output, row, self.group, async_op=True), output, target
+
+    def sum_copies(self) -> None:
+        """Start the sum of shards over the ranks that hold the same."""
+        if self.outer is not None:
+            sent = self.result.to(self.formats.reduce)  # itself, where the format is the same
+            self._arriving = all_reduce(sent, self.outer, async_op=True), sent, self.result
+
+    def settle(self) -> None:
+        """Wait for what was launched; the result has it then."""
+        if self._arriving is not None:
+            handle, arrived, target = self._arriving
+            handle.wait()
+            if arrived is not target:
+                target.copy_(arrived)
+            self._arriving = None
+
+    def begin_finish(self) -> None:
+        """What is left when every reduction over the group was launched."""
+        if self.group.size > 1:
+            self.settle()
+            self.sum_copies()
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.filled.clear()
+
+    def abandon(self) -> None:
+        """The same, of a step that was broken off: what is on its way keeps its memory."""
+        self._arriving = None
+        self.clear()
+        self._allocate()
+
+
+class ShardGradients(WholeGradients):
+    """Gradients of full length only inside the backward of a micro-batch; a shard of them for the step."""
+
+    transient = True
+
+    def _allocate(self) -> None:
+        self.row, self.views = None, {}
+        self.result = torch.zeros(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
+        self._first = True
+
+    def add(self, name: str, grad: Tensor) -> None:
+        if self.row is None:
+            self._make_row()
+        super().add(name, grad)
+
+    def _make_row(self) -> None:
+        row = torch.empty(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
+        row[row.numel() - self.layout.padding :].zero_()  # what nobody reads is sent all the same
+        self._set_row(row)
+
+    def launch(self) -> None:
+        self.settle()
+        if self.row is None:  # no gradient came on this rank; others wait for its part all the same
+            self._make_row()
+        for name in self.views.keys() - self.filled:
+            self.views[name].zero_()
+        self._reduce_into(self.result if self._first else torch.empty_like(self.result))
+        self._first, self.row, self.views, self.filled = False, None, {}, set()  # the next micro-batch's are others
+
+    def settle(self) -> None:
+        """Wait for what was launched, and add it up."""
+        if self._arriving is None:
+            return
+        target = self._arriving[2]
+        super().settle()
+        if target is not self.result:
+            self.result.add_(target)
+
+    def begin_finish(self) -> None:
+        self.settle()
+        if self._first:  # there was no micro-batch
+            self.result.zero_()
+        self.sum_copies()
+
+    def clear(self) -> None:
+        super().clear()
+        self._first = True

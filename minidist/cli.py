@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from minidist import __version__
 from minidist.errors import RunError, UserError
@@ -175,7 +175,9 @@ def _estimate(argv: list[str]) -> int:
     import tyro
 
     from minidist.config import Config
+    from minidist.plan import counted, gpt
     from minidist.plan.command import main
+    from minidist.plan.utilisation import measured
     from minidist.train.start import chosen_ranks
 
     @dataclass(frozen=True)
@@ -196,9 +198,20 @@ def _estimate(argv: list[str]) -> int:
         """Print JSON, with every rank in it, instead of a table."""
         parameters: float | None = None
         """Parameters of a model of which no more is known, 7.5e9 say: the memory of its model states."""
+        block: Literal["llama", "gpt"] = "llama"
+        """llama: the model that is trained. gpt: Megatron's, of which a layer and the FLOPs are published."""
+        step_time_s: float | None = None
+        """Measured time of a step: with --peak-tflops, how much of the peak it takes (MFU and HFU)."""
+        peak_tflops: float | None = None
+        """Dense peak of one accelerator in TFLOP/s: an A100 has 312 in 16 bits."""
 
     options = _parse(EstimateOptions, "estimate", argv, default=EstimateOptions(_base_config(argv)))
-    return main(options.run, chosen_ranks(options.run, options.ranks), options.t_comm, options.json, options.parameters)
+    ranks, step = chosen_ranks(options.run, options.ranks), measured(options.step_time_s, options.peak_tflops)
+    if options.parameters is not None:
+        return counted.main(options.run, ranks, options.parameters, options.json)
+    if options.block == "gpt":
+        return gpt.main(options.run, ranks, options.json, step)
+    return main(options.run, ranks, options.t_comm, options.json, step)
 
 
 def _simulate(argv: list[str]) -> int:

@@ -148,3 +148,49 @@ def test_a_stage_with_the_head_is_slower_and_attention_has_no_weight_half():
     assert found.busy == pytest.approx([2 * first / (w + a + head), 2 * last / (w + a + head)])
     weight_half = next(span for span in found.spans[1] if span.op.kind == "W")
     assert weight_half.end - weight_half.start == pytest.approx((w + head) / (w + a + head))
+
+
+def test_what_is_computed_again_is_in_hardware_flops_alone(capsys):
+    none, block = (json.loads(said(capsys, f"--ranks 2 --recompute {how} --json")) for how in ("none", "block"))
+    assert none["hardware_flops_per_step"] == none["flops_per_step"] == block["flops_per_step"]
+    assert block["hardware_flops_per_step"] == sum(rank["hardware_flops"] for rank in block["ranks"])
+    model = ModelConfig()
+    layer = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 2 * 128 * 384) + 4 * 128 * 128  # without the last projection
+    assert block["hardware_flops_per_step"] - block["flops_per_step"] == 4096 * model.num_layers * layer
+    assert [tensor["name"] for tensor in block["layer_keeps"]] == ["input of layer"]
+    table = said(capsys, "--ranks 2 --recompute block")
+    assert "with what is computed again" in table and "\n  computed" in table and "forward of every layer" in table
+
+
+def test_utilisation_is_of_a_measured_step(capsys):
+    measured = "--ranks 2 --recompute block --step-time-s 0.5 --peak-tflops 0.25"
+    found = json.loads(said(capsys, f"{measured} --json"))
+    for name, flops in (("mfu", found["flops_per_step"]), ("hfu", found["hardware_flops_per_step"])):
+        assert found[name] == pytest.approx(flops / (0.5 * 2 * 0.25e12))
+    assert f"MFU {100 * found['mfu']:.2f} %, HFU {100 * found['hfu']:.2f} %" in said(capsys, measured)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("--step-time-s 1", "give --peak-tflops too"),
+        ("--peak-tflops 312", "give --step-time-s too"),
+        ("--step-time-s 0 --peak-tflops 312", "step-time-s is 0.0; it must be above 0"),
+        ("--step-time-s 1 --peak-tflops nan", "peak-tflops is nan; it must be above 0"),
+    ],
+)
+def test_utilisation_needs_both_of_what_it_is_made_of(capsys, words, told):
+    assert main(["estimate", "--ranks", "1", *words.split()]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_where_selective_recomputation_is_void_the_estimate_says_so(capsys):
+    def note(words: str) -> str:
+        found = json.loads(said(capsys, f"--recompute selective --json {words}"))
+        return next(note for note in found["notes"] if note.startswith("recompute selective"))
+
+    # One float32 per query and head: 16 samples, 128 tokens, 4 heads.
+    assert "keeps 32,768 bytes less" in note("--ranks 2") and "It is void" in note("--ranks 2")
+    assert "It is void" in note("--ranks 2 --mesh.cp 2")
+    ulysses = note("--ranks 2 --mesh.cp 2 --parallel.context ulysses")
+    assert "void" not in ulysses and "exchanged again" in ulysses

@@ -17,7 +17,8 @@ TOKENS = "b s/cp"
 
 
 class Saved(NamedTuple):
-    """One tensor. shape: a formula (`shapes.Sizes`). core: what selective recomputation drops and computes again."""
+    """One tensor. shape: a formula (`shapes.Sizes`). core: what attention's core keeps for itself, which selective
+    recomputation drops and computes again."""
 
     name: str
     shape: str
@@ -37,7 +38,38 @@ def embedding(layout: Layout) -> list[Saved]:
 
 
 def layer(layout: Layout) -> list[Saved]:
-    """A pre-norm block: attention and SwiGLU, each with its norm and its dropout."""
+    """What a layer keeps from forward to backward, as `minidist/recompute.py` has it keep."""
+    how = layout.config.recompute
+    if how == "block":
+        return [Saved("input of layer", BETWEEN), *_addresses(layout)]
+    if how == "selective":
+        return without(forward(layout), "core") + (_exchanged_from(layout) if _ulysses(layout) else [])
+    return forward(layout)
+
+
+def again(layout: Layout) -> list[Saved]:
+    """What a layer that is computed again as a whole makes, besides the input that it kept."""
+    saved = forward(layout)
+    return saved[1:] if layout.dtype == layout.compute_dtype else saved  # else its first norm widens the input
+
+
+def halves() -> list[Saved]:
+    """What a layer holds between the halves of its backward: the inputs of the projections that have a weight half,
+    and the gradients of what they gave."""
+    inputs = [Saved("input of attention", WHOLE), Saved("input of o", "b s/cp heads/tp d")]
+    inputs += [Saved("input of feed-forward", WHOLE), Saved("input of down", "b s/cp f/tp")]
+    wide = {"q": "heads/tp d", "k": "kv/tp d", "v": "kv/tp d", "gate": "f/tp", "up": "f/tp"}
+    grads = [Saved(f"gradient of {name}", f"{TOKENS} {features}") for name, features in wide.items()]
+    return inputs + grads + [Saved("gradient of o", WHOLE), Saved("gradient of down", WHOLE)]
+
+
+def end_halves() -> list[Saved]:
+    """The same of the head."""
+    return [Saved("input of head", WHOLE), Saved("gradient of logits", f"{TOKENS} vocab/tp")]
+
+
+def forward(layout: Layout) -> list[Saved]:
+    """What autograd saves in a pre-norm block: attention and SwiGLU, each with its norm and its dropout."""
     return [
         *_norm(layout, "attention"),
         *_attention(layout),
@@ -75,20 +107,37 @@ def _norm(layout: Layout, of: str) -> list[Saved]:
 
 def _attention(layout: Layout) -> list[Saved]:
     """Fused attention keeps no scores, but a number per query; a ring keeps the same of this rank's part."""
-    if layout.mesh.cp > 1 and layout.config.parallel.context == "ulysses":
+    if _ulysses(layout):
         return [
-            Saved("query, key, value", "b exchanged/cp s d"),
-            Saved("log-sum-exp", "b heads/tp/cp s", COMPUTE),
-            Saved("mixed", "b heads/tp/cp s d"),
+            Saved("query, key, value", "b exchanged/cp s d", core=True),
+            Saved("log-sum-exp", "b heads/tp/cp s", COMPUTE, core=True),
+            Saved("mixed", "b heads/tp/cp s d", core=True),
             Saved("input of o", "b s/cp heads/tp d"),
         ]
     return [
         Saved("query", "b heads/tp s/cp d"),
         Saved("key", "b kv/tp s/cp d"),
         Saved("value", "b kv/tp s/cp d"),
-        Saved("log-sum-exp", "b heads/tp s/cp", COMPUTE),
+        Saved("log-sum-exp", "b heads/tp s/cp", COMPUTE, core=True),
         Saved("input of o", "b s/cp heads/tp d"),
     ]
+
+
+def _ulysses(layout: Layout) -> bool:
+    return layout.mesh.cp > 1 and layout.config.parallel.context == "ulysses"
+
+
+def _exchanged_from(layout: Layout) -> list[Saved]:
+    """Attention's core takes these, and where it exchanges heads it keeps the copies that it got instead."""
+    return [Saved("query", "b heads/tp s/cp d"), Saved("key", "b kv/tp s/cp d"), Saved("value", "b kv/tp s/cp d")]
+
+
+def _addresses(layout: Layout) -> list[Saved]:
+    """Of the dropout after each branch: two numbers a token, and one a feature."""
+    if not layout.config.model.dropout:
+        return []
+    tokens = Saved("dropout's tokens", "b s/cp/sp", "int32")
+    return 2 * [tokens, tokens, Saved("dropout's features", "h", "int32")]
 
 
 def _dropped(layout: Layout) -> list[Saved]:

@@ -3,46 +3,36 @@
 import dataclasses
 import json
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 
 from minidist.config import Config
 from minidist.parallel.pipeline.command import as_json as pipeline_json
 from minidist.parallel.pipeline.draw import WIDTH
-from minidist.plan import activations, blocks
-from minidist.plan.counted import Counted, counted
+from minidist.plan import activations, blocks, compute, utilisation
 from minidist.plan.estimate import MEMORY, Estimate, RankCost, estimate
 from minidist.plan.notes import notes
+from minidist.plan.table import scaled, table
+from minidist.plan.utilisation import Measured
 
 _COLUMNS = 6  # of the table, side by side
-_COUNTED = (
-    "Model states are what stays from step to step; activations, messages and FLOPs need a model's shape (--model...), "
-    "and so do the optimizer's counts of steps, four bytes a parameter tensor."
-)
 
 
-def main(config: Config, ranks: int, t_comm: float, as_json: bool, parameters: float | None = None) -> int:
-    """Estimate, and print; returns the exit code. Raises UserError for what cannot run.
-
-    parameters: of a model of which no more is known; None: the model is the one in `config`.
-    """
-    if parameters is not None:
-        known = counted(config, ranks, parameters)
-        print(json.dumps(counted_document(known, config))) if as_json else show_counted(known, config)
-        return 0
+def main(config: Config, ranks: int, t_comm: float, as_json: bool, measured: Measured | None = None) -> int:
+    """Estimate, and print; returns the exit code. Raises UserError for what cannot run."""
     found = estimate(config, ranks, t_comm=t_comm)
     if as_json:
-        print(json.dumps(document(found)))
+        print(json.dumps(document(found, measured)))
     else:
-        show(found)
+        show(found, measured)
     return 0
 
 
-def document(found: Estimate) -> dict:
+def document(found: Estimate, measured: Measured | None = None) -> dict:
     """All that is known, for `--json`: of the model, of a step, of the pipeline, and of every rank."""
     layout, config = found.layout, found.layout.config
     model, seq_len, batch = config.model, config.data.seq_len, config.train.global_batch
-    per_token = model.flops_per_token(seq_len)
+    per_token, (flops, hardware) = model.flops_per_token(seq_len), _flops(found)
     return {
         "world_size": layout.mesh.world_size,
         "mesh": layout.mesh.sizes,
@@ -50,7 +40,9 @@ def document(found: Estimate) -> dict:
         "parameters": model.num_parameters(),
         "tokens_per_step": batch * seq_len,
         "flops_per_token": per_token,
-        "flops_per_step": per_token * batch * seq_len,
+        "flops_per_step": flops,
+        "hardware_flops_per_step": hardware,
+        **utilisation.document(measured, flops, hardware, layout.mesh.world_size),
         "pipeline": None if found.timeline is None else pipeline_json(found.timeline),
         "stages": [
             [[part.layers.start, part.layers.stop] for part in layout.chunks(stage)] for stage in range(layout.mesh.pp)
@@ -59,6 +51,16 @@ def document(found: Estimate) -> dict:
         "ranks": [_rank(cost) for cost in found.ranks],
         "notes": notes(found),
     }
+
+
+def _flops(found: Estimate) -> tuple[int, int]:
+    """Of a step: those of the model, and with what is computed again."""
+    config = found.layout.config
+    tokens, model = config.train.global_batch * config.data.seq_len, config.model
+    again = model.num_layers * compute.recomputed_per_layer(found.layout)
+    return model.flops_per_token(config.data.seq_len) * tokens, (
+        model.flops_per_token(config.data.seq_len) + again
+    ) * tokens
 
 
 def _rank(cost: RankCost) -> dict:
@@ -73,67 +75,29 @@ def _layer_keeps(found: Estimate) -> list[dict]:
     return [tensor._asdict() | {"bytes": tensor.bytes} for tensor in tensors]
 
 
-def show(found: Estimate) -> None:
+def show(found: Estimate, measured: Measured | None = None) -> None:
     """Print what is the same for all ranks, a table with a column for each stage, and what is not in it."""
     layout, config = found.layout, found.layout.config
     world, batch, seq_len = layout.mesh.world_size, config.train.global_batch, config.data.seq_len
-    per_token = config.model.flops_per_token(seq_len)
+    per_token, (flops, hardware) = config.model.flops_per_token(seq_len), _flops(found)
     ranks = f"{world} rank{'s' * (world > 1)}, {layout.mesh}"
     print(f"{ranks}; {config.model.num_parameters():,} {layout.dtype} parameters")
     parts = config.train.micro_batches
     print(f"a step: {batch} samples x {seq_len} tokens, {parts} micro-batch{'es' * (parts > 1)} a rank")
-    print(f"FLOPs: {_scaled(per_token)} a token, {_scaled(per_token * batch * seq_len)} a step")
+    computed = f"; {scaled(hardware)} with what is computed again" if hardware > flops else ""
+    print(f"FLOPs: {scaled(per_token)} a token, {scaled(flops)} a step{computed}")
+    if measured is not None:
+        print(utilisation.line(measured, flops, hardware, world))
     if (line := found.timeline) is not None:
         live = " ".join(map(str, line.peak_live))
         print(f"pipeline: {line.schedule.kind}, bubble {line.bubble:.4f}; micro-batches alive, stage by stage: {live}")
     rows = _rows(found)
     for first in range(0, layout.mesh.pp, _COLUMNS):
         print()
-        _table([[name, *cells[first : first + _COLUMNS]] for name, cells in rows])
+        table([[name, *cells[first : first + _COLUMNS]] for name, cells in rows])
     print()
     for note in notes(found):
         print(textwrap.fill(note, WIDTH, subsequent_indent="  "))
-
-
-def counted_document(found: Counted, config: Config) -> dict:
-    """What a number of parameters tells, for `--json`."""
-    return {
-        "world_size": found.mesh.world_size,
-        "mesh": found.mesh.sizes,
-        "parameters": found.parameters,
-        "parameters_held": found.held,
-        "padding": found.padding,
-        "zero": {"stage": config.zero.stage, "shards": found.shards},
-        "precision": dataclasses.asdict(found.policy),
-        "model_state_bytes": found.states.total,
-        "model_states": dataclasses.asdict(found.states),
-        "notes": _counted_notes(config),
-    }
-
-
-def show_counted(found: Counted, config: Config) -> None:
-    """Print it."""
-    world, policy = found.mesh.world_size, found.policy
-    print(f"{world} rank{'s' * (world > 1)}, {found.mesh}; {found.parameters:,} {policy.parameter} parameters")
-    padded = f" with {found.padding:,} of padding" if found.padding else ""
-    print(f"ZeRO stage {config.zero.stage}: {found.held:,}{padded} in {found.shards} shard{'s' * (found.shards > 1)}\n")
-    parts = dataclasses.asdict(found.states)
-    formats = {
-        "parameters": policy.parameter,
-        "gradients": policy.accumulate,
-        "masters": policy.master if policy.separate_masters else "",
-        "moments": policy.state,
-    }
-    rows = [["", "", "each rank"], ["model states", "", _scaled(found.states.total, "B")]]
-    _table([*rows, *([f"  {name}", formats[name], _scaled(size, "B")] for name, size in parts.items())])
-    print()
-    for note in _counted_notes(config):
-        print(textwrap.fill(note, WIDTH, subsequent_indent="  "))
-
-
-def _counted_notes(config: Config) -> list[str]:
-    on_host = "On CUDA, masters and moments are in the host's memory (zero.offload)."
-    return [_COUNTED, on_host] if config.zero.offload else [_COUNTED]
 
 
 def _rows(found: Estimate) -> list[tuple[str, list[str]]]:
@@ -143,12 +107,14 @@ def _rows(found: Estimate) -> list[tuple[str, list[str]]]:
     of = [[cost for cost in found.ranks if cost.at["pp"] == stage] for stage in stages]
 
     def largest(value: Callable[[RankCost], int], unit: str = "") -> list[str]:
-        return [_scaled(max(map(value, costs)), unit) for costs in of]
+        return [scaled(max(map(value, costs)), unit) for costs in of]
 
     rows = [("", [f"stage {stage}" if layout.mesh.pp > 1 else "each rank" for stage in stages])]
     rows.append(("layers", [_layers(layout.chunks(stage)) for stage in stages]))
     rows.append(("weights held", [f"{costs[0].parameters:,}" for costs in of]))
     rows.append(("FLOPs a step", largest(lambda cost: cost.flops)))
+    if layout.config.recompute != "none":
+        rows.append(("  computed", largest(lambda cost: cost.hardware_flops)))
     rows.append(("memory", largest(lambda cost: cost.memory_bytes, "B")))
     for name, label in MEMORY.items():
         rows.append((f"  {label}", largest(attrgetter(name), "B")))
@@ -160,19 +126,3 @@ def _rows(found: Estimate) -> list[tuple[str, list[str]]]:
 
 def _layers(parts) -> str:
     return ", ".join(str(p.layers.start) if len(p.layers) == 1 else f"{p.layers.start}-{p.layers[-1]}" for p in parts)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        print(f"{name:<{widths[0]}}  {line}".rstrip())
-
-
-def _scaled(number: float, unit: str = "") -> str:
-    """Three digits and a power of 1000: 1.23 MB."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if number < 999.5:
-            return f"{number:.3g} {prefix}{unit}".rstrip()
-        number /= 1000
-    return f"{number:.3g} P{unit}"

@@ -1,6 +1,9 @@
 """What is known of a run from the number of its parameters alone: how its model states are shared out."""
 
+import dataclasses
+import json
 import math
+import textwrap
 from dataclasses import dataclass
 
 from minidist import limits
@@ -8,8 +11,15 @@ from minidist.config import Config
 from minidist.errors import UserError
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
+from minidist.parallel.pipeline.draw import WIDTH
 from minidist.plan.states import ModelStates, model_states, moments_of, row_of
+from minidist.plan.table import scaled, table
 from minidist.precision.policy import Policy, policy_of
+
+_NOTE = (
+    "Model states are what stays from step to step; activations, messages and FLOPs need a model's shape (--model...), "
+    "and so do the optimizer's counts of steps, four bytes a parameter tensor."
+)
 
 
 @dataclass(frozen=True)
@@ -63,3 +73,54 @@ def shards_of(config: Config, mesh: Mesh) -> int:
             f"give --zero.shard {nearest}."
         )
     return shards
+
+
+def main(config: Config, ranks: int, parameters: float, as_json: bool) -> int:
+    """Work out, and print; returns the exit code. Raises UserError for what cannot be."""
+    found = counted(config, ranks, parameters)
+    if as_json:
+        print(json.dumps(document(found, config)))
+    else:
+        show(found, config)
+    return 0
+
+
+def document(found: Counted, config: Config) -> dict:
+    """What a number of parameters tells, for `--json`."""
+    return {
+        "world_size": found.mesh.world_size,
+        "mesh": found.mesh.sizes,
+        "parameters": found.parameters,
+        "parameters_held": found.held,
+        "padding": found.padding,
+        "zero": {"stage": config.zero.stage, "shards": found.shards},
+        "precision": dataclasses.asdict(found.policy),
+        "model_state_bytes": found.states.total,
+        "model_states": dataclasses.asdict(found.states),
+        "notes": _notes(config),
+    }
+
+
+def show(found: Counted, config: Config) -> None:
+    """Print it."""
+    world, policy = found.mesh.world_size, found.policy
+    print(f"{world} rank{'s' * (world > 1)}, {found.mesh}; {found.parameters:,} {policy.parameter} parameters")
+    padded = f" with {found.padding:,} of padding" if found.padding else ""
+    print(f"ZeRO stage {config.zero.stage}: {found.held:,}{padded} in {found.shards} shard{'s' * (found.shards > 1)}\n")
+    parts = dataclasses.asdict(found.states)
+    formats = {
+        "parameters": policy.parameter,
+        "gradients": policy.accumulate,
+        "masters": policy.master if policy.separate_masters else "",
+        "moments": policy.state,
+    }
+    rows = [["", "", "each rank"], ["model states", "", scaled(found.states.total, "B")]]
+    table([*rows, *([f"  {name}", formats[name], scaled(size, "B")] for name, size in parts.items())])
+    print()
+    for note in _notes(config):
+        print(textwrap.fill(note, WIDTH, subsequent_indent="  "))
+
+
+def _notes(config: Config) -> list[str]:
+    on_host = "On CUDA, masters and moments are in the host's memory (zero.offload)."
+    return [_NOTE, on_host] if config.zero.offload else [_NOTE]

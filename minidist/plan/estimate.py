@@ -21,14 +21,15 @@ MEMORY = {
 
 @dataclass(frozen=True)
 class RankCost:
-    """One rank. samples: of the global batch; flops: of a step, this rank's part; wire_bytes: sent in a step,
-    by use; the other bytes are memory.
+    """One rank. samples: of the global batch; flops: of a step, this rank's part, as the model needs them;
+    hardware_flops: with what is computed again; wire_bytes: sent in a step, by use; the other bytes are memory.
     """
 
     rank: int
     at: dict[str, int]
     samples: int
     flops: int
+    hardware_flops: int
     parameters: int
     parameter_bytes: int
     gradient_bytes: int
@@ -74,17 +75,19 @@ class _Stage:
         self.optimizer_bytes = states.optimizer_bytes(config.optim, held, layout.dtype)
         self.activation_bytes = cache(lambda samples: activations.peak(layout, stage, samples))
         self.flops_per_token = compute.flops_per_token(layout, stage)
+        self.recomputed_per_token = compute.recomputed_per_token(layout, stage)
 
 
 def _rank(layout: Layout, stages: Sequence[_Stage], traffic: Traffic, rank: int) -> RankCost:
     mesh, at = layout.mesh, layout.mesh.coords(rank)
     stage, samples = stages[at["pp"]], layout.micro_batches(at["dp"])
-    tokens = sum(samples) * layout.config.data.seq_len
+    tokens, sharing = sum(samples) * layout.config.data.seq_len, mesh.cp * mesh.tp
     return RankCost(
         rank=rank,
         at=at,
         samples=sum(samples),
-        flops=tokens * stage.flops_per_token // (mesh.cp * mesh.tp),
+        flops=tokens * stage.flops_per_token // sharing,
+        hardware_flops=tokens * (stage.flops_per_token + stage.recomputed_per_token) // sharing,
         parameters=stage.parameters,
         parameter_bytes=stage.parameters * BYTES[layout.dtype],
         gradient_bytes=stage.gradient_bytes,

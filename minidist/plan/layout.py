@@ -9,7 +9,7 @@ from minidist.data.partition import block, weighted
 from minidist.mesh import Mesh
 from minidist.parallel.pipeline.ops import Schedule
 
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,10 @@
 """What the numbers of an estimate mean, and what is not in them: said with them."""
 
+from minidist.plan import activations, blocks
 from minidist.plan.estimate import Estimate
+from minidist.plan.layout import Layout
+
+_AGAIN = {"none": "nothing", "block": "the forward of every layer", "selective": "the core of attention"}
 
 
 def notes(found: Estimate) -> list[str]:
@@ -12,9 +16,13 @@ def notes(found: Estimate) -> list[str]:
         "an operation needs while it runs, messages on their way, and evaluation.",
         "activations: what is kept for backward where most is alive, as torch's kernels for CPU keep it; a GPU's "
         "may keep other tensors.",
-        "FLOPs: those of the model, forward and backward, attention counted whole; MFU is of them. Nothing is "
-        "recomputed.",
+        "FLOPs: those of the model, forward and backward, attention counted whole; MFU is of them. HFU is of those and "
+        f"of what is computed again: {_AGAIN[layout.config.recompute]}.",
     ]
+    if layout.config.recompute == "selective":
+        said.append(_selective(layout))
+    if layout.config.compile:
+        said.append("compile: what a compiled layer keeps its compiler decides; activations are those of plain layers.")
     if layout.mesh.cp > 1:
         said.append(
             "A causal ring skips half of attention's FLOPs, and so does the kernel of ulysses; each rank does its "
@@ -25,13 +33,22 @@ def notes(found: Estimate) -> list[str]:
             f"{layout.config.model.num_kv_heads} key and value heads over tp={layout.mesh.tp}: several ranks hold, and "
             "compute, the same one; FLOPs count it once."
         )
-    if found.timeline is not None and found.timeline.schedule.splits_backward:
-        said.append(
-            "Where backward comes in halves, a micro-batch counts whole until its weight half; it holds less by then."
-        )
     if found.timeline is not None:
         said.append(
             "bubble: with operations as long as their FLOPs, the gradients of inputs and of weights each as long as a "
             "forward's products; minidist simulate takes measured times."
         )
     return said
+
+
+def _selective(layout: Layout) -> str:
+    """What selective recomputation does for this run: with a fused kernel, next to nothing."""
+    samples = max(layout.micro_batches(dp)[0] for dp in range(layout.mesh.dp))
+    whole, left = (activations.size(layout, of(layout), samples) for of in (blocks.forward, blocks.layer))
+    less = f"recompute selective: a layer keeps {whole - left:,} bytes less of {whole:,}"
+    if layout.mesh.cp > 1 and layout.config.parallel.context == "ulysses":
+        return f"{less}, the copies of heads that ranks exchanged; they are exchanged again."
+    return (
+        f"{less}. It is void: the fused kernel keeps no scores, only a number per query and head, and the core of "
+        "attention is computed twice for that. --recompute block saves memory."
+    )

@@ -11,6 +11,7 @@ from minidist.comm.convention import sent_by, sent_elements
 from minidist.comm.uses import CONTROL
 from minidist.plan import reduction
 from minidist.plan.blocks import BETWEEN, TOKENS, WHOLE
+from minidist.plan.compute import repeats_whole
 from minidist.plan.layout import BYTES, Layout, Part
 from minidist.plan.shapes import Sizes
 from minidist.roles import REDUCING, uses
@@ -64,7 +65,7 @@ class Traffic:
             sizes = Sizes.of(self.layout, samples)
             for chunk, part in enumerate(self.layout.chunks(stage)):
                 operations.update(self._tensor(sizes, part))
-                for operation in self._context(sizes):
+                for operation in [*self._context(sizes), *self._again(sizes)]:
                     operations[operation] += len(part.layers)
                 operations.update(self._transfers(sizes, stage, chunk))
         return operations
@@ -105,6 +106,27 @@ class Traffic:
         for sent in ("b exchanged s/cp d", "b heads/tp s/cp d"):  # queries, keys and values; what attention gave
             yield "context", "all_to_all", sizes.numel(sent), each
             yield "context", "all_to_all", sizes.numel(sent), each
+
+    def _again(self, sizes: Sizes) -> Iterator[Operation]:
+        """What recomputation of one layer sends once more: the messages of its forward."""
+        layout, each = self.layout, BYTES[self.layout.dtype]
+        how, cp, whole = layout.config.recompute, layout.mesh.cp, sizes.numel(WHOLE)
+        if how == "none":
+            return
+        if cp > 1 and layout.config.parallel.context == "ring":
+            for _ in range(cp - 1):
+                yield "context", "send", 2 * sizes.numel("b kv/tp s/cp d"), each
+        elif cp > 1:
+            yield "context", "all_to_all", sizes.numel("b exchanged s/cp d"), each
+            if how == "block":  # else all is there when the result would be sent back
+                yield "context", "all_to_all", sizes.numel("b heads/tp s/cp d"), each
+        if how == "block" and layout.mesh.tp > 1:
+            leaving = 1 + repeats_whole(layout.config)
+            if layout.sequence > 1:
+                yield from 2 * [("tensor", "all_gather", whole, each)]
+                yield from leaving * [("tensor", "reduce_scatter", whole, each)]
+            else:
+                yield from leaving * [("tensor", "all_reduce", whole, each)]
 
     def _transfers(self, sizes: Sizes, stage: int, chunk: int) -> Counter[Operation]:
         """Between a chunk and the parts before and after it, where another stage has those."""

@@ -12,47 +12,15 @@ import gc
 import threading
 from pathlib import Path
 
-import torch
-
 from bench.contenders import Seat
 from bench.lineup import LINEUP
 from bench.rounds import WARM_UP_STEPS
 from bench.workload import Workload
 from minidist.comm import World
+from minidist.train.storages import StoragePeak, segment_bytes
 
 MEASURED_STEPS = 3
 _SELF = Path("/proc/self")
-_SEGMENTS = ("/memfd:", "/dev/shm/")
-
-
-class StoragePeak:
-    """Context in which every allocation of a CPU tensor is recorded; `mark()` begins the part whose peak counts.
-
-    `bytes` afterwards: the most that was live at one time since the mark, of what was allocated in the context.
-    """
-
-    _MARK = "bench: from here on"
-
-    def __enter__(self) -> "StoragePeak":
-        self._profiler = torch.autograd.profiler.profile(profile_memory=True)
-        self._profiler.__enter__()
-        return self
-
-    def mark(self) -> None:
-        with torch.profiler.record_function(self._MARK):
-            pass
-
-    def __exit__(self, *exception) -> None:
-        self._profiler.__exit__(*exception)
-        events = sorted(self._profiler.kineto_results.events(), key=lambda event: event.start_ns())
-        live, self.bytes, counts = 0, 0, False
-        for event in events:
-            if event.name() == self._MARK:
-                counts = True
-            elif event.name() == "[memory]":
-                live += event.nbytes()  # negative when freed
-            if counts:
-                self.bytes = max(self.bytes, live)
 
 
 class ResidentPeak:
@@ -79,22 +47,6 @@ def pss_bytes() -> int | None:
         return _kib((_SELF / "smaps_rollup").read_text(), "Pss")
     except OSError:
         return None
-
-
-def segment_bytes() -> int:
-    """This process's part (PSS) of the shared segments that it has mapped; 0 where /proc does not tell."""
-    try:
-        lines = (_SELF / "smaps").read_text().splitlines()
-    except OSError:
-        return 0
-    total, inside = 0, False
-    for line in lines:
-        head = line.split(maxsplit=5)
-        if not head[0].endswith(":"):  # "7f..-7f.. rw-s 00000000 00:01 1035 /memfd:name (deleted)"
-            inside = head[1].endswith("s") and len(head) == 6 and head[5].startswith(_SEGMENTS)
-        elif inside and head[0] == "Pss:":
-            total += int(head[1]) * 1024
-    return total
 
 
 def _kib(text: str, key: str) -> int:

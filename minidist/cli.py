@@ -175,7 +175,7 @@ def _estimate(argv: list[str]) -> int:
     import tyro
 
     from minidist.config import Config
-    from minidist.plan import gpt
+    from minidist.plan import counted, gpt
     from minidist.plan.command import main
     from minidist.plan.utilisation import measured
     from minidist.train.start import chosen_ranks
@@ -196,6 +196,8 @@ def _estimate(argv: list[str]) -> int:
         """Time of a transfer between stages, for the bubble; 1 is a forward of the costliest stage's micro-batch."""
         json: bool = False
         """Print JSON, with every rank in it, instead of a table."""
+        parameters: float | None = None
+        """Parameters of a model of which no more is known, 7.5e9 say: the memory of its model states."""
         block: Literal["llama", "gpt"] = "llama"
         """llama: the model that is trained. gpt: Megatron's, of which a layer and the FLOPs are published."""
         step_time_s: float | None = None
@@ -205,6 +207,8 @@ def _estimate(argv: list[str]) -> int:
 
     options = _parse(EstimateOptions, "estimate", argv, default=EstimateOptions(_base_config(argv)))
     ranks, step = chosen_ranks(options.run, options.ranks), measured(options.step_time_s, options.peak_tflops)
+    if options.parameters is not None:
+        return counted.main(options.run, ranks, options.parameters, options.json)
     if options.block == "gpt":
         return gpt.main(options.run, ranks, options.json, step)
     return main(options.run, ranks, options.t_comm, options.json, step)

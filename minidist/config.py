@@ -114,18 +114,27 @@ class DataConfig:
 class OptimConfig:
     """The update rule and the learning rate."""
 
-    kind: Literal["adamw", "sgd"] = "adamw"
-    """adamw: Loshchilov and Hutter 2019. sgd: plain, or with momentum."""
+    kind: Literal["adamw", "sgd", "muon"] = "adamw"
+    """adamw: Loshchilov and Hutter 2019. sgd: plain, or with momentum. muon: Jordan et al. 2024, for the matrices of
+    the layers, with adamw for all else."""
     lr: float = 3e-3
     """Peak learning rate."""
     weight_decay: float = 0.01
-    """Decoupled weight decay of AdamW; L2 penalty of SGD."""
+    """Decoupled weight decay of AdamW and Muon; L2 penalty of SGD."""
+    decay: Literal["all", "matrices"] = "all"
+    """Which parameters weight decay holds for. matrices: those of two dimensions or more, not the norms."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's moments."""
     eps: float = 1e-8
     """Added to AdamW's denominator."""
     momentum: float = 0.0
     """Momentum of SGD."""
+    muon_momentum: float = 0.95
+    """Momentum of Muon."""
+    muon_lr_ratio: float = 1.0
+    """Learning rate of Muon's matrices, as a multiple of that of all else; 1 suits, as updates are of equal size."""
+    muon_steps: int = 5
+    """Newton-Schulz iterations of a Muon update."""
     clip_norm: float | None = 1.0
     """Gradients are scaled down to this global norm; none: never."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"

@@ -16,6 +16,7 @@ def check(config: Config, world_size: int) -> Mesh:
     mesh = limits.check(config, world_size)
     _compiled(config, pipeline(config, mesh))
     shards.check(config, mesh)
+    _optimizer(config, mesh)
     how = config.parallel
     try:
         tensor.check(config.model, mesh.tp)
@@ -63,3 +64,11 @@ def pipeline(config: Config, mesh: Mesh) -> Schedule | None:
             f"give {fewer}, or --model.num-layers {made.positions}."
         )
     return made
+
+
+def _optimizer(config: Config, mesh: Mesh) -> None:
+    if config.optim.kind == "muon" and mesh.tp > 1:
+        raise UserError(
+            f"optim.kind is muon and mesh.tp is {mesh.tp}: Muon's update of a matrix needs all of it, and each tp rank "
+            "has a part. Give --mesh.tp 1, or --optim.kind adamw."
+        )

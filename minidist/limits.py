@@ -29,11 +29,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optim.lr": (0, math.inf),
     "optim.weight-decay": (0, math.inf),
     "optim.momentum": (0, 1),
+    "optim.muon-momentum": (0, 1),
+    "optim.muon-steps": (1, 20),
     "optim.warmup-steps": (0, math.inf),
     "optim.min-lr-fraction": (0, 1),
     "optim.decay-fraction": (0, 1),
 }
-_ABOVE_ZERO = ("optim.eps", "optim.clip-norm", "comm.bucket-mib", "comm.timeout-s")
+_ABOVE_ZERO = ("optim.eps", "optim.clip-norm", "optim.muon-lr-ratio", "comm.bucket-mib", "comm.timeout-s")
 
 
 def check(config: Config, world_size: int) -> Mesh:
@@ -43,7 +45,7 @@ def check(config: Config, world_size: int) -> Mesh:
         config.model.validate()
     except ValueError as error:
         raise UserError(f"model.{error}.") from None
-    _check_numbers(config)
+    check_numbers(config)
     train, data = config.train, config.data
     if data.seq_len > config.model.max_seq_len:
         raise UserError(
@@ -81,7 +83,8 @@ def check(config: Config, world_size: int) -> Mesh:
     return mesh
 
 
-def _check_numbers(config: Config) -> None:
+def check_numbers(config: Config) -> None:
+    """Raise UserError for a number that no run can have."""
     for name, (least, most) in _RANGES.items():
         value = _value(config, name)
         if value is not None and not (least <= value <= most and abs(value) < math.inf):

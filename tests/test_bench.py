@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import mmap
 import os
 import sys
 
@@ -147,20 +146,6 @@ def test_a_peer_that_is_not_installed_is_left_out_in_one_line(monkeypatch):
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_peak_is_what_was_live_at_one_time_after_the_mark():
-    with memory.StoragePeak() as peak:
-        kept = torch.empty(MIB, dtype=torch.uint8)
-        before = torch.empty(50 * MIB, dtype=torch.uint8)
-        del before
-        peak.mark()
-        for _ in range(2):  # never both at once
-            one = torch.empty(3 * MIB, dtype=torch.uint8)
-            del one
-        two = torch.empty(2 * MIB, dtype=torch.uint8)
-    assert peak.bytes == 4 * MIB
-    del kept, two
-
-
 def buckets_of_ddp(world):
     model = nn.Linear(512, 512, bias=False)  # 1 MiB
     with memory.StoragePeak() as peak:
@@ -173,17 +158,6 @@ def buckets_of_ddp(world):
 def test_buckets_that_ddp_holds_in_cpp_are_seen(ranks):
     for seen in ranks(buckets_of_ddp, 2):
         assert MIB <= seen < 1.1 * MIB
-
-
-@needs_proc
-def test_mapped_segments_are_seen():
-    before = memory.segment_bytes()
-    fd = os.memfd_create("bench-test")
-    os.ftruncate(fd, MIB)
-    with mmap.mmap(fd, MIB) as segment:
-        segment.write(b"x" * MIB)
-        assert memory.segment_bytes() - before == MIB  # mapped once, so all of it is ours
-    os.close(fd)
 
 
 @needs_proc

@@ -40,6 +40,14 @@ from minidist.fit import check, pipeline
             r"5 micro-batches are no multiple of 2 stages. Give 4 or 6 micro-batches, or take 1f1b",
         ),
         (2, {"mesh__pp": 2, "parallel__chunks": 2}, r"1f1b has 1 chunk a stage, and was given 2: leave the chunks out"),
+        (
+            2,
+            {"mesh__tp": 2, "optim__kind": "muon"},
+            r"optim.kind is muon and mesh.tp is 2: .* needs all of it.* Give --mesh.tp 1, or --optim.kind adamw\.$",
+        ),
+        (2, {"optim__muon_steps": 0}, r"optim.muon-steps is 0; it must be from 1 to 20: change --optim.muon-steps\.$"),
+        (2, {"optim__muon_momentum": 1.5}, r"optim.muon-momentum is 1.5; it must be from 0 to 1: change"),
+        (2, {"optim__muon_lr_ratio": 0.0}, r"optim.muon-lr-ratio is 0.0; it must be above 0: change"),
         (3, {"mesh__tp": 3}, r"model.num_heads=4 cannot be shared equally by tp=3 ranks; possible tp: 1, 2, 4"),
         (
             3,
@@ -99,3 +107,8 @@ def test_whoever_checks_does_not_wait_for_torch():
         [sys.executable, "-c", "import sys, minidist.fit; sys.exit('torch' in sys.modules)"], timeout=60, check=False
     )
     assert ran.returncode == 0
+
+
+def test_muon_runs_where_matrices_are_whole():
+    for ranks, axes in [(1, {}), (4, {"mesh__dp": 2, "mesh__pp": 2, "train__micro_batches": 2}), (2, {"mesh__cp": 2})]:
+        check(changed(Config(), optim__kind="muon", **axes), ranks)

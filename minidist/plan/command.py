@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 
 from minidist.config import Config
@@ -12,6 +12,7 @@ from minidist.parallel.pipeline.draw import WIDTH
 from minidist.plan import activations, blocks, compute, utilisation
 from minidist.plan.estimate import MEMORY, Estimate, RankCost, estimate
 from minidist.plan.notes import notes
+from minidist.plan.table import scaled, table
 from minidist.plan.utilisation import Measured
 
 _COLUMNS = 6  # of the table, side by side
@@ -83,8 +84,8 @@ def show(found: Estimate, measured: Measured | None = None) -> None:
     print(f"{ranks}; {config.model.num_parameters():,} {layout.dtype} parameters")
     parts = config.train.micro_batches
     print(f"a step: {batch} samples x {seq_len} tokens, {parts} micro-batch{'es' * (parts > 1)} a rank")
-    computed = f"; {_scaled(hardware)} with what is computed again" if hardware > flops else ""
-    print(f"FLOPs: {_scaled(per_token)} a token, {_scaled(flops)} a step{computed}")
+    computed = f"; {scaled(hardware)} with what is computed again" if hardware > flops else ""
+    print(f"FLOPs: {scaled(per_token)} a token, {scaled(flops)} a step{computed}")
     if measured is not None:
         print(utilisation.line(measured, flops, hardware, world))
     if (line := found.timeline) is not None:
@@ -93,7 +94,7 @@ def show(found: Estimate, measured: Measured | None = None) -> None:
     rows = _rows(found)
     for first in range(0, layout.mesh.pp, _COLUMNS):
         print()
-        _table([[name, *cells[first : first + _COLUMNS]] for name, cells in rows])
+        table([[name, *cells[first : first + _COLUMNS]] for name, cells in rows])
     print()
     for note in notes(found):
         print(textwrap.fill(note, WIDTH, subsequent_indent="  "))
@@ -106,7 +107,7 @@ def _rows(found: Estimate) -> list[tuple[str, list[str]]]:
     of = [[cost for cost in found.ranks if cost.at["pp"] == stage] for stage in stages]
 
     def largest(value: Callable[[RankCost], int], unit: str = "") -> list[str]:
-        return [_scaled(max(map(value, costs)), unit) for costs in of]
+        return [scaled(max(map(value, costs)), unit) for costs in of]
 
     rows = [("", [f"stage {stage}" if layout.mesh.pp > 1 else "each rank" for stage in stages])]
     rows.append(("layers", [_layers(layout.chunks(stage)) for stage in stages]))
@@ -125,19 +126,3 @@ def _rows(found: Estimate) -> list[tuple[str, list[str]]]:
 
 def _layers(parts) -> str:
     return ", ".join(str(p.layers.start) if len(p.layers) == 1 else f"{p.layers.start}-{p.layers[-1]}" for p in parts)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        print(f"{name:<{widths[0]}}  {line}".rstrip())
-
-
-def _scaled(number: float, unit: str = "") -> str:
-    """Three digits and a power of 1000: 1.23 MB."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if number < 999.5:
-            return f"{number:.3g} {prefix}{unit}".rstrip()
-        number /= 1000
-    return f"{number:.3g} P{unit}"

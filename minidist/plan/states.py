@@ -1,11 +1,15 @@
 """What stays in memory from step to step: parameters, gradients, and what the optimizer keeps."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from minidist import roles
-from minidist.config import OptimConfig
+from minidist.config import OptimConfig, ZeroConfig
 from minidist.plan.layout import BYTES, Layout
 from minidist.plan.shapes import Sizes
+from minidist.precision.policy import BYTES as FORMAT_BYTES
+from minidist.precision.policy import Policy
 
 # The parameters of a layer in the model's order, each with what a rank holds of it and with who else of the tp axis has
 # a part of its gradient: "alone" nobody, as each holds another part or computes the same; "tokens" those that share the
@@ -64,3 +68,57 @@ def optimizer_bytes(optim: OptimConfig, held: list[Weight], dtype: str) -> int:
 def gradient_elements(gradients: str, held: list[Weight]) -> int:
     """Elements of the gradients' memory; in buckets one more per parameter, which counts the ranks that used it."""
     return sum(weight.numel for weight in held) + (len(held) if gradients == "bucketed" else 0)
+
+
+class Row(NamedTuple):
+    """Parameters that are shared out together. numel: elements, padding included; shard: those of one rank, all of them
+    where nothing is shared out; moments: numbers that the optimizer keeps for each element."""
+
+    numel: int
+    shard: int
+    moments: int
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """Bytes of one rank. masters: 0 where the parameters themselves are updated."""
+
+    parameters: int
+    gradients: int
+    masters: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.masters + self.moments
+
+
+def row_of(numel: int, shards: int, moments: int) -> Row:
+    """So many elements, padded to as many equal shards."""
+    shard = -(-numel // shards)
+    return Row(shard * shards, shard, moments)
+
+
+def moments_of(optim: OptimConfig, *, hidden_matrix: bool) -> int:
+    """Numbers kept per element of a parameter. hidden_matrix: whether it is a matrix of a layer, which is Muon's."""
+    if optim.kind == "sgd":
+        return 1 if optim.momentum else 0
+    return 1 if optim.kind == "muon" and hidden_matrix else 2
+
+
+def model_states(rows: Iterable[Row], zero: ZeroConfig, policy: Policy) -> ModelStates:
+    """What the rows take on each rank: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 3 and table 1.
+
+    In bytes per element, with N shards: stage 0 `p + a + m + s`; stage 1 `p + a + (m + s)/N`; stage 2
+    `p + (a + m + s)/N`, or as stage 1 with gradients kept whole; stage 3 `(p + a + m + s)/N`. p, a, m, s are those of
+    parameter, accumulated gradient, master and all moments: with fp16 throughout and AdamW 2, 2, 4 and 8, sixteen.
+    """
+    rows = list(rows)
+    whole, part = sum(row.numel for row in rows), sum(row.shard for row in rows)
+    shares_gradients = zero.stage == 3 or (zero.stage == 2 and not zero.keep_gradients)
+    return ModelStates(
+        parameters=(part if zero.stage == 3 else whole) * FORMAT_BYTES[policy.parameter],
+        gradients=(part if shares_gradients else whole) * FORMAT_BYTES[policy.accumulate],
+        masters=part * FORMAT_BYTES[policy.master] if policy.separate_masters else 0,
+        moments=sum(row.shard * row.moments for row in rows) * FORMAT_BYTES[policy.state],
+    )

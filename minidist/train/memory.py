@@ -1,0 +1,98 @@
+"""Where the memory of a rank goes: what the storages are that its peak consists of.
+
+That is seen from outside, whenever something may have changed: what the caller names (parameters, gradients, states) is
+that, what autograd keeps for backward is activations, and the rest is buffers: messages, copies, gradients of
+activations, and what operations need while they run. A storage has one kind from its first to its last moment.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from minidist.train.storages import ACTIVATIONS, Look, Peak, StoragePeak
+
+Kinds = Callable[[], Mapping[str, Iterable[Tensor]]]
+
+
+class KindPeak(StoragePeak):
+    """The same, and what it was. kinds: tensors by kind, those that are there at the time; called again and again.
+
+    What `kinds` names counts too where it was there before. A storage that two kinds name is of the first.
+    Inside of what autograd itself packs (checkpoints that recompute), tensors that are kept again count as buffers.
+    """
+
+    def __init__(self, kinds: Kinds, device: torch.device | None = None):
+        super().__init__(device)
+        self._kinds, self._context = kinds, contextlib.ExitStack()
+
+    def __enter__(self) -> "KindPeak":
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        super().__enter__()
+        self.look()
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+            self._context.callback(register(lambda *_: self.look()).remove)
+        self._context.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._context.close()
+        if exception[0] is None:
+            self.look()
+        StoragePeak.__exit__(self, *exception)
+
+    def look(self) -> None:
+        """See what is there now. Called by itself whenever autograd keeps or uses a tensor, and around an update."""
+        self._look(_seen(self._storages().values()))
+
+    def _storages(self) -> dict[int, tuple[torch.UntypedStorage, str]]:
+        """By identity, which an address is not: a storage may be emptied and filled again."""
+        found: dict[int, tuple[torch.UntypedStorage, str]] = {}
+        for kind, tensors in self._kinds().items():
+            for tensor in tensors:
+                if tensor is not None and tensor.device.type == self.device.type:
+                    storage = tensor.untyped_storage()
+                    found.setdefault(storage._cdata, (storage, kind))
+        return found
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storages, mine = self._storages(), tensor.untyped_storage()
+        storages.setdefault(mine._cdata, (mine, ACTIVATIONS))
+        self._look(_seen(storages.values()))
+        return tensor.detach()  # itself, an output would be kept by what it is the output of
+
+    def _unpack(self, tensor: Tensor) -> Tensor:
+        self.look()
+        return tensor
+
+
+def kinds_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **more: Iterable[Tensor]) -> Kinds:
+    """What a model and its optimizer hold, for `KindPeak`. more: others by kind, before these: masters, say."""
+
+    def kinds() -> dict[str, Iterable[Tensor]]:
+        parameters = list(model.parameters())
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        updated = [p for group in optimizer.param_groups for p in group["params"]]
+        return {
+            **more,
+            "parameters": parameters,
+            "gradients": [p.grad for p in (*parameters, *updated)],
+            "states": [value for value in states if isinstance(value, Tensor)],
+        }
+
+    return kinds
+
+
+def measure(step: Callable[[], object], kinds: Kinds, device: torch.device | None = None) -> Peak:
+    """The peak of one step. Let one go by before, which makes the optimizer's states."""
+    with KindPeak(kinds, device) as found:
+        step()
+    return found.peak
+
+
+def _seen(storages: Iterable[tuple[torch.UntypedStorage, str]]) -> Look:
+    return {storage.data_ptr(): (kind, storage.nbytes()) for storage, kind in storages if storage.nbytes()}

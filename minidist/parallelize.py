@@ -24,7 +24,7 @@ from minidist.precision.formats import convert
 from minidist.precision.policy import Policy, policy_of
 from minidist.precision.scaler import LossScaler
 from minidist.recompute import recompute
-from minidist.roles import REDUCING, USES, ends, ranks_at, stage_parts, uses
+from minidist.roles import REDUCING, USES, ends, is_hidden_matrix, ranks_at, stage_parts, uses
 from minidist.spec import Box, ParamSpec, check_covered, named_parameters, ties_of
 from minidist.zero.build import Given, sharded_sink
 
@@ -114,12 +114,15 @@ def _sink(
 ) -> GradSink:
     """Where gradients go. names: of the whole model's parameters."""
     formats, values = convert(model, policy)
+
+    def uncut(name: str) -> bool:
+        return config.optim.kind == "muon" and is_hidden_matrix(name, specs[name].shape)
+
+    given = Given(specs, values, names, chunk_of, uncut, config.train.seed)
     reducing = [reduced_by(config.comm.algorithm, groups[use]) for use in REDUCING if use in groups]
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
         return gradient_sink(config.comm.gradients, named_parameters(model), specs, reducing, config.comm.bucket_mib)
-    return sharded_sink(
-        model, Given(specs, values, names, chunk_of, seed=config.train.seed), groups, reducing, config, formats
-    )
+    return sharded_sink(model, given, groups, reducing, config, formats)
 
 
 def _spec(

@@ -92,3 +92,8 @@ def ranks_at(mesh: Mesh, stages: Sequence[int], tensor: Sequence[int]) -> tuple[
     """All ranks, ascending, of these stages and, in each, of these places on the tp axis."""
     places = product(sorted(stages), range(mesh.dp), range(mesh.cp), sorted(tensor))
     return tuple(mesh.rank(**dict(zip(AXES, place, strict=True))) for place in places)
+
+
+def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter is a matrix of a layer, which Muon is for: neither embedding nor head."""
+    return len(shape) == 2 and ".layers." in name

@@ -73,10 +73,15 @@ def write_reference(case: Case, file: str) -> None:
     model = case.model()
     parameters = [p for p in model.parameters() if p.requires_grad]
     config = case.config().optim
+    adamw = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
     if case.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(parameters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
-    else:
+        optimizer = torch.optim.AdamW(parameters, **adamw)
+    elif case.optimizer == "sgd":
         optimizer = torch.optim.SGD(parameters, momentum=config.momentum, weight_decay=config.weight_decay)
+    else:
+        layers = {p for p in model.model.layers.parameters() if p.dim() == 2}
+        muon = reference.Muon(list(layers), config.muon_momentum, config.weight_decay)
+        optimizer = reference.Both(muon, torch.optim.AdamW([p for p in parameters if p not in layers], **adamw))
     loader = case.loader()
     batches = []
     for step in range(STEPS):

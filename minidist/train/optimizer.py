@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from minidist.config import OptimConfig
-from minidist.spec import ParamSpec, Specs
+from minidist.roles import is_hidden_matrix
+from minidist.spec import Specs
 from minidist.train.muon import Muon
 
 ALIGNED = 64  # elements, of four bytes or more: whole vectors of every CPU that torch has kernels for
@@ -42,14 +43,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_ratio"]
 
 
-def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Whether it is a matrix of a layer, which Muon is for: neither embedding nor head, whose rows are tokens."""
-    return len(spec.shape) == 2 and ".layers." in spec.name
-
-
 def _groups(optim: OptimConfig, masters: Mapping[str, Tensor], specs: Specs) -> list[dict]:
     """Masters that are treated alike, in their order. A rank without any has one empty group: it steps as others do."""
-    hidden = {name for name in masters if optim.kind == "muon" and is_hidden_matrix(specs[name])}
+    hidden = {name for name in masters if optim.kind == "muon" and is_hidden_matrix(name, specs[name].shape)}
     decayed = {name for name in masters if optim.decay == "all" or len(specs[name].shape) > 1}
     rest = [name for name in masters if name not in hidden]
     groups = []

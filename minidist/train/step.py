@@ -24,6 +24,7 @@ from minidist.data.loader import Batch
 from minidist.parallelize import Parallel
 from minidist.spec import named_parameters
 from minidist.train.loss import count_tokens
+from minidist.train.optimizer import make_optimizer, set_learning_rate
 from minidist.train.passes import Passes
 
 
@@ -51,17 +52,6 @@ class StepResult:
     not_finite: tuple[str, ...] = ()
 
 
-def make_optimizer(optim: OptimConfig, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """torch's own AdamW or SGD, in its fused kernel where that is right."""
-    if optim.kind == "adamw":
-        return torch.optim.AdamW(
-            parameters, optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
-        )
-    # The fused SGD raises for a parameter that was unused until now: it begins all momenta in the first step or none.
-    fused = optim.momentum == 0
-    return torch.optim.SGD(parameters, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=fused)
-
-
 class Engine:
     """A model laid out over ranks, its optimizer, and the step.
 
@@ -73,7 +63,7 @@ class Engine:
         self.groups, self.optim, self.scaler = groups, optim, parallel.scaler
         self.parameters = named_parameters(self.model)
         self.passes = Passes(parallel, groups, seed)
-        self.optimizer = make_optimizer(optim, list(self.sink.masters.values()))
+        self.optimizer = make_optimizer(optim, self.sink.masters, self.sink.held)
 
     def step(
         self,
@@ -153,8 +143,7 @@ class Engine:
             factor = self.optim.clip_norm / (grad_norm + 1e-6)
             if factor < 1.0:
                 self.sink.scale(factor)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         for _ in self.sink.updates(step):
             self.optimizer.step()
 

@@ -51,11 +51,11 @@ class Estimate:
     timeline: Timeline | None
 
 
-def estimate(config: Config, world_size: int, dtype: str = "float32", t_comm: float = 0.0) -> Estimate:
+def estimate(config: Config, world_size: int, dtype: str | None = None, t_comm: float = 0.0) -> Estimate:
     """What a step of this run costs on so many ranks. Raises UserError for what cannot run.
 
-    dtype: of the parameters; the trainer's is float32. t_comm: of a pipeline's transfer, in forwards of the costliest
-    part of the model.
+    dtype: of the parameters; that of the run's precision when None. t_comm: of a pipeline's transfer, in forwards of
+    the costliest part of the model.
     """
     layout = layout_of(config, world_size, dtype)
     stages = [_Stage(layout, stage) for stage in range(layout.mesh.pp)]

@@ -8,6 +8,7 @@ from minidist.config import Config
 from minidist.data.partition import block, weighted
 from minidist.mesh import Mesh
 from minidist.parallel.pipeline.ops import Schedule
+from minidist.precision.policy import TORCH_NAMES, policy_of
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
 
@@ -62,7 +63,11 @@ class Layout:
         return self.dtype if BYTES[self.dtype] > 4 else "float32"
 
 
-def layout_of(config: Config, world_size: int, dtype: str = "float32") -> Layout:
-    """The layout of a run on so many ranks. Raises UserError, as `minidist train` does, for what cannot run."""
+def layout_of(config: Config, world_size: int, dtype: str | None = None) -> Layout:
+    """The layout of a run on so many ranks. Raises UserError, as `minidist train` does, for what cannot run.
+
+    dtype: of parameters and of what is computed with them; that of the run's precision when None.
+    """
     mesh = fit.check(config, world_size)
+    dtype = dtype or TORCH_NAMES[policy_of(config.precision).parameter]
     return Layout(config, mesh, fit.pipeline(config, mesh), dtype)

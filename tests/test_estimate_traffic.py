@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-import torch
 
 from minidist.comm import Meter, World, bind
 from minidist.config import Config, PrecisionConfig

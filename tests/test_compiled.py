@@ -9,24 +9,24 @@ from torch._dynamo.utils import counters
 from minidist import compiled
 from minidist.cli import main
 from minidist.comm import Meter, World, bind
-from minidist.config import Config, DataConfig, MeshConfig, ParallelConfig, TrainConfig
+from minidist.config import Config, DataConfig, MeshConfig, ParallelConfig, TrainConfig, ZeroConfig
 from minidist.data.loader import Batch
 from minidist.models import ModelConfig, Transformer, init_parameters
 from minidist.parallelize import parallelize, uses
-from minidist.spec import named_parameters
 from minidist.train.step import Engine
 
 SEQ_LEN = 24
 DEADLINE_S = 240.0  # a graph takes seconds to make, on a busy machine tens
 
 
-def configured(mesh: dict, parallel: dict | None = None, recompute: str = "none") -> Config:
+def configured(mesh: dict, parallel: dict | None = None, recompute: str = "none", stage: int = 0) -> Config:
     return Config(
         model=ModelConfig(56, 32, 44, 4, num_heads=4, num_kv_heads=2, dropout=0.1),
         data=DataConfig(seq_len=SEQ_LEN),
         mesh=MeshConfig(**mesh),
         parallel=ParallelConfig(**(parallel or {})),
         train=TrainConfig(global_batch=8, micro_batches=4),
+        zero=ZeroConfig(stage=stage),
         compile=True,
         recompute=recompute,
     )
@@ -59,7 +59,7 @@ def step_of(world: World, config: Config) -> tuple:
     batches, grads = micro_batches(mesh.coords(world.rank)["dp"]), {}
 
     def look():
-        grads.update({name: p.grad.clone() for name, p in named_parameters(engine.model).items()})
+        grads.update({name: grad.clone() for name, grad in engine.sink.gradients().items() if grad is not None})
 
     before = counters["stats"]["unique_graphs"]
     result = engine.step(0, batches, lr=0.1, inspect=look)
@@ -75,6 +75,7 @@ LAYOUTS = {
     1: [configured({})],
     2: [
         configured({"tp": 2}),
+        configured({"dp": 2}, stage=3, recompute="block"),
         configured({"tp": 2}, {"sequence": True}, "block"),
         configured({"cp": 2}),
         configured({"cp": 2}, {"context": "ulysses"}),
@@ -92,8 +93,9 @@ def test_a_compiled_step_is_the_plain_one(ranks, world):
             torch.testing.assert_close(on[:3], off[:3], rtol=1e-12, atol=1e-12)
             assert on[2].keys() == off[2].keys() and len(on[2]) > 9
             assert on[3] == off[3], config.mesh
-            # One graph for all layers and micro-batches; interleaved has that of the pipeline before.
-            assert off[4] == 0 and on[4] == (config.parallel.schedule != "interleaved"), config
+            # One graph for all layers and micro-batches; a layout whose layers are whole has that of the one before.
+            whole = config.mesh.tp == config.mesh.cp == 1
+            assert off[4] == 0 and (on[4] == 1 or (whole and world > 1 and on[4] == 0)), config
 
 
 def test_many_models_of_many_sizes_are_compiled_in_one_process(monkeypatch):

@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from minidist.comm import World, bind
-from minidist.config import Config, DataConfig, MeshConfig, ParallelConfig, TrainConfig
+from minidist.config import Config, DataConfig, MeshConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from minidist.data.loader import Batch
 from minidist.models.config import ModelConfig
 from minidist.models.transformer import Transformer
@@ -17,6 +17,7 @@ from minidist.parallelize import parallelize, uses
 from minidist.plan import activations, blocks
 from minidist.plan.estimate import estimate
 from minidist.plan.layout import Layout, layout_of
+from minidist.precision.policy import TORCH_NAMES
 from minidist.train.step import Engine
 
 SEQ_LEN = 24
@@ -34,6 +35,8 @@ def configured(mesh: dict, parallel: dict | None = None, **model) -> Config:
 
 
 def engine_of(world: World, config: Config, dtype: str) -> Engine:
+    policy = {torch_name: name for name, torch_name in TORCH_NAMES.items()}[dtype]
+    config = dataclasses.replace(config, precision=PrecisionConfig(policy=policy))
     mesh = config.mesh_of(world.size)
     groups = bind(world, mesh, uses(mesh, config))
     model = Transformer(config.model).to(getattr(torch, dtype))

@@ -3,10 +3,9 @@
 import dataclasses
 
 import pytest
-import torch
 
 from minidist.comm import Meter, World, bind
-from minidist.config import Config
+from minidist.config import Config, PrecisionConfig
 from minidist.data.loader import Loader
 from minidist.data.synthetic import generate
 from minidist.models.transformer import Transformer
@@ -114,7 +113,6 @@ def test_buckets_are_cut_as_the_sink_cuts_them(limit):
         assert reduction.buckets(sizes, limit, first) == [sum(sizes[i] for i in bucket) for bucket in cut]
 
 
-def test_the_default_dtype_is_that_of_the_trainer():
-    config = configured(Layout(), 1)
-    assert next(Transformer(config.model).parameters()).dtype == torch.float32
-    assert estimate(config, 1).layout.dtype == "float32"
+@pytest.mark.parametrize("policy, dtype", [("fp32", "float32"), ("fp64", "float64"), ("bf16", "bfloat16")])
+def test_the_dtype_is_that_of_the_precision(policy, dtype):
+    assert estimate(Config(precision=PrecisionConfig(policy=policy)), 1).layout.dtype == dtype

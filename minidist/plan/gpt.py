@@ -10,7 +10,7 @@ import json
 import textwrap
 from dataclasses import dataclass
 
-from minidist.config import Config
+from minidist.config import Config, PrecisionConfig
 from minidist.errors import UserError
 from minidist.parallel.pipeline.draw import WIDTH
 from minidist.plan import activations, blocks, utilisation

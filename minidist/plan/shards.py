@@ -24,7 +24,8 @@ Operation = tuple[str, str, int, int]
 class Row:
     """Parameters that lie in one row.
 
-    outer: the use over which equal shards are summed, None where nobody has the same. block: of stage 3, REST for what is in none; chunk: of the stage, whose backward completes the gradients.
+    outer: the use over which equal shards are summed, None where nobody has the same. block: of stage 3, REST for what
+    is in none. chunk: of the stage, whose backward completes the gradients.
     """
 
     layout: rows_of.Layout

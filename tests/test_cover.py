@@ -15,13 +15,17 @@ from minidist.parity.plan import cases_of, plan, switches_of
 SIZES = st.lists(st.integers(1, 4), min_size=2, max_size=6)
 
 
+# Without masters, one number format: a sink that has none cannot train in 16 bits.
+IMPOSSIBLE = {("dtype", "bf16", "gradients", "naive"), ("dtype", "fp16", "gradients", "naive")}
+
+
 def missing_pairs(switches, cases):
     """Pairs of values of two switches that no case has, by looking for each of them."""
     return [
         (a, x, b, y)
         for a, b in combinations(switches, 2)
         for x, y in product(switches[a], switches[b])
-        if not any(case[a] == x and case[b] == y for case in cases)
+        if (a, x, b, y) not in IMPOSSIBLE and not any(case[a] == x and case[b] == y for case in cases)
     ]
 
 
@@ -64,7 +68,7 @@ def test_data_parallelism_and_one_rank_have_all_pairs_of_their_own(ranks):
         possible = switches_of(Layout(dp=world))
         possible["micro_batches"] = tuple(value for value in possible["micro_batches"] if value not in refused)
         assert missing_pairs(possible, [vars(case) for case in part.cases]) == []
-        assert len(part.cases) <= 12  # of 4096
+        assert len(part.cases) <= 40  # of some hundred thousand
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
@@ -79,6 +83,12 @@ def test_every_factorisation_and_every_way_of_its_axes_is_there_and_meets_every_
         assert {case.plan.context for case in mine} == ({"ring", "ulysses"} if cp > 1 else {None})
         for name, values in SWITCHES.items():
             expected = {"equal"} if name == "shares" and dp == 1 else set(values)
+            if name == "optimizer" and tp > 1:
+                expected.discard("muon")
+            if name == "gradients":
+                hybrid = {"zero1-hybrid", "zero3-hybrid"}
+                shared = {kind for kind in values if kind.startswith("zero")}
+                expected -= (hybrid if dp % 2 or dp * cp == 2 else set()) | (shared if dp * cp == 1 else set())
             if name == "micro_batches" and dp * 4 > 29:
                 expected = {1}
             assert {getattr(case, name) for case in mine} == expected, (pp, dp, cp, tp, name)
@@ -89,14 +99,16 @@ def test_every_factorisation_and_every_way_of_its_axes_is_there_and_meets_every_
 def test_coverage_counts_what_a_part_of_the_rows_leaves_out():
     part = plan(2)[1]
     met, pairs = part.coverage(part.cases)
-    assert met == pairs == sum(len(SWITCHES[a]) * len(SWITCHES[b]) for a, b in combinations(SWITCHES, 2))
+    possible = switches_of(Layout(dp=2))
+    every = sum(len(possible[a]) * len(possible[b]) for a, b in combinations(possible, 2))
+    assert met == pairs == every - len(IMPOSSIBLE)
     assert part.coverage(part.cases[:1]) == (len(list(combinations(SWITCHES, 2))), pairs)
 
 
 def test_what_cannot_be_is_refused_and_never_a_row():
     names = {name for part in plan(4) for name in part.refused}
     assert "pp=4 interleaved micro-batches=1" in names and "pp=4 zb-h2 micro-batches=1" in names
-    rows = cases_of(plan(4, full=True))
+    rows = cases_of(plan(2, full=True))
     assert not any(case.plan.schedule in ("interleaved", "zb-h2") and case.parts == 1 for case in rows)
-    assert len(rows) == sum(part.product for part in plan(4)) > 100_000
+    assert len(rows) == sum(part.product for part in plan(2)) > 100_000
     assert len(layouts(8)) == 139 and len({layout.mesh for layout in layouts(8)}) == 20

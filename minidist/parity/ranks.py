@@ -23,6 +23,7 @@ from minidist.parallelize import parallelize, uses
 from minidist.parity import reference
 from minidist.parity.cases import CLIPPED_STEP, GLOBAL_BATCH, RESUME_AFTER, SEED, STEPS, Case
 from minidist.parity.compare import Comparison, First
+from minidist.parity.muon import Both, Muon
 from minidist.spec import Box, named_parameters
 from minidist.train.state import pieces, prepare
 from minidist.train.step import Engine
@@ -80,8 +81,8 @@ def write_reference(case: Case, file: str) -> None:
         optimizer = torch.optim.SGD(parameters, momentum=config.momentum, weight_decay=config.weight_decay)
     else:
         layers = {p for p in model.model.layers.parameters() if p.dim() == 2}
-        muon = reference.Muon(list(layers), config.muon_momentum, config.weight_decay)
-        optimizer = reference.Both(muon, torch.optim.AdamW([p for p in parameters if p not in layers], **adamw))
+        muon = Muon(list(layers), config.muon_momentum, config.weight_decay)
+        optimizer = Both(muon, torch.optim.AdamW([p for p in parameters if p not in layers], **adamw))
     loader = case.loader()
     batches = []
     for step in range(STEPS):

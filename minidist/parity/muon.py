@@ -1,0 +1,52 @@
+"""Muon for the reference: by its definition, in one process. It imports torch and nothing else."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon by its definition: the singular values of a matrix' momentum go through a polynomial, and it is the update.
+
+    Five times `3.4445 x - 4.7750 x^3 + 2.0315 x^5`, of values divided by the norm (Jordan et al. 2024); scaled by
+    `0.2 sqrt(max(rows, columns))` (arXiv 2502.16982, section 2.2). The trainer has a matrix iteration in place of the
+    decomposition.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], momentum: float, weight_decay: float):
+        super().__init__(matrices, {"lr": 0.0, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of every matrix."""
+        (group,) = self.param_groups
+        beta, lr = group["momentum"], group["lr"]
+        for matrix in group["params"]:
+            average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
+            average.mul_(beta).add_(matrix.grad, alpha=1 - beta)
+            u, values, v = torch.linalg.svd((1 - beta) * matrix.grad + beta * average, full_matrices=False)
+            values = values / values.square().sum().sqrt()
+            for _ in range(5):
+                values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+            matrix.mul_(1 - lr * group["weight_decay"])
+            matrix.sub_(0.2 * max(matrix.shape) ** 0.5 * lr * (u * values) @ v)
+
+
+class Both(torch.optim.Optimizer):
+    """Two optimizers, for parameters of two kinds."""
+
+    def __init__(self, *each: torch.optim.Optimizer):
+        self.each = each
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return [group for one in self.each for group in one.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.each:
+            one.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        for one in self.each:
+            one.step()

@@ -1,0 +1,153 @@
+"""The peers of `python -m bench zero`: who else shares model states out over data-parallel ranks, by stage.
+
+Each takes the step of a careful user, as in `contenders.py`: the same model and values, the loss over the count of the
+global batch, the norm of the whole gradient, clipping to it, AdamW in its fused kernel. Where a peer only clips by its
+own hand, it does. Gradients that are shown to whoever inspects them are whole: a peer that keeps shards gathers them,
+then only.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from bench import peers
+from bench.contenders import Contender, Floor, Seat
+from bench.workload import named_gradients
+
+
+class _Reducing(Floor):
+    """A step that asks the other ranks for the count and the loss."""
+
+    exact = True
+
+    def reduce(self, tensor, async_op=False):
+        return dist.all_reduce(tensor, async_op=async_op)
+
+
+class TorchZero1(_Reducing):
+    """torch's ZeroRedundancyOptimizer behind DistributedDataParallel: whole parameters, each updated on one rank."""
+
+    def prepare(self, model):
+        self.optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=torch.optim.AdamW, **self.work.adamw_arguments()
+        )
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+class FSDP2(_Reducing):
+    """torch's fully_shard of every layer and of the rest. reshard: stage 3; else parameters stay after forward."""
+
+    def __init__(self, seat: Seat, reshard: bool):
+        self.reshard = reshard
+        super().__init__(seat)
+
+    def prepare(self, model):
+        mesh = init_device_mesh("cpu", (self.size,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshard)
+        self.model = fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
+        self.optimizer = self.work.adamw(self.model.parameters())
+
+    def gradients(self):
+        return {name: grad.full_tensor() for name, grad in named_gradients(self.model).items()}
+
+    def clip(self):
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.work.clip_norm)
+        return norm.full_tensor().item()
+
+
+class FairScaleOSS(_Reducing):
+    """FairScale's OSS behind DistributedDataParallel (ZeRO-1)."""
+
+    def prepare(self, model):
+        from fairscale.optim.oss import OSS
+
+        self.optimizer = OSS(model.parameters(), torch.optim.AdamW, **self.work.adamw_arguments())
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+class DeepSpeed(_Reducing):
+    """DeepSpeed's engine with ZeRO stage 1, 2 or 3, in float32."""
+
+    def __init__(self, seat: Seat, stage: int):
+        self.stage = stage
+        super().__init__(seat)
+
+    def prepare(self, model):
+        import deepspeed
+
+        os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))  # it refuses to start without
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.optimizer = self.work.adamw(model.parameters())
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        self.model, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=self.optimizer,
+            config={
+                "train_batch_size": self.work.global_batch,
+                "train_micro_batch_size_per_gpu": self.work.global_batch // self.size,
+                "gradient_clipping": self.work.clip_norm if self.full else 0.0,
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": self.stage},
+                "steps_per_print": 10**9,
+            },
+        )
+
+    def backward(self, loss):
+        self.model.backward(loss)
+
+    def gradients(self):
+        from deepspeed.utils import safe_get_full_grad
+
+        return {self.names[id(parameter)]: safe_get_full_grad(parameter) for parameter in self.model.parameters()}
+
+    def clip(self):
+        """It clips inside of its step, and tells the norm after it."""
+        self.model.step()
+        return float(self.model.get_global_grad_norm())
+
+    def update(self):
+        if not self.full:
+            self.model.step()
+
+
+class Peer(NamedTuple):
+    """stage: 1, 2 or 3, which decides what it is compared with. needs: a package, None for torch's own."""
+
+    stage: int
+    make: Callable[[Seat], Contender]
+    needs: str | None = None
+
+
+PEERS: dict[str, Peer] = {
+    "torch ZeRO-1": Peer(1, TorchZero1),
+    "FairScale OSS": Peer(1, FairScaleOSS, "fairscale"),
+    "DeepSpeed ZeRO-1": Peer(1, partial(DeepSpeed, stage=1), "deepspeed"),
+    "torch FSDP2, parameters kept": Peer(2, partial(FSDP2, reshard=False)),
+    "FairScale ShardedDDP": Peer(2, peers.FairScale, "fairscale"),
+    "DeepSpeed ZeRO-2": Peer(2, partial(DeepSpeed, stage=2), "deepspeed"),
+    "torch FSDP2": Peer(3, partial(FSDP2, reshard=True)),
+    "DeepSpeed ZeRO-3": Peer(3, partial(DeepSpeed, stage=3), "deepspeed"),
+}
+
+
+def present(ranks: int, global_batch: int) -> tuple[list[str], list[str]]:
+    """(names of the peers that can run here, a line for each that cannot)."""
+    names, left_out = [], []
+    for name, peer in PEERS.items():
+        reason = peers.missing(peer.needs) if peer.needs else None
+        if reason is None and peer.needs == "deepspeed" and global_batch % ranks:
+            reason = f"its batch of {global_batch} must divide by {ranks} ranks"
+        if reason is None:
+            names.append(name)
+        else:
+            left_out.append(f"{name} left out: {reason}")
+    return names, left_out

@@ -116,7 +116,7 @@ def _sink(
     formats, values = convert(model, policy)
 
     def uncut(name: str) -> bool:
-        return config.optim.kind == "muon" and is_hidden_matrix(name, specs[name].shape)
+        return config.optim.kind == "muon" and is_hidden_matrix(name, len(specs[name].shape))
 
     given = Given(specs, values, names, chunk_of, uncut, config.train.seed)
     reducing = [reduced_by(config.comm.algorithm, groups[use]) for use in REDUCING if use in groups]

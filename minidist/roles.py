@@ -94,6 +94,6 @@ def ranks_at(mesh: Mesh, stages: Sequence[int], tensor: Sequence[int]) -> tuple[
     return tuple(mesh.rank(**dict(zip(AXES, place, strict=True))) for place in places)
 
 
-def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
+def is_hidden_matrix(name: str, dimensions: int) -> bool:
     """Whether a parameter is a matrix of a layer, which Muon is for: neither embedding nor head."""
-    return len(shape) == 2 and ".layers." in name
+    return dimensions == 2 and ".layers." in name

@@ -34,9 +34,14 @@ def configured(mesh: dict, parallel: dict | None = None, **model) -> Config:
     )
 
 
-def engine_of(world: World, config: Config, dtype: str) -> Engine:
+def in_format(config: Config, dtype: str) -> Config:
+    """The same run with all of it in this dtype, a name of torch's."""
     policy = {torch_name: name for name, torch_name in TORCH_NAMES.items()}[dtype]
-    config = dataclasses.replace(config, precision=PrecisionConfig(policy=policy))
+    return dataclasses.replace(config, precision=PrecisionConfig(policy))
+
+
+def engine_of(world: World, config: Config, dtype: str) -> Engine:
+    config = in_format(config, dtype)
     mesh = config.mesh_of(world.size)
     groups = bind(world, mesh, uses(mesh, config))
     model = Transformer(config.model).to(getattr(torch, dtype))
@@ -109,7 +114,11 @@ FOUR = [
 def test_the_tensors_described_are_those_that_are_saved(ranks, world, rows):
     for by_row in ranks(saved, world, rows):
         for (config, dtype, samples), found in zip(rows, by_row, strict=True):
-            assert found == described(layout_of(config, world, dtype), samples), (config.mesh, config.parallel, dtype)
+            assert found == described(layout_of(in_format(config, dtype), world), samples), (
+                config.mesh,
+                config.parallel,
+                dtype,
+            )
 
 
 # -- alive at one time ------------------------------------------------------------------------------------------------

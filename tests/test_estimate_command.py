@@ -27,7 +27,8 @@ def test_json_says_what_a_step_costs_every_rank(capsys):
     assert [rank["at"]["pp"] for rank in found["ranks"]] == [0] * 4 + [1] * 4
     for rank in found["ranks"]:
         parts = [value for name, value in rank.items() if name.endswith("_bytes") and name != "wire_bytes"]
-        assert rank["memory_bytes"] * 2 == sum(parts) > 0
+        assert rank["memory_bytes"] * 2 + rank["model_state_bytes"] == sum(parts) > 0
+        assert rank["memory_bytes"] - rank["activation_bytes"] == rank["model_state_bytes"]
     gate = next(tensor for tensor in found["layer_keeps"] if tensor["name"] == "gate")
     assert (gate["formula"], gate["shape"], gate["bytes"]) == ("b s/cp f/tp", [4, 128, 192], 4 * 4 * 128 * 192)
     assert any("Not in it" in note for note in found["notes"])

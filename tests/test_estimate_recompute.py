@@ -5,7 +5,17 @@ from collections import Counter
 
 import pytest
 import torch
-from test_estimate_activations import MODEL, SAMPLES, SEQ_LEN, batch_of, configured, described, engine_of, piped
+from test_estimate_activations import (
+    MODEL,
+    SAMPLES,
+    SEQ_LEN,
+    batch_of,
+    configured,
+    described,
+    engine_of,
+    in_format,
+    piped,
+)
 from test_estimate_traffic import agree
 from test_estimate_traffic import configured as traffic_of
 from torch.autograd.graph import saved_tensors_hooks
@@ -95,7 +105,7 @@ def test_a_forward_leaves_behind_what_is_said(ranks, how, world):
     rows = [(with_recomputation(config, how), *rest) for config, *rest in ROWS[world]]
     for by_row in ranks(living, world, rows):
         for (config, dtype, samples), found in zip(rows, by_row, strict=True):
-            wanted = described(layout_of(config, world, dtype), samples)
+            wanted = described(layout_of(in_format(config, dtype), world), samples)
             assert counted(found) == counted(wanted), (config.mesh, config.parallel, dtype)
 
 

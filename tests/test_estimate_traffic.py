@@ -1,6 +1,7 @@
 """`minidist estimate` against real steps: what every rank holds, and what it sends for each use, to the byte."""
 
 import dataclasses
+from itertools import cycle
 
 import pytest
 
@@ -11,14 +12,23 @@ from minidist.data.synthetic import generate
 from minidist.models.transformer import Transformer
 from minidist.parallel import buckets
 from minidist.parallelize import parallelize, uses
-from minidist.parity.cases import SWITCHES, Case
+from minidist.parity.cases import GRADIENTS, SWITCHES, Case
 from minidist.parity.layouts import Layout, layouts
+from minidist.parity.plan import switches_of
 from minidist.plan import reduction
 from minidist.plan.estimate import estimate
 from minidist.train.step import Engine
 
 PLAIN = {name: values[0] for name, values in SWITCHES.items()}
-MEASURED = ("samples", "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "wire_bytes")
+MEASURED = (
+    "samples",
+    "parameters",
+    "parameter_bytes",
+    "gradient_bytes",
+    "master_bytes",
+    "optimizer_bytes",
+    "wire_bytes",
+)
 
 
 def configured(layout: Layout, world: int, micro_batches: int = 4, **more) -> Config:
@@ -54,11 +64,25 @@ def measured(world: World, configs: list[Config]) -> list[dict]:
 
 
 def held(engine: Engine) -> dict:
-    """Parameters, and the memory behind their gradients, when all of them are there."""
-    parameters = list(engine.parameters.values())
-    behind = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in parameters}
-    numel = sum(parameter.numel() for parameter in parameters)
-    return {"parameters": numel, "parameter_bytes": size(parameters), "gradient_bytes": sum(behind.values())}
+    """The memory behind parameters, gradients and masters when backward is over."""
+    parameters, members = list(engine.parameters.values()), getattr(engine.sink, "_members", [])
+    if members:
+        gradients = [tensor for member in members for tensor in (member.gradients.result, member.gradients.row)]
+        behind = [*parameters, *(member.unit.part for member in members)]
+    else:
+        gradients, behind = [parameter.grad for parameter in parameters], parameters
+    return {
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "parameter_bytes": storages(behind),
+        "gradient_bytes": storages(gradients),
+        "master_bytes": storages(member.unit.master for member in members if member.unit.separate),
+    }
+
+
+def storages(tensors) -> int:
+    """Bytes of the memory behind tensors, each piece counted once."""
+    behind = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in behind}.values())
 
 
 def size(tensors) -> int:
@@ -80,6 +104,29 @@ def test_every_layout_holds_and_sends_what_was_said(ranks, world):
         layouts(world) if world < 4 else [each for i, each in enumerate(layouts(4)) if not i % 5 or not each.schedule]
     )
     agree(ranks, world, [configured(layout, world) for layout in chosen])
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_layout_keeps_and_sends_what_was_said_under_zero_and_in_16_bits(ranks, world):
+    """Each layout meets some of the ways to share out, and each way some layouts and formats; parity has them all."""
+    chosen, configs = [layout for layout in layouts(world) if world < 4 or layout.schedule != "zb-h1"], []
+    kinds = cycle([kind for kind in GRADIENTS if kind.startswith("zero")])
+    formats, counts, optimizers = (
+        cycle(("float64", "bf16", "fp16", "float32")),
+        cycle((4, 1, 3)),
+        cycle(("adamw", "muon")),
+    )
+    for layout in [*chosen, *chosen]:
+        able = switches_of(layout)
+        kind = next(kinds)
+        while kind not in able["gradients"] and layout.dp * layout.cp > 1:
+            kind = next(kinds)
+        values = {"gradients": kind if layout.dp * layout.cp > 1 else "bucketed", "dtype": next(formats)}
+        optimizer = next(optimizers)
+        values["optimizer"] = optimizer if optimizer in able["optimizer"] else "adamw"
+        micro_batches = max(next(counts), 2 if layout.schedule else 1)
+        configs.append(configured(layout, world, micro_batches, **values))
+    agree(ranks, world, configs)
 
 
 SMALL = {"vocab_size": 48, "hidden_size": 24, "intermediate_size": 36, "num_heads": 4, "num_kv_heads": 1}

@@ -34,7 +34,7 @@ ALLOWED = {
         "zero",
     },
     "notebook": {"ground", "comm", "pieces", "train"},
-    "plan": {"ground", "comm", "data", "fit", "models", "parallel", "precision", "roles"},
+    "plan": {"ground", "comm", "data", "fit", "models", "parallel", "precision", "roles", "zero"},
     "parity": {"ground", "comm", "data", "fault", "fit", "models", "parallel", "parallelize", "train"},
 }
 GROUND = {"mesh", "spec", "errors", "config", "limits", "configfile", "progress"}

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from minidist.errors import UserError
-from minidist.notebook import LiveRanks, loss_curves, memory_bars, tensor_bytes
+from minidist.notebook import LiveRanks, loss_curves, memory_bars, memory_beside, tensor_bytes
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -58,6 +58,25 @@ def test_a_part_that_only_some_ranks_have_is_drawn():
     assert [bar.get_height() for bar in plt.gcf().axes[0].containers[1]] == [0, 2]
 
 
+def test_what_was_estimated_stands_beside_what_was_measured():
+    drawn = memory_beside([{"a": 10, "b": 4}, {"a": 6}], [{"a": 9}, {"c": 3, "a": 6}])
+    assert drawn == {"measured": [{"a": 10, "b": 4}, {"a": 6}], "estimated": [{"a": 9}, {"c": 3, "a": 6}]}
+    axes = plt.gcf().axes[0]
+    heights = [[bar.get_height() for bar in bars] for bars in axes.containers]
+    assert heights == [[10, 6], [4, 0], [0, 0], [9, 6], [0, 0], [0, 3]]  # a, b, c of one, then of the other
+    measured, estimated = axes.containers[:3], axes.containers[3:]
+    for one, other in zip(measured, estimated, strict=True):
+        assert (
+            one[0].get_facecolor()[:3] == other[0].get_facecolor()[:3]
+            and not one[0].get_hatch()
+            and other[0].get_hatch()
+        )
+        assert [bar.get_x() + bar.get_width() for bar in one] == pytest.approx([bar.get_x() for bar in other])
+    assert [bar.get_y() for bar in estimated[2]] == [9, 6]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b", "c"]
+    assert {"measured\n14 B", "estimated\n9 B"} <= {text.get_text() for text in axes.texts}
+
+
 def test_curves_lie_over_the_one_of_one_process():
     curves = loss_curves({"2 ranks": torch.tensor([3.0, 2.0]), "4 ranks": [3, 2.5, 2]}, [3.0, 2.5])
     assert curves == {"one process": [3.0, 2.5], "2 ranks": [3.0, 2.0], "4 ranks": [3.0, 2.5, 2.0]}
@@ -71,6 +90,9 @@ def test_curves_lie_over_the_one_of_one_process():
     [
         (lambda: memory_bars([]), "no memory to draw"),
         (lambda: memory_bars([{}, {"a": 0}]), "no memory to draw"),
+        (lambda: memory_beside([], []), "nothing was measured or estimated"),
+        (lambda: memory_beside([{"a": 1}], [{"a": 0}]), "nothing was estimated"),
+        (lambda: memory_beside([{"a": 1}], []), "1 ranks were measured and 0 estimated: give as many of both"),
         (lambda: loss_curves({}, [1.0]), "no run has none"),
         (lambda: loss_curves({"2 ranks": []}, [1.0]), "2 ranks has none"),
         (lambda: loss_curves({"2 ranks": [1.0]}, []), "one process has none"),

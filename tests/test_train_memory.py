@@ -162,13 +162,56 @@ def test_what_autograd_keeps_is_activations_and_no_longer_than_it_keeps_it():
     assert found.total == sum(found.parts.values())
 
 
-def test_what_fails_inside_is_what_is_seen():
-    with pytest.raises(ZeroDivisionError), KindPeak(dict):
+def test_it_stays_what_it_was_first():
+    held = {"a": [filled(2)], "b": []}
+    with KindPeak(lambda: held) as found:
+        held["b"].append(held["a"].pop())
+        found.look()
+    assert found.peak.parts == {"a": 2 * MIB}
+
+
+def test_parameters_that_are_gathered_for_each_use_are_parameters_in_every_life():
+    """As in stage 3: a row that is emptied after forward, and after backward, and filled again before either."""
+    rows = []
+    with KindPeak(lambda: {"parameters": rows}) as found:
+        row = torch.ones(512, 512)
+        weight = row.requires_grad_()
+        rows.append(weight)
+        storage = row.untyped_storage()
+        storage.resize_(0)
+        found.mark()
+        storage.resize_(MIB)
+        loss = (weight * weight.detach()).sum()
+        storage.resize_(0)
+        storage.resize_(2 * MIB)  # a life of its own, as its size shows
+        loss.backward()
+        storage.resize_(0)
+        weight.grad = None
+    assert found.peak.largest["parameters"] == 2 * MIB and "activations" not in found.peak.largest
+
+
+def test_what_is_never_used_backward_is_freed():
+    with KindPeak(dict):
+        kept = torch.ones(8, requires_grad=True).sigmoid()  # keeps what it gives
+        alive = weakref.ref(kept)
+        del kept
+        assert alive() is None
+
+
+def test_what_fails_inside_is_what_is_seen_and_nobody_looks_any_more():
+    looked = []
+
+    def kinds():
+        looked.append(1)
+        return {}
+
+    with pytest.raises(ZeroDivisionError), KindPeak(kinds):
         _ = 1 / 0
-    # Nothing is left registered: the next one counts only what it sees.
-    with StoragePeak() as peak:
-        one = filled(1)
-    assert peak.bytes == MIB == one.numel()
+    before = len(looked)
+    weight = torch.ones(2, requires_grad=True)
+    (weight * weight).sum().backward()
+    torch.optim.SGD([weight], 0.1).step()
+    assert len(looked) == before > 0
 
 
 # -- an engine --------------------------------------------------------------------------------------------------------

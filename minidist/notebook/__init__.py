@@ -4,7 +4,7 @@ A cell's ranks keep their variables for the next one, `%%piece` replaces a part 
 asks before a measurement, and the pictures draw what was measured.
 """
 
-from minidist.notebook.charts import loss_curves, memory_bars, tensor_bytes
+from minidist.notebook.charts import loss_curves, memory_bars, memory_beside, tensor_bytes
 from minidist.notebook.course import reach_course
 from minidist.notebook.curves import curves, winners
 from minidist.notebook.pictures import timeline, traffic
@@ -21,6 +21,7 @@ __all__ = [
     "loss_curves",
     "measured",
     "memory_bars",
+    "memory_beside",
     "predict",
     "tensor_bytes",
     "timeline",

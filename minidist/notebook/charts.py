@@ -39,8 +39,27 @@ def memory_bars(by_rank: Sequence[Mapping[str, int]], draw: bool = True) -> list
     if not any(count for parts in held for count in parts.values()):
         raise UserError("there is no memory to draw: no rank holds anything")
     if draw:
-        _draw_bars(held)
+        _draw_bars({"": held})
     return held
+
+
+def memory_beside(
+    measured: Sequence[Mapping[str, int]], estimated: Sequence[Mapping[str, int]], draw: bool = True
+) -> dict[str, list[dict[str, int]]]:
+    """Two bars for every rank: what its peak consists of, and hatched beside it what was estimated.
+
+    Both are bytes by kind, in rank order (`train.memory.Peak.parts`, `plan.estimate.RankCost`); a kind has one colour.
+    Returns {"measured": ..., "estimated": ...}. Raises UserError when the ranks are not as many, or nothing is held.
+    """
+    bars = {"measured": [dict(parts) for parts in measured], "estimated": [dict(parts) for parts in estimated]}
+    if len(measured) != len(estimated):
+        raise UserError(f"{len(measured)} ranks were measured and {len(estimated)} estimated: give as many of both")
+    empty = [name for name, held in bars.items() if not any(count for parts in held for count in parts.values())]
+    if empty:
+        raise UserError(f"there is no memory to draw: nothing was {' or '.join(empty)}")
+    if draw:
+        _draw_bars(bars)
+    return bars
 
 
 def loss_curves(
@@ -85,22 +104,31 @@ def _count(value: object, seen: set[int]) -> Iterable[int]:
             yield from _count(item, seen)
 
 
-def _draw_bars(held: list[dict[str, int]]) -> None:
+def _draw_bars(bars: Mapping[str, list[dict[str, int]]]) -> None:
+    """Side by side for every rank, those of the second name hatched. A part has one colour."""
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(2.5 + 0.9 * len(held), 3.2))
-    totals = [sum(parts.values()) for parts in held]
-    below = [0] * len(held)
-    for label in dict.fromkeys(label for parts in held for label in parts):
-        counts = [parts.get(label, 0) for parts in held]
-        bars = axes.bar(range(len(held)), counts, 0.7, bottom=below, label=label)
-        inside = [bytes_text(count) if count > max(totals) / 12 else "" for count in counts]
-        axes.bar_label(bars, inside, label_type="center", color="white", fontsize=8)
-        below = [low + count for low, count in zip(below, counts, strict=True)]
-    for rank, total in enumerate(totals):
-        axes.annotate(bytes_text(total), (rank, total), (0, 2), textcoords="offset points", ha="center", fontsize=8)
-    axes.set(xlabel="rank", xticks=range(len(held)), title="memory held", ylim=(0, 1.1 * max(totals)))
-    axes.set_xlim(-0.6, len(held) - 0.4)
+    ranks, width = len(next(iter(bars.values()))), 0.7 / len(bars)
+    figure, axes = plt.subplots(figsize=(2.5 + 0.9 * ranks * len(bars), 3.2))
+    labels = list(dict.fromkeys(label for held in bars.values() for parts in held for label in parts))
+    highest = max(sum(parts.values()) for held in bars.values() for parts in held)
+    for number, (name, held) in enumerate(bars.items()):
+        places = [rank + (number - (len(bars) - 1) / 2) * width for rank in range(ranks)]
+        below = [0] * ranks
+        for color, label in enumerate(labels):
+            counts = [parts.get(label, 0) for parts in held]
+            look = {"color": f"C{color}", "label": label if number == 0 else None}
+            if number:
+                look |= {"hatch": "//", "edgecolor": "white", "alpha": 0.4}
+            drawn = axes.bar(places, counts, width, bottom=below, **look)
+            inside = [bytes_text(count) if count > highest / 12 else "" for count in counts]
+            axes.bar_label(drawn, inside, label_type="center", color="black" if number else "white", fontsize=8)
+            below = [low + count for low, count in zip(below, counts, strict=True)]
+        for place, total in zip(places, below, strict=True):
+            text = "\n".join(filter(None, (name, bytes_text(total))))
+            axes.annotate(text, (place, total), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+    axes.set(xlabel="rank", xticks=range(ranks), title="memory held", ylim=(0, (1 + 0.1 * len(bars)) * highest))
+    axes.set_xlim(-0.6, ranks - 0.4)
     axes.yaxis.set_major_formatter(lambda value, _: bytes_text(value))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     figure.tight_layout()

@@ -64,7 +64,7 @@ def _flops(found: Estimate) -> tuple[int, int]:
 
 
 def _rank(cost: RankCost) -> dict:
-    return dataclasses.asdict(cost) | {"memory_bytes": cost.memory_bytes}
+    return dataclasses.asdict(cost) | {"model_state_bytes": cost.model_state_bytes, "memory_bytes": cost.memory_bytes}
 
 
 def _layer_keeps(found: Estimate) -> list[dict]:

@@ -6,14 +6,15 @@ from functools import cache
 
 from minidist.config import Config
 from minidist.parallel.pipeline.simulate import Timeline
-from minidist.plan import activations, compute, states
-from minidist.plan.layout import BYTES, Layout, layout_of
+from minidist.plan import activations, compute, shards, states
+from minidist.plan.layout import Layout, layout_of
 from minidist.plan.traffic import Traffic
 
 # What a rank's memory is the sum of, and what a person calls it.
 MEMORY = {
     "parameter_bytes": "parameters",
     "gradient_bytes": "gradients",
+    "master_bytes": "masters",
     "optimizer_bytes": "optimizer",
     "activation_bytes": "activations",
 }
@@ -33,9 +34,15 @@ class RankCost:
     parameters: int
     parameter_bytes: int
     gradient_bytes: int
+    master_bytes: int
     optimizer_bytes: int
     activation_bytes: int
     wire_bytes: dict[str, int]
+
+    @property
+    def model_state_bytes(self) -> int:
+        """What stays from step to step."""
+        return self.parameter_bytes + self.gradient_bytes + self.master_bytes + self.optimizer_bytes
 
     @property
     def memory_bytes(self) -> int:
@@ -51,13 +58,12 @@ class Estimate:
     timeline: Timeline | None
 
 
-def estimate(config: Config, world_size: int, dtype: str | None = None, t_comm: float = 0.0) -> Estimate:
+def estimate(config: Config, world_size: int, t_comm: float = 0.0) -> Estimate:
     """What a step of this run costs on so many ranks. Raises UserError for what cannot run.
 
-    dtype: of the parameters; that of the run's precision when None. t_comm: of a pipeline's transfer, in forwards of
-    the costliest part of the model.
+    t_comm: of a pipeline's transfer, in forwards of the costliest part of the model.
     """
-    layout = layout_of(config, world_size, dtype)
+    layout = layout_of(config, world_size)
     stages = [_Stage(layout, stage) for stage in range(layout.mesh.pp)]
     traffic = Traffic(layout)
     ranks = [_rank(layout, stages, traffic, rank) for rank in range(layout.mesh.world_size)]
@@ -68,11 +74,7 @@ class _Stage:
     """What all ranks of a stage have in common."""
 
     def __init__(self, layout: Layout, stage: int):
-        config, each = layout.config, BYTES[layout.dtype]
-        held = states.weights(layout, stage)
-        self.parameters = sum(weight.numel for weight in held)
-        self.gradient_bytes = states.gradient_elements(config.comm.gradients, held) * each
-        self.optimizer_bytes = states.optimizer_bytes(config.optim, held, layout.dtype)
+        self.parameters = sum(weight.numel for weight in states.weights(layout, stage))
         self.activation_bytes = cache(lambda samples: activations.peak(layout, stage, samples))
         self.flops_per_token = compute.flops_per_token(layout, stage)
         self.recomputed_per_token = compute.recomputed_per_token(layout, stage)
@@ -81,6 +83,7 @@ class _Stage:
 def _rank(layout: Layout, stages: Sequence[_Stage], traffic: Traffic, rank: int) -> RankCost:
     mesh, at = layout.mesh, layout.mesh.coords(rank)
     stage, samples = stages[at["pp"]], layout.micro_batches(at["dp"])
+    kept = shards.kept(layout, at["pp"], traffic.rows(rank), traffic.place(rank))
     tokens, sharing = sum(samples) * layout.config.data.seq_len, mesh.cp * mesh.tp
     return RankCost(
         rank=rank,
@@ -89,9 +92,10 @@ def _rank(layout: Layout, stages: Sequence[_Stage], traffic: Traffic, rank: int)
         flops=tokens * stage.flops_per_token // sharing,
         hardware_flops=tokens * (stage.flops_per_token + stage.recomputed_per_token) // sharing,
         parameters=stage.parameters,
-        parameter_bytes=stage.parameters * BYTES[layout.dtype],
-        gradient_bytes=stage.gradient_bytes,
-        optimizer_bytes=stage.optimizer_bytes,
+        parameter_bytes=kept.parameters,
+        gradient_bytes=kept.gradients,
+        master_bytes=kept.masters,
+        optimizer_bytes=kept.moments,
         activation_bytes=stage.activation_bytes(tuple(samples)),
         wire_bytes=traffic.wire_bytes(rank),
     )

@@ -10,7 +10,7 @@ import json
 import textwrap
 from dataclasses import dataclass
 
-from minidist.config import Config
+from minidist.config import Config, PrecisionConfig
 from minidist.errors import UserError
 from minidist.parallel.pipeline.draw import WIDTH
 from minidist.plan import activations, blocks, utilisation
@@ -80,7 +80,7 @@ def gpt(config: Config, ranks: int) -> Gpt:
     model, seq_len = config.model, config.data.seq_len
     its = {"intermediate_size": 4 * model.hidden_size, "num_kv_heads": model.num_heads}
     model = dataclasses.replace(model, **its, max_seq_len=max(seq_len, model.max_seq_len))
-    return Gpt(layout_of(dataclasses.replace(config, model=model), ranks, "float16"))
+    return Gpt(layout_of(dataclasses.replace(config, model=model, precision=PrecisionConfig("fp16")), ranks))
 
 
 def main(config: Config, ranks: int, as_json: bool, measured: Measured | None) -> int:

@@ -8,7 +8,7 @@ from minidist.config import Config
 from minidist.data.partition import block, weighted
 from minidist.mesh import Mesh
 from minidist.parallel.pipeline.ops import Schedule
-from minidist.precision.policy import TORCH_NAMES, policy_of
+from minidist.precision.policy import TORCH_NAMES, Policy, policy_of
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
 
@@ -24,12 +24,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """A configuration on its mesh. schedule: None where there is one stage. dtype: of parameters, a key of BYTES."""
+    """A configuration on its mesh. schedule: None where there is one stage."""
 
     config: Config
     mesh: Mesh
     schedule: Schedule | None
-    dtype: str = "float32"
+    policy: Policy
+
+    @property
+    def dtype(self) -> str:
+        """Of the parameters and of what is computed, a key of BYTES."""
+        return TORCH_NAMES[self.policy.parameter]
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -63,11 +68,7 @@ class Layout:
         return self.dtype if BYTES[self.dtype] > 4 else "float32"
 
 
-def layout_of(config: Config, world_size: int, dtype: str | None = None) -> Layout:
-    """The layout of a run on so many ranks. Raises UserError, as `minidist train` does, for what cannot run.
-
-    dtype: of parameters and of what is computed with them; that of the run's precision when None.
-    """
+def layout_of(config: Config, world_size: int) -> Layout:
+    """The layout of a run on so many ranks. Raises UserError, as `minidist train` does, for what cannot run."""
     mesh = fit.check(config, world_size)
-    dtype = dtype or TORCH_NAMES[policy_of(config.precision).parameter]
-    return Layout(config, mesh, fit.pipeline(config, mesh), dtype)
+    return Layout(config, mesh, fit.pipeline(config, mesh), policy_of(config.precision))

@@ -9,14 +9,14 @@ from minidist.plan.states import weights
 from minidist.roles import REDUCING, ranks_at
 
 MIB = 2**20
-_FIRST_BYTES = MIB  # of the first bucket at most, as in `parallel/buckets`
+FIRST_BYTES = MIB  # of the first bucket at most, as in `parallel/buckets`
 
 # By the name of a use, the group of every rank that has one.
 Groups = Mapping[str, Mapping[int, Sequence[int]]]
 
 
-def use_of(shared: str, stages: Sequence[int], layout: Layout, groups: Groups, rank: int) -> str:
-    """The use over whose ranks a gradient of this rank is summed: those that contribute to it.
+def contributors(shared: str, stages: Sequence[int], layout: Layout, rank: int) -> tuple[int, ...]:
+    """The ranks whose gradients of a parameter are parts of one sum with this rank's.
 
     shared: with whom of the tp axis the parameter's gradient is shared (`states.LAYER`); stages: that hold it.
     """
@@ -28,8 +28,13 @@ def use_of(shared: str, stages: Sequence[int], layout: Layout, groups: Groups, r
     if shared == "head" and heads < size:
         each = size // heads
         tensor = range(own // each * each, own // each * each + each)
-    contributors = ranks_at(layout.mesh, stages, tuple(tensor))
-    return next(use for use in REDUCING if use in groups and groups[use].get(rank) == contributors)
+    return ranks_at(layout.mesh, stages, tuple(tensor))
+
+
+def use_of(shared: str, stages: Sequence[int], layout: Layout, groups: Groups, rank: int) -> str:
+    """The use over whose ranks a gradient of this rank is summed: those that contribute to it."""
+    wanted = contributors(shared, stages, layout, rank)
+    return next(use for use in REDUCING if use in groups and groups[use].get(rank) == wanted)
 
 
 def messages(layout: Layout, groups: Groups, rank: int) -> list[tuple[str, int, int]]:
@@ -48,7 +53,7 @@ def messages(layout: Layout, groups: Groups, rank: int) -> list[tuple[str, int, 
         if comm.gradients == "naive":
             found += [(use, numel, each) for numel in sizes] + [(use, 1, BYTES["float32"])] * len(sizes)
             continue
-        filled = buckets(sizes, int(comm.bucket_mib * MIB) // each, _FIRST_BYTES // each)
+        filled = buckets(sizes, int(comm.bucket_mib * MIB) // each, FIRST_BYTES // each)
         filled[-1] += len(sizes)
         found += [(use, elements, each) for elements in filled]
     return found

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from minidist import roles
 from minidist.config import OptimConfig, ZeroConfig
-from minidist.plan.layout import BYTES, Layout
+from minidist.models.config import ModelConfig
+from minidist.plan.layout import Layout
 from minidist.plan.shapes import Sizes
 from minidist.precision.policy import BYTES as FORMAT_BYTES
 from minidist.precision.policy import Policy
@@ -35,6 +36,7 @@ class Weight:
 
     name: str
     numel: int
+    dimensions: int
     shared: str
     stages: tuple[int, ...]
 
@@ -49,7 +51,8 @@ def weights(layout: Layout, stage: int) -> list[Weight]:
     if any(part.last for part in parts):
         rows += LAST[: 1 if tied else 2]
     return [
-        Weight(name, sizes.numel(shape), shared, _stages(layout, stage, name, tied)) for name, shape, shared in rows
+        Weight(name, sizes.numel(shape), 1 if shape == "h" else 2, shared, _stages(layout, stage, name, tied))
+        for name, shape, shared in rows
     ]
 
 
@@ -57,17 +60,9 @@ def _stages(layout: Layout, stage: int, name: str, tied: bool) -> tuple[int, ...
     return roles.ends(layout.schedule) if tied and name == FIRST[0][0] and layout.schedule else (stage,)
 
 
-def optimizer_bytes(optim: OptimConfig, held: list[Weight], dtype: str) -> int:
-    """What the optimizer keeps of these parameters: AdamW two moments each, and the number of its steps in float32."""
-    numel = sum(weight.numel for weight in held)
-    if optim.kind == "adamw":
-        return 2 * numel * BYTES[dtype] + len(held) * BYTES["float32"]
-    return numel * BYTES[dtype] if optim.momentum else 0
-
-
-def gradient_elements(gradients: str, held: list[Weight]) -> int:
-    """Elements of the gradients' memory; in buckets one more per parameter, which counts the ranks that used it."""
-    return sum(weight.numel for weight in held) + (len(held) if gradients == "bucketed" else 0)
+def parameter_tensors(model: ModelConfig) -> int:
+    """How many parameters the whole model has, a tied one counted once."""
+    return len(FIRST) + model.num_layers * len(LAYER) + len(LAST[: 1 if model.tie_embeddings else 2])
 
 
 class Row(NamedTuple):

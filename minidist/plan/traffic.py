@@ -9,7 +9,7 @@ from functools import cache
 
 from minidist.comm.convention import sent_by, sent_elements
 from minidist.comm.uses import CONTROL
-from minidist.plan import reduction
+from minidist.plan import reduction, shards, states
 from minidist.plan.blocks import BETWEEN, TOKENS, WHOLE
 from minidist.plan.compute import repeats_whole
 from minidist.plan.layout import BYTES, Layout, Part
@@ -29,7 +29,21 @@ class Traffic:
         self._groups = {use.name: reduction.group_of(mesh, use.partition(mesh)) for use in found}
         # The ranks of a (pp, tp) place reduce the same; those of a stage with equal batches compute the same.
         self._reductions = cache(self._reduce)
+        self._rows = cache(self._rows_at)
         self._passes = cache(self._pass)
+
+    def rows(self, rank: int) -> list[shards.Row]:
+        """The rows that this rank's parameters lie in; none where each lies by itself."""
+        at = self.layout.mesh.coords(rank)
+        return self._rows(at["pp"], at["tp"])
+
+    def _rows_at(self, stage: int, tensor: int) -> list[shards.Row]:
+        rank = self.layout.mesh.rank(pp=stage, tp=tensor)
+        return shards.rows(self.layout, self._groups, rank) if shards.apart(self.layout) else []
+
+    def place(self, rank: int) -> int:
+        """Of a rank among those that share out its rows."""
+        return self._groups["grads"][rank].index(rank) if self.layout.config.zero.stage else 0
 
     def wire_bytes(self, rank: int) -> dict[str, int]:
         """Bytes that a rank sends in a step, by use; a use for which it has nobody to talk to is left out."""
@@ -53,10 +67,16 @@ class Traffic:
         """The count of tokens, the gradients, and the vector by which all ranks decide."""
         rank = self.layout.mesh.rank(pp=stage, tp=tensor)
         double = BYTES["float64"]
-        operations = [("loss", "all_reduce", 1, double), ("control", "all_reduce", 3, double)]
-        for use, elements, each in reduction.messages(self.layout, self._groups, rank):
-            operations.append((use, "all_reduce", elements, each))
-        return Counter(operations)
+        told = 3  # loss, norm, whether to stop; where gradients are in rows, who used each parameter of the model
+        if found := self.rows(rank):
+            sent = shards.messages(self.layout, found, stage)
+            told += states.parameter_tensors(self.layout.config.model)
+        else:
+            sent = Counter(
+                (use, "all_reduce", elements, each)
+                for use, elements, each in reduction.messages(self.layout, self._groups, rank)
+            )
+        return sent + Counter([("loss", "all_reduce", 1, double), ("control", "all_reduce", told, double)])
 
     def _pass(self, stage: int, micro_batches: tuple[int, ...]) -> Counter[Operation]:
         """Forward and backward of the micro-batches that have samples, through all parts of a stage."""

@@ -95,4 +95,4 @@ def measure(step: Callable[[], object], kinds: Kinds, device: torch.device | Non
 
 
 def _seen(storages: Iterable[tuple[torch.UntypedStorage, str]]) -> Look:
-    return {storage.data_ptr(): (kind, storage.nbytes()) for storage, kind in storages if storage.nbytes()}
+    return {storage.data_ptr(): (kind, storage.nbytes()) for storage, kind in storages}

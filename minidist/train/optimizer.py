@@ -45,7 +45,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def _groups(optim: OptimConfig, masters: Mapping[str, Tensor], specs: Specs) -> list[dict]:
     """Masters that are treated alike, in their order. A rank without any has one empty group: it steps as others do."""
-    hidden = {name for name in masters if optim.kind == "muon" and is_hidden_matrix(name, specs[name].shape)}
+    hidden = {name for name in masters if optim.kind == "muon" and is_hidden_matrix(name, len(specs[name].shape))}
     decayed = {name for name in masters if optim.decay == "all" or len(specs[name].shape) > 1}
     rest = [name for name in masters if name not in hidden]
     groups = []

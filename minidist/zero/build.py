@@ -1,6 +1,5 @@
 """A model's parameters laid into rows, and the sink that works on them."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,12 +13,10 @@ from minidist.precision.rounding import flat_index, round_stochastically
 from minidist.spec import Box, ParamSpec, Specs, flat_boxes, named_parameters
 from minidist.zero.blocks import Block, Blocks
 from minidist.zero.gradients import ShardGradients, WholeGradients
+from minidist.zero.grouping import REST, block_of
 from minidist.zero.layout import Layout, in_a_row, whole
 from minidist.zero.sink import Reduced, ShardedSink
 from minidist.zero.unit import Rounding, ShardedUnit, Unit
-
-# Parameters of a layer's modules. One that hangs on the layer itself may be used outside of it.
-_IN_A_BLOCK = re.compile(r"model\.layers\.(\d+)\..+\.")
 
 
 @dataclass(frozen=True)
@@ -98,8 +95,7 @@ class _Builder:
         """A row for each block of the model and one for the rest; more where parameters are of several kinds."""
         of: dict[int, list[str]] = {}
         for name in self.parameters:
-            found = _IN_A_BLOCK.match(name)
-            of.setdefault(int(found[1]) if found else -1, []).append(name)
+            of.setdefault(block_of(name), []).append(name)
         members, frozen, units = [], [], {}
         for index in sorted(of, reverse=True):  # the order of backward: the rest, which has the embedding, comes last
             mine = [
@@ -108,8 +104,8 @@ class _Builder:
             still = [self._unit(ShardedUnit, names, frozen=True) for names in self._still(of[index], trainable)]
             members, frozen, units[index] = members + mine, frozen + still, [*(m.unit for m in mine), *still]
         layers = self.model.model.layers
-        blocks = [Block(layers[i], units[i], i) for i in units if i >= 0]
-        root = Block(self.model, units.get(-1, []), -1)
+        blocks = [Block(layers[i], units[i], i) for i in units if i != REST]
+        root = Block(self.model, units.get(REST, []), REST)
         return (
             members,
             frozen,

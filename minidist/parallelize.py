@@ -52,7 +52,8 @@ class Parallel:
 
 
 def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
-    """Lay `model` out over the mesh of `groups`, bound for `uses`: pipeline, tensor, context, precision, data or ZeRO.
+    """Lay `model` out over the mesh of `groups`, bound for `uses`: pipeline, tensor, context, compilation,
+    recomputation, precision, data or ZeRO.
 
     model: the whole one; every rank gets the values that rank 0 has.
     """

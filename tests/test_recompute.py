@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from minidist.models import DropoutAddress, ModelConfig, Transformer, init_parameters
@@ -143,6 +144,26 @@ def test_weights_can_be_left_for_later(kind):
         found += 0 if parameter.grad is None else parameter.grad
         # Other kernels for the same sums of 72 products in float64.
         torch.testing.assert_close(found, wanted[name], rtol=1e-12, atol=1e-12)
+
+
+def test_what_was_found_is_let_go_as_backward_goes_on():
+    made, expired = [], []
+
+    def run(x):
+        first = x.exp()  # of which the result is saved, as of the second
+        second = first.exp()
+        made.append([StorageWeakRef(each.untyped_storage()) for each in (first, second)])
+        if len(made) == 1:
+            first.register_hook(lambda _: expired.append([reference.expired() for reference in made[-1]]))
+        return second
+
+    recomputed(run_to_the_end(run))(torch.ones(5, requires_grad=True)).sum().backward()
+    assert len(made) == 2 and expired == [[False, True]]
+
+
+def run_to_the_end(run):
+    """With something that is saved after all the rest, so that the second run comes as far."""
+    return lambda x: run(x) * torch.ones(5)
 
 
 def test_a_second_run_that_differs_is_an_error():

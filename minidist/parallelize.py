@@ -20,6 +20,7 @@ from minidist.parallel.pipeline.split import split as split_stages
 from minidist.parallel.replicate import gradient_sink, synchronize
 from minidist.parallel.tensor.split import Held
 from minidist.parallel.tensor.split import split as split_operators
+from minidist.parallel.updates import InPlace, Updates
 from minidist.precision.formats import convert
 from minidist.precision.policy import Policy, policy_of
 from minidist.precision.scaler import LossScaler
@@ -35,7 +36,8 @@ __all__ = ["USES", "Parallel", "parallelize", "reduced_by", "stage_parts", "uses
 class Parallel:
     """A model laid out over ranks.
 
-    model: what this rank runs; specs: the facts about its parameters; sink: where their gradients go.
+    model: what this rank runs; specs: the facts about its parameters; sink: where their gradients go; updates: what the
+    optimizer updates with them.
     pipeline: what runs the model, where it is cut into stages; parts: the layers of each of the model's parts.
     context: how attention sees a sequence that is cut over cp. sequence: whether tp shares it between operators.
     scaler: of the loss, where gradients could be too small for their format.
@@ -44,6 +46,7 @@ class Parallel:
     model: nn.Module
     specs: dict[str, ParamSpec]
     sink: GradSink
+    updates: Updates
     pipeline: Executor | None = None
     parts: Sequence[range] = ()
     context: str = "ring"
@@ -84,15 +87,17 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
     check_covered(model, specs)
     policy = policy_of(config.precision)
     chunk_of = {} if schedule is None else _completing(schedule, groups["activations"].rank, used_by)
-    sink = _sink(model, specs, groups, config, policy, tuple(shapes), chunk_of)
+    sink, updates = _sink(model, specs, groups, config, policy, tuple(shapes), chunk_of)
     pipeline = None
     if schedule is not None:
         shared = [name for name in held if len(stages[name]) > 1]
         between = groups["activations"], groups["gradients"]
-        pipeline = Executor(schedule, between, sink, named_parameters(model), used_by, shared, not config.compile)
+        pipeline = Executor(
+            schedule, between, sink, named_parameters(model), used_by, shared, not config.compile, updates.end
+        )
     sequence = config.parallel.sequence and mesh.tp > 1
     scaler = LossScaler(config.precision) if policy.scaled else None
-    return Parallel(model, specs, sink, pipeline, parts, config.parallel.context, sequence, scaler)
+    return Parallel(model, specs, sink, updates, pipeline, parts, config.parallel.context, sequence, scaler)
 
 
 def _completing(schedule: Schedule, stage: int, used_by: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -112,8 +117,8 @@ def _sink(
     policy: Policy,
     names: Sequence[str],
     chunk_of: Mapping[str, int],
-) -> GradSink:
-    """Where gradients go. names: of the whole model's parameters."""
+) -> tuple[GradSink, Updates]:
+    """Where gradients go, and what is updated with them. names: of the whole model's parameters."""
     formats, values = convert(model, policy)
 
     def uncut(name: str) -> bool:
@@ -122,8 +127,11 @@ def _sink(
     given = Given(specs, values, names, chunk_of, uncut, config.train.seed)
     reducing = [reduced_by(config.comm.algorithm, groups[use]) for use in REDUCING if use in groups]
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
-        return gradient_sink(config.comm.gradients, named_parameters(model), specs, reducing, config.comm.bucket_mib)
-    return sharded_sink(model, given, groups, reducing, config, formats)
+        parameters, comm = named_parameters(model), config.comm
+        sink = gradient_sink(comm.gradients, parameters, specs, reducing, comm.bucket_mib)
+        return sink, InPlace(parameters, specs)
+    sharded = sharded_sink(model, given, groups, reducing, config, formats)
+    return sharded, sharded
 
 
 def _spec(

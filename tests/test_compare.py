@@ -202,8 +202,8 @@ def test_ranks_that_tell_another_loss_are_wrong():
     assert row["first_wrong"] == "step 1 loss or grad_norm is not told alike by ranks 0 and 1"
 
 
-@pytest.mark.parametrize(("steps", "ok"), [(0, False), (1, True), (2, False)])
-def test_a_case_about_clipping_clips_in_one_step(steps, ok):
+@pytest.mark.parametrize(("steps", "ok"), [(0, False), (1, True), (4, True), (5, False)])
+def test_a_case_about_clipping_clips_in_some_steps_and_not_in_all(steps, ok):
     row = row_of(CLIPPED, [record(clipped_steps=steps), record(clipped_steps=steps)])
     assert row["ok"] is ok
 

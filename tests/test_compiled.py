@@ -59,7 +59,7 @@ def step_of(world: World, config: Config) -> tuple:
     batches, grads = micro_batches(mesh.coords(world.rank)["dp"]), {}
 
     def look():
-        grads.update({name: grad.clone() for name, grad in engine.sink.gradients().items() if grad is not None})
+        grads.update({name: grad.clone() for name, grad in engine.updates.gradients().items() if grad is not None})
 
     before = counters["stats"]["unique_graphs"]
     result = engine.step(0, batches, lr=0.1, inspect=look)

@@ -54,9 +54,6 @@ class Sink:
     def ready(self, name):
         self.events.append(("ready", name))
 
-    def end(self, chunk=None):
-        """A backward of this chunk is over."""
-
 
 def through_stages(world: World, kind: str, micro_batches: int) -> tuple:
     made = schedule(kind, world.size, micro_batches)

@@ -85,7 +85,7 @@ def model_state(world, configs) -> list[dict]:
                 "moments": sum(t.numel() * t.element_size() for t in states if t.dim()),
                 "moment_elements": sum(t.numel() for t in states if t.dim()),
                 "steps": sum(4 for t in states if not t.dim()),
-                "tensors": len(engine.sink.masters),
+                "tensors": len(engine.updates.masters),
             }
         )
         engine.groups.destroy()
@@ -187,7 +187,7 @@ def test_stage_0_sends_every_gradient_twice(ranks, world):
 def rows_while_running(world, config) -> tuple[list, list]:
     """In the forward and the backward of each layer: which rows are gathered, or on their way."""
     engine = engine_of(world, config)
-    blocks, forward, backward = engine.sink.blocks, [], []
+    blocks, forward, backward = engine.updates.blocks, [], []
 
     def there() -> set:
         found = {index for index, block in blocks.blocks.items() if block.units[0].is_whole}
@@ -234,12 +234,12 @@ def broken_off(world, config) -> bool:
             with pytest.raises(InterruptedError):
                 broken.step(step, batches_of(world, config, step), 0.1)
             hook.remove()
-            broken.sink.end()
+            broken.updates.end()
             broken.sink.clear()
         else:
             for engine in (whole, broken):
                 engine.step(step, batches_of(world, config, step), 0.1)
-    mine, other = whole.sink.stored(), broken.sink.stored()
+    mine, other = whole.updates.stored(), broken.updates.stored()
     return all(torch.equal(mine[name], other[name]) for name in mine)
 
 
@@ -289,7 +289,7 @@ def snapshot(engine) -> list[torch.Tensor]:
     """Everything that an update changes, bit by bit."""
     states = [t for state in engine.optimizer.state.values() for t in state.values()]
     parts = [member.unit.part for member in engine.sink._members]
-    return [t.clone() for t in (*engine.sink.stored().values(), *parts, *states)]
+    return [t.clone() for t in (*engine.updates.stored().values(), *parts, *states)]
 
 
 def test_an_overflow_of_one_rank_is_skipped_by_all_and_leaves_every_bit(ranks):
@@ -304,12 +304,12 @@ def moved(world, configs) -> list[tuple[float, float]]:
     found = []
     for config in configs:
         engine = engine_of(world, config)
-        start = {name: tensor.double().clone() for name, tensor in engine.sink.stored().items()}
+        start = {name: tensor.double().clone() for name, tensor in engine.updates.stored().items()}
         for member in engine.sink._members:
             member.gradients.result.fill_(1.0)
         for step in range(100):
             engine.update(1e-4, 1.0, step)
-        by = {name: tensor.double() - start[name] for name, tensor in engine.sink.stored().items()}
+        by = {name: tensor.double() - start[name] for name, tensor in engine.updates.stored().items()}
         every = torch.cat([tensor.flatten() for tensor in by.values()])
         found.append((by["model.norm.weight"].mean().item(), every.mean().item()))
         engine.groups.destroy()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_reduce
-from minidist.parallel.grads import WholeSink, group_of
+from minidist.parallel.grads import group_of, trainable
 from minidist.spec import Specs
 
 MIB = 2**20
@@ -82,7 +82,7 @@ class Bucket:
         self.handle = all_reduce(self.buffer, self.group, async_op=True)
 
 
-class BucketedSink(WholeSink):
+class BucketedSink:
     """All-reduce in buckets, launched inside backward. Same interface and same gradients as `NaiveSink`.
 
     bucket_bytes: upper size of a bucket (a larger parameter has one alone).
@@ -95,7 +95,7 @@ class BucketedSink(WholeSink):
         groups: Iterable[Group],
         bucket_bytes: int = 25 * MIB,
     ):
-        super().__init__(parameters, specs)
+        self._parameters = trainable(parameters)
         self._given = specs, list(groups), bucket_bytes
         self._make_buckets()
         self._start_step()

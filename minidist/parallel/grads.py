@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, all_reduce
-from minidist.parallel.updates import WholeSink, trainable
 from minidist.spec import ParamSpec, Specs
 
 
@@ -42,6 +41,11 @@ class GradSink(Protocol):
         """Multiply every reduced gradient by `factor`."""
 
 
+def trainable(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those that take a gradient. Frozen parameters are nobody's business here."""
+    return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+
+
 def group_of(spec: ParamSpec, groups: Iterable[Group]) -> Group:
     """The group that sums a parameter's gradient: its ranks are exactly the contributors.
 
@@ -53,11 +57,11 @@ def group_of(spec: ParamSpec, groups: Iterable[Group]) -> Group:
     raise KeyError(f"no group was bound over ranks {spec.contributors}, which contribute to parameter {spec.name}")
 
 
-class NaiveSink(WholeSink):
+class NaiveSink:
     """One all-reduce per parameter, when backward is over. The version to read first, and to compare with."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], specs: Specs, groups: Iterable[Group]):
-        super().__init__(parameters, specs)
+        self._parameters = trainable(parameters)
         groups = list(groups)
         self._groups = {name: group_of(specs[name], groups) for name in self._parameters}
         self._sums: dict[str, Tensor] = {}

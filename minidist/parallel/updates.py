@@ -1,7 +1,7 @@
-"""The other side of a gradient sink: what the optimizer updates, and how that comes back to the model.
+"""What the optimizer updates once gradients are reduced, and how that comes back to the model.
 
-In plain data parallelism there is little to it: every replica updates all of its parameters, where they are. A sink
-that shares out the work (`zero`), or keeps masters in another format (`precision`), has more to say here.
+In plain data parallelism there is little to it: every replica updates all of its parameters, where they are. Where
+ranks share out the work (`zero`), or keep masters in another format (`precision`), there is more.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,11 +9,12 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from minidist.parallel.grads import trainable
 from minidist.spec import Specs
 
 
 class Updates(Protocol):
-    """What a step needs of a sink when gradients are reduced.
+    """What a step works with when gradients are reduced.
 
     each_micro_batch: whether gradients are reduced in every micro-batch, so that each is `ready` in every one.
     blocks: what gathers parameters while the model runs, None where they are all there.
@@ -38,7 +39,7 @@ class Updates(Protocol):
     def settle(self, sums: Sequence[float]) -> None:
         """Take the sums of all ranks' reports."""
 
-    def updates(self, step: int) -> Iterator[None]:
+    def rounds(self, step: int) -> Iterator[None]:
         """The optimizer steps once for each, with the masters that have a `.grad` then. step: its number."""
 
     def gather(self) -> None:
@@ -51,19 +52,14 @@ class Updates(Protocol):
         """What `stored` gave has new content."""
 
 
-def trainable(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Those that take a gradient. Frozen parameters are nobody's business here."""
-    return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-
-
-class WholeSink:
-    """What a sink is to the optimizer when every replica updates all of its parameters, where they are."""
+class InPlace:
+    """Every replica updates all of its parameters, where they are."""
 
     each_micro_batch, blocks = False, None
     reports: Sequence[float] = ()
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], specs: Specs):
-        self._parameters = self.masters = trainable(parameters)
+        self.masters = trainable(parameters)
         self.held = {name: specs[name] for name in self.masters}
 
     def end(self, chunk: int | None = None) -> None:
@@ -74,9 +70,9 @@ class WholeSink:
         return {name: parameter.grad for name, parameter in self.masters.items()}
 
     def settle(self, sums: Sequence[float]) -> None:
-        """`finish` knows already which parameters were used."""
+        """The sink knows already which parameters were used: the others have no gradient."""
 
-    def updates(self, step: int) -> Iterator[None]:
+    def rounds(self, step: int) -> Iterator[None]:
         """All at once: every `.grad` is in its place."""
         yield
 

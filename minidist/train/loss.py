@@ -42,19 +42,18 @@ def count_tokens(counts: Iterable[int], weight: float, group: Group) -> Count:
     return Count(mine, group)
 
 
-def backward(loss_sums: Iterable[Tensor], weight: float, count: Count, scale: float = 1.0) -> float | Tensor:
+def backward(loss_sums: Iterable[Tensor], weight: float, count: Count) -> float | Tensor:
     """Run backward of this rank's part of the loss; return that part, () in nats, or 0.0 without any loss.
 
     loss_sums: of each micro-batch, the sum of the losses of its tokens, (). They are computed as they are asked for,
     so that the activations of one micro-batch are freed before those of the next are made. weight: w_i, the one given
     to `count_tokens`; count: what that returned, a number in `count.value`. When it is 0 there is no backward.
-    scale: by which gradients are larger than they should be, until the step divides them by it.
     """
     loss = 0.0
     for loss_sum in loss_sums:
         if count.value == 0:
             continue
         share = loss_sum * weight / count.value
-        (share * scale).backward()
+        share.backward()
         loss = loss + share.detach()
     return loss

@@ -31,14 +31,14 @@ class Passes:
 
     def __init__(self, parallel: Parallel, groups: Groups, seed: int):
         self.model, self.pipeline, self.groups, self.seed = parallel.model, parallel.pipeline, groups, seed
-        self.sink, self.scaler = parallel.sink, parallel.scaler
+        self.updates, self.scaler = parallel.updates, parallel.scaler
         self.device, self._parallel = groups.world.device, parallel
         self._at, self._mesh = groups.mesh.coords(groups.world.rank), groups.mesh
         self._last_micro_batch = False
         self._where: dict[int, Tensor] = {}  # of the last sequence length
         parameters = named_parameters(self.model)
         if self.pipeline is None:
-            self._hooks = collect(parameters, self.sink, lambda: self.sink.each_micro_batch or self._last_micro_batch)
+            self._hooks = collect(parameters, parallel.sink, self._is_last)
         else:  # which knows when a gradient is complete
             self._hooks = collect(parameters, self.pipeline, lambda: True)
         has_end = self.pipeline is None or self.pipeline.stage == self.pipeline.end_stage
@@ -63,7 +63,7 @@ class Passes:
         """Forward and backward; returns this rank's part of the loss, () in nats. batches: those of `own`."""
         scale = 1.0 if self.scaler is None else self.scaler.scale
         if self.pipeline is None:
-            return backward(self.loss_sums(step, batches), weight, count, scale)
+            return backward((loss_sum * scale for loss_sum in self.loss_sums(step, batches)), weight, count) / scale
         if count.value == 0:
             return 0.0
         shares: list[Tensor] = []
@@ -91,11 +91,15 @@ class Passes:
                     loss_sum = self.model(batch.tokens, batch.labels, address=address, positions=address.positions)[0]
                 with self.groups.meter.span("backward", micro_batch=i):  # which is what the caller does with it
                     yield loss_sum
-            self.sink.end()
+            self.updates.end()
+
+    def _is_last(self) -> bool:
+        """Whether a gradient of the backward that runs is complete: so that nothing adds to it before it is reduced."""
+        return self.updates.each_micro_batch or self._last_micro_batch
 
     def _skips(self, batch: Batch) -> bool:
         """Nothing is computed for no samples; but where a pass gathers parameters, all ranks go through it."""
-        return len(batch.samples) == 0 and self.sink.blocks is None
+        return len(batch.samples) == 0 and self.updates.blocks is None
 
     def _addressed(self, step: int, batch: Batch) -> tuple[Batch, DropoutAddress]:
         batch = batch.to(self.device)

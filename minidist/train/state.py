@@ -15,15 +15,15 @@ _OPTIMIZER = "optimizer."
 
 def pieces(engine: Engine) -> Iterator[Piece]:
     """Everything a resumed run needs besides its position: parameters, buffers and the optimizer's state."""
-    rank, sink = engine.groups.world.rank, engine.sink
-    stored = sink.stored()
+    rank, updates = engine.groups.world.rank, engine.updates
+    stored = updates.stored()
     for name, parameter in engine.parameters.items():
-        if name in sink.held:
-            yield from pieces_of(PARAMETERS, sink.held[name], stored[name], rank)
-        elif not parameter.requires_grad and parameter.numel() and sink.blocks is None:  # frozen, and whole
+        if name in updates.held:
+            yield from pieces_of(PARAMETERS, updates.held[name], stored[name], rank)
+        elif not parameter.requires_grad and parameter.numel() and updates.blocks is None:  # frozen, and whole
             yield from pieces_of(PARAMETERS, engine.specs[name], parameter.detach(), rank)
-    for name, master in sink.masters.items():
-        spec = sink.held[name]
+    for name, master in updates.masters.items():
+        spec = updates.held[name]
         for key, value in engine.optimizer.state.get(master, {}).items():
             if value is None:
                 continue
@@ -47,8 +47,8 @@ def prepare(engine: Engine, index: Index) -> None:
     """
     for stored, tensor in index.tensors.items():
         kind, name = stored.split("/", 1)
-        if kind.startswith(_OPTIMIZER) and name in engine.sink.masters:
-            master = engine.sink.masters[name]
+        if kind.startswith(_OPTIMIZER) and name in engine.updates.masters:
+            master = engine.updates.masters[name]
             like = {"dtype": DTYPES[tensor.dtype], "device": master.device}
             made = torch.zeros(master.shape, **like) if tensor.shape else torch.zeros((), **like)
             engine.optimizer.state[master][kind.removeprefix(_OPTIMIZER)] = made

@@ -59,11 +59,12 @@ class Engine:
     """
 
     def __init__(self, parallel: Parallel, groups: Groups, optim: OptimConfig, seed: int):
-        self.model, self.specs, self.sink = parallel.model, parallel.specs, parallel.sink
+        self.model, self.specs = parallel.model, parallel.specs
+        self.sink, self.updates = parallel.sink, parallel.updates
         self.groups, self.optim, self.scaler = groups, optim, parallel.scaler
         self.parameters = named_parameters(self.model)
         self.passes = Passes(parallel, groups, seed)
-        self.optimizer = make_optimizer(optim, self.sink.masters, self.sink.held)
+        self.optimizer = make_optimizer(optim, self.updates.masters, self.updates.held)
 
     def step(
         self,
@@ -105,10 +106,10 @@ class Engine:
         """Sum one control vector over all ranks and decide: the decision is the same everywhere."""
         mine = loss if self.passes.counts_loss else 0.0
         with self.groups.meter.span("gradient norm"):
-            vector = self._control([float(mine), self._squared_norm(), float(stop), *self.sink.reports])
+            vector = self._control([float(mine), self._squared_norm(), float(stop), *self.updates.reports])
         all_reduce(vector, self.groups["control"], async_op=True).wait(host=True)
         total, squared_norm, stops, *uses = vector.tolist()
-        self.sink.settle(uses)
+        self.updates.settle(uses)
         finite = math.isfinite(total) and math.isfinite(squared_norm)
         overflow = not finite and self.scaler is not None and math.isfinite(total)
         if self.scaler is not None and tokens > 0:
@@ -130,8 +131,10 @@ class Engine:
 
     def _squared_norm(self) -> float:
         """This rank's part of the squared gradient norm: each element counts on one of those that hold it."""
-        rank, held = self.groups.world.rank, self.sink.held
-        grads = [grad for name, grad in self.sink.gradients().items() if grad is not None and held[name].owner == rank]
+        rank, held = self.groups.world.rank, self.updates.held
+        grads = [
+            grad for name, grad in self.updates.gradients().items() if grad is not None and held[name].owner == rank
+        ]
         if not grads:
             return 0.0
         wide = torch.promote_types(grads[0].dtype, torch.float32)
@@ -144,12 +147,12 @@ class Engine:
             if factor < 1.0:
                 self.sink.scale(factor)
         set_learning_rate(self.optimizer, lr)
-        for _ in self.sink.updates(step):
+        for _ in self.updates.rounds(step):
             self.optimizer.step()
 
     def gather(self) -> None:
         """Let every rank have the parameters that others updated."""
-        self.sink.gather()
+        self.updates.gather()
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Mean loss in nats over the counted tokens of all ranks' batches. Every rank gets the same number."""
@@ -161,6 +164,6 @@ class Engine:
 
     def not_finite(self) -> list[str]:
         """Names of the parameters, in the order of the model, whose value or gradient here is not finite."""
-        stored, gradients = self.sink.stored(), self.sink.gradients()
+        stored, gradients = self.updates.stored(), self.updates.gradients()
         seen = {name: (stored.get(name), gradients.get(name)) for name in self.parameters}
         return [name for name, pair in seen.items() if any(t is not None and not t.isfinite().all() for t in pair)]

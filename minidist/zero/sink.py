@@ -74,7 +74,7 @@ class Round:
 
 
 class ShardedSink:
-    """Gradients, masters and parameters of some units. The interface is that of `GradSink`.
+    """Gradients, masters and parameters of some units. The interfaces are those of `GradSink` and `Updates`.
 
     members: in the order in which backward completes them. names: of all parameters of the whole model, the same on
     every rank. held: what this rank keeps of each parameter. blocks: what gathers parameters in stage 3.
@@ -169,7 +169,7 @@ class ShardedSink:
         for member in self._members:
             member.gradients.result.mul_(factor)
 
-    def updates(self, step: int) -> Iterator[None]:
+    def rounds(self, step: int) -> Iterator[None]:
         """What the optimizer steps once for: every master has its gradient while it does. step: the number of it.
 
         All at once; or one unit after another, where gradients or masters are there only meanwhile.

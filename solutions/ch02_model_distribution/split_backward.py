@@ -43,7 +43,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        ctx.halves.append((ctx.name, x, grad))
+        ctx.halves.append((ctx.name, x.detach(), grad))  # without the graph behind x, which would keep the part's input
         return grad @ weight, None, None, None
 
 

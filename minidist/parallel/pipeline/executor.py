@@ -49,7 +49,7 @@ class Executor:
     groups: over the stages, one for what forwards pass on and one for what backwards do. sink: where gradients go.
     parameters: of this stage, by global name. used_by: the chunks that use each of them (`split`); shared: names of
     those that other stages use too. in_halves: whether backward comes in halves where the schedule leaves it open; what
-    is compiled has its backward in one piece.
+    is compiled has its backward in one piece. end: called when a backward through a chunk is over.
     end_stage: the stage that has the last part of the model. peak_live: the most micro-batches alive at once so far,
     each chunk counted by itself.
     """
@@ -63,8 +63,10 @@ class Executor:
         used_by: Mapping[str, Sequence[int]],
         shared: Sequence[str] = (),
         in_halves: bool = True,
+        end: Callable[[int], None] = lambda chunk: None,
     ):
         self.schedule, self.stage, self.sink = schedule, groups[0].rank, sink
+        self._end = end
         self._groups = dict(zip("FB", groups, strict=True))
         self._meter = groups[0].meter
         programs = with_transfers(simulate(schedule, Times()))
@@ -135,7 +137,7 @@ class Executor:
             for name in self._complete.get(step, ()):
                 self.sink.ready(name)
             if step.kind == ("W" if self._halved else "B"):  # the last piece of a backward
-                self.sink.end(step.chunk)
+                self._end(step.chunk)
         self._op = None
         while self._sends:
             self._sends.popleft().wait()

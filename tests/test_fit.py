@@ -8,7 +8,7 @@ from small_run import changed
 
 from minidist.config import Config
 from minidist.errors import UserError
-from minidist.fit import check, pipeline
+from minidist.fit import check, pipeline, remarks
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,42 @@ from minidist.fit import check, pipeline
         (2, {"optim__muon_steps": 0}, r"optim.muon-steps is 0; it must be from 1 to 20: change --optim.muon-steps\.$"),
         (2, {"optim__muon_momentum": 1.5}, r"optim.muon-momentum is 1.5; it must be from 0 to 1: change"),
         (2, {"optim__muon_lr_ratio": 0.0}, r"optim.muon-lr-ratio is 0.0; it must be above 0: change"),
+        (
+            4,
+            {"zero__stage": 1, "zero__shard": 3},
+            r"zero.shard is 3: dp=4 x cp=1 = 4 ranks cannot be cut into sets of 3 .* --zero.shard 1 or 2 or 4\.",
+        ),
+        (
+            8,
+            {"zero__stage": 3, "zero__shard": 2, "mesh__cp": 4},
+            r"dp=2 x cp=4 = 8 ranks cannot be cut into sets of 2 .* Possible: --zero.shard 4 or 8\.",
+        ),
+        (
+            2,
+            {"zero__shard": 2},
+            r"zero.shard is 2, and with zero.stage 0 nothing is shared out: give --zero.stage 1, 2",
+        ),
+        (
+            2,
+            {"zero__stage": 1, "zero__keep_gradients": True},
+            r"zero.keep-gradients is for stage 2, and zero.stage is 1: .* Leave --zero.keep-gradients out\.",
+        ),
+        (
+            2,
+            {"zero__stage": 1, "comm__algorithm": "ring"},
+            r"comm.algorithm is ring, an all-reduce, and zero.stage 1 sends .* or give --zero.stage 0\.",
+        ),
+        (
+            2,
+            {"precision__policy": "bf16", "comm__gradients": "naive"},
+            r"comm.gradients is naive, which is for zero.stage 0 \(here 0\) and .* \(precision.policy bf16\)",
+        ),
+        (
+            2,
+            {"zero__offload": True, "device": "cpu"},
+            r"zero.offload moves states from a GPU to the host, and device is",
+        ),
+        (2, {"precision__policy": "fp16", "precision__loss_scale": "none"}, r"precision.loss-scale is none, and grad"),
         (3, {"mesh__tp": 3}, r"model.num_heads=4 cannot be shared equally by tp=3 ranks; possible tp: 1, 2, 4"),
         (
             3,
@@ -112,3 +148,25 @@ def test_whoever_checks_does_not_wait_for_torch():
 def test_muon_runs_where_matrices_are_whole():
     for ranks, axes in [(1, {}), (4, {"mesh__dp": 2, "mesh__pp": 2, "train__micro_batches": 2}), (2, {"mesh__cp": 2})]:
         check(changed(Config(), optim__kind="muon", **axes), ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "said"),
+    [
+        (2, {"zero__stage": 2}, []),
+        (1, {"zero__stage": 2}, ["nothing to share out"]),
+        (2, {"zero__stage": 3, "mesh__tp": 2}, ["nothing to share out"]),
+        (4, {"zero__stage": 1, "mesh__pp": 2, "train__micro_batches": 4}, []),
+        (
+            4,
+            {"zero__stage": 2, "mesh__pp": 2, "train__micro_batches": 4},
+            ["in each of 4 micro-batches; stage 1 sends"],
+        ),
+        (4, {"zero__stage": 3, "mesh__pp": 2, "train__micro_batches": 4}, ["gathers every layer twice in each of 4"]),
+        (2, {"zero__stage": 2, "zero__keep_gradients": True}, ["holds and sends what stage 1 does"]),
+    ],
+)
+def test_what_is_of_little_use_is_said_and_not_refused(ranks, changes, said):
+    config = changed(Config(), **changes)
+    found = remarks(config, check(config, ranks))
+    assert len(found) == len(said) and all(part in line for part, line in zip(said, found, strict=True))

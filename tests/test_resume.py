@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from small_run import changed, run, small_config, write_text
 
 from minidist.comm import World
-from minidist.config import CheckpointConfig, OptimConfig
+from minidist.config import CheckpointConfig, OptimConfig, PrecisionConfig
 from minidist.errors import UserError
 from minidist.train.resume import resumed_config
 from minidist.train.runfolder import claim
@@ -144,3 +144,63 @@ def test_a_run_that_cannot_go_on_is_told_why_on_all_ranks(server, tmp_path, chan
     with pytest.raises(UserError) as caught:
         server.run(run, 2, options, deadline_s=60)
     assert re.search(message, str(caught.value))
+
+
+ZERO = {"optim": OptimConfig(warmup_steps=3), "train__steps": 6}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((3, {"zero__stage": 3}), (2, {"zero__stage": 1})),
+        ((2, {"zero__stage": 2}), (1, {})),
+        ((1, {}), (4, {"zero__stage": 3})),
+    ],
+)
+def test_any_stage_goes_on_from_any_other(ranks, tmp_path, before, after):
+    """Masters and moments are in global coordinates: other ranks, at another stage, have the same steps to come.
+
+    Sums over 1 to 4 ranks in float32 differ in their last bits, and AdamW divides a gradient by its own size.
+    """
+    (size, how), (other, then) = before, after
+    config = small_config(tmp_path / "run", write_text(tmp_path), **ZERO, **how)
+    ranks(run, size, config)
+    source = tmp_path / "run" / "checkpoints" / "step-00000003"
+    again = changed(resuming(config, source, folder=tmp_path / "again"), **({"zero__stage": 0} | then))
+    ranks(run, other, again)
+    losses = {
+        folder: [row["loss"] for row in curve_of(tmp_path / folder) if "loss" in row][-3:]
+        for folder in ("run", "again")
+    }
+    assert losses["again"] == pytest.approx(losses["run"], rel=1e-4)
+    first, second = tensors_of(tmp_path / "run", 6), tensors_of(tmp_path / "again", 6)
+    whole = {re.sub(r"\[.*", "", name) for name in first}
+    assert whole == {re.sub(r"\[.*", "", name) for name in second}
+
+
+def test_a_scaled_run_goes_on_with_its_scale_and_its_masters(ranks, tmp_path):
+    precision = PrecisionConfig("fp16", initial_scale=2.0**24, growth_interval=2)
+    config = small_config(tmp_path / "run", write_text(tmp_path), precision=precision, **EXACT, zero__stage=1)
+    config = changed(config, train__steps=10, checkpoint__every=5)
+    ranks(run, 2, config)
+    again = resuming(config, tmp_path / "run" / "checkpoints" / "step-00000005", folder=tmp_path / "again")
+    ranks(run, 2, again)
+    assert differing(tensors_of(tmp_path / "run", 10), tensors_of(tmp_path / "again", 10)) == []
+    scales = [
+        [row["loss_scale"] for row in rows_of(tmp_path / name) if "loss_scale" in row] for name in ("run", "again")
+    ]
+    assert scales[0] == scales[1] and len(scales[0]) == 10 and len(set(scales[0])) > 2  # the first five are copied
+    assert curve_of(tmp_path / "run")[-1] == curve_of(tmp_path / "again")[-1]
+
+
+def test_masters_make_a_checkpoint_of_one_format_the_start_of_another(ranks, tmp_path):
+    """A bf16 run keeps its masters in float32, and so does its checkpoint: fp32 goes on from it, and back."""
+    config = small_config(tmp_path / "run", write_text(tmp_path), precision=PrecisionConfig("bf16"), **ZERO)
+    ranks(run, 2, config)
+    assert {t.dtype for name, t in tensors_of(tmp_path / "run", 3).items() if name.startswith("params/")} == {
+        torch.float32
+    }
+    source = tmp_path / "run" / "checkpoints" / "step-00000003"
+    ranks(run, 2, resuming(config, source, folder=tmp_path / "again", precision=PrecisionConfig("fp32")))
+    ends = [curve_of(tmp_path / name)[-1]["held_out_loss"] for name in ("run", "again")]
+    assert ends[0] == pytest.approx(ends[1], rel=2**-8)  # an eps of bfloat16

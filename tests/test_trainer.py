@@ -8,7 +8,7 @@ import torch
 from small_run import changed, run, small_config, write_text
 
 from minidist.comm import World, bind
-from minidist.config import Config, OptimConfig
+from minidist.config import Config, OptimConfig, PrecisionConfig
 from minidist.data.loader import Loader
 from minidist.errors import RunError, UserError
 from minidist.mesh import Mesh
@@ -135,6 +135,31 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_says_what_to_do(server, tmp_
     assert not isinstance(caught.value, RankFailure)
     told = str(caught.value)
     assert "No parameter was updated. Lower --optim.lr" in told and "The last checkpoint is" in told
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_overflow_again_and_again_end_the_run(server, tmp_path, text, stage):
+    """A scale of 1e30 takes every gradient in fp16 beyond 65504, and stays too large for four steps."""
+    precision = PrecisionConfig("fp16", initial_scale=1e30, max_overflows=4)
+    config = small_config(tmp_path / "run", text, precision=precision, zero__stage=stage, checkpoint__every=1)
+    with pytest.raises(RunError, match=r"^step 4: gradients overflowed in 4 steps one after another") as caught:
+        server.run(run, 2, (config,), deadline_s=60)
+    told = str(caught.value)
+    assert "at loss scales 1e+30, 5e+29, 2.5e+29, 1.25e+29; in the last, these were not finite: model.embed" in told
+    assert "Steps 1 to 4 updated nothing." in told and "The last checkpoint is" in told
+
+
+def test_a_run_goes_on_after_an_overflow_at_half_the_scale(server, tmp_path, text):
+    """Skipped steps are said, and the training state of the first checkpoints is that of the beginning."""
+    precision = PrecisionConfig("fp16", initial_scale=2.0**24)
+    config = small_config(tmp_path / "run", text, precision=precision, train__steps=12)
+    server.run(run, 1, (config,), deadline_s=60)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [row for row in rows if "loss_scale" in row]
+    skipped = [row for row in logged if row["overflow"]]
+    assert 0 < len(skipped) < len(logged) == 12
+    assert logged[-1]["loss_scale"] == 2.0 ** (24 - len(skipped)) and not logged[-1]["overflow"]
+    assert all((row["grad_norm"] is None) == row["overflow"] for row in logged)
 
 
 def fail_on_one(world, config, rank, changes):

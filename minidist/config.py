@@ -61,6 +61,11 @@ class ZeroConfig:
     offload: bool = False
     """On CUDA: master weights and the optimizer's states live in the host's memory, where the update runs."""
 
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether a rank keeps gradients of its shards only, and so reduces them in every micro-batch."""
+        return self.stage == 3 or (self.stage == 2 and not self.keep_gradients)
+
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 

@@ -139,7 +139,7 @@ def messages(layout: Layout, found: Sequence[Row], stage: int) -> Counter[Operat
     """What a rank sends in a step for gradients and parameters: (use, operation, elements, bytes of an element)."""
     zero, policy, sent = layout.config.zero, layout.policy, Counter()
     reduce, parameter = BYTES[policy.reduce], BYTES[policy.parameter]
-    rounds = layout.config.train.micro_batches if shards_gradients(layout) else 1
+    rounds = layout.config.train.micro_batches if zero.shares_gradients else 1
     gathered = _gathers(layout, stage) if zero.stage == 3 else Counter({REST: 1})
     for row in found:
         if zero.stage:
@@ -148,12 +148,6 @@ def messages(layout: Layout, found: Sequence[Row], stage: int) -> Counter[Operat
         if row.outer is not None:
             sent[row.outer, "all_reduce", row.layout.shard, reduce] += 1
     return sent
-
-
-def shards_gradients(layout: Layout) -> bool:
-    """Whether a rank keeps gradients of its shards only."""
-    zero = layout.config.zero
-    return zero.stage == 3 or (zero.stage == 2 and not zero.keep_gradients)
 
 
 def _gathers(layout: Layout, stage: int) -> Counter[int]:

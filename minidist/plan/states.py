@@ -110,10 +110,9 @@ def model_states(rows: Iterable[Row], zero: ZeroConfig, policy: Policy) -> Model
     """
     rows = list(rows)
     whole, part = sum(row.numel for row in rows), sum(row.shard for row in rows)
-    shares_gradients = zero.stage == 3 or (zero.stage == 2 and not zero.keep_gradients)
     return ModelStates(
         parameters=(part if zero.stage == 3 else whole) * FORMAT_BYTES[policy.parameter],
-        gradients=(part if shares_gradients else whole) * FORMAT_BYTES[policy.accumulate],
+        gradients=(part if zero.shares_gradients else whole) * FORMAT_BYTES[policy.accumulate],
         masters=part * FORMAT_BYTES[policy.master] if policy.separate_masters else 0,
         moments=sum(row.shard * row.moments for row in rows) * FORMAT_BYTES[policy.state],
     )

@@ -62,20 +62,20 @@ class _Builder:
             self.place = dict.fromkeys(range(groups.world.size), 0)
 
     def sink(self) -> ShardedSink:
-        stage, zero = self.zero.stage, self.zero
         trainable = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         blocks, frozen = None, []
-        if stage < 3:
+        if self.zero.stage < 3:
             members = self._buckets(trainable)
         else:
             members, frozen, blocks = self._blocks(trainable)
-        each = stage == 3 or (stage == 2 and not zero.keep_gradients)
         held = {
             name: self._held(name, *bounds)
             for unit in [*(member.unit for member in members), *frozen]
             for name, bounds in unit.layout.held(self.group.rank).items()
         }
-        sink = ShardedSink(members, frozen, self.given.names, held, each_micro_batch=each, blocks=blocks)
+        sink = ShardedSink(
+            members, frozen, self.given.names, held, each_micro_batch=self.zero.shares_gradients, blocks=blocks
+        )
         if blocks is not None and self.groups.mesh.pp == 1:
             blocks.over = sink.through
         return sink
@@ -105,12 +105,8 @@ class _Builder:
             members, frozen, units[index] = members + mine, frozen + still, [*(m.unit for m in mine), *still]
         layers = self.model.model.layers
         blocks = [Block(layers[i], units[i], i) for i in units if i != REST]
-        root = Block(self.model, units.get(REST, []), REST)
-        return (
-            members,
-            frozen,
-            Blocks(self.model, root, blocks, len(layers), self.zero.keep_last_block, self.zero.prefetch),
-        )
+        root, keep = Block(self.model, units.get(REST, []), REST), self.zero.keep_last_block
+        return members, frozen, Blocks(self.model, root, blocks, len(layers), keep, self.zero.prefetch)
 
     def _still(self, names: Sequence[str], trainable: Sequence[str]) -> list[list[str]]:
         frozen = [name for name in names if name not in set(trainable)]
@@ -129,8 +125,7 @@ class _Builder:
         outer = None if len(copies) == 1 else next((g for g in self.reducing if g.ranks == copies), None)
         if outer is None and len(copies) > 1:
             raise KeyError(f"no group was bound over ranks {copies}, which hold the same shard of {names[0]}")
-        transient = self.zero.stage == 3 or (self.zero.stage == 2 and not self.zero.keep_gradients)
-        make = ShardGradients if transient else WholeGradients
+        make = ShardGradients if self.zero.shares_gradients else WholeGradients
         gradients = make(unit.layout, self.group, outer, self.formats, unit.row.device)
         return Reduced(unit, gradients, self.given.chunk_of.get(names[0], 0))
 

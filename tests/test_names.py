@@ -66,7 +66,10 @@ def test_two_combinations_never_have_one_name(layout, seed):
         ("tp=2 zero1 tied float64 sgd", "gradients is zero1, and on tp=2 it can only be bucketed, naive"),
         ("dp=2 zero1-hybrid tied float64 sgd", "gradients is zero1-hybrid, and on dp=2 it can only be bucketed, "),
         ("dp=2 naive tied bf16 sgd", "comm.gradients is naive, which is for zero.stage 0"),
-        ("pp=2 zb-h2 naive tied float64 sgd", "zb-h2 has 2 x 2 stages - 1 = 3 micro-batches in flight, and was given 1"),
+        (
+            "pp=2 zb-h2 naive tied float64 sgd",
+            "zb-h2 has 2 x 2 stages - 1 = 3 micro-batches in flight, and was given 1",
+        ),
     ],
 )
 def test_a_name_that_is_nearly_one_is_refused_with_what_is_wrong(name, said):

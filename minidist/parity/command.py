@@ -36,8 +36,8 @@ class ParityOptions:
     json: Path | None = None
     """File for the rows, as JSON."""
     only: str | None = None
-    """Run the rows whose name contains this, or matches it as a regular expression: "dp=2 bucketed.*sgd"; or the row of
-    exactly this name, which may be any that --full has. Several are told apart by "; "."""
+    """Run the rows whose name contains this or matches it as a regular expression: "dp=2 bucketed.*sgd"; or, by its
+    exact name, any row that --full has. "; " stands between several."""
     full: bool = False
     """Run every combination of the switches (thousands) instead of a set that covers every pair of them."""
 

@@ -38,30 +38,31 @@ class Edit:
 class Fault:
     """One wrong package.
 
-    source: where the fault was seen. only: the rows of parity, on `ranks` ranks, that must turn red; expect: what, by
-    regular expression, is wrong first, or why the rows could not run. detector: the test that must fail, for what
-    parity cannot see.
+    source: where the fault was seen. only: the names of the rows of parity, on `ranks` ranks, that must turn red: any
+    that `--full` has; expect: what, by regular expression, is wrong first, or why the rows could not run. detector: the
+    test that must fail, for what parity cannot see.
     """
 
     name: str
     title: str
     source: str
     edit: tuple[Edit, ...]
-    only: str | None = None
+    only: tuple[str, ...] = ()
     expect: str | None = None
     detector: str | None = None
     ranks: int = 2
 
     def __post_init__(self):
-        parity, test = (self.only, self.expect), self.detector
-        if not self.edit or (None in parity) == (test is None) or (test is not None and parity != (None, None)):
+        parity, test = [bool(self.only), self.expect is not None], [self.detector is not None] * 2
+        if not self.edit or parity == test or parity[0] != parity[1]:
             raise ValueError(f"{self.name} needs edits, and either `only` and `expect` or `detector`")
 
 
 def read(file: Path) -> Fault:
     """The fault in a TOML file. Raises TypeError for a key that a fault does not have."""
     values = tomllib.loads(file.read_text())
-    return Fault(file.stem, **{**values, "edit": tuple(Edit(**edit) for edit in values["edit"])})
+    lists = {"edit": tuple(Edit(**edit) for edit in values["edit"]), "only": tuple(values.get("only", ()))}
+    return Fault(file.stem, **{**values, **lists})
 
 
 def faults() -> list[Fault]:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from minidist.errors import UserError
 from minidist.parity.cases import GLOBAL_BATCH, STEPS, SWITCHES, Case
+from minidist.parity.names import case_named
 from minidist.parity.plan import cases_of, plan
 from minidist.parity.run import run
 from minidist.train.launch import RankServer
 
 WIDTH = 100
+BETWEEN = "; "  # two names, or patterns, of --only
 _NAME_WIDTH = 44
 _DIFFERENCES = ("loss_diff", "grad_diff", "grad_norm_diff", "param_diff")
 
@@ -34,7 +36,8 @@ class ParityOptions:
     json: Path | None = None
     """File for the rows, as JSON."""
     only: str | None = None
-    """Run the rows whose name contains this, or matches it as a regular expression: "dp=2 bucketed.*sgd"."""
+    """Run the rows whose name contains this or matches it as a regular expression: "dp=2 bucketed.*sgd"; or, by its
+    exact name, any row that --full has. "; " stands between several."""
     full: bool = False
     """Run every combination of the switches (thousands) instead of a set that covers every pair of them."""
 
@@ -67,18 +70,28 @@ def chosen(options: ParityOptions) -> list[Case]:
         raise UserError(f"--ranks is {options.ranks}; parity needs at least 1 rank. Give --ranks 2.")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise UserError(f"--json {options.json}: there is no folder {options.json.absolute().parent}. Make it first.")
-    cases = cases_of(plan(options.ranks, options.full))
     if options.only is None:
-        return cases
+        return cases_of(plan(options.ranks, options.full))
+    found = [case for part in options.only.split(BETWEEN) for case in _matching(part, options)]
+    return list(dict.fromkeys(found))
+
+
+def _matching(only: str, options: ParityOptions) -> list[Case]:
+    """The case of that name; else the rows of the plan whose names match."""
     try:
-        pattern = re.compile(options.only)
+        return [case_named(only, options.ranks)]
+    except UserError as error:
+        no_name = error
+    try:
+        pattern = re.compile(only)
     except re.error as error:
-        raise UserError(f"--only {options.only!r} is not a regular expression: {error}.") from None
-    found = [case for case in cases if options.only in case.name or pattern.search(case.name)]
+        raise UserError(f"--only {only!r} is not a regular expression: {error}.") from None
+    cases = cases_of(plan(options.ranks, options.full))
+    found = [case for case in cases if only in case.name or pattern.search(case.name)]
     if not found:
         raise UserError(
-            f"--only {options.only!r} matches none of the {len(cases)} rows of --ranks {options.ranks}, "
-            f"which are named like {cases[-1].name!r}."
+            f"--only {only!r} matches none of the {len(cases)} rows of --ranks {options.ranks}, "
+            f"which are named like {cases[-1].name!r}. It is not the name of another combination: {no_name}"
         )
     return found
 

@@ -1,7 +1,7 @@
 """Which cases `minidist parity --ranks N` runs: every layout of N ranks, and the switches by a cover of their pairs."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -19,13 +19,13 @@ _APART = tuple(frozenset(names) for names in (("mesh", "schedule"), ("mesh", "st
 
 @dataclass(frozen=True)
 class Part:
-    """Some layouts of `ranks`, whose cases together have every pair of values that can be had.
+    """Some layouts, whose cases together have every pair of values that can be had.
 
     refused: what cannot be, and why, by name.
     """
 
     title: str
-    ranks: int
+    layouts: frozenset[Layout]
     families: tuple[Family, ...]
     cases: tuple[Case, ...]
     refused: dict[str, str]
@@ -45,9 +45,8 @@ class Part:
         return len(wanted & met), len(wanted)
 
     def of(self, cases: Iterable[Case]) -> list[Case]:
-        """Those of the cases that belong to this part."""
-        own = set(self.cases)
-        return [case for case in cases if case in own]
+        """Those of the cases that belong to this part, whether they are in its cover or not."""
+        return [case for case in cases if case.plan in self.layouts]
 
 
 @cache
@@ -75,7 +74,7 @@ def _part(title: str, ranks: int, among: Sequence[Layout], full: bool) -> Part:
     families, layout_of = [], {}
     for layout in among:
         switches = switches_of(layout)
-        why = {value: _refusal(ranks, layout, value) for value in switches["micro_batches"]}
+        why = {value: _refusal(layout, value) for value in switches["micro_batches"]}
         refused |= {f"{layout} micro-batches={value}": text for value, text in why.items() if text is not None}
         switches["micro_batches"] = tuple(value for value, text in why.items() if text is None)
         if switches["micro_batches"]:
@@ -89,10 +88,10 @@ def _part(title: str, ranks: int, among: Sequence[Layout], full: bool) -> Part:
     cases = []
     for choice in chosen:
         layout = layout_of[tuple(choice[name] for name in families[0].fixed)]
-        cases.append(_case(ranks, layout, {name: choice[name] for name in SWITCHES}))
+        cases.append(case_with(layout, {name: choice[name] for name in SWITCHES}))
     place = {layout: number for number, layout in enumerate(layout_of.values())}
     cases.sort(key=lambda case: place[case.plan])  # one mesh after the other
-    return Part(title, ranks, tuple(families), tuple(cases), refused)
+    return Part(title, frozenset(among), tuple(families), tuple(cases), refused)
 
 
 def _formats(switches: Switches) -> list[Switches]:
@@ -121,15 +120,16 @@ def _choice(case: Case) -> dict[str, Any]:
     return _features(case.plan) | {name: getattr(case, name) for name in SWITCHES}
 
 
-def _case(ranks: int, layout: Layout, values: dict[str, Any]) -> Case:
-    return Case(ranks, max(2, layout.pp * layout.chunks), layout, **values)
+def case_with(layout: Layout, values: Mapping[str, Any]) -> Case:
+    """The case of a layout with a value for every switch; its model has a layer, or two, for each part."""
+    return Case(layout.mesh.world_size, max(2, layout.pp * layout.chunks), layout, **values)
 
 
-def _refusal(ranks: int, layout: Layout, micro_batches: int) -> str | None:
+def _refusal(layout: Layout, micro_batches: int) -> str | None:
     """Why a layout cannot run with that many micro-batches, None when it can."""
     plain = {name: values[0] for name, values in SWITCHES.items()}
     try:
-        check(_case(ranks, layout, plain | {"micro_batches": micro_batches}).config(), ranks)
+        check(case_with(layout, plain | {"micro_batches": micro_batches}).config(), layout.mesh.world_size)
     except UserError as error:
         return str(error)
     return None

@@ -13,7 +13,10 @@ RARE_EVERY, RARE_AT = 40, 35
 
 
 class Probe(Transformer):
-    """A transformer and three more parameters of the size of a hidden state, and a buffer.
+    """A transformer and three more parameters, and a buffer.
+
+    All sizes of the transformer divide by the number of ranks. Three of these do not: one element more than a hidden
+    state has, so that the rows that ZeRO cuts into shards end in padding.
 
     rare: used by one sample in forty: by one rank, in one micro-batch, in some steps by none, and not in the first. It
         lies among the parameters of the last layer: those of the layers before it come while it is still awaited.
@@ -24,10 +27,11 @@ class Probe(Transformer):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.model.layers[-1].rare = nn.Parameter(torch.ones(config.hidden_size))
+        size = config.hidden_size + 1
+        self.model.layers[-1].rare = nn.Parameter(torch.ones(size))
         self.never = nn.Parameter(torch.ones(config.hidden_size))
-        self.frozen = nn.Parameter(torch.ones(config.hidden_size), requires_grad=False)
-        self.register_buffer("offset", torch.ones(config.hidden_size))
+        self.frozen = nn.Parameter(torch.ones(size), requires_grad=False)
+        self.register_buffer("offset", torch.ones(size))
 
     def forward(self, tokens: Tensor, labels: Tensor, *, address: DropoutAddress, **how) -> Tensor | tuple:
         """The transformer's loss sum and count, plus a term of each counted token of the rare samples.
@@ -41,6 +45,6 @@ class Probe(Transformer):
         chosen = address.samples % RARE_EVERY == RARE_AT
         if chosen.any():
             rare = self.model.layers[-1].rare
-            extra = rare * self.frozen + 0.1 * self.offset * rare.square()  # (h,)
+            extra = rare * self.frozen + 0.1 * self.offset * rare.square()  # (h + 1,)
             loss_sum = loss_sum + extra.sum() * (labels[chosen] != IGNORE).sum()
         return loss_sum, count

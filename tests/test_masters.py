@@ -20,16 +20,16 @@ def every_master(world, configs) -> list[dict]:
     found = []
     for config in configs:
         engine = engine_of(world, config)
-        bounds = {name: at for m in engine.sink._members for name, at in m.unit.layout.held(m.unit.group.rank).items()}
+        bounds = {name: at for m in engine.updates._members for name, at in m.unit.layout.held(m.unit.group.rank).items()}
 
         def masters(engine=engine, bounds=bounds) -> dict:
-            return {name: (*bounds[name], tensor.clone()) for name, tensor in engine.sink.stored().items()}
+            return {name: (*bounds[name], tensor.clone()) for name, tensor in engine.updates.stored().items()}
 
         before = masters()
         engine.step(0, batches_of(world, config), 0.1)
         after = masters()
-        if engine.sink.blocks is not None:
-            engine.sink.blocks.gather_all()
+        if engine.updates.blocks is not None:
+            engine.updates.blocks.gather_all()
         parameters = {name: p.detach().flatten().clone() for name, p in engine.parameters.items()}
         found.append({"before": before, "after": after, "parameters": parameters})
         engine.groups.destroy()
@@ -71,10 +71,10 @@ def summed(world, configs) -> list[list[float]]:
         engine = engine_of(world, config)
         for micro_batch in range(4):
             for at in range(64 + (micro_batch == 0)):
-                engine.sink.add(name, torch.full((6,), 1.0 if micro_batch == at == 0 else 2**-9, dtype=torch.bfloat16))
-            engine.sink.end()
+                engine.updates.add(name, torch.full((6,), 1.0 if micro_batch == at == 0 else 2**-9, dtype=torch.bfloat16))
+            engine.updates.end()
         engine.reduce()
-        found.append(engine.sink.gradients().get(name, torch.zeros(0)).tolist())
+        found.append(engine.updates.gradients().get(name, torch.zeros(0)).tolist())
         engine.groups.destroy()
     return found
 

@@ -141,8 +141,8 @@ def failed(**changed):
 
 
 def test_a_verdict_holds_up_to_its_limit():
-    """142 / 150 is 0.947, and of the last rounds 0.945; beyond the floor (14, 14, 14, 10) over (50, 50, 40, 30) is 14 / 45,
-    of the medians."""
+    """142 / 150 is 0.947, and in the last rounds 0.945; beyond the floor, (14, 14, 14, 10) over (50, 50, 40, 30) is
+    14 / 45 of the medians."""
     assert failed() == []
     told = list(zero.verdict(run_of()))
     assert "minidist ZeRO-3 gloo / torch FSDP2 = 0.946" in told[0]  # the best peer, not the slow one

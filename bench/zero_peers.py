@@ -80,6 +80,11 @@ class FairScaleOSS(_Reducing):
         self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
+# Elements: by default each is 2 GB, for a model of 21 MB; a careful user asks for what DDP takes.
+_BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
+BUCKET_BYTES = 25 * 2**20
+
+
 class DeepSpeed(_Reducing):
     """DeepSpeed's engine with ZeRO stage 1, 2 or 3, in float32."""
 
@@ -102,7 +107,7 @@ class DeepSpeed(_Reducing):
                 "train_micro_batch_size_per_gpu": self.work.global_batch // self.size,
                 "gradient_clipping": self.work.clip_norm if self.full else 0.0,
                 "zero_allow_untested_optimizer": True,
-                "zero_optimization": {"stage": self.stage},
+                "zero_optimization": {"stage": self.stage, **dict.fromkeys(_BUCKETS, BUCKET_BYTES // 4)},
                 "steps_per_print": 10**9,
             },
         )

@@ -11,19 +11,17 @@ which few do (a broadcast) runs faster than predicted, and faster than the bound
 import argparse
 import contextlib
 import dataclasses
-import json
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from bench import calibrate_picture
-from bench.dp import machine_facts
+from bench import calibrate_picture, command
+from bench.facts import machine_facts
 from minidist.comm import Use, World, bind
 from minidist.comm.calibrate import BACKEND, Sample, errors, fit, link_of, measure
 from minidist.comm.convention import OWN
@@ -33,8 +31,6 @@ from minidist.errors import RunError, UserError
 from minidist.mesh import Mesh
 from minidist.train.launch import RankServer
 
-RESULTS = Path(__file__).parent / "results"
-WIDTH = 130
 BACKENDS = ("gloo", "shm")
 COMPARED = "all_reduce"  # the operation whose winners are shown
 
@@ -100,7 +96,7 @@ class Calibration:
 def main(arguments: Sequence[str] | None = None, server: RankServer | None = None) -> int:
     """Run the command line; returns the exit code: 2 for a wrong request, 1 for a run that failed."""
     options = _parse(arguments)
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    console = command.console()
     try:
         sizes = _sizes(options)
         with contextlib.nullcontext(server) if server else RankServer() as ranks_from:
@@ -119,9 +115,8 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
             f"reduced soonest in buckets of {size / 2**20:g} MiB",
             highlight=False,
         )
-    for path in (options.json, options.picture):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(as_json(found, buckets, options.backend), indent=1) + "\n")
+    command.write(options.json, as_json(found, buckets, options.backend))
+    options.picture.parent.mkdir(parents=True, exist_ok=True)
     calibrate_picture.draw(found, options.picture)
     console.print(f"figures in {options.json}, picture in {options.picture}", highlight=False, soft_wrap=True)
     return 0
@@ -137,8 +132,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--turns", type=int, default=9, help="times each case is run (default: %(default)s)")
     add("--gradient-mib", type=float, default=20.0, help="gradients to cut into buckets (default: %(default)s)")
     add("--backward-ms", type=float, default=130.0, help="what backward takes (default: %(default)s)")
-    add("--json", type=Path, default=RESULTS / "calibrate.json", help="where the figures go (default: bench/results)")
-    add("--picture", type=Path, default=RESULTS / "calibrate.png", help="where the picture goes")
+    command.add_outputs(parser, "calibrate", "json", "picture")
     return parser.parse_args(arguments)
 
 

@@ -1,27 +1,21 @@
 """`python -m bench comm`: every operation on gloo and on shm in the same run, and torch's own steps on both."""
 
 import argparse
-import contextlib
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
-from bench import comm_rounds
+from bench import comm_rounds, command
 from bench.comm_report import Row, draw, print_rows
 from bench.comm_rounds import COPY, SIZES
-from bench.dp import THREADS_PER_RANK, machine_facts
+from bench.facts import THREADS_PER_RANK, machine_facts
 from bench.statistics import Interval, median_interval, paired_ratios, step_times
 from bench.workload import Workload
 from minidist.errors import RunError, UserError
 from minidist.train.launch import RankServer
 
-RESULTS = Path(__file__).parent / "results"
-WIDTH = 130  # characters, where the output is no terminal
 # Other roundings after some steps of AdamW, relative to the loss; at 2 ranks there are none.
 LOSS_TOLERANCE = 1e-4
 
@@ -33,29 +27,32 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
     """
     options = _parse(arguments)
     options.ranks = options.ranks or [2, 4]
-    console, rows, losses = Console() if sys.stdout.isatty() else Console(width=WIDTH), [], {}
-    try:
+
+    def run(server: RankServer) -> None:
         _check(options)
-        with contextlib.nullcontext(server) if server else RankServer() as ranks_from:
-            for ranks in options.ranks:
-                rows += compare(ranks_from, ranks, options.rounds, tuple(SIZES[: options.sizes]))
-            if options.steps:
-                found, losses = compare_steps(ranks_from, options.ranks[-1], options.rounds, options.steps, work)
-                rows += found
-    except (UserError, RunError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+        rows, losses = [], {}
+        for ranks in options.ranks:
+            rows += compare(server, ranks, options.rounds, tuple(SIZES[: options.sizes]))
+        if options.steps:
+            found, losses = compare_steps(server, options.ranks[-1], options.rounds, options.steps, work)
+            rows += found
+        _tell(rows, losses, options)
+
+    return command.exit_code(run, server)
+
+
+def _tell(rows: list[Row], losses: dict, options: argparse.Namespace) -> None:
+    """What was found: a table, a file, a picture."""
+    console = command.console()
     print_rows(rows, console)
     cores = machine_facts()["cores"]
     title = f"{options.rounds} rounds in turns, float32, {THREADS_PER_RANK} thread per rank, {cores} cores"
-    for path in (options.json, options.picture):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"machine": machine_facts() | {"backend": "gloo and shm"}, "rounds": options.rounds, "losses": losses}
+    facts = {"machine": machine_facts("gloo and shm"), "rounds": options.rounds, "losses": losses}
     told = [asdict(row) | {"wanted": row.wanted, "verdict": row.verdict} for row in rows]
-    options.json.write_text(json.dumps(facts | {"rows": told}, indent=1) + "\n")
+    command.write(options.json, facts | {"rows": told})
+    options.picture.parent.mkdir(parents=True, exist_ok=True)
     draw(rows, title, options.picture)
     console.print(f"figures in {options.json}, picture in {options.picture}", highlight=False, soft_wrap=True)
-    return 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -65,8 +62,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=20, help="turns of every operation (default: %(default)s)")
     add("--steps", type=int, default=2, help="of DDP and FSDP2 in each turn, 0 for none (default: %(default)s)")
     add("--sizes", type=int, default=len(SIZES), help="how many of 4 KiB, 256 KiB, 4 MiB, 64 MiB (default: all)")
-    add("--json", type=Path, default=RESULTS / "comm.json", help="where the figures go (default: .../comm.json)")
-    add("--picture", type=Path, default=RESULTS / "comm.png", help="where the picture goes (default: .../comm.png)")
+    command.add_outputs(parser, "comm", "json", "picture")
     return parser.parse_args(arguments)
 
 

@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from bench.workload import Share, Workload, kernel_of, named_gradients
-from minidist.comm import Meter, World, bind
-from minidist.config import CommConfig, Config
+from minidist.comm import Meter, World, all_reduce, bind
+from minidist.config import CommConfig, Config, ZeroConfig
 from minidist.mesh import Mesh
-from minidist.parallelize import USES, parallelize
+from minidist.parallelize import parallelize, uses
 from minidist.train.loss import backward
 from minidist.train.step import Engine
 
@@ -57,20 +57,24 @@ class Contender(Protocol):
 
 
 class Ours:
-    """minidist's engine, as `minidist train` drives it; in mode bare without its phases count, agree and clip."""
+    """minidist's engine, as `minidist train` drives it; in mode bare without its phases count, agree and clip.
+
+    stage: of ZeRO, 0 for plain data parallelism. comm: of `CommConfig`; the backend of the launch when it names none.
+    """
 
     exact = True
 
-    def __init__(self, seat: Seat, **comm):
+    def __init__(self, seat: Seat, stage: int = 0, **comm):
         work, self.full, self.steps = seat.work, seat.full, 0
-        config = Config(comm=CommConfig(**comm), optim=work.optim)
-        groups = bind(seat.world, Mesh(dp=seat.world.size), USES, meter=Meter(keep=False))
+        config = Config(comm=CommConfig(**comm), optim=work.optim, zero=ZeroConfig(stage))
+        mesh, backend = Mesh(dp=seat.world.size), comm.get("backend")
+        groups = bind(seat.world, mesh, uses(mesh, config), meter=Meter(keep=False), backend=backend)
         self.engine = Engine(parallelize(work.build(), groups, config), groups, work.optim, work.seed)
         self.kernel = kernel_of(self.engine.optimizer)
 
     def step(self, share, inspect=None):
         engine, self.steps = self.engine, self.steps + 1
-        look = None if inspect is None else lambda: inspect(named_gradients(engine.model))
+        look = None if inspect is None else lambda: inspect(self.gradients())
         if self.full:
             result = engine.step(self.steps, [share.batch], engine.optim.lr, inspect=look)
             return result.loss, result.grad_norm
@@ -78,9 +82,26 @@ class Ours:
         engine.reduce()
         if look:
             look()
-        engine.optimizer.step()
+        for _ in engine.sink.updates(self.steps):
+            engine.optimizer.step()
+        engine.gather()
         engine.sink.clear()
         return None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole ones, put together where each rank keeps a shard."""
+        engine = self.engine
+        sink, group, whole = engine.sink, engine.groups["loss"], {}
+        mine = {
+            name: grad for name, grad in sink.gradients().items() if sink.held[name].owner == engine.groups.world.rank
+        }
+        for name, parameter in engine.parameters.items():
+            whole[name], at = torch.zeros(parameter.shape), 0
+            for box in sink.held[name].boxes if name in mine else ():
+                whole[name][box.slices] = mine[name].flatten()[at : at + box.numel].view(box.shape)
+                at += box.numel
+            all_reduce(whole[name], group)
+        return whole
 
 
 @dataclass

@@ -5,8 +5,9 @@ from functools import partial
 
 from bench import peers
 from bench.contenders import Contender, Floor, Ours, Seat, TorchDDP
+from bench.contest import FLOOR
 
-OURS, FLOOR = "minidist", "no communication"
+OURS = "minidist"
 REFERENCE_PEER = "torch DDP"
 
 LINEUP: dict[str, Callable[[Seat], Contender]] = {

@@ -10,10 +10,10 @@ has any.
 
 import gc
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
-from bench.contenders import Seat
-from bench.lineup import LINEUP
+from bench.contenders import Contender, Seat
 from bench.rounds import WARM_UP_STEPS
 from bench.workload import Workload
 from minidist.comm import World
@@ -53,11 +53,11 @@ def _kib(text: str, key: str) -> int:
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{key}:")) * 1024
 
 
-def tensor_peak(world: World, name: str, work: Workload, mode: str) -> int:
+def tensor_peak(world: World, make: Callable[[Seat], Contender], work: Workload, mode: str) -> int:
     """Bytes of live storages and mapped segments at the peak of a step after warm-up, of one contender on this rank."""
     shares, segments = work.batches(world.rank, world.size), segment_bytes()
     with StoragePeak() as peak:
-        contender = LINEUP[name](Seat(work, mode, world))
+        contender = make(Seat(work, mode, world))
         for share in shares[:WARM_UP_STEPS]:
             contender.step(share)
         peak.mark()
@@ -66,12 +66,12 @@ def tensor_peak(world: World, name: str, work: Workload, mode: str) -> int:
     return peak.bytes + segment_bytes() - segments
 
 
-def resident_peak(world: World, name: str, work: Workload, mode: str) -> int | None:
+def resident_peak(world: World, make: Callable[[Seat], Contender], work: Workload, mode: str) -> int | None:
     """Bytes by which the process had grown at the peak of a step after warm-up, from before the contender was made."""
     shares = work.batches(world.rank, world.size)
     gc.collect()
     before = pss_bytes()
-    contender = LINEUP[name](Seat(work, mode, world))
+    contender = make(Seat(work, mode, world))
     for share in shares[:WARM_UP_STEPS]:
         contender.step(share)
     with ResidentPeak() as peak:

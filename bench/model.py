@@ -1,31 +1,26 @@
 """`python -m bench model`: one model on several ranks, beside DTensor and torch.distributed.pipelining, in turns."""
 
 import argparse
-import contextlib
 import dataclasses
-import json
-import random
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.dp import THREADS_PER_RANK, machine_facts, workload_facts
+from bench import command
+from bench.contest import Times, same_kernel
+from bench.facts import THREADS_PER_RANK, machine_facts, workload_facts
 from bench.model_peers import TENSOR, Makers, Place, pipeline_makers
-from bench.rounds import TOLERANCE, WARM_UP_STEPS, one_process, turn
-from bench.statistics import Interval, median_interval, paired_ratios, step_times
+from bench.rounds import TOLERANCE, one_process, take_turns
+from bench.statistics import Interval
 from bench.workload import Workload
 from minidist.comm import Use, World, bind
 from minidist.errors import RunError, UserError
 from minidist.mesh import Mesh
 from minidist.train.launch import RankServer
 
-RESULTS = Path(__file__).parent / "results"
-WIDTH = 130  # characters, where the output is no terminal
 KINDS = ("gpipe", "1f1b", "interleaved")
 # Ours over theirs, at most: (ours, theirs, backend or None for any) -> limit.
 WANTED = {
@@ -101,28 +96,19 @@ def turns(world: World, contest: Contest, work: Workload, rounds: int, steps: in
             off = max((abs(got - exact) / abs(exact) for got, exact in pairs), default=0.0)
             if not off <= TOLERANCE:
                 raise RunError(f"{name} is {off:.1e} off one process in step {i} of {contest.title}: it is not timed")
-        turn(contender, batches[:WARM_UP_STEPS], table)
-    spans: dict[str, list] = {name: [] for name in contenders}
-    for number in range(rounds):
-        for name in random.Random(number).sample(list(contenders), len(contenders)):  # the same order on every rank
-            mine = [batches[(number * steps + i) % len(batches)] for i in range(steps)]
-            spans[name].append(turn(contenders[name], mine, table))
+    spans = take_turns(contenders, batches, table, rounds, steps)
     return spans, {name: contender.kernel for name, contender in contenders.items()}
 
 
 def compare(server: RankServer, contest: Contest, work: Workload, rounds: int, steps: int) -> list[Row]:
     options = {"threads": THREADS_PER_RANK, "deadline_s": 3600.0, "backend": contest.backend}
     seen = server.run(turns, contest.ranks, (contest, work, rounds, steps), **options).values
-    if len(kernels := set(seen[0][1].values())) > 1:
-        raise RunError(f"the contenders run different optimizer kernels, which no ratio can see through: {kernels}")
-    spans = {name: np.array([one[name] for one, _ in seen]) for name in seen[0][0]}  # (ranks, rounds, 3)
-    times = {name: step_times(spans[name]) / steps for name in spans}
-    cpu = {name: spans[name][:, :, 2].sum(axis=0) / steps for name in spans}
-    rows = []
+    same_kernel(seen[0][1])
+    times, rows = Times([spans for spans, _ in seen], steps), []
     for (ours, theirs, backend), limit in WANTED.items():
-        if ours in spans and theirs in spans:
-            ratios = [median_interval(paired_ratios(one[ours], one[theirs])) for one in (times, cpu)]
-            medians = [float(np.median(times[name])) for name in (ours, theirs)]
+        if ours in times.wall and theirs in times.wall:
+            ratios = [times.ratio(ours, theirs, of) for of in ("wall", "cpu")]
+            medians = [float(np.median(times.wall[name])) for name in (ours, theirs)]
             wanted = limit if backend in (None, contest.backend) else None
             rows.append(Row(contest.title, ours, theirs, *medians, *ratios, wanted))
     return rows
@@ -152,32 +138,28 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
     add("--steps", type=int, default=2, help="steps per turn (default: %(default)s)")
     add("--backend", choices=("gloo", "shm"), action="append", help="may be repeated (default: both)")
     add("--stages", type=int, action="append", help="of the pipelines, 0 for none, may be repeated (default: 2 and 4)")
-    add("--json", type=Path, default=RESULTS / "model.json", help="where the figures go (default: .../model.json)")
+    command.add_outputs(parser, "model", "json")
     options = parser.parse_args(arguments)
-    console, work = Console() if sys.stdout.isatty() else Console(width=WIDTH), work or Workload()
+    console, work = command.console(), work or Workload()
     stages = [count for count in (options.stages if options.stages is not None else [2, 4]) if count]
     contests = [
         contest
         for backend in options.backend or ("gloo", "shm")
         for contest in (Contest(2, backend), *(Contest(count, backend, 2 * count) for count in stages))
     ]
-    rows: list[Row] = []
-    try:
+
+    def run(server: RankServer) -> None:
         if options.rounds < 1 or options.steps < 1 or any(not 2 <= count <= 4 for count in stages):
             raise UserError(
                 f"--rounds {options.rounds} --steps {options.steps} --stages {stages}: at least 1 round of 1 step, and "
                 f"2 to 4 stages, as there are {work.global_batch} samples for twice as many micro-batches"
             )
-        with contextlib.nullcontext(server) if server else RankServer() as ranks_from:
-            for contest in contests:
-                rows += (found := compare(ranks_from, contest, work, options.rounds, options.steps))
-                print_rows(found, console)
-    except (UserError, RunError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"machine": machine_facts() | {"backend": "gloo and shm"}, "workload": workload_facts(work)}
-    told = [asdict(row) | {"verdict": row.verdict} for row in rows]
-    options.json.write_text(json.dumps(facts | {"rounds": options.rounds, "rows": told}, indent=1) + "\n")
-    console.print(f"figures in {options.json}", highlight=False, soft_wrap=True)
-    return 0
+        rows: list[Row] = []
+        for contest in contests:
+            rows += (found := compare(server, contest, work, options.rounds, options.steps))
+            print_rows(found, console)
+        facts = {"machine": machine_facts("gloo and shm"), "workload": workload_facts(work), "rounds": options.rounds}
+        command.write(options.json, facts | {"rows": [asdict(row) | {"verdict": row.verdict} for row in rows]})
+        console.print(f"figures in {options.json}", highlight=False, soft_wrap=True)
+
+    return command.exit_code(run, server)

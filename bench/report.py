@@ -1,25 +1,28 @@
-"""The figures as a table for the terminal and as a picture."""
+"""The figures of contests as a table for the terminal, as a picture, and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 
 import matplotlib
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.dp import Run, machine_facts, verdict, workload_facts
-from bench.lineup import FLOOR, OURS
+from bench import rounds
+from bench.contest import FLOOR, Row, Run
+from bench.facts import machine_facts, workload_facts
 from bench.workload import Workload
 
+OURS = "minidist"  # how the names of ours begin
 MODE_TEXT = {
     "full": "count, backward, reduction, norm, clip, update, logged loss",
     "bare": "backward, reduction, update",
 }
 
 
-def heading(work: Workload, n_rounds: int, steps: int) -> str:
+def heading(work: Workload, n_rounds: int, steps: int, backend: str) -> str:
     """Machine and workload in two lines."""
-    m, w = machine_facts(), workload_facts(work)
+    m, w = machine_facts(backend), workload_facts(work)
     return (
         f"{w['parameters'] / 1e6:.2f}M parameters, global batch {w['global_batch']} x {w['seq_len']} tokens, "
         f"{n_rounds} rounds of {steps} steps\n"
@@ -28,7 +31,7 @@ def heading(work: Workload, n_rounds: int, steps: int) -> str:
     )
 
 
-def print_run(run: Run, console: Console) -> None:
+def print_run(run: Run, verdict: Iterable[str], console: Console) -> None:
     title = f"{run.ranks} ranks, {run.mode}: {MODE_TEXT[run.mode]}; {run.rows[0].kernel} for all"
     table = Table(title=title, title_justify="left")
     columns = ("ms", "over floor", f"{OURS} / it [95 %]", "CPU ms", "of CPU", "off", "peak MiB", "PSS MiB")
@@ -48,7 +51,7 @@ def print_run(run: Run, console: Console) -> None:
             _mib(row.resident_bytes),
         )
     console.print(table)
-    for line in [*run.left_out, *verdict(run)]:
+    for line in [*run.left_out, *verdict]:
         console.print(line, soft_wrap=True, highlight=False)
 
 
@@ -56,17 +59,53 @@ def _mib(size: int | None) -> str:
     return "-" if size is None else f"{size / 2**20:.1f}"
 
 
+def as_json(
+    runs: Sequence[Run],
+    verdict: Callable[[Run], Iterable[str]],
+    work: Workload,
+    n_rounds: int,
+    steps: int,
+    backend: str,
+) -> dict:
+    """Everything that was measured, for `--json`. Times in seconds, sizes in bytes."""
+    return {
+        "machine": machine_facts(backend),
+        "workload": workload_facts(work),
+        "rounds": n_rounds,
+        "steps_per_round": steps,
+        "tolerance": rounds.TOLERANCE,
+        "runs": [
+            {
+                "ranks": run.ranks,
+                "mode": run.mode,
+                "left_out": run.left_out,
+                "verdict": list(verdict(run)),
+                "contenders": {row.name: _row_json(row) for row in run.rows},
+            }
+            for run in runs
+        ],
+    }
+
+
+def _row_json(row: Row) -> dict:
+    values = asdict(row) | {"median_s": row.median_s}
+    for key in ("over_floor", "ours", "ours_cpu"):
+        interval = getattr(row, key)
+        values[key] = None if interval is None else interval._asdict()
+    del values["name"]
+    return values
+
+
 def draw(runs: Sequence[Run], title: str, path) -> None:
     """A row of panels per run: step time, our time over each, memory at the peak."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        len(runs), 3, figsize=(14, 0.9 + 2.9 * len(runs)), squeeze=False, layout="constrained"
-    )
+    height = 0.9 + sum(0.9 + 0.28 * len(run.rows) for run in runs)
+    figure, axes = pyplot.subplots(len(runs), 3, figsize=(14, height), squeeze=False, layout="constrained")
     for run, (times, ratios, sizes) in zip(runs, axes, strict=True):
         names = [row.name for row in run.rows]
-        colors = ["#c44e52" if name == OURS else "#bbbbbb" if name == FLOOR else "#4c72b0" for name in names]
+        colors = ["#c44e52" if name.startswith(OURS) else "#bbbbbb" if name == FLOOR else "#4c72b0" for name in names]
         times.barh(names, [row.median_s * 1e3 for row in run.rows], color=colors)
         for at, row in enumerate(run.rows):
             times.text(row.median_s * 1e3, at, f" {row.median_s * 1e3:.0f}", va="center", fontsize=8)

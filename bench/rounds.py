@@ -3,14 +3,13 @@
 import gc
 import random
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from bench.contenders import Contender, Seat
-from bench.lineup import LINEUP
 from bench.workload import Share, Workload
 from minidist.comm import Group, Use, World, barrier, bind, gather_objects
 from minidist.errors import RunError
@@ -20,6 +19,12 @@ from minidist.mesh import Mesh
 TOLERANCE = 1e-5
 CHECKED_STEPS = 3
 WARM_UP_STEPS = 3  # DDP lays out its buckets anew after its first step, and AdamW makes its state
+
+
+class Stepping(Protocol):
+    """Whatever takes one step of what it is given."""
+
+    def step(self, share) -> object: ...
 
 
 class Span(NamedTuple):
@@ -41,7 +46,9 @@ class Turns(NamedTuple):
     agreement: dict[str, float]
 
 
-def run(world: World, names: Sequence[str], work: Workload, mode: str, rounds: int, steps: int) -> Turns:
+def run(
+    world: World, makers: Mapping[str, Callable[[Seat], Contender]], work: Workload, mode: str, rounds: int, steps: int
+) -> Turns:
     """Check every contender against one process, warm up, and time `rounds` turns of `steps` steps for each.
 
     Raises RunError when a contender is off by more than TOLERANCE: it would be timed at another task.
@@ -49,23 +56,31 @@ def run(world: World, names: Sequence[str], work: Workload, mode: str, rounds: i
     table = bind(world, Mesh(dp=world.size), [Use("bench", ("dp",))])["bench"]
     shares = work.batches(world.rank, world.size)
     seat = Seat(work, mode, world)
-    contenders = {name: LINEUP[name](seat) for name in names}
+    contenders = {name: make(seat) for name, make in makers.items()}
     wanted = one_process(work)
     agreement = {
         name: agree(name, contender, shares, wanted, table) for name, contender in contenders.items() if contender.exact
     }
-    spans: dict[str, list[Span]] = {name: [] for name in names}
-    for name in names:
-        turn(contenders[name], shares[:WARM_UP_STEPS], table)
-    for number in range(rounds):
-        mine = [shares[(number * steps + i) % len(shares)] for i in range(steps)]
-        for name in random.Random(number).sample(names, len(names)):  # the same order on every rank
-            spans[name].append(turn(contenders[name], mine, table))
+    spans = take_turns(contenders, shares, table, rounds, steps)
     kernels = {name: contender.kernel for name, contender in contenders.items()}
     return Turns(spans, kernels, agreement)
 
 
-def turn(contender: Contender, shares: Sequence[Share], table: Group) -> Span:
+def take_turns(
+    contenders: Mapping[str, Stepping], shares: Sequence, table: Group, rounds: int, steps: int
+) -> dict[str, list[Span]]:
+    """Warm up, then in every round one turn of `steps` steps for each, in an order that changes."""
+    for contender in contenders.values():
+        turn(contender, shares[:WARM_UP_STEPS], table)
+    spans: dict[str, list[Span]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        mine = [shares[(number * steps + i) % len(shares)] for i in range(steps)]
+        for name in random.Random(number).sample(list(contenders), len(contenders)):  # the same order on every rank
+            spans[name].append(turn(contenders[name], mine, table))
+    return spans
+
+
+def turn(contender: Stepping, shares: Sequence, table: Group) -> Span:
     """One step per share after all ranks have met. Python's garbage is collected before, not within."""
     gc.collect()
     gc.disable()

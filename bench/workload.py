@@ -72,6 +72,16 @@ class Workload:
         return {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay, "fused": True}
 
 
+SIZES = {
+    "default": Workload(),
+    "tiny": Workload(
+        model=ModelConfig(hidden_size=32, intermediate_size=64, num_layers=2, max_seq_len=32, tie_embeddings=False),
+        seq_len=32,
+        min_length=16,
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Share:
     """One rank's part of a global batch, and the number of tokens that count in the whole of it."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -43,18 +43,24 @@ class TorchZero1(_Reducing):
 
 
 class FSDP2(_Reducing):
-    """torch's fully_shard of every layer and of the rest. reshard: stage 3; else parameters stay after forward."""
+    """torch's fully_shard of every layer and of the rest. reshard: stage 3; else parameters stay after forward.
 
-    def __init__(self, seat: Seat, reshard: bool):
-        self.reshard = reshard
+    backend: what everything between its ranks goes through; that of the launch when None.
+    """
+
+    def __init__(self, seat: Seat, reshard: bool, backend: str | None = None):
+        self.reshard, self.group = reshard, dist.new_group(backend=backend)
         super().__init__(seat)
 
     def prepare(self, model):
-        mesh = init_device_mesh("cpu", (self.size,))
+        mesh = DeviceMesh.from_group(self.group, "cpu")
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshard)
         self.model = fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
         self.optimizer = self.work.adamw(self.model.parameters())
+
+    def reduce(self, tensor, async_op=False):
+        return dist.all_reduce(tensor, group=self.group, async_op=async_op)
 
     def gradients(self):
         return {name: grad.full_tensor() for name, grad in named_gradients(self.model).items()}
@@ -72,6 +78,11 @@ class FairScaleOSS(_Reducing):
 
         self.optimizer = OSS(model.parameters(), torch.optim.AdamW, **self.work.adamw_arguments())
         self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+# Elements: by default each is 2 GB, for a model of 21 MB; a careful user asks for what DDP takes.
+_BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
+BUCKET_BYTES = 25 * 2**20
 
 
 class DeepSpeed(_Reducing):
@@ -96,7 +107,7 @@ class DeepSpeed(_Reducing):
                 "train_micro_batch_size_per_gpu": self.work.global_batch // self.size,
                 "gradient_clipping": self.work.clip_norm if self.full else 0.0,
                 "zero_allow_untested_optimizer": True,
-                "zero_optimization": {"stage": self.stage},
+                "zero_optimization": {"stage": self.stage, **dict.fromkeys(_BUCKETS, BUCKET_BYTES // 4)},
                 "steps_per_print": 10**9,
             },
         )
@@ -120,11 +131,13 @@ class DeepSpeed(_Reducing):
 
 
 class Peer(NamedTuple):
-    """stage: 1, 2 or 3, which decides what it is compared with. needs: a package, None for torch's own."""
+    """stage: 1, 2 or 3, which with the backend decides what it is compared with. needs: a package, None for torch's
+    own."""
 
     stage: int
     make: Callable[[Seat], Contender]
     needs: str | None = None
+    backend: str = "gloo"
 
 
 PEERS: dict[str, Peer] = {
@@ -136,6 +149,8 @@ PEERS: dict[str, Peer] = {
     "DeepSpeed ZeRO-2": Peer(2, partial(DeepSpeed, stage=2), "deepspeed"),
     "torch FSDP2": Peer(3, partial(FSDP2, reshard=True)),
     "DeepSpeed ZeRO-3": Peer(3, partial(DeepSpeed, stage=3), "deepspeed"),
+    "FSDP2 on shm, parameters kept": Peer(2, partial(FSDP2, reshard=False, backend="shm"), backend="shm"),
+    "FSDP2 on shm": Peer(3, partial(FSDP2, reshard=True, backend="shm"), backend="shm"),
 }
 
 

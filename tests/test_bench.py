@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from bench import lineup, memory, peers, rounds
-from bench.__main__ import SIZES, main
+from bench.__main__ import main
 from bench.contenders import MODES, Floor, Ours, Seat, TorchDDP
+from bench.contest import FLOOR
 from bench.statistics import median_interval, paired_ratios, step_times
-from bench.workload import Share
+from bench.workload import SIZES, Share
 from minidist.comm import Use, bind
 from minidist.errors import RunError
 from minidist.mesh import Mesh
@@ -128,7 +129,7 @@ def test_the_workload_clips_and_pads_unevenly(ranks):
 
 
 def kernels(world):
-    return {name: lineup.LINEUP[name](Seat(TINY, "full", world)).kernel for name in [*RIGHT, lineup.FLOOR]}
+    return {name: lineup.LINEUP[name](Seat(TINY, "full", world)).kernel for name in [*RIGHT, FLOOR]}
 
 
 def test_all_run_the_same_optimizer_kernel(ranks):
@@ -139,7 +140,7 @@ def test_all_run_the_same_optimizer_kernel(ranks):
 def test_a_peer_that_is_not_installed_is_left_out_in_one_line(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     names, left_out = lineup.present(2, 8)
-    assert names == [*RIGHT, lineup.FLOOR]
+    assert names == [*RIGHT, FLOOR]
     assert len(left_out) == 2 and all("minidist[peers]" in line for line in left_out)
 
 

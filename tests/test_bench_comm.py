@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from bench import comm, comm_rounds
-from bench.__main__ import SIZES
 from bench.__main__ import main as bench
 from bench.comm_report import Row
 from bench.statistics import Interval
+from bench.workload import SIZES
 from minidist.errors import RunError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux")

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from bench import model
-from bench.__main__ import SIZES, main
+from bench.__main__ import main
 from bench.model import WANTED, Contest, Row, compare
 from bench.statistics import Interval
+from bench.workload import SIZES
 from minidist.errors import RunError
 
 TINY = SIZES["tiny"]

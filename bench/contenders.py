@@ -82,7 +82,7 @@ class Ours:
         engine.reduce()
         if look:
             look()
-        for _ in engine.sink.updates(self.steps):
+        for _ in engine.updates.rounds(self.steps):
             engine.optimizer.step()
         engine.gather()
         engine.sink.clear()
@@ -91,13 +91,12 @@ class Ours:
     def gradients(self) -> dict[str, Tensor]:
         """Whole ones, put together where each rank keeps a shard."""
         engine = self.engine
-        sink, group, whole = engine.sink, engine.groups["loss"], {}
-        mine = {
-            name: grad for name, grad in sink.gradients().items() if sink.held[name].owner == engine.groups.world.rank
-        }
+        held, group, whole = engine.updates.held, engine.groups["loss"], {}
+        found, rank = engine.updates.gradients(), engine.groups.world.rank
+        mine = {name: grad for name, grad in found.items() if held[name].owner == rank}
         for name, parameter in engine.parameters.items():
             whole[name], at = torch.zeros(parameter.shape), 0
-            for box in sink.held[name].boxes if name in mine else ():
+            for box in held[name].boxes if name in mine else ():
                 whole[name][box.slices] = mine[name].flatten()[at : at + box.numel].view(box.shape)
                 at += box.numel
             all_reduce(whole[name], group)

@@ -20,7 +20,9 @@ def every_master(world, configs) -> list[dict]:
     found = []
     for config in configs:
         engine = engine_of(world, config)
-        bounds = {name: at for m in engine.updates._members for name, at in m.unit.layout.held(m.unit.group.rank).items()}
+        bounds = {
+            name: at for m in engine.updates._members for name, at in m.unit.layout.held(m.unit.group.rank).items()
+        }
 
         def masters(engine=engine, bounds=bounds) -> dict:
             return {name: (*bounds[name], tensor.clone()) for name, tensor in engine.updates.stored().items()}
@@ -71,7 +73,9 @@ def summed(world, configs) -> list[list[float]]:
         engine = engine_of(world, config)
         for micro_batch in range(4):
             for at in range(64 + (micro_batch == 0)):
-                engine.updates.add(name, torch.full((6,), 1.0 if micro_batch == at == 0 else 2**-9, dtype=torch.bfloat16))
+                engine.updates.add(
+                    name, torch.full((6,), 1.0 if micro_batch == at == 0 else 2**-9, dtype=torch.bfloat16)
+                )
             engine.updates.end()
         engine.reduce()
         found.append(engine.updates.gradients().get(name, torch.zeros(0)).tolist())

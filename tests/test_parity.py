@@ -77,9 +77,9 @@ def test_tolerances_are_those_of_the_issue():
     assert TOLERANCES["float64", "adamw"] == TOLERANCES["float64", "sgd"] == everything
     assert TOLERANCES["float32", "sgd"] == rounded | {"param": 1e-5}
     assert TOLERANCES["float32", "adamw"] == rounded
-    # In 16 bits a loss is judged by half an eps of the format, a gradient by 20.
-    assert TOLERANCES["bf16", "sgd"] == {"loss": 2**-9, "grad": 20 * 2**-8, "grad_norm": 2**-6}
-    assert TOLERANCES["fp16", "adamw"] == {"loss": 2**-12, "grad": 20 * 2**-11, "grad_norm": 2**-9}
+    # In 16 bits a loss is judged by half an eps of the format, a gradient by 40.
+    assert TOLERANCES["bf16", "sgd"] == {"loss": 2**-9, "grad": 40 * 2**-8, "grad_norm": 2**-6}
+    assert TOLERANCES["fp16", "adamw"] == {"loss": 2**-12, "grad": 40 * 2**-11, "grad_norm": 2**-9}
 
 
 def run_off(world, cases, folder):

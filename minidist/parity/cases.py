@@ -70,14 +70,15 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
 # layers (84 eps). Under AdamW a tiny gradient whose sign is in its last bits moves its parameter by a whole learning
 # rate, and Muon makes a tiny singular value 480 times larger, so there parameters are reported and not judged.
 # 16 bits, against float32: every hidden state and weight is off by up to half an eps (bf16 2**-8, fp16 2**-11) of its
-# own size, at random. A gradient adds up such products over layers (20 eps), a norm over all gradients, where most of
-# it cancels (4 eps); the loss is a mean over hundreds of tokens (half an eps).
+# own size, at random. A gradient adds up such products over layers (12 eps were seen; 29 where attention is merged from
+# the rounded parts of a ring: 40), a norm over all gradients, where most of it cancels (4 eps); the loss is a mean over
+# hundreds of tokens (half an eps).
 _EPS = {"bf16": 2**-8, "fp16": 2**-11}
 _FULL = {
     "float64": {"loss": 1e-10, "grad": 1e-10, "grad_norm": 1e-10, "param": 1e-10},
     "float32": {"loss": 2e-6, "grad": 1e-5, "grad_norm": 2e-6, "param": 1e-5},
 }
-_HALF = {dtype: {"loss": eps / 2, "grad": 20 * eps, "grad_norm": 4 * eps} for dtype, eps in _EPS.items()}
+_HALF = {dtype: {"loss": eps / 2, "grad": 40 * eps, "grad_norm": 4 * eps} for dtype, eps in _EPS.items()}
 TOLERANCES = {
     (dtype, optimizer): judged
     if dtype == "float64" or optimizer == "sgd"

@@ -195,3 +195,11 @@ def test_where_selective_recomputation_is_void_the_estimate_says_so(capsys):
     assert "It is void" in note("--ranks 2 --mesh.cp 2")
     ulysses = note("--ranks 2 --mesh.cp 2 --parallel.context ulysses")
     assert "void" not in ulysses and "exchanged again" in ulysses
+
+
+def test_what_is_of_little_use_is_said_beside_the_figures(capsys):
+    """In one line or broken into several, as the table's width has it."""
+    text = " ".join(said(capsys, "--ranks 2 --mesh.tp 2 --zero.stage 3").split())
+    assert "zero.stage 3 has nothing to share out" in text and "does not count the layers that are gathered" in text
+    plain = " ".join(said(capsys, "--ranks 2").split())
+    assert "zero.stage" not in plain and "ZeRO" not in plain

@@ -1,5 +1,6 @@
 """What the numbers of an estimate mean, and what is not in them: said with them."""
 
+from minidist import fit
 from minidist.plan import activations, blocks
 from minidist.plan.estimate import Estimate
 from minidist.plan.layout import Layout
@@ -19,6 +20,9 @@ def notes(found: Estimate) -> list[str]:
         "FLOPs: those of the model, forward and backward, attention counted whole; MFU is of them. HFU is of those and "
         f"of what is computed again: {_AGAIN[layout.config.recompute]}.",
     ]
+    said += fit.remarks(layout.config, layout.mesh)
+    if layout.config.zero.stage >= 2:
+        said.append(_passing(layout))
     if layout.config.recompute == "selective":
         said.append(_selective(layout))
     if layout.config.compile:
@@ -39,6 +43,14 @@ def notes(found: Estimate) -> list[str]:
             "forward's products; minidist simulate takes measured times."
         )
     return said
+
+
+def _passing(layout: Layout) -> str:
+    """What ZeRO has in memory for a while only."""
+    rows = "rows of gradients on their way, three buckets at most"
+    if layout.config.zero.stage == 3:
+        rows = "the layers that are gathered, two at a time beside embedding and head, and as many rows of gradients"
+    return f"ZeRO stage {layout.config.zero.stage}: memory does not count {rows}."
 
 
 def _selective(layout: Layout) -> str:

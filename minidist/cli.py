@@ -207,6 +207,11 @@ def _estimate(argv: list[str]) -> int:
 
     options = _parse(EstimateOptions, "estimate", argv, default=EstimateOptions(_base_config(argv)))
     ranks, step = chosen_ranks(options.run, options.ranks), measured(options.step_time_s, options.peak_tflops)
+    if options.parameters is not None and (step or options.block == "gpt"):
+        raise UserError(
+            f"--parameters {options.parameters:g} tells the memory of model states alone, and --block gpt, "
+            "--step-time-s and --peak-tflops ask for FLOPs: leave --parameters out, or them."
+        )
     if options.parameters is not None:
         return counted.main(options.run, ranks, options.parameters, options.json)
     if options.block == "gpt":

@@ -10,6 +10,7 @@ from minidist.mesh import AXES, Mesh
 from minidist.models.config import ModelConfig
 from minidist.parallel.pipeline.balance import balance
 from minidist.parallel.pipeline.ops import Schedule
+from minidist.zero import fit as shards
 
 # Who talks to whom in a step of every layout. "grads": replicas of a parameter that saw other tokens; under ZeRO those
 # of them that share out its shards. "loss": ranks that see other tokens.
@@ -46,7 +47,7 @@ def _reduction(mesh: Mesh, config: Config) -> tuple[Use, Use]:
     """
     if config.zero.stage == 0:
         return USES[0], Use("copies", USES[0].axes)
-    inner = (config.zero.shard or mesh.dp * mesh.cp) // mesh.cp  # places on the dp axis that share
+    inner = shards.sharing(config, mesh) // mesh.cp  # places on the dp axis that share
     if inner == mesh.dp:
         return USES[0], Use("copies", ())
     sharing = tuple(tuple(range(first, first + inner)) for first in range(0, mesh.dp, inner))

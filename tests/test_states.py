@@ -168,8 +168,13 @@ def test_offloaded_states_are_said_to_be_elsewhere(capsys):
         ("--parameters 10 --precision.policy fp16 --precision.loss-scale none", "precision.loss-scale is none, and"),
         (
             "--parameters 10 --mesh.dp 6 --zero.stage 1 --zero.shard 4",
-            "zero.shard is 4, which does not divide dp=6 x cp=1 = 6 ranks: give --zero.shard 3.",
+            "zero.shard is 4: dp=6 x cp=1 = 6 ranks cannot be cut into sets of 4 that hold whole sequences. Possible: "
+            "--zero.shard 1 or 2 or 3 or 6.",
         ),
+        ("--parameters 10 --mesh.dp 2 --zero.shard 2", "zero.shard is 2, and with zero.stage 0 nothing is shared out"),
+        ("--parameters 10 --mesh.cp 2 --mesh.dp 2 --zero.stage 1 --zero.shard 1", "Possible: --zero.shard 2 or 4."),
+        ("--parameters 10 --block gpt", "tells the memory of model states alone, and --block gpt"),
+        ("--parameters 10 --step-time-s 1 --peak-tflops 1", "leave --parameters out, or them."),
         ("--parameters 10 --zero.shard 0", "zero.shard is 0; it must be 1 or more"),
         ("--parameters 10 --mesh.tp 0", "mesh.tp is 0; a mesh axis is at least 1"),
         ("--parameters 10 --ranks 3 --mesh.tp 2", "the mesh pp=1 x dp=1 x cp=1 x tp=2 needs 2 ranks, the world has 3"),

@@ -1,7 +1,6 @@
 """ZeRO to the byte: what every rank keeps, what it sends, when it is there and when it is gone. Values: `parity`."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -255,76 +254,3 @@ def late_gradient(world, config) -> str:
     with pytest.raises(RuntimeError) as error:
         sink.add(name, torch.ones(6))
     return str(error.value)
-
-
-# -- an update that does not count -------------------------------------------------------------------------------------
-
-
-def skipped(world, configs) -> list[tuple]:
-    """One good step, one in which rank 1 alone overflows, one good step."""
-    found = []
-    for config in configs:
-        engine = engine_of(world, config)
-        results = [engine.step(0, batches_of(world, config, 0), 0.1)]
-        before, scale = snapshot(engine), engine.scaler.scale
-
-        def poisoned(engine=engine, config=config):
-            type(engine).reduce(engine)
-            if world.rank == 1 or config.zero.stage == 0:  # where all ranks have the same
-                engine.sink._members[0].gradients.result[0] = math.inf
-
-        engine.reduce = poisoned
-        results.append(engine.step(1, batches_of(world, config, 1), 0.1))
-        del engine.reduce
-        untouched = all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
-        halved = engine.scaler.scale == scale / 2
-        results.append(engine.step(2, batches_of(world, config, 2), 0.1))
-        moved = not all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
-        found.append((untouched, halved, moved, [(r.overflow, r.applied, r.finite) for r in results]))
-        engine.groups.destroy()
-    return found
-
-
-def snapshot(engine) -> list[torch.Tensor]:
-    """Everything that an update changes, bit by bit."""
-    states = [t for state in engine.optimizer.state.values() for t in state.values()]
-    parts = [member.unit.part for member in engine.sink._members]
-    return [t.clone() for t in (*engine.updates.stored().values(), *parts, *states)]
-
-
-def test_an_overflow_of_one_rank_is_skipped_by_all_and_leaves_every_bit(ranks):
-    configs = [configured(2, stage, "fp16", precision={"initial_scale": 64.0}) for stage in (0, 1, 2, 3)]
-    good, bad = (False, True, True), (True, False, False)
-    for seen in ranks(skipped, 2, configs):
-        assert seen == [(True, True, True, [good, bad, good])] * len(configs)
-
-
-def moved(world, configs) -> list[tuple[float, float]]:
-    """By how much a hundred updates of -1e-4 have moved weights of 1, and all weights, on the average."""
-    found = []
-    for config in configs:
-        engine = engine_of(world, config)
-        start = {name: tensor.double().clone() for name, tensor in engine.updates.stored().items()}
-        for member in engine.sink._members:
-            member.gradients.result.fill_(1.0)
-        for step in range(100):
-            engine.update(1e-4, 1.0, step)
-        by = {name: tensor.double() - start[name] for name, tensor in engine.updates.stored().items()}
-        every = torch.cat([tensor.flatten() for tensor in by.values()])
-        found.append((by["model.norm.weight"].mean().item(), every.mean().item()))
-        engine.groups.destroy()
-    return found
-
-
-def test_masters_keep_what_a_16_bit_weight_would_lose(ranks):
-    """Below 1 a bfloat16 has neighbours 4e-3 away: rounded to the nearest, none of the updates would be seen.
-
-    Rounded at random each counts on the average. Of 1,330 weights few are as large as 1; a rounding is off by at most
-    4e-3, so the mean of 100 x 1,330 of them strays by less than 100 x 4e-3 / sqrt(133,000) = 1.1e-3.
-    """
-    optim = {"kind": "sgd", "weight_decay": 0.0, "clip_norm": None}
-    kept = configured(1, 1, "bf16", optim=optim)
-    rounded = configured(1, 1, "bf16", optim=optim, precision={"master": "stochastic"})
-    ((masters, random),) = ranks(moved, 1, [kept, rounded])
-    assert masters == pytest.approx((-0.01, -0.01), abs=100 * 2**-24)  # 100 roundings below 1
-    assert random[1] == pytest.approx(-0.01, abs=1.1e-3)

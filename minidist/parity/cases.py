@@ -70,8 +70,9 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
 # layers (84 eps). Under AdamW a tiny gradient whose sign is in its last bits moves its parameter by a whole learning
 # rate, and Muon makes a tiny singular value 480 times larger, so there parameters are reported and not judged.
 # 16 bits, against float32: every hidden state and weight is off by up to half an eps (bf16 2**-8, fp16 2**-11) of its
-# own size, at random. A gradient adds up such products over layers (12 eps were seen; 29 where attention is merged from
-# the rounded parts of a ring: 40), a norm over all gradients, where most of it cancels (4 eps); the loss is a mean over
+# own size, at random. A gradient adds up such products over layers, and that of the last step is taken at parameters
+# that SGD has led 1 eps apart by then: 16 eps were seen under data parallelism, 29 in a ring, whose attention is by
+# itself as exact as the whole one (40). In a norm over all gradients most of it cancels (4 eps); the loss is a mean over
 # hundreds of tokens (half an eps).
 _EPS = {"bf16": 2**-8, "fp16": 2**-11}
 _FULL = {

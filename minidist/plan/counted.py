@@ -15,6 +15,7 @@ from minidist.parallel.pipeline.draw import WIDTH
 from minidist.plan.states import ModelStates, model_states, moments_of, row_of
 from minidist.plan.table import scaled, table
 from minidist.precision.policy import Policy, policy_of
+from minidist.zero.fit import check_sharing, sharing
 
 _NOTE = (
     "Model states are what stays from step to step; activations, messages and FLOPs need a model's shape (--model...), "
@@ -52,27 +53,12 @@ def counted(config: Config, world_size: int, parameters: float) -> Counted:
             "optim.kind is muon, which keeps one number for each element of a layer's matrix and two for all else, and "
             "--parameters does not say which are which. Describe the model with --model..., or give --optim.kind adamw."
         )
-    policy, shards = policy_of(config.precision), shards_of(config, mesh)
+    check_sharing(config, mesh)
+    policy, shards = policy_of(config.precision), sharing(config, mesh)
     held = -(-int(parameters) // (mesh.tp * mesh.pp))
     row = row_of(held, shards, moments_of(config.optim, hidden_matrix=False))
     states = model_states([row], config.zero, policy)
     return Counted(mesh, policy, int(parameters), held, shards, row.numel - held, states)
-
-
-def shards_of(config: Config, mesh: Mesh) -> int:
-    """Ranks that share out one set of model states. Raises UserError when they do not divide those that could."""
-    if not config.zero.stage:
-        return 1
-    able = mesh.dp * mesh.cp
-    shards = config.zero.shard or able
-    if able % shards:
-        fits = [n for n in range(1, able + 1) if able % n == 0]
-        nearest = min(fits, key=lambda n: abs(n - shards))
-        raise UserError(
-            f"zero.shard is {shards}, which does not divide dp={mesh.dp} x cp={mesh.cp} = {able} ranks: "
-            f"give --zero.shard {nearest}."
-        )
-    return shards
 
 
 def main(config: Config, ranks: int, parameters: float, as_json: bool) -> int:

@@ -15,6 +15,7 @@ from minidist.plan.states import Weight, weights
 from minidist.precision.policy import BYTES
 from minidist.roles import REDUCING, is_hidden_matrix
 from minidist.zero import layout as rows_of
+from minidist.zero.fit import sharing
 from minidist.zero.grouping import REST, block_of, gathers
 
 Operation = tuple[str, str, int, int]
@@ -39,25 +40,19 @@ def apart(layout: Layout) -> bool:
     return layout.config.zero.stage > 0 or not layout.policy.uniform
 
 
-def shards(layout: Layout) -> int:
-    """Ranks that share out a row."""
-    zero, mesh = layout.config.zero, layout.mesh
-    return (zero.shard or mesh.dp * mesh.cp) if zero.stage else 1
-
-
 def rows(layout: Layout, groups: Groups, rank: int) -> list[Row]:
     """The rows on a rank, in the order of backward."""
     stage, zero = layout.mesh.coords(rank)["pp"], layout.config.zero
-    found = []
+    size, found = sharing(layout.config, layout.mesh), []
     for block, held in _by_block(layout, stage):
         kinds: dict[tuple, list[Weight]] = {}
         for weight in held:
             key = _outer(layout, groups, rank, weight), _chunk(layout, stage, weight), _uncut(layout, weight)
             kinds.setdefault(key, []).append(weight)
         for (outer, chunk, uncut), same in kinds.items():
-            lay = rows_of.whole if uncut and shards(layout) > 1 else rows_of.in_a_row
+            lay = rows_of.whole if uncut and size > 1 else rows_of.in_a_row
             parts = [same] if zero.stage == 3 else _buckets(layout, same)
-            found += [Row(lay({w.name: w.numel for w in part}, shards(layout)), outer, block, chunk) for part in parts]
+            found += [Row(lay({w.name: w.numel for w in part}, size), outer, block, chunk) for part in parts]
     return found
 
 

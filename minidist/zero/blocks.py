@@ -19,12 +19,11 @@ from minidist.zero.unit import ShardedUnit
 
 @dataclass(frozen=True)
 class Block:
-    """A module and its units. index: its place in the model; chunk: the part of a pipeline's stage that it is in."""
+    """A module and its units. index: its place in the model."""
 
     module: nn.Module
     units: Sequence[ShardedUnit]
     index: int
-    chunk: int = 0
 
     def launch(self) -> None:
         for unit in self.units:
@@ -65,7 +64,8 @@ class Blocks:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _begin(self, model: nn.Module, args: tuple, how: dict) -> None:
-        self._layers = how.get("layers") or range(self.end_of_model)
+        layers = how.get("layers")
+        self._layers = range(self.end_of_model) if layers is None else layers
         if self._layers.start == 0 or self._at_end:
             self.root.need()
         self._launch(self._layers.start)

@@ -1,6 +1,6 @@
 """A model's parameters laid into rows, and the sink that works on them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from minidist.comm import Group, Groups
 from minidist.config import Config
 from minidist.parallel.buckets import FIRST_BYTES, MIB, assign
+from minidist.parallel.grads import trainable
 from minidist.precision.formats import Formats
 from minidist.precision.rounding import flat_index, round_stochastically
 from minidist.spec import Box, ParamSpec, Specs, flat_boxes, named_parameters
@@ -62,12 +63,12 @@ class _Builder:
             self.place = dict.fromkeys(range(groups.world.size), 0)
 
     def sink(self) -> ShardedSink:
-        trainable = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        trained = trainable(self.parameters)
         blocks, frozen = None, []
         if self.zero.stage < 3:
-            members = self._buckets(trainable)
+            members = self._buckets(trained)
         else:
-            members, frozen, blocks = self._blocks(trainable)
+            members, frozen, blocks = self._blocks(trained)
         held = {
             name: self._held(name, *bounds)
             for unit in [*(member.unit for member in members), *frozen]
@@ -82,35 +83,31 @@ class _Builder:
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def _buckets(self, trainable: Sequence[str]) -> list[Reduced]:
+    def _buckets(self, trained: Collection[str]) -> list[Reduced]:
         """Rows of at most the size of a bucket, in the order of backward."""
         limit = int(self.config.comm.bucket_mib * MIB)
         members = []
-        for names in self._kinds(reversed(trainable)):
+        for names in self._kinds(reversed(list(trained))):
             sizes = {name: self.parameters[name].numel() * self.formats.reduce.itemsize for name in names}
             members += [self._member(Unit, bucket) for bucket in assign(sizes, limit, FIRST_BYTES)]
         return members
 
-    def _blocks(self, trainable: Sequence[str]) -> tuple[list[Reduced], list[Unit], Blocks]:
+    def _blocks(self, trained: Collection[str]) -> tuple[list[Reduced], list[Unit], Blocks]:
         """A row for each block of the model and one for the rest; more where parameters are of several kinds."""
         of: dict[int, list[str]] = {}
         for name in self.parameters:
             of.setdefault(block_of(name), []).append(name)
         members, frozen, units = [], [], {}
         for index in sorted(of, reverse=True):  # the order of backward: the rest, which has the embedding, comes last
-            mine = [
-                self._member(ShardedUnit, names) for names in self._kinds(n for n in of[index] if n in set(trainable))
-            ]
-            still = [self._unit(ShardedUnit, names, frozen=True) for names in self._still(of[index], trainable)]
+            kinds = self._kinds(name for name in of[index] if name in trained)
+            mine = [self._member(ShardedUnit, names) for names in kinds]
+            rest = [name for name in of[index] if name not in trained]
+            still = [self._unit(ShardedUnit, rest, frozen=True)] if rest else []
             members, frozen, units[index] = members + mine, frozen + still, [*(m.unit for m in mine), *still]
         layers = self.model.model.layers
         blocks = [Block(layers[i], units[i], i) for i in units if i != REST]
         root, keep = Block(self.model, units.get(REST, []), REST), self.zero.keep_last_block
         return members, frozen, Blocks(self.model, root, blocks, len(layers), keep, self.zero.prefetch)
-
-    def _still(self, names: Sequence[str], trainable: Sequence[str]) -> list[list[str]]:
-        frozen = [name for name in names if name not in set(trainable)]
-        return [frozen] if frozen else []
 
     def _kinds(self, names: Iterable[str]) -> list[list[str]]:
         """The names apart by what cannot share a row: who else holds the shard, the chunk, whether it may be cut."""

@@ -6,10 +6,15 @@ from minidist.mesh import Mesh
 from minidist.precision.policy import policy_of
 
 
+def sharing(config: Config, mesh: Mesh) -> int:
+    """How many ranks share out one set of shards; 1 where nothing is shared out."""
+    return (config.zero.shard or mesh.dp * mesh.cp) if config.zero.stage else 1
+
+
 def check(config: Config, mesh: Mesh) -> None:
     """Raise UserError for what cannot be."""
     zero, uniform = config.zero, policy_of(config.precision).uniform
-    _check_hybrid(config, mesh)
+    check_sharing(config, mesh)
     if zero.keep_gradients and zero.stage != 2:
         raise UserError(
             f"zero.keep-gradients is for stage 2, and zero.stage is {zero.stage}: stages 0 and 1 always keep whole "
@@ -31,7 +36,8 @@ def check(config: Config, mesh: Mesh) -> None:
         )
 
 
-def _check_hybrid(config: Config, mesh: Mesh) -> None:
+def check_sharing(config: Config, mesh: Mesh) -> None:
+    """Raise UserError when the ranks cannot be cut into sets of `zero.shard`."""
     shard, ranks = config.zero.shard, f"dp={mesh.dp} x cp={mesh.cp} = {mesh.dp * mesh.cp} ranks"
     if shard is None:
         return
@@ -50,7 +56,7 @@ def _check_hybrid(config: Config, mesh: Mesh) -> None:
 
 def remarks(config: Config, mesh: Mesh) -> list[str]:
     """What can be had but is of little use here, and what would be of more."""
-    zero, said, ranks = config.zero, [], config.zero.shard or mesh.dp * mesh.cp
+    zero, said, ranks = config.zero, [], sharing(config, mesh)
     if zero.stage and ranks == 1:
         said.append(
             f"zero.stage {zero.stage} has nothing to share out: one rank holds each part of the model (dp x cp = 1). "

@@ -174,12 +174,13 @@ class ShardedSink:
 
         All at once; or one unit after another, where gradients or masters are there only meanwhile.
         """
-        together = [m for m in self._members if not m.unit.needs_room(m.gradients.result)]
-        for members in [together, *([m] for m in self._members if m not in together)]:
+        together, apart = [], []
+        for member in self._members:
+            (apart if member.unit.needs_room(member.gradients.result) else together).append(member)
+        for members in [together] * bool(together) + [[member] for member in apart]:
             for member in members:
                 member.unit.open(member.gradients.result, self._unused)
-            if members:
-                yield
+            yield
             for member in members:
                 member.unit.publish(step)
                 member.unit.close()

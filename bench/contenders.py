@@ -163,10 +163,17 @@ class Floor:
         loss.backward()
 
 
-class TorchDDP(Floor):
-    """torch's DistributedDataParallel: the floor's step around its wrapper."""
+class Reducing(Floor):
+    """A step that asks the other ranks for the count and the loss: what all exact peers have in common."""
 
     exact = True
+
+    def reduce(self, tensor, async_op=False):
+        return dist.all_reduce(tensor, async_op=async_op)
+
+
+class TorchDDP(Reducing):
+    """torch's DistributedDataParallel: the floor's step around its wrapper."""
 
     def __init__(self, seat: Seat, **options):
         self.options = options
@@ -175,6 +182,3 @@ class TorchDDP(Floor):
     def prepare(self, model):
         self.optimizer = self.work.adamw(model.parameters())
         self.model = DistributedDataParallel(model, **self.options)
-
-    def reduce(self, tensor, async_op=False):
-        return dist.all_reduce(tensor, async_op=async_op)

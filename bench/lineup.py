@@ -24,13 +24,4 @@ _NEEDS = {"DeepSpeed ZeRO-0": "deepspeed", "FairScale ShardedDDP": "fairscale"}
 
 def present(ranks: int, global_batch: int) -> tuple[list[str], list[str]]:
     """(names that can run here, a line for each that cannot)."""
-    names, left_out = [], []
-    for name in LINEUP:
-        reason = peers.missing(_NEEDS[name]) if name in _NEEDS else None
-        if name == "DeepSpeed ZeRO-0" and global_batch % ranks:
-            reason = f"its batch of {global_batch} must divide by {ranks} ranks"
-        if reason is None:
-            names.append(name)
-        else:
-            left_out.append(f"{name} left out: {reason}")
-    return names, left_out
+    return peers.runnable({name: _NEEDS.get(name) for name in LINEUP}, ranks, global_batch)

@@ -2,11 +2,11 @@
 
 import importlib.util
 import os
+from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 
-from bench.contenders import Floor
+from bench.contenders import Reducing
 
 
 def missing(module: str) -> str | None:
@@ -16,10 +16,22 @@ def missing(module: str) -> str | None:
     return f"{module} is not installed: pip install 'minidist[peers]'"
 
 
-class DeepSpeed(Floor):
-    """DeepSpeed's engine with ZeRO stage 0: plain data parallelism, in float32."""
+def runnable(needs: Mapping[str, str | None], ranks: int, global_batch: int) -> tuple[list[str], list[str]]:
+    """(names that can run here, a line for each that cannot). needs: of each, the package, None for what is here."""
+    names, left_out = [], []
+    for name, package in needs.items():
+        reason = missing(package) if package else None
+        if reason is None and name.startswith("DeepSpeed") and global_batch % ranks:
+            reason = f"its batch of {global_batch} must divide by {ranks} ranks"
+        if reason is None:
+            names.append(name)
+        else:
+            left_out.append(f"{name} left out: {reason}")
+    return names, left_out
 
-    exact = True
+
+class DeepSpeed(Reducing):
+    """DeepSpeed's engine with ZeRO stage 0: plain data parallelism, in float32."""
 
     def prepare(self, model):
         import deepspeed
@@ -33,13 +45,14 @@ class DeepSpeed(Floor):
             config={
                 "train_batch_size": self.work.global_batch,
                 "train_micro_batch_size_per_gpu": self.work.global_batch // self.size,
-                "zero_optimization": {"stage": 0},
                 "steps_per_print": 10**9,
+                **self.settings(),
             },
         )
 
-    def reduce(self, tensor, async_op=False):
-        return dist.all_reduce(tensor, async_op=async_op)
+    def settings(self) -> dict:
+        """What of its configuration is the stage's own."""
+        return {"zero_optimization": {"stage": 0}}
 
     def backward(self, loss):
         self.model.backward(loss)
@@ -49,10 +62,8 @@ class DeepSpeed(Floor):
         self.model.step()
 
 
-class FairScale(Floor):
+class FairScale(Reducing):
     """FairScale's ShardedDDP over OSS: each gradient is reduced to the one rank that updates the parameter (ZeRO-2)."""
-
-    exact = True
 
     def prepare(self, model):
         from fairscale.nn.data_parallel import ShardedDataParallel
@@ -62,9 +73,6 @@ class FairScale(Floor):
         self.model = ShardedDataParallel(model, self.optimizer)
         # With gradients set to None it sums into buffers of the step before.
         self.optimizer.zero_grad(set_to_none=False)
-
-    def reduce(self, tensor, async_op=False):
-        return dist.all_reduce(tensor, async_op=async_op)
 
     def gradients(self):
         mine = {id(p) for group in self.optimizer.optim.param_groups for p in group["params"]}

@@ -6,7 +6,6 @@ own hand, it does. Gradients that are shown to whoever inspects them are whole: 
 then only.
 """
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -19,20 +18,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import peers
-from bench.contenders import Contender, Floor, Seat
+from bench.contenders import Contender, Reducing, Seat
 from bench.workload import named_gradients
 
 
-class _Reducing(Floor):
-    """A step that asks the other ranks for the count and the loss."""
-
-    exact = True
-
-    def reduce(self, tensor, async_op=False):
-        return dist.all_reduce(tensor, async_op=async_op)
-
-
-class TorchZero1(_Reducing):
+class TorchZero1(Reducing):
     """torch's ZeroRedundancyOptimizer behind DistributedDataParallel: whole parameters, each updated on one rank."""
 
     def prepare(self, model):
@@ -42,7 +32,7 @@ class TorchZero1(_Reducing):
         self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-class FSDP2(_Reducing):
+class FSDP2(Reducing):
     """torch's fully_shard of every layer and of the rest. reshard: stage 3; else parameters stay after forward.
 
     backend: what everything between its ranks goes through; that of the launch when None.
@@ -70,7 +60,7 @@ class FSDP2(_Reducing):
         return norm.full_tensor().item()
 
 
-class FairScaleOSS(_Reducing):
+class FairScaleOSS(Reducing):
     """FairScale's OSS behind DistributedDataParallel (ZeRO-1)."""
 
     def prepare(self, model):
@@ -85,35 +75,23 @@ _BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
 BUCKET_BYTES = 25 * 2**20
 
 
-class DeepSpeed(_Reducing):
-    """DeepSpeed's engine with ZeRO stage 1, 2 or 3, in float32."""
+class DeepSpeed(peers.DeepSpeed):
+    """The same engine with ZeRO stage 1, 2 or 3."""
 
     def __init__(self, seat: Seat, stage: int):
         self.stage = stage
         super().__init__(seat)
 
     def prepare(self, model):
-        import deepspeed
-
-        os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))  # it refuses to start without
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.optimizer = self.work.adamw(model.parameters())
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-        self.model, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=self.optimizer,
-            config={
-                "train_batch_size": self.work.global_batch,
-                "train_micro_batch_size_per_gpu": self.work.global_batch // self.size,
-                "gradient_clipping": self.work.clip_norm if self.full else 0.0,
-                "zero_allow_untested_optimizer": True,
-                "zero_optimization": {"stage": self.stage, **dict.fromkeys(_BUCKETS, BUCKET_BYTES // 4)},
-                "steps_per_print": 10**9,
-            },
-        )
+        super().prepare(model)
 
-    def backward(self, loss):
-        self.model.backward(loss)
+    def settings(self) -> dict:
+        return {
+            "gradient_clipping": self.work.clip_norm if self.full else 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": self.stage, **dict.fromkeys(_BUCKETS, BUCKET_BYTES // 4)},
+        }
 
     def gradients(self):
         from deepspeed.utils import safe_get_full_grad
@@ -156,13 +134,4 @@ PEERS: dict[str, Peer] = {
 
 def present(ranks: int, global_batch: int) -> tuple[list[str], list[str]]:
     """(names of the peers that can run here, a line for each that cannot)."""
-    names, left_out = [], []
-    for name, peer in PEERS.items():
-        reason = peers.missing(peer.needs) if peer.needs else None
-        if reason is None and peer.needs == "deepspeed" and global_batch % ranks:
-            reason = f"its batch of {global_batch} must divide by {ranks} ranks"
-        if reason is None:
-            names.append(name)
-        else:
-            left_out.append(f"{name} left out: {reason}")
-    return names, left_out
+    return peers.runnable({name: peer.needs for name, peer in PEERS.items()}, ranks, global_batch)

@@ -72,8 +72,8 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
 # 16 bits, against float32: every hidden state and weight is off by up to half an eps (bf16 2**-8, fp16 2**-11) of its
 # own size, at random. A gradient adds up such products over layers, and that of the last step is taken at parameters
 # that SGD has led 1 eps apart by then: 16 eps were seen under data parallelism, 29 in a ring, whose attention is by
-# itself as exact as the whole one (40). In a norm over all gradients most of it cancels (4 eps); the loss is a mean over
-# hundreds of tokens (half an eps).
+# itself as exact as the whole one (40). In a norm over all gradients most of it cancels (4 eps); the loss is a mean
+# over hundreds of tokens (half an eps).
 _EPS = {"bf16": 2**-8, "fp16": 2**-11}
 _FULL = {
     "float64": {"loss": 1e-10, "grad": 1e-10, "grad_norm": 1e-10, "param": 1e-10},

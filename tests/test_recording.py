@@ -42,6 +42,65 @@ def test_the_two_mounts_agree(ranks, size):
         assert lower == upper
 
 
+def parts_go_directly(world: World) -> tuple:
+    """A reduce-scatter and an all-gather as the door makes them over gloo, seen at both mounts.
+
+    The numbers of the ranks have no common sum in another order, and the results lie in the memory of what was given.
+    """
+    upper, lower = Meter(), Meter()
+    groups = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=upper, backend=mount(lower))
+    group, n = groups["data"], world.size
+    group.over_gloo = True  # a recording group is not, so that it shows what torch is asked for
+    given = [torch.randn(n * 5, generator=torch.Generator().manual_seed(r)) for r in range(n)]
+    mine = given[world.rank].clone()
+    part = mine[world.rank * 5 : (world.rank + 1) * 5]
+    handle = comm.reduce_scatter(part, mine, group, async_op=True)
+    largest = torch.empty(5)
+    comm.reduce_scatter(largest, given[world.rank].clone(), group, "max")
+    handle.wait()
+    handle.wait()
+    comm.all_gather(mine, part, group)
+    total = given[0]
+    for other in given[1:]:
+        total = total + other
+    assert torch.equal(mine, total)
+    assert torch.equal(largest, torch.stack(given).amax(0)[world.rank * 5 : (world.rank + 1) * 5])
+    return [(r.name, r.algorithm, r.wire_bytes, r.modelled) for r in upper.records], lower.records
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parts_that_go_directly_take_the_bytes_that_the_door_counts(ranks, size):
+    for rank, (upper, lower) in enumerate(ranks(parts_go_directly, size)):
+        sent = 4 * 5 * (size - 1)  # every part but the own, once
+        assert upper == [("reduce_scatter", "direct", sent, False)] * 2 + [("all_gather", "direct", sent, False)]
+        assert sum(record.wire_bytes for record in lower) == 3 * sent
+        to = {record.peer for record in lower if record.name == "send"}
+        assert to == set(range(size)) - {rank}
+
+
+def shifted(world: World) -> list:
+    """Sends and receives of the caller's own, while parts are on their way between the same ranks."""
+    groups = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))])
+    group, n, rank = groups["data"], world.size, world.rank
+    out, got = torch.empty(3), torch.empty(3)
+    if rank % 2:
+        handle = comm.reduce_scatter(out, torch.full((3 * n,), 1.0 + rank), group, async_op=True)
+    sent = comm.send(torch.full((3,), 10.0 + rank), (rank + 1) % n, group, async_op=True)
+    comm.recv(got, (rank - 1) % n, group)
+    if not rank % 2:
+        handle = comm.reduce_scatter(out, torch.full((3 * n,), 1.0 + rank), group, async_op=True)
+    sent.wait()
+    handle.wait()
+    return [out.tolist(), got.tolist()]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_on_their_way_do_not_meet_other_transfers(ranks, size):
+    for rank, (out, got) in enumerate(ranks(shifted, size)):
+        assert out == [size * (size + 1) / 2] * 3
+        assert got == [10.0 + (rank - 1) % size] * 3
+
+
 # gloo of torch 2.11 has no all_to_all of lists.
 LISTS = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
 

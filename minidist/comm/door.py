@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minidist.comm import swap
 from minidist.comm.flight import CommError, Handle, announce, done, end, failure, launch
 from minidist.comm.group import Group
 
@@ -55,6 +56,8 @@ def reduce_scatter(
     if group.size == 1:
         output.copy_(input)
         return done(group, async_op)
+    if swap.suits(input, group):
+        return swap.reduce_scatter(output, input, group, op, _reduction(op), async_op)
 
     def start():
         return _reduce_scatter(output, input, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
@@ -68,6 +71,8 @@ def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = Fal
     if group.size == 1:
         output.copy_(input)
         return done(group, async_op)
+    if swap.suits(input, group):
+        return swap.all_gather(output, input, group, async_op)
 
     def start():
         return _all_gather(output, input, group=group.process_group, async_op=True)

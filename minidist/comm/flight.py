@@ -37,8 +37,16 @@ class Launched:
 class Handle:
     """An operation in flight. Owns its tensors until `wait()`, which may be called more than once."""
 
-    def __init__(self, group: Group, works: Sequence, launched: Sequence[Launched], tensors: Sequence[Tensor]):
+    def __init__(
+        self,
+        group: Group,
+        works: Sequence,
+        launched: Sequence[Launched],
+        tensors: Sequence[Tensor],
+        then: Callable[[], None] | None = None,
+    ):
         self._group, self._works, self._launched, self._tensors = group, list(works), list(launched), list(tensors)
+        self._then = then
 
     def wait(self, host: bool = False) -> None:
         """Return when the results may be used: by what is queued on the device, or with `host` by Python as well.
@@ -62,9 +70,11 @@ class Handle:
                     raise CommError(failure(at, self._group, error)) from error
                 finally:
                     board.resume()
+        if self._then is not None:
+            self._then()
         for at in self._launched:
             meter.waited(at.record)
-        self._works, self._tensors = [], []
+        self._works, self._tensors, self._then = [], [], None
 
 
 def failure(at: Launched, group: Group, error: Exception) -> str:
@@ -83,11 +93,13 @@ def launch(
     channel: Channel | None = None,
     detail: str = "",
     async_op: bool = False,
+    then: Callable[[], None] | None = None,
     **count,
 ) -> Handle | None:
     """Announce the operation on the board, count it, start it; and wait for its end unless `async_op`.
 
     detail: what all ranks must agree on besides name, elements and dtype: the root, or how to reduce.
+    then: what is left to do, on this rank alone, when all has arrived.
     """
     launched = announce(group, name, tensor, channel or group.collective, detail, **count)
     try:
@@ -97,7 +109,7 @@ def launch(
         raise CommError(failure(launched, group, error)) from error
     works = works if isinstance(works, list) else [works]
     group.meter.started([launched.record], works)
-    return end(Handle(group, works, [launched], tensors), async_op)
+    return end(Handle(group, works, [launched], tensors, then), async_op)
 
 
 def announce(group: Group, name: str, tensor: Tensor, channel: Channel, detail: str = "", **count) -> Launched:

@@ -45,6 +45,11 @@ class Group:
         return len(self.ranks)
 
     @cached_property
+    def over_gloo(self) -> bool:
+        """Whether torch's own gloo carries what this group sends."""
+        return self.process_group is not None and dist.get_backend(self.process_group) == "gloo"
+
+    @cached_property
     def key(self) -> str:
         """The name by which a custom op, whose arguments are tensors and strings, finds this group."""
         return f"{self.use}[{','.join(map(str, self.ranks))}]"

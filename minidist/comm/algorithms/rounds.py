@@ -16,14 +16,9 @@ from torch import Tensor
 from minidist.comm.convention import chunks
 from minidist.comm.door import Transfer, batch
 from minidist.comm.group import Group
+from minidist.comm.swap import COMBINE
 
-_COMBINE = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
+_COMBINE = {**COMBINE, "mean": torch.add}
 
 
 def row(tensor: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ def value(rank: int, shape=(6,), dtype=torch.float64) -> torch.Tensor:
     return ((torch.arange(numel) * (rank + 2)) % 7 + rank).reshape(shape).to(dtype)
 
 
-def everything(world: World) -> int:
-    groups = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))])
+def everything(world: World, backend: str) -> int:
+    groups = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], backend=backend)
     group, n, rank, checks = groups["data"], world.size, world.rank, 0
     for shape in SHAPES:
         for dtype in DTYPES:
@@ -72,9 +72,10 @@ def finish(handle) -> None:
         handle.wait()  # a second wait is harmless
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_operations_give_what_arithmetic_says(ranks, size):
-    assert ranks(everything, size) == [len(SHAPES) * len(DTYPES) * 2 + 6] * size
+def test_operations_give_what_arithmetic_says(ranks, size, backend):
+    assert ranks(everything, size, backend) == [len(SHAPES) * len(DTYPES) * 2 + 6] * size
 
 
 def transfers(world: World) -> list:
@@ -186,7 +187,7 @@ def test_impossible_calls_are_refused_before_anything_is_sent(ranks):
 
 
 def test_a_world_of_one_needs_no_process_group():
-    assert everything(World.single()) == len(SHAPES) * len(DTYPES) * 2 + 6
+    assert everything(World.single(), None) == len(SHAPES) * len(DTYPES) * 2 + 6
 
 
 def other_sizes(world: World) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from small_run import Stop, changed, small_config, write_text
@@ -15,6 +16,7 @@ from minidist.mesh import Mesh
 from minidist.models import Transformer, init_parameters
 from minidist.parallelize import parallelize, uses
 from minidist.train.step import Engine
+from minidist.train.text import continue_text, sample_text
 from minidist.train.trainer import Trainer
 
 SHAPE = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=4, num_heads=4, num_kv_heads=2, dropout=0.1)
@@ -24,6 +26,9 @@ LAYOUTS = {
     "v": (2, {"mesh__pp": 2, "parallel__schedule": "zb-v"}),
     "ulysses tp": (4, {"mesh__cp": 2, "mesh__tp": 2, "parallel__context": "ulysses"}),
     "heads": (4, {"mesh__tp": 4}),
+    "zero 3": (3, {"zero__stage": 3}),
+    "zero 3 pp": (4, {"mesh__pp": 2, "mesh__dp": 2, "zero__stage": 3}),
+    "zero 2 tp": (4, {"mesh__dp": 2, "mesh__tp": 2, "zero__stage": 2}),
 }
 
 
@@ -69,8 +74,11 @@ def stopped(world: World, config: Config) -> None:
     Trainer(world, config).run(Stop(after=2))
 
 
+PROMPT = np.array([3, 1, 4])
+
+
 def looks(world: World, config: Config) -> tuple:
-    """A loss of held-out text, and the logits of the token that follows."""
+    """A loss of held-out text, the logits of the token that follows, and text, where this rank has some."""
     groups = bind(world, mesh := config.mesh_of(world.size), uses(mesh, config))
     model = Transformer(config.model)
     init_parameters(model, 3)
@@ -79,13 +87,13 @@ def looks(world: World, config: Config) -> tuple:
     loss = engine.evaluate(loader.micro_batches(0, 7, mesh.coords(world.rank)["dp"], mesh.dp, 3))
     logits = [engine.passes.next_logits(torch.arange(n)[None] % 7 + torch.arange(2)[:, None]) for n in (1, 5, 11)]
     loss_again = engine.evaluate(loader.micro_batches(0, 7, mesh.coords(world.rank)["dp"], mesh.dp, 1))
-    return loss, loss_again, torch.stack(logits)
+    return loss, loss_again, torch.stack(logits), sample_text(engine, config, PROMPT)
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "one"])
 def test_every_rank_of_every_layout_sees_the_loss_and_the_next_token_of_one_process(ranks, name):
     world, layout = LAYOUTS.get(name, (1, {}))
-    plain = changed(Config(model=SHAPE), data__seq_len=16, train__micro_batches=3)
+    plain = changed(Config(model=SHAPE), data__seq_len=16, train__micro_batches=3, train__sample_tokens=6)
     model = Transformer(SHAPE)
     init_parameters(model, 3)
     model = model.double().eval()
@@ -93,7 +101,10 @@ def test_every_rank_of_every_layout_sees_the_loss_and_the_next_token_of_one_proc
         batch = Loader(generate(2000), 16, 1, min_length=3).global_batch(0, 7)
         loss_sum, count = model(batch.tokens, batch.labels)
         logits = [model(torch.arange(n)[None] % 7 + torch.arange(2)[:, None])[:, -1] for n in (1, 5, 11)]
-    for loss, again, found in ranks(looks, world, changed(plain, **layout)):
+    text = continue_text(model, bytes(PROMPT.tolist()), plain)
+    seen = ranks(looks, world, changed(plain, **layout))
+    assert seen[0][3] == text and {told for *_, told in seen} <= {text, None}
+    for loss, again, found, _ in seen:
         # Sums in another order, in float64.
         assert loss == pytest.approx((loss_sum / count).item(), rel=1e-12) and again == pytest.approx(loss, rel=1e-12)
         torch.testing.assert_close(found, torch.stack(logits), rtol=0, atol=1e-12)

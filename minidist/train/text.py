@@ -85,7 +85,7 @@ def sample_text(engine: Engine, config: Config, prompt: np.ndarray) -> tuple[str
 
     All ranks call it. Where each holds the whole model rank 0 alone has it to do, and the others return None.
     """
-    whole = engine.groups.mesh.dp == engine.groups.world.size
+    whole = engine.groups.mesh.dp == engine.groups.world.size and engine.updates.blocks is None
     if not config.train.sample_tokens or (whole and engine.groups.world.rank > 0):
         return None
     return continue_text(engine.model if whole else Together(engine), bytes(prompt.tolist()), config)

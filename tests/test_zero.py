@@ -54,8 +54,14 @@ def batches_of(world, config: Config, step: int = 0):
 
 
 def padded(stage: int, world: int) -> list[int]:
-    """Elements of each row, by hand: one for all, which fit into a bucket; in stage 3 for each layer and the rest."""
-    rows = [EMBEDDING + NORM, LAYER, LAYER] if stage == 3 else [EMBEDDING + NORM + 2 * LAYER]
+    """Elements of each row, by hand.
+
+    One for all, which fit into a bucket. Stage 2: none larger than a layer, from the last parameter to the first: the
+    norm takes the place of a layer's own first norm (6 elements too), which comes with the next layer. Stage 3: one for
+    each layer and one for the rest.
+    """
+    rows = {2: [LAYER, LAYER, NORM, EMBEDDING], 3: [EMBEDDING + NORM, LAYER, LAYER]}
+    rows = rows.get(stage, [EMBEDDING + NORM + 2 * LAYER])
     return [-(-numel // world) * world for numel in rows]
 
 
@@ -159,7 +165,7 @@ def test_wire_bytes_are_the_formula(ranks, world, policy):
     for seen in ranks(sent, world, configs):
         for (way, k), (totals, _) in zip(cases, seen, strict=True):
             stage = ways[way][0]
-            rows = padded(stage, world)
+            rows = padded(1 if way == "2 whole" else stage, world)
             once = sum(numel // world * (world - 1) for numel in rows)
             kept = 0 if way == "3 freed" else sum(numel // world * (world - 1) for numel in rows[:2])
             reductions = k if way in ("2", "3", "3 freed", "3 alone") else 1

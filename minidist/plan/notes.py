@@ -47,7 +47,7 @@ def notes(found: Estimate) -> list[str]:
 
 def _passing(layout: Layout) -> str:
     """What ZeRO has in memory for a while only."""
-    rows = "rows of gradients on their way, three buckets at most"
+    rows = "rows of gradients on their way, each as large as a layer at most, three at a time"
     if layout.config.zero.stage == 3:
         rows = "the layers that are gathered, two at a time beside embedding and head, and as many rows of gradients"
     return f"ZeRO stage {layout.config.zero.stage}: memory does not count {rows}."

@@ -16,7 +16,7 @@ from minidist.precision.policy import BYTES
 from minidist.roles import REDUCING, is_hidden_matrix
 from minidist.zero import layout as rows_of
 from minidist.zero.fit import sharing
-from minidist.zero.grouping import REST, block_of, gathers
+from minidist.zero.grouping import REST, block_of, gathers, passing_row
 
 Operation = tuple[str, str, int, int]
 
@@ -51,7 +51,7 @@ def rows(layout: Layout, groups: Groups, rank: int) -> list[Row]:
             kinds.setdefault(key, []).append(weight)
         for (outer, chunk, uncut), same in kinds.items():
             lay = rows_of.whole if uncut and size > 1 else rows_of.in_a_row
-            parts = [same] if zero.stage == 3 else _buckets(layout, same)
+            parts = [same] if zero.stage == 3 else _buckets(layout, same, weights(layout, stage))
             found += [Row(lay({w.name: w.numel for w in part}, size), outer, block, chunk) for part in parts]
     return found
 
@@ -94,9 +94,11 @@ def _uncut(layout: Layout, weight: Weight) -> bool:
     return layout.config.optim.kind == "muon" and is_hidden_matrix(weight.name, weight.dimensions)
 
 
-def _buckets(layout: Layout, held: Sequence[Weight]) -> list[list[Weight]]:
+def _buckets(layout: Layout, held: Sequence[Weight], every: Sequence[Weight]) -> list[list[Weight]]:
     each, left = BYTES[layout.policy.reduce], list(held)
     limit = int(layout.config.comm.bucket_mib * MIB)
+    if layout.config.zero.shares_gradients:
+        limit = passing_row({weight.name: weight.numel * each for weight in every}, limit)
     filled = buckets([weight.numel * each for weight in held], limit, FIRST_BYTES)
     parts = []
     for size in filled:

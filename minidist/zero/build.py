@@ -15,7 +15,7 @@ from minidist.precision.rounding import flat_index, round_stochastically
 from minidist.spec import Box, ParamSpec, Specs, flat_boxes, named_parameters
 from minidist.zero.blocks import Block, Blocks
 from minidist.zero.gradients import ShardGradients, WholeGradients
-from minidist.zero.grouping import REST, block_of
+from minidist.zero.grouping import REST, block_of, passing_row
 from minidist.zero.layout import Layout, in_a_row, whole
 from minidist.zero.sink import Reduced, ShardedSink
 from minidist.zero.unit import ShardedUnit, Unit
@@ -84,13 +84,16 @@ class _Builder:
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def _buckets(self, trained: Collection[str]) -> list[Reduced]:
+    def _buckets(self, trained: Mapping[str, Tensor]) -> list[Reduced]:
         """Rows of at most the size of a bucket, in the order of backward."""
+        sizes = {name: self.parameters[name].numel() * self.formats.reduce.itemsize for name in reversed(trained)}
         limit = int(self.config.comm.bucket_mib * MIB)
+        if self.zero.shares_gradients:
+            limit = passing_row(sizes, limit)
         members = []
-        for names in self._kinds(reversed(list(trained))):
-            sizes = {name: self.parameters[name].numel() * self.formats.reduce.itemsize for name in names}
-            members += [self._member(Unit, bucket) for bucket in assign(sizes, limit, FIRST_BYTES)]
+        for names in self._kinds(sizes):
+            buckets = assign({name: sizes[name] for name in names}, limit, FIRST_BYTES)
+            members += [self._member(Unit, bucket) for bucket in buckets]
         return members
 
     def _blocks(self, trained: Collection[str]) -> tuple[list[Reduced], list[Unit], Blocks]:

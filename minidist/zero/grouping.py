@@ -1,4 +1,4 @@
-"""Which parameters are gathered together in stage 3, and how often: the rule of `blocks`, without torch."""
+"""Which parameters are gathered together in stage 3, and how often; how long rows are in stage 2. Without torch."""
 
 import re
 from collections import Counter
@@ -14,6 +14,19 @@ def block_of(name: str) -> int:
     """The index of the layer whose block a parameter is gathered with, or REST."""
     found = _IN_A_BLOCK.match(name)
     return int(found[1]) if found else REST
+
+
+def passing_row(sizes: Mapping[str, int], limit: int) -> int:
+    """The upper size of a row of gradients that is there only while backward is in it: that of the largest block.
+
+    Larger rows would hold back what stage 2 saves, and a block's gradients come together. sizes: bytes of each
+    parameter; limit: of a bucket, which a row never passes.
+    """
+    blocks: Counter[int] = Counter()
+    for name, size in sizes.items():
+        blocks[block_of(name)] += size
+    del blocks[REST]
+    return min(limit, max(blocks.values(), default=limit))
 
 
 def gathers(

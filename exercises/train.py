@@ -108,9 +108,8 @@ def options_of(exercise: Exercise, ranks: int) -> dict[str, tuple[str, ...]]:
 
 def installed(exercise: Exercise, work: Work) -> Installed:
     """The learner's file as the ranks take it."""
-    symbols = tuple(f"{exercise.module}:{symbol}" for symbol in exercise.symbols)
     file = work.file(exercise)
-    return Installed(exercise.name, symbols, str(file), file.read_text())
+    return Installed(exercise.name, exercise.pieces, str(file), file.read_text())
 
 
 def train_with(world: "World", config: "Config", pieces: Sequence[Installed]) -> None:

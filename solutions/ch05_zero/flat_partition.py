@@ -9,6 +9,23 @@ Reduce-scatter and all-gather want shards of one length, so the row ends in padd
 sent and kept like everything else, and belongs to no parameter: whoever takes it for one finds a wrong norm.
 
 Usual wrong answers:
+* padding where the row divides as well
+* laid out in the order of names
+* the package's own layout
+* all parameters in the same place
+* elements counted from the begin of the row
+* elements counted from the begin of the shard
+* every parameter padded by itself, and the row longer than need be
+* laid out by size, not in the given order
+* the last shard ends where the last parameter does, and is shorter than the others
+* a parameter that the shard has nothing of is there, with a negative length
+* the last shard forgets its first parameter
+* each shard has the first element of the next as well
+* the padding as if it were in one shard of a row that has none
+* shards rounded down, and the last parameter has no room
+* a parameter that spans a whole shard is missing from it
+* a parameter that is cut belongs to the shard in which it begins
+* a layout without parameters
 """
 
 from collections.abc import Mapping

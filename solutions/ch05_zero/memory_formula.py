@@ -8,6 +8,24 @@ Rows are padded one by one, so the sums are over rows, not over the model: paddi
 in fractions of the whole is wrong by it. An estimate is of use when it is what will be measured.
 
 Usual wrong answers:
+* a row that divides gets padding as well
+* a float has no room for every whole number
+* the package's own formula
+* sixteen bytes, whatever the stage
+* right for fp16 with sums in fp16, and every state four bytes
+* gradients are added up in the format of the parameters
+* gradients are shared out in stage 3 only
+* stage 2 shares out gradients that it was told to keep whole
+* masters where the parameters are the masters
+* every rank keeps the masters of the whole row
+* the row as long as what lies in it, without its padding
+* parameters are shared out in stage 2
+* the shards are together shorter than what lies in them
+* a generator is empty after the first sum over it
+* as if all rows were as long as the first
+* every rank keeps the moments of the whole row
+* two moments for each element, whatever the optimizer keeps
+* nothing takes any memory
 """
 
 from collections.abc import Iterable

@@ -178,8 +178,8 @@ def _with(source: str, lines: tuple[int, int], put: str) -> str:
 
 def _imports(exercise: Exercise) -> str:
     """The imports of the modules that the symbols use, and imports of the modules' own names."""
-    plain: list[str] = []
-    named: dict[str, dict[str, str]] = {}  # module to names to how they are imported
+    statements: list[str] = []
+    named: dict[str, set[str]] = {}  # what is imported from a module
     for module in exercise.modules:
         tree = ast.parse(file_of(module).read_text())
         sources = [_source(exercise, piece) for piece in exercise.pieces if piece.startswith(f"{module}:")]
@@ -187,20 +187,19 @@ def _imports(exercise: Exercise) -> str:
         used -= set(exercise.symbols)
         own = {name for node in tree.body for name in _defined(node)} & used
         if own:
-            named.setdefault(module, {}).update({name: name for name in own})
+            named.setdefault(module, set()).update(own)
         for node in tree.body:
             for alias in getattr(node, "names", []):
                 if (alias.asname or alias.name).split(".")[0] not in used:
                     continue
-                if isinstance(node, ast.ImportFrom):
-                    named.setdefault(node.module, {})[alias.name] = ast.unparse(alias)
+                if isinstance(node, ast.ImportFrom) and not alias.asname:
+                    named.setdefault(node.module, set()).add(alias.name)
                 else:
-                    plain.append(f"import {ast.unparse(alias)}")
-    statements = list(dict.fromkeys(plain))
-    for module, names in named.items():
-        statements.append(f"from {module} import {', '.join(names[name] for name in sorted(names, key=_case))}")
+                    where = f"from {node.module} " * isinstance(node, ast.ImportFrom)
+                    statements.append(f"{where}import {ast.unparse(alias)}")
+    statements += [f"from {module} import {', '.join(sorted(names, key=_case))}" for module, names in named.items()]
     groups = {"standard": [], "other": [], "ours": []}
-    for statement in statements:
+    for statement in dict.fromkeys(statements):
         top = re.split(r"[ .]", statement)[1]
         kind = "ours" if top == "minidist" else "other" if top in ("numpy", "torch") else "standard"
         groups[kind].append(statement)

@@ -85,7 +85,7 @@ def each_element_in_one_shard(answer):
 
 @test(points=4, ranks=(1, 2, 3, 4))
 def comes_back_over_the_wire(answer, world, network):
-    """Gradients are summed into shards and parameters gathered from them, in one message each, and none is misplaced."""
+    """Gradients are summed into shards and parameters gathered from them, in one message each; none is misplaced."""
     layout = answer.in_a_row(SIZES, world.size)
     begin, end = layout.bounds(world.rank)
     row, shard = torch.zeros(layout.numel), torch.zeros(end - begin)

@@ -195,7 +195,7 @@ def _imports(exercise: Exercise) -> str:
                 if isinstance(node, ast.ImportFrom) and not alias.asname:
                     named.setdefault(node.module, set()).add(alias.name)
                 else:
-                    where = f"from {node.module} " * isinstance(node, ast.ImportFrom)
+                    where = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
                     statements.append(f"{where}import {ast.unparse(alias)}")
     statements += [f"from {module} import {', '.join(sorted(names, key=_case))}" for module, names in named.items()]
     groups = {"standard": [], "other": [], "ours": []}

@@ -4,14 +4,15 @@ Write the missing lines of row_of and model_states; the docstring says what is a
 You may call: Row, ModelStates, sum, FORMAT_BYTES, ZeroConfig.shares_gradients, Policy.separate_masters.
 Check it with: python -m exercises check memory_formula
 
-Stub c5180be4.
+Stub c8c9b488.
 """
 
 from collections.abc import Iterable
 
 from minidist.config import ZeroConfig
 from minidist.plan.states import ModelStates, Row
-from minidist.precision.policy import BYTES as FORMAT_BYTES, Policy
+from minidist.precision.policy import BYTES as FORMAT_BYTES
+from minidist.precision.policy import Policy
 
 
 def row_of(numel: int, shards: int, moments: int) -> Row:

@@ -1,7 +1,7 @@
 """A sharded optimizer that shards nothing.
 
-This program runs, its loss falls, and its numbers are right: those of one process. What it is for it does not do: its
-optimizer is said to be sharded, and every rank takes the memory that one process would take. See it:
+This program runs, its loss falls, and its numbers are right: those of one process. What it is for, it does not do:
+its optimizer is said to be sharded, and every rank takes the memory that one process would take. See it:
 torchrun --standalone --nproc-per-node 2 THIS_FILE
 
 Three things are asked. INVARIANT: the key of the one rule in INVARIANTS that is broken. LINE: the line that breaks it,

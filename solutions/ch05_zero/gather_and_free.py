@@ -116,12 +116,11 @@ class ShardedUnit(Unit):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.part = self.part.clone()
-        if not self.separate:
-            self.master = self.part
-            self.masters = self.stored()
         self.is_whole = True
         self.release()
+
+    def _own(self, begin: int, end: int) -> Tensor:
+        return super()._own(begin, end).clone()  # it stays when the row has no memory
 
     @torch.no_grad()
     def launch_gather(self) -> None:

@@ -4,6 +4,7 @@ import random
 
 import torch
 
+from exercises.rows import cut
 from exercises.testing import expect, test
 from minidist.comm import all_gather, reduce_scatter
 
@@ -18,15 +19,6 @@ CASES = (
     ({"b": 7, "a": 9}, 8),
 )
 SIZES = {"norm": 2, "embed": 20, "bias": 1, "head": 4}
-
-
-def acted_out(sizes, parts):
-    """The elements (name, index) of each shard; None is padding."""
-    row = [(name, index) for name, numel in sizes.items() for index in range(numel)]
-    while len(row) % parts:
-        row.append(None)
-    shard = len(row) // parts
-    return [row[part * shard : (part + 1) * shard] for part in range(parts)]
 
 
 def cases():
@@ -46,7 +38,7 @@ def told(sizes, parts):
 def as_short_as_can_be(answer):
     """Parameters one behind the other in the given order, then as little padding as equal shards allow."""
     for sizes, parts in cases():
-        layout, shards, case = answer.in_a_row(sizes, parts), acted_out(sizes, parts), told(sizes, parts)
+        layout, shards, case = answer.in_a_row(sizes, parts), cut(sizes, parts), told(sizes, parts)
         expect("elements of a shard", layout.shard, len(shards[0]), case=case)
         expect("elements of the row", layout.numel, sum(map(len, shards)), case=case)
         expect("elements that belong to no parameter", layout.padding, sum(shards, []).count(None), case=case)
@@ -62,7 +54,7 @@ def as_short_as_can_be(answer):
 def shards_touch_each_other(answer):
     """Shard 0 begins at 0, each of the others where the one before it ends, the last ends with the row."""
     for sizes, parts in cases():
-        layout, shard = answer.in_a_row(sizes, parts), len(acted_out(sizes, parts)[0])
+        layout, shard = answer.in_a_row(sizes, parts), len(cut(sizes, parts)[0])
         got = [list(layout.bounds(part)) for part in range(parts)]
         wanted = [[part * shard, (part + 1) * shard] for part in range(parts)]
         expect("[begin, end] of each shard", got, wanted, case=told(sizes, parts))
@@ -73,7 +65,7 @@ def each_element_in_one_shard(answer):
     """What a shard has of a parameter, counted from the parameter's first element; nothing of it: left out."""
     for sizes, parts in cases():
         layout = answer.in_a_row(sizes, parts)
-        for part, shard in enumerate(acted_out(sizes, parts)):
+        for part, shard in enumerate(cut(sizes, parts)):
             wanted = {}
             for name, index in filter(None, shard):
                 wanted[name] = [min(index, wanted.get(name, [index])[0]), index + 1]

@@ -10,6 +10,27 @@ sent too, so that it must hold numbers: what memory happens to hold may be an in
 that into an overflow.
 
 Usual wrong answers:
+* where no gradient came is whatever memory held
+* the first micro-batch, which ends in the shard itself, is added to it as well
+* the sum is kept in the format in which gradients travel
+* the row is all-reduced, twice the bytes, and the shard cut out of it
+* the package's own under the learner's name
+* the shard is full of ones
+* ranks that hold the same shard never sum it
+* shards are summed over their copies in every micro-batch, and once more at the end
+* the mean over the ranks instead of the sum
+* after a step without a micro-batch the gradient of the step before is there
+* what comes after the first micro-batch is never added
+* a row is given back when the next one takes its place, so that every part of the model keeps one
+* each micro-batch takes the place of the one before
+* the last of three or more ranks forgets all micro-batches but the first
+* the padding is whatever memory held
+* a rank without a gradient sends nothing, and the others wait
+* the row stays, and is reduced at the end of the step, as in stage 1
+* one row for all micro-batches, which nobody gives back
+* the second step is added to the first
+* launch() waits for what it has just launched
+* the shard is zero
 """
 
 import torch

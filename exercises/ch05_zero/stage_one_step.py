@@ -2,10 +2,10 @@
 
 Write the missing lines of WholeGradients and Unit; the docstring says what is asked.
 You may call: reduce_scatter, all_gather, Layout.bounds, Layout.held, Handle.wait, Tensor.to, Tensor.copy_,
-Tensor.zero_, torch.empty_like.
+Tensor.zero_, Tensor.view, torch.empty_like.
 Check it with: python -m exercises check stage_one_step
 
-Stub a34c31ab.
+Stub b22bae4a.
 """
 
 from collections.abc import Mapping
@@ -54,8 +54,7 @@ class WholeGradients:
 
     def launch(self) -> None:
         """Start the reduction of what has come; a gradient that did not come counts as zero."""
-        for name in self.views.keys() - self.filled:
-            self.views[name].zero_()
+        raise NotImplementedError("a gradient that did not come counts as zero")
         if self.group.size > 1:
             self._reduce_into(self.result)
         else:  # nothing is shared out: those that hold the same sum the whole row
@@ -63,7 +62,7 @@ class WholeGradients:
 
     def _reduce_into(self, target: Tensor) -> None:
         """Start the reduction of the row, over copies in the format of the wire where that is another one."""
-        raise NotImplementedError("start to reduce")
+        raise NotImplementedError("start to reduce the row into target, in the format of the wire")
 
     def sum_copies(self) -> None:
         """Start the sum of shards over the ranks that hold the same."""
@@ -74,10 +73,7 @@ class WholeGradients:
     def settle(self) -> None:
         """Wait for what was launched; the result has it then."""
         if self._arriving is not None:
-            handle, arrived, target = self._arriving
-            handle.wait()
-            if arrived is not target:
-                target.copy_(arrived)
+            raise NotImplementedError("wait for it; the result must be in the target")
             self._arriving = None
 
     def begin_finish(self) -> None:
@@ -119,16 +115,10 @@ class Unit:
         self.parameters, self.layout, self.group = dict(parameters), layout, group
         begin, end = layout.bounds(group.rank)
         held = layout.held(group.rank)  # of each parameter, counted from its own first element
-        self.bounds = {
-            name: (layout.slots[name].start + start - begin, layout.slots[name].start + stop - begin)
-            for name, (start, stop) in held.items()
-        }
+        raise NotImplementedError("say where each parameter's elements are in the shard")
         device = next(iter(parameters.values())).device
         self.row = torch.zeros(layout.numel, dtype=formats.parameter, device=device)
-        for name, parameter in parameters.items():
-            view = self.row[layout.slots[name].start : layout.slots[name].stop].view(parameter.shape)
-            view.copy_(parameter.detach())
-            parameter.data = view
+        raise NotImplementedError("lay the parameters into the row, of which they are views from then on")
         self.part = self._own(begin, end)
         mine = {name: values[name].reshape(-1)[start:stop] for name, (start, stop) in held.items()}
         self.masters = Masters(self.part, self.bounds, mine, formats, host, rounding)
@@ -141,9 +131,7 @@ class Unit:
     @torch.no_grad()
     def launch_gather(self) -> None:
         """Start to fill the row with the parts of all ranks."""
-        raise NotImplementedError("start to fill the row with the parts of all ranks")
+        raise NotImplementedError("start to fill the row")
 
     def wait_gather(self) -> None:
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+        raise NotImplementedError("wait for what was started, if anything was")

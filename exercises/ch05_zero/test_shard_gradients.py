@@ -181,7 +181,7 @@ def copies_are_summed_once(answer, world, network):
 
 @test(points=1, ranks=(2,))
 def sums_are_as_wide_as_asked(answer, world, network):
-    """Gradients come in bfloat16 and travel in it, and what comes back is added up in float32."""
+    """Gradients come in bfloat16 and travel in it, and what comes back is added up in float32; or all in float64."""
     formats = Formats(torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32)
     gradients, before = gradients_of(answer, network.group, formats=formats), len(network.records)
     for micro_batch in range(9):
@@ -193,3 +193,9 @@ def sums_are_as_wide_as_asked(answer, world, network):
     wanted = laid_out(cut(SIZES, 2)[world.rank], lambda name: torch.full(SHAPES[name], 528.0))
     expect("256 and eight ones from each of two ranks", got.tolist(), wanted)
     expect("the format on the wire", sorted({str(r.dtype) for r in network.records[before:]}), ["torch.bfloat16"])
+    gradients, exact = gradients_of(answer, network.group, formats=Formats(*[torch.float64] * 5)), 1 + 2.0**-40
+    for name in SHAPES:
+        gradients.add(name, torch.full(SHAPES[name], exact, dtype=torch.float64))
+    gradients.launch()
+    wanted = laid_out(cut(SIZES, 2)[world.rank], lambda name: torch.full(SHAPES[name], 2 * exact, dtype=torch.float64))
+    expect("the sum of what float32 has no room for", finished(gradients).tolist(), wanted)

@@ -1,10 +1,39 @@
 """Reduce, update a shard, gather: the solution, as it stands in minidist.zero.gradients and minidist.zero.unit.
 
 An all-reduce is a reduce-scatter and an all-gather. Stage 1 puts the update between the two: reduce-scatter the
-gradients, update one shard, all-gather the parameters. As many bytes as before, and each rank keeps a part of what
-the optimizer remembers.
+gradients, update one shard, all-gather the parameters. As many bytes go over the network as before, and each rank
+keeps a share of what the optimizer remembers, which is most of the memory of a model.
+
+The reduction ends in this rank's piece of the row, so it takes no memory of its own. Whatever has another format on
+the wire needs copies, and its sum must come back to where it belongs, after the wait. Parameters are views of the
+row: one gather of the row brings all of them, and nothing is copied afterwards.
 
 Usual wrong answers:
+* what was there in the step before is summed again
+* gradients are all-reduced, of which a rank needs a shard only
+* what arrives in the format of the wire never comes back to the sum
+* the mean over the ranks instead of the sum
+* the package's own under the learner's names
+* every gradient is one
+* the row has a copy of the parameters, which do not see what is gathered
+* bounds are counted from the begin of the parameter
+* bounds are counted from the begin of the row
+* gradients travel in the format in which they are added up
+* every rank broadcasts its part, a message for each rank
+* a gather is waited for before the next one is launched
+* the summed gradients are gathered as well, and nobody needs them
+* each rank updates its shard with its own gradient
+* the parts are gathered, each one place further on
+* the step ends while parameters are still on their way
+* every rank keeps its own shard to itself
+* parameters stay where they were, and the row stays empty
+* on rank 0 of three or more the shard holds its own gradient only
+* rank 0 tells its row, as if all shards were up to date there
+* parameters are views of a row that was never filled with their numbers
+* the reduction ends in memory of its own, which is kept
+* the reduction is waited for where it is launched
+* every rank keeps the whole row a second time
+* every gradient is zero
 """
 
 from collections.abc import Mapping

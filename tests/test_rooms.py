@@ -61,7 +61,8 @@ def texts(chapter: Path) -> dict[str, str]:
             piece_of = {piece.partition(":")[2]: piece for piece in exercise.pieces}
             for node in ast.parse(solution).body:
                 if (name := getattr(node, "name", None)) in piece_of:
-                    found[piece_of[name]] = ast.get_source_segment(solution, node)
+                    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                    found[piece_of[name]] = "\n".join(solution.splitlines()[first - 1 : node.end_lineno])
     return found
 
 

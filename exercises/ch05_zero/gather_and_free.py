@@ -1,11 +1,11 @@
 """A block is there while it computes.
 
 Write the missing lines of Blocks and ShardedUnit; the docstring says what is asked.
-You may call: Block.need, Block.release, Block.launch, Unit.launch_gather, Unit.wait_gather,
-untyped_storage().resize_, register_hook.
+You may call: Block.launch, Block.need, Block.release, Unit.launch_gather, Unit.wait_gather, UntypedStorage.resize_,
+Tensor.clone, Tensor.register_hook, torch.is_grad_enabled.
 Check it with: python -m exercises check gather_and_free
 
-Stub 749a2463.
+Stub a18d3f6d.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,9 +44,7 @@ class Blocks:
     def _begin(self, model: nn.Module, args: tuple, how: dict) -> None:
         layers = how.get("layers")
         self._layers = range(self.end_of_model) if layers is None else layers
-        if self._layers.start == 0 or self._at_end:
-            self.root.need()
-        self._launch(self._layers.start)
+        raise NotImplementedError("gather what a pass over these layers begins with")
 
     @property
     def _at_end(self) -> bool:
@@ -54,22 +52,17 @@ class Blocks:
 
     def _launch(self, index: int) -> None:
         """Gather a block ahead, if it is part of this pass."""
-        if self.prefetch and index in self._layers:
-            self.blocks[index].launch()
+        raise NotImplementedError("start to gather this block ahead, if there is a reason to")
 
     def _before(self, block: Block) -> None:
         block.need()
-        self._launch(block.index + 1)
+        raise NotImplementedError("one block computes: the next can be on its way")
 
     def _after(self, block: Block, hidden: Tensor) -> None:
-        if not self._stays(block.index == self.end_of_model - 1):
-            block.release()
-        if hidden.requires_grad:
-            layers = self._layers
-            hidden.register_hook(lambda _: self._before_backward(block, layers))
+        raise NotImplementedError("free the block, unless it stays; _before_backward is called when backward comes")
 
     def _stays(self, last: bool) -> bool:
-        return self.keep and last and torch.is_grad_enabled()
+        raise NotImplementedError("say whether what comes last in forward stays gathered")
 
     def _after_model(self, model: nn.Module, args: tuple, output: Tensor | tuple) -> None:
         if not self._stays(self._at_end):
@@ -87,18 +80,11 @@ class Blocks:
 
     def _before_backward(self, block: Block, layers: range) -> None:
         self._layers = layers
-        self._leave()
-        block.need()
-        self._launch(block.index - 1)
-        self._in_backward = block
+        raise NotImplementedError("leave the block that was in backward; this one is, and the next can be on its way")
 
     def _leave(self) -> None:
         """The block whose backward ran is through."""
-        block, self._in_backward = self._in_backward, None
-        if block is not None:
-            block.release()
-            if self.over is not None:
-                self.over(block.units)
+        raise NotImplementedError("free the block whose backward ran, if one did, and tell `over`")
 
     def end(self) -> None:
         """A micro-batch's backward is over: nothing stays gathered."""
@@ -122,7 +108,7 @@ class ShardedUnit(Unit):
         self.release()
 
     def _own(self, begin: int, end: int) -> Tensor:
-        return super()._own(begin, end).clone()  # it stays when the row has no memory
+        raise NotImplementedError("return this rank's piece, which must stay when the row has no memory")
 
     @torch.no_grad()
     def launch_gather(self) -> None:

@@ -103,6 +103,7 @@ def parameters_lie_in_the_row(answer, world, network):
             expect(f"the parameter {name}, laid into the row", parameter.detach(), start(name, world.rank))
             same = parameter.untyped_storage().data_ptr() == unit.row.untyped_storage().data_ptr()
             expect(f"whether the parameter {name} is a view of the row", same, True)
+        expect("whether the row takes a gradient: it is memory, and no part of a graph", unit.row.requires_grad, False)
         shards = cut(sizes(row), world.size)
         whole = [number for shard in shards for number in laid_out(shard, lambda name: start(name, world.rank))]
         expect("the row", unit.row.tolist(), whole)

@@ -1,9 +1,46 @@
 """A block is there while it computes: the solution, as it stands in minidist.zero.blocks and minidist.zero.unit.
 
-A rank keeps its shard of every block and the whole of the one that computes, and of the next, which is on its way.
-The parameters are gathered twice in a step, before forward and before backward: half as much again as stage 1 sends.
+A rank keeps a shard of every block, and the whole of the one that computes and of the next, which is on its way. The
+memory of all others is given back: the storage is emptied, not the tensors, so the model and autograd's graph keep
+their views and find the numbers there again when the block is gathered for backward. A parameter travels twice in a
+micro-batch, before forward and before backward: half as much again as in the stages before, in exchange for the last
+thing that every rank held whole.
+
+What is computed last in forward is first in backward, so the last block and the head stay. The end of a block's
+backward is seen by its neighbour's begin, and the first block's by the end of all. What is looked ahead is part of
+the pass that runs: in a pipeline the next block may be on another stage. Without prefetch the numbers are the same,
+and every block waits for the network.
 
 Usual wrong answers:
+* all blocks are gathered when the model begins
+* every block stays until its backward
+* the last block stays, whether it is to or not
+* blocks pile up in backward, up to the whole model
+* the package's own under the learner's names
+* a gathered row is full of ones
+* the rest is freed after the embedding, and gathered for the head once more
+* after its forward a block stays until its backward is over
+* memory is given back while the network still writes to it
+* a row that is on its way is gathered once more
+* a block is gathered for forward, and its memory is gone in backward
+* a copy of the row stays when its memory is given back
+* the last block stays where no backward will come
+* the last of three ranks sends its part in reverse
+* in backward the block after is gathered ahead, which is through already
+* every row stays where it is: stage 1 with more messages
+* the last block goes and comes back at once
+* `over` is never called
+* this rank's part is a piece of the row, and is lost with it
+* what is ahead is gathered, though this pass does not go there
+* the next block is gathered ahead, whether it is to or not
+* in backward every block waits for the network
+* every block waits for the network
+* embedding and head are gathered by a pass that has neither
+* nothing is sent; a rank fills its row from a copy it has kept
+* `over` is called while the block still has memory
+* `over` is called when a block's backward begins
+* the block ahead is waited for before this one computes
+* a gathered row is zero
 """
 
 from collections.abc import Callable, Sequence

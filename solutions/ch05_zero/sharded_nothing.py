@@ -9,6 +9,21 @@ it updates that shard, and the all-gather that used to bring everybody's gradien
 instead. The states, two numbers for each element, are a share of what they were, and so is the work of the update.
 
 Usual wrong answers:
+* rank 0 keeps all states and updates everything, the others none
+* gradients are all-reduced, of which a rank needs a shard only
+* what Adam remembers of the whole row is hidden in arrays of numpy
+* the rule that every program is accused of first
+* the optimizer has its shard, and everybody still gets all gradients
+* the line as it is when it is mended
+* the fault is named, and the program as it was
+* every rank keeps its own shard to itself
+* one of the two moments is kept whole
+* a line that shows the fault, and does not make it
+* where the row does not divide, the last element of every shard but the last is left as it was
+* two ranks share the states out; of four, each keeps half of them
+* the sum over the ranks instead of the mean
+* the rule about the gradient, which the program keeps
+* every parameter is zero in the end
 """
 
 import os

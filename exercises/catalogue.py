@@ -56,15 +56,15 @@ class Exercise:
     """One table of an exercise.toml.
 
     kind: "piece", a symbol of the package with lines left blank; "script", a program to be mended; "clinic", one whose
-    loss falls and whose numbers are wrong: name what is violated and where, then mend it; "predict", scenarios whose
-    outcome is to be told before the check measures it.
+    loss falls and whose numbers or costs are wrong: name what is violated and where, then mend it; "predict",
+    scenarios whose outcome is to be told before the check measures it.
     piece: the symbol to write, `module:symbol`; also: further symbols that belong to it, of the same module or others.
     calls: what the blank lines may call. guards: ready-made equivalents (`numpy.array_split`) that are no answer.
     defines: the functions a program must keep. changes: what the stub has otherwise than the right text. fails: the
     test that the stub of a program must fail. fault: the line of a clinic's stub that is to be found.
     route: `always` when every training run calls the piece; the trainer's options under which it does, where {ranks}
-    stands for their number and {shares} for one number per rank; or `none: ` and why there are none. why: the
-    solution's note.
+    stands for their number, {shares} for one number per rank and 1|2 for either value; or `none: ` and why there are
+    none. why: the solution's note.
     """
 
     name: str

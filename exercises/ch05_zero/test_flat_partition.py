@@ -96,7 +96,7 @@ def comes_back_over_the_wire(answer, world, network):
     padded = -(-elements // world.size) * world.size
     sent = sorted((record.name, record.payload_bytes // 4) for record in network.records)
     wanted = [["all_gather", padded], ["reduce_scatter", padded]] if world.size > 1 else []
-    expect("(operation, elements)", [list(pair) for pair in sent], wanted, case=told(SIZES, world.size))
+    expect("what is sent: (operation, elements)", [list(pair) for pair in sent], wanted, case=told(SIZES, world.size))
 
 
 def gradient(name, rank):

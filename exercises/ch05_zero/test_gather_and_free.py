@@ -167,7 +167,7 @@ def a_row_comes_and_goes(answer, world, network):
     unit.release()  # nobody has waited for it
     unit.release()
     sent = [[record.name, record.payload_bytes // 8] for record in network.records]
-    expect("(operation, elements)", sent, [["all_gather", layout.numel]] * 3 if world.size > 1 else [])
+    expect("what is sent: (operation, elements)", sent, [["all_gather", layout.numel]] * 3 if world.size > 1 else [])
     late = [record for record in network.records if record.waited is None]
     expect("gathers that nobody waited for before their memory was given back", len(late), 0)
 
@@ -245,7 +245,7 @@ def on_its_way_while_another_computes(answer, world, network):
     of = [numbers[record.payload_bytes // 8] for record in network.records]  # whose row each message is
     turn = happened.index("turn")
     first = happened.index(f"launch {of.index(0)}")
-    expect("launched before the embedding computes: block 0", first < happened.index(f"forward {REST}"), True)
+    in_time("the gather of block 0 is launched", first < happened.index(f"forward {REST}"), "the embedding computes")
     for kind, ahead in (("forward", 1), ("backward", -1)):
         for index in range(LAYERS):
             if not 0 <= index + ahead < LAYERS or (kind, index + ahead) == ("backward", LAYERS - 1):
@@ -253,12 +253,18 @@ def on_its_way_while_another_computes(answer, world, network):
             number = [n for n, whose in enumerate(of) if whose == index + ahead][kind == "backward"]
             begins = happened.index(f"{kind} {index}")
             launched, waited = (happened.index(f"{what} {number}") for what in ("launch", "wait"))
-            expect(
-                f"in {kind}: launched before {NAMES[index]} computes: {NAMES[index + ahead]}", launched < begins, True
-            )
-            expect(f"in {kind}: waited for after it computes: {NAMES[index + ahead]}", waited > begins, True)
+            what, computes = f"in {kind}, the gather of {NAMES[index + ahead]} is", f"{NAMES[index]} computes"
+            in_time(f"{what} launched", launched < begins, computes)
+            in_time(f"{what} waited for", waited > begins, computes, "after")
             if kind == "backward":
-                expect(f"in backward: launched after forward was over: {NAMES[index - 1]}", launched > turn, True)
+                in_time(f"{what} launched", launched > turn, "forward is over", "after")
+
+
+def in_time(what, right, event, when="before"):
+    """Something must come before, or after, an event."""
+    if not right:
+        other = {"before": "after", "after": "before"}[when]
+        raise Wrong("wrong", what, f"{when} {event}", f"{other} {event}", case="prefetch=True")
 
 
 @test(points=2, ranks=(2,))

@@ -6,7 +6,7 @@ import torch
 
 from exercises.observed import Held, timeline
 from exercises.rows import cut, laid_out
-from exercises.testing import expect, test
+from exercises.testing import Wrong, expect, test
 from minidist.comm import Use, bind
 from minidist.mesh import Mesh
 from minidist.precision.formats import Formats
@@ -99,7 +99,12 @@ def reduced_in_every_micro_batch(answer, world, network):
         gradients.clear()
         sent = [[record.name, record.payload_bytes // 4] for record in network.records[before:]]
         wanted = [["reduce_scatter", padded]] * micro_batches
-        expect("(operation, elements)", sent, wanted, case=f"{micro_batches} micro-batches")
+        expect(
+            "what is sent: (operation, elements)",
+            sent,
+            wanted,
+            case=f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}",
+        )
 
 
 @test(points=2, ranks=(2, 3))
@@ -159,9 +164,17 @@ def travels_while_backward_goes_on(answer, world, network):
     network.event("finished")
     happened = timeline(network)
     for number in range(3):
-        place = happened.index(f"wait {number}") if f"wait {number}" in happened else -1
-        after = happened.index(f"launched {number}") < place < happened.index("finished")
-        expect(f"reduction {number} is waited for after launch() and before the step ends", after, True)
+        place, what = (
+            happened.index(f"wait {number}") if f"wait {number}" in happened else -1,
+            f"reduction {number + 1}",
+        )
+        if place < 0 or place > happened.index("finished"):
+            raise Wrong(
+                "wrong", f"when {what} of 3 is waited for", "before the step ends", "never", case="3 micro-batches"
+            )
+        if place < happened.index(f"launched {number}"):
+            later = "after launch() has returned"
+            raise Wrong("wrong", f"when {what} of 3 is waited for", later, "inside launch()", case="3 micro-batches")
 
 
 @test(points=2, ranks=(4,))
@@ -176,7 +189,11 @@ def copies_are_summed_once(answer, world, network):
     got, mine = finished(gradients), cut(SIZES, 2)[groups["grads"].rank]
     expect("the shard", got.tolist(), laid_out(mine, lambda name: total(name, range(4), 2)))
     sent = [[record.name, record.payload_bytes // 4] for record in network.records[before:]]
-    expect("(operation, elements)", sent, [["reduce_scatter", 24], ["reduce_scatter", 24], ["all_reduce", 12]])
+    expect(
+        "what is sent: (operation, elements)",
+        sent,
+        [["reduce_scatter", 24], ["reduce_scatter", 24], ["all_reduce", 12]],
+    )
 
 
 @test(points=1, ranks=(2,))

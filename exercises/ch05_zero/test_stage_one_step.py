@@ -135,7 +135,12 @@ def two_messages_a_row(answer, world, network):
         run_step(sink, network, world.rank, micro_batches=micro_batches)
         sent = [[record.name, record.payload_bytes // 4] for record in network.records[before:]]
         wanted = [[name, numel] for name in ("reduce_scatter", "all_gather") for numel in padded]
-        expect("(operation, elements)", sent, wanted, case=f"{micro_batches} micro-batches")
+        expect(
+            "what is sent: (operation, elements)",
+            sent,
+            wanted,
+            case=f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}",
+        )
 
 
 @test(points=2, ranks=(2,))

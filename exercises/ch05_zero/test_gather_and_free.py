@@ -253,7 +253,7 @@ def on_its_way_while_another_computes(answer, world, network):
             number = [n for n, whose in enumerate(of) if whose == index + ahead][kind == "backward"]
             begins = happened.index(f"{kind} {index}")
             launched, waited = (happened.index(f"{what} {number}") for what in ("launch", "wait"))
-            what, computes = f"in {kind}, the gather of {NAMES[index + ahead]} is", f"{NAMES[index]} computes"
+            what, computes = f"in {kind}, the gather of {NAMES[index + ahead]} is", f"{NAMES[index]} begins"
             in_time(f"{what} launched", launched < begins, computes)
             in_time(f"{what} waited for", waited > begins, computes, "after")
             if kind == "backward":

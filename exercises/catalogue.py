@@ -56,15 +56,15 @@ class Exercise:
     """One table of an exercise.toml.
 
     kind: "piece", a symbol of the package with lines left blank; "script", a program to be mended; "clinic", one whose
-    loss falls and whose numbers are wrong: name what is violated and where, then mend it; "predict", scenarios whose
-    outcome is to be told before the check measures it.
-    piece: the symbol to write, `module:symbol`; also: further symbols of the same module that belong to it.
+    loss falls and whose numbers or costs are wrong: name what is violated and where, then mend it; "predict",
+    scenarios whose outcome is to be told before the check measures it.
+    piece: the symbol to write, `module:symbol`; also: further symbols that belong to it, of the same module or others.
     calls: what the blank lines may call. guards: ready-made equivalents (`numpy.array_split`) that are no answer.
     defines: the functions a program must keep. changes: what the stub has otherwise than the right text. fails: the
     test that the stub of a program must fail. fault: the line of a clinic's stub that is to be found.
     route: `always` when every training run calls the piece; the trainer's options under which it does, where {ranks}
-    stands for their number and {shares} for one number per rank; or `none: ` and why there are none. why: the
-    solution's note.
+    stands for their number, {shares} for one number per rank and 1|2 for either value; or `none: ` and why there are
+    none. why: the solution's note.
     """
 
     name: str
@@ -128,11 +128,21 @@ class Exercise:
         return self.piece.split(":")[0]
 
     @property
+    def modules(self) -> tuple[str, ...]:
+        """Those that the symbols of a piece stand in, each once."""
+        return tuple(dict.fromkeys(piece.split(":")[0] for piece in self.pieces))
+
+    @property
     def source(self) -> Path:
         """The file with the right text: the module of a piece, else a program beside the stub."""
         if self.piece:
-            return (ROOT / Path(*self.module.split("."))).with_suffix(".py")
+            return file_of(self.module)
         return self.folder / "programs" / f"{self.name}.py"
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        """All files with right text."""
+        return tuple(map(file_of, self.modules)) or (self.source,)
 
     def tests(self) -> list[TestCase]:
         """The tests in the order of their file. Raises UserError when the file has none or its points do not add up."""
@@ -141,6 +151,11 @@ class Exercise:
             total = sum(case.points for case in found)
             raise UserError(f"{self.test_file} gives {total} points in all, exercise.toml says {self.points}")
         return found
+
+
+def file_of(module: str) -> Path:
+    """Where a module of the package stands."""
+    return (ROOT / Path(*module.split("."))).with_suffix(".py")
 
 
 class Catalogue(Mapping[str, Exercise]):
@@ -226,11 +241,9 @@ def _check(exercise: Exercise, where: str) -> None:
         raise UserError(f"{where} needs at least {_MIN_HINTS} hints")
     if not exercise.changes:
         raise UserError(f"{where} leaves the learner nothing to do: no line is blank or changed")
-    if exercise.kind == "piece" and not all(
-        ":" in piece and piece.split(":")[0] == exercise.module for piece in exercise.pieces
-    ):
-        raise UserError(f"{where} piece and also must be module:symbol, of one module")
-    for file, what in ((exercise.test_file, "tests"), (exercise.source, "right text")):
+    if exercise.kind == "piece" and not all(":" in piece for piece in exercise.pieces):
+        raise UserError(f"{where} piece and also must be module:symbol")
+    for file, what in ((exercise.test_file, "tests"), *((file, "right text") for file in exercise.sources)):
         if not file.exists():
             raise UserError(f"{where} has no {what}: {file} is not there")
     if "fails" in KINDS[exercise.kind] and exercise.fails not in [test.id for test in exercise.tests()]:

@@ -158,9 +158,9 @@ def _results(tests: Sequence[TestCase], findings: dict[str, Finding]) -> list[Te
 
 def _secret(exercise: Exercise, answer: Path) -> tuple[str, ...]:
     """Files and folders that hold the answer or the judge: nobody reads them during a check."""
-    source = exercise.source
     secret = [exercise.root / "solutions", exercise.root / "tests" / "answers", exercise.root / "chapters"]
-    secret += [exercise.test_file, source, Path(importlib.util.cache_from_source(str(source)))]
+    secret += [exercise.test_file, *exercise.sources]
+    secret += [Path(importlib.util.cache_from_source(str(source))) for source in exercise.sources]
     if len(answer.parents) > 2:  # the learner's own notebooks, which stand beside work/exercises
         secret.append(answer.parents[2] / "chapters")
     return tuple(str(path) for path in secret)

@@ -84,7 +84,12 @@ def _leave(finding: Finding, note: Note, world, request: Request) -> None:
     finding.test, finding.call = note.test, finding.call or note.text
     finding.rank, finding.size = world.rank, world.size
     finding.source = _source_line(request.answer, finding.line)
-    Path(f"{request.folder}/finding-{world.rank}").write_text(json.dumps(asdict(finding)))
+    file = Path(f"{request.folder}/finding-{world.rank}")
+    written = file.with_suffix(".part")
+    written.write_text(json.dumps(asdict(finding)))
+    written.rename(
+        file
+    )  # whole or not there: the job may end while this is written, because another rank has found something
     raise Found(finding.kind)
 
 

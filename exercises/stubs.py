@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-from exercises.catalogue import Change, Exercise
+from exercises.catalogue import Change, Exercise, file_of
 from minidist.errors import UserError
 
 _WIDTH = 118
@@ -65,10 +65,11 @@ def fault_line(exercise: Exercise) -> int:
 
 def solution(exercise: Exercise) -> str:
     """The text of the solution."""
+    where = f", as it stands in {' and '.join(exercise.modules)}" * bool(exercise.piece)
     usual = [each for each in wrong_answers(exercise) if not each.file.stem.startswith("wrong_cheat_")]
     wrong = [f"* {each.says}" for each in usual if each.says]
     told = [
-        f"{exercise.title}: the solution{f', as it stands in {exercise.module}' * bool(exercise.piece)}.",
+        f"{exercise.title}: the solution{where}.",
         "",
         *_wrapped(exercise.why),
         "",
@@ -128,19 +129,23 @@ def _joined(exercise: Exercise, parts: list[str]) -> str:
 
 def _sources(exercise: Exercise) -> list[str]:
     """The right text: the source of each symbol of a piece, decorators included; a program without its docstring."""
-    text = exercise.source.read_text()
     if not exercise.piece:
+        text = exercise.source.read_text()
         end = ast.parse(text).body[0].end_lineno
         return ["\n".join(text.splitlines()[end:]).strip()]
+    return [_source(exercise, piece) for piece in exercise.pieces]
+
+
+def _source(exercise: Exercise, piece: str) -> str:
+    """The source of one symbol of a piece."""
+    module, _, name = piece.partition(":")
+    text = file_of(module).read_text()
     nodes = {node.name: node for node in ast.parse(text).body if hasattr(node, "name")}
-    found = []
-    for name in exercise.symbols:
-        if name not in nodes:
-            raise UserError(f"{exercise.name}: {exercise.module} has no {name}")
-        node = nodes[name]
-        start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        found.append("\n".join(text.splitlines()[start - 1 : node.end_lineno]))
-    return found
+    if name not in nodes:
+        raise UserError(f"{exercise.name}: {module} has no {name}")
+    node = nodes[name]
+    start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return "\n".join(text.splitlines()[start - 1 : node.end_lineno])
 
 
 def _changed(exercise: Exercise) -> list[str]:
@@ -172,15 +177,29 @@ def _with(source: str, lines: tuple[int, int], put: str) -> str:
 
 
 def _imports(exercise: Exercise) -> str:
-    """The imports of the module that the symbols use, and an import of the module's own names."""
-    tree = ast.parse(exercise.source.read_text())
-    used = {n.id for source in _sources(exercise) for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)}
-    own = {name for node in tree.body for name in _defined(node)} & used - set(exercise.symbols)
-    statements = [kept for node in tree.body if (kept := _used_part(node, used))]
-    if own:
-        statements.append(f"from {exercise.module} import {', '.join(sorted(own, key=_case))}")
+    """The imports of the modules that the symbols use, and imports of the modules' own names."""
+    statements: list[str] = []
+    named: dict[str, set[str]] = {}  # what is imported from a module
+    for module in exercise.modules:
+        tree = ast.parse(file_of(module).read_text())
+        sources = [_source(exercise, piece) for piece in exercise.pieces if piece.startswith(f"{module}:")]
+        used = {n.id for source in sources for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)}
+        used -= set(exercise.symbols)
+        own = {name for node in tree.body for name in _defined(node)} & used
+        if own:
+            named.setdefault(module, set()).update(own)
+        for node in tree.body:
+            for alias in getattr(node, "names", []):
+                if (alias.asname or alias.name).split(".")[0] not in used:
+                    continue
+                if isinstance(node, ast.ImportFrom) and not alias.asname:
+                    named.setdefault(node.module, set()).add(alias.name)
+                else:
+                    where = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
+                    statements.append(f"{where}import {ast.unparse(alias)}")
+    statements += [f"from {module} import {', '.join(sorted(names, key=_case))}" for module, names in named.items()]
     groups = {"standard": [], "other": [], "ours": []}
-    for statement in statements:
+    for statement in dict.fromkeys(statements):
         top = re.split(r"[ .]", statement)[1]
         kind = "ours" if top == "minidist" else "other" if top in ("numpy", "torch") else "standard"
         groups[kind].append(statement)
@@ -191,18 +210,6 @@ def _defined(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.Assign):
         return {target.id for target in node.targets if isinstance(target, ast.Name)}
     return {node.name} if hasattr(node, "name") else set()
-
-
-def _used_part(node: ast.stmt, used: set[str]) -> str | None:
-    """An import statement with the names that are used; None for anything else, or when none is."""
-    if not isinstance(node, ast.Import | ast.ImportFrom):
-        return None
-    kept = [alias for alias in node.names if (alias.asname or alias.name).split(".")[0] in used]
-    if not kept:
-        return None
-    if isinstance(node, ast.Import):
-        return ast.unparse(ast.Import(kept))
-    return ast.unparse(ast.ImportFrom(node.module, sorted(kept, key=lambda alias: _case(alias.name)), node.level))
 
 
 def _case(name: str) -> tuple[int, str]:

@@ -8,7 +8,7 @@ counted; a piece that should have been called and was not is an error.
 import ast
 import importlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,7 @@ def choose(passed: Sequence[Exercise], ranks: int) -> list[Choice]:
         if exercise.route.startswith(_NONE):
             choices.append(Choice(exercise, left_out=exercise.route.removeprefix(_NONE)))
             continue
-        wanted = options_of(exercise, ranks)
+        wanted = options_of(exercise, ranks, {name: values for name, (values, _) in taken.items()})
         clash = next((taken[name] for name, value in wanted.items() if taken.get(name, (value,))[0] != value), None)
         if clash:
             why = f"{clash[1]} goes another way; to see this one: --only {exercise.name}"
@@ -92,25 +92,39 @@ def choose(passed: Sequence[Exercise], ranks: int) -> list[Choice]:
     return choices[::-1]
 
 
-def options_of(exercise: Exercise, ranks: int) -> dict[str, tuple[str, ...]]:
-    """The options that lead to the piece, and their values; none when every run does."""
+def options_of(
+    exercise: Exercise, ranks: int, taken: Mapping[str, tuple[str, ...]] | None = None
+) -> dict[str, tuple[str, ...]]:
+    """The options that lead to the piece, and their values; none when every run does.
+
+    taken: values that are given already. Where several lead there, it is the one that was taken, else the first.
+    """
+    options, taken = {}, taken or {}
+    for name, values in _route(exercise, ranks).items():
+        given = taken.get(name, ())
+        fits = len(given) == len(values) and all(one in may for one, may in zip(given, values, strict=True))
+        options[name] = given if fits else tuple(may[0] for may in values)
+    return options
+
+
+def _route(exercise: Exercise, ranks: int) -> dict[str, list[list[str]]]:
+    """The options of a route; for each of their values those that may stand there."""
     if exercise.route == "always":
         return {}
     shares = " ".join(str(ranks - rank) for rank in range(ranks))
-    options: dict[str, tuple[str, ...]] = {}
+    options: dict[str, list[list[str]]] = {}
     for word in exercise.route.replace("{shares}", shares).replace("{ranks}", str(ranks)).split():
         if word.startswith("--"):
-            options[name := word] = ()
+            options[name := word] = []
         else:
-            options[name] += (word,)
+            options[name].append(word.split("|"))
     return options
 
 
 def installed(exercise: Exercise, work: Work) -> Installed:
     """The learner's file as the ranks take it."""
-    symbols = tuple(f"{exercise.module}:{symbol}" for symbol in exercise.symbols)
     file = work.file(exercise)
-    return Installed(exercise.name, symbols, str(file), file.read_text())
+    return Installed(exercise.name, exercise.pieces, str(file), file.read_text())
 
 
 def train_with(world: "World", config: "Config", pieces: Sequence[Installed]) -> None:
@@ -181,16 +195,17 @@ def _passed(catalogue: Catalogue, work: Work, only: Sequence[str]) -> list[Exerc
 
 def _lost(choice: Choice, config: Any, ranks: int) -> str:
     """The first option of a piece that the configuration does not have any more; "" when it has them all."""
-    for name, values in options_of(choice.exercise, ranks).items():
+    for name, values in _route(choice.exercise, ranks).items():
         value = config
         section, _, field = name.removeprefix("--").rpartition(".")
         for part in [*section.split("."), field.removeprefix("no-")]:
             value = getattr(value, part.replace("-", "_"))
         if not values:  # a flag
-            values = (str(not field.startswith("no-")),)
+            values = [[str(not field.startswith("no-"))]]
         kept = value if isinstance(value, tuple) else (value,)
-        if len(kept) != len(values) or any(not _same(one, word) for one, word in zip(kept, values, strict=True)):
-            return " ".join((name, *values))
+        same = (any(_same(one, word) for word in may) for one, may in zip(kept, values, strict=False))
+        if len(kept) != len(values) or not all(same):
+            return " ".join((name, *(" or ".join(may) for may in values)))
     return ""
 
 

@@ -58,9 +58,11 @@ def texts(chapter: Path) -> dict[str, str]:
     for exercise in exercises_of(chapter):
         if exercise.kind == "piece":
             solution = exercise.solution.read_text()
+            piece_of = {piece.partition(":")[2]: piece for piece in exercise.pieces}
             for node in ast.parse(solution).body:
-                if getattr(node, "name", None) in exercise.symbols:
-                    found[f"{exercise.module}:{node.name}"] = ast.get_source_segment(solution, node)
+                if (name := getattr(node, "name", None)) in piece_of:
+                    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                    found[piece_of[name]] = "\n".join(solution.splitlines()[first - 1 : node.end_lineno])
     return found
 
 

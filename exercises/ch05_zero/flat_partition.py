@@ -1,0 +1,49 @@
+"""Parameters in one row, cut into equal shards.
+
+Write the missing lines of Layout and in_a_row; the docstring says what is asked.
+You may call: Slot, Layout, Layout.bounds, max, min, sum, dict.items, dict.values.
+Check it with: python -m exercises check flat_partition
+
+Stub a644415a.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from minidist.zero.layout import Slot
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row of `parts` shards of `shard` elements each. slots: where each parameter lies, by name."""
+
+    slots: Mapping[str, Slot]
+    parts: int
+    shard: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the row, padding included."""
+        raise NotImplementedError("return the length of the row")
+
+    @cached_property
+    def padding(self) -> int:
+        raise NotImplementedError("return how many elements belong to no parameter")
+
+    def bounds(self, part: int) -> tuple[int, int]:
+        """Where a shard begins and ends in the row."""
+        raise NotImplementedError("return where this shard begins and ends in the row")
+
+    def held(self, part: int) -> dict[str, tuple[int, int]]:
+        """The elements of each parameter that a shard holds, counted from the parameter's first; none: left out."""
+        raise NotImplementedError("return what this shard has of each parameter")
+
+    def held_numel(self, part: int) -> int:
+        """Elements of parameters in a shard, without padding."""
+        return sum(stop - start for start, stop in self.held(part).values())
+
+
+def in_a_row(sizes: Mapping[str, int], parts: int) -> Layout:
+    """Parameters in the given order, cut wherever a shard ends. sizes: elements of each, by name."""
+    raise NotImplementedError("return the layout: one slot behind the other, shards as short as can be")

@@ -1,0 +1,218 @@
+"""Tests of shard_gradients: whole numbers as gradients, and memory that is not written to holds no numbers at all."""
+
+import contextlib
+
+import torch
+
+from exercises.observed import Held, timeline
+from exercises.rows import cut, laid_out
+from exercises.testing import Wrong, expect, test
+from minidist.comm import Use, bind
+from minidist.mesh import Mesh
+from minidist.precision.formats import Formats
+from minidist.zero.layout import in_a_row
+
+# Together 23 elements: rows of 2, 3 and 4 ranks end in padding. In the order in which backward finishes them.
+SHAPES = {"head": (3, 2), "norm": (3,), "up": (2, 5), "bias": (4,)}
+SIZES = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
+FP32 = Formats(*[torch.float32] * 5)
+KIB = 1024
+
+
+@contextlib.contextmanager
+def nothing_is_zero_by_chance():
+    """torch.empty gives memory that is full of NaN. By this switch, since the public one imports half of torch."""
+    torch._C._set_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(False)
+
+
+def gradients_of(answer, group, outer=None, formats=FP32, sizes=SIZES):
+    return answer.ShardGradients(in_a_row(sizes, group.size), group, outer, formats, torch.device("cpu"))
+
+
+def gradient(name, rank, micro_batch=0, step=0):
+    """What one rank adds: whole numbers, of which a hundred sum up exactly in float32 and a few in bfloat16."""
+    numbers = torch.arange(float(SIZES[name])).reshape(SHAPES[name])
+    return numbers + 10 * rank + 3 * micro_batch + 7 * step + len(name)
+
+
+def backward(gradients, rank, micro_batch=0, step=0, leave_out=()):
+    """The backward of one micro-batch on this rank, up to the launch of its reduction."""
+    for name in SHAPES:
+        if name not in leave_out:
+            gradients.add(name, gradient(name, rank, micro_batch, step))
+    gradients.launch()
+
+
+def finished(gradients):
+    """The end of the step's backward; returns this rank's shard."""
+    gradients.begin_finish()
+    gradients.settle()
+    return gradients.result
+
+
+def total(name, ranks, micro_batches, step=0, used=lambda name, rank, micro_batch: True):
+    """The sum over ranks and micro-batches of all that was added."""
+    found = torch.zeros(SHAPES[name])
+    for rank in ranks:
+        for micro_batch in range(micro_batches):
+            if used(name, rank, micro_batch):
+                found += gradient(name, rank, micro_batch, step)
+    return found
+
+
+def expect_shard(what, got, world, values):
+    """This rank's shard of the row of these sums."""
+    expect(what, got.tolist(), laid_out(cut(SIZES, world.size)[world.rank], values))
+
+
+@test(points=3, ranks=(1, 2, 3, 4))
+def a_shard_of_the_sum(answer, world, network):
+    """After each step every rank has its shard of the sum over ranks and micro-batches, and padding is zero."""
+    with nothing_is_zero_by_chance():
+        for micro_batches in (1, 3):
+            gradients = gradients_of(answer, network.group)
+            for step in range(2):
+                for micro_batch in range(micro_batches):
+                    backward(gradients, world.rank, micro_batch, step)
+                what = f"the shard of rank {world.rank} in step {step + 1}, {micro_batches} micro-batches"
+
+                def values(name, step=step, micro_batches=micro_batches):
+                    return total(name, range(world.size), micro_batches, step)
+
+                expect_shard(what, finished(gradients), world, values)
+                gradients.clear()
+
+
+@test(points=3, ranks=(2, 3))
+def reduced_in_every_micro_batch(answer, world, network):
+    """One reduce-scatter of the row for each micro-batch, and nothing else goes over the network."""
+    gradients, padded = gradients_of(answer, network.group), len(sum(cut(SIZES, world.size), []))
+    for micro_batches in (1, 4):
+        before = len(network.records)
+        for micro_batch in range(micro_batches):
+            backward(gradients, world.rank, micro_batch)
+        finished(gradients)
+        gradients.clear()
+        sent = [[record.name, record.payload_bytes // 4] for record in network.records[before:]]
+        wanted = [["reduce_scatter", padded]] * micro_batches
+        expect(
+            "what is sent: (operation, elements)",
+            sent,
+            wanted,
+            case=f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}",
+        )
+
+
+@test(points=2, ranks=(2, 3))
+def not_every_rank_has_every_gradient(answer, world, network):
+    """A gradient that did not come counts as zero; a rank without any takes part all the same."""
+
+    def used(name, rank, micro_batch):
+        return (rank != 1 or micro_batch == 1) and (name != "up" or (rank, micro_batch) == (0, 1))
+
+    with nothing_is_zero_by_chance():
+        gradients = gradients_of(answer, network.group)
+        for micro_batch in range(3):
+            absent = [name for name in SHAPES if not used(name, world.rank, micro_batch)]
+            backward(gradients, world.rank, micro_batch, leave_out=absent)
+        what = "the shard, where rank 1 has gradients in the second of three micro-batches only"
+        expect_shard(what, finished(gradients), world, lambda name: total(name, range(world.size), 3, used=used))
+        gradients.clear()
+        expect("the shard after a step without a micro-batch", finished(gradients).count_nonzero(), 0)
+
+
+@test(points=3, ranks=(2,))
+def no_row_stays(answer, world, network):
+    """A row of full length is there while backward is in it; when it is reduced, shards are left and nothing longer."""
+    sizes = {"weight": 256 * KIB // 4}  # one row of 256 KiB
+    grad = torch.ones(sizes["weight"])
+    with Held() as held:
+        units = [gradients_of(answer, network.group, sizes=sizes) for _ in range(4)]
+        shards = held.nbytes()
+        expect("KiB of four shards, before any gradient", shards // KIB, 4 * 128)
+        for micro_batch in range(2):
+            for number, gradients in enumerate(units):  # the backward of one part of the model after the other
+                case = f"four rows of 256 KiB; micro-batch {micro_batch + 1}, row {number + 1}"
+                gradients.add("weight", grad)
+                expect(
+                    "KiB of gradients beside the shards, before launch()",
+                    (held.nbytes() - shards) // KIB,
+                    256,
+                    case=case,
+                )
+                gradients.launch()
+                gradients.settle()
+                expect(
+                    "KiB of gradients beside the shards, after settle()", (held.nbytes() - shards) // KIB, 0, case=case
+                )
+    for gradients in units:
+        expect("the sum of two micro-batches over two ranks", finished(gradients)[0].item(), 4.0)
+
+
+@test(points=2, ranks=(2,))
+def travels_while_backward_goes_on(answer, world, network):
+    """launch() returns before the reduction has ended: what it sends is waited for later."""
+    gradients = gradients_of(answer, network.group)
+    for micro_batch in range(3):
+        backward(gradients, world.rank, micro_batch)
+        network.event(f"launched {micro_batch}")
+    finished(gradients)
+    network.event("finished")
+    happened = timeline(network)
+    for number in range(3):
+        place, what = (
+            happened.index(f"wait {number}") if f"wait {number}" in happened else -1,
+            f"reduction {number + 1}",
+        )
+        if place < 0 or place > happened.index("finished"):
+            raise Wrong(
+                "wrong", f"when {what} of 3 is waited for", "before the step ends", "never", case="3 micro-batches"
+            )
+        if place < happened.index(f"launched {number}"):
+            later = "after launch() has returned"
+            raise Wrong("wrong", f"when {what} of 3 is waited for", later, "inside launch()", case="3 micro-batches")
+
+
+@test(points=2, ranks=(4,))
+def copies_are_summed_once(answer, world, network):
+    """Where two ranks hold the same shard (hybrid sharding), the shard is summed over them once a step, at its end."""
+    uses = [Use("grads", ("cp",)), Use("copies", ("dp",))]
+    groups = bind(world, Mesh(dp=2, cp=2), uses)
+    before = len(network.records)
+    gradients = gradients_of(answer, groups["grads"], groups["copies"])
+    for micro_batch in range(2):
+        backward(gradients, world.rank, micro_batch)
+    got, mine = finished(gradients), cut(SIZES, 2)[groups["grads"].rank]
+    expect("the shard", got.tolist(), laid_out(mine, lambda name: total(name, range(4), 2)))
+    sent = [[record.name, record.payload_bytes // 4] for record in network.records[before:]]
+    expect(
+        "what is sent: (operation, elements)",
+        sent,
+        [["reduce_scatter", 24], ["reduce_scatter", 24], ["all_reduce", 12]],
+    )
+
+
+@test(points=1, ranks=(2,))
+def sums_are_as_wide_as_asked(answer, world, network):
+    """Gradients come in bfloat16 and travel in it, and what comes back is added up in float32; or all in float64."""
+    formats = Formats(torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32)
+    gradients, before = gradients_of(answer, network.group, formats=formats), len(network.records)
+    for micro_batch in range(9):
+        for name in SHAPES:  # 256, then ones: a sum in bfloat16 would stay at 256 and a few
+            gradients.add(name, torch.full(SHAPES[name], 1.0 if micro_batch else 256.0).bfloat16())
+        gradients.launch()
+    got = finished(gradients)
+    expect("the format of the shard", str(got.dtype), "torch.float32")
+    wanted = laid_out(cut(SIZES, 2)[world.rank], lambda name: torch.full(SHAPES[name], 528.0))
+    expect("256 and eight ones from each of two ranks", got.tolist(), wanted)
+    expect("the format on the wire", sorted({str(r.dtype) for r in network.records[before:]}), ["torch.bfloat16"])
+    gradients, exact = gradients_of(answer, network.group, formats=Formats(*[torch.float64] * 5)), 1 + 2.0**-40
+    for name in SHAPES:
+        gradients.add(name, torch.full(SHAPES[name], exact, dtype=torch.float64))
+    gradients.launch()
+    wanted = laid_out(cut(SIZES, 2)[world.rank], lambda name: torch.full(SHAPES[name], 2 * exact, dtype=torch.float64))
+    expect("the sum of what float32 has no room for", finished(gradients).tolist(), wanted)

@@ -1,0 +1,216 @@
+"""Tests of stage_one_step: the package's sink with the learner's rows, and an update by hand with exact numbers."""
+
+import torch
+from torch import nn
+
+from exercises.observed import Held, timeline
+from exercises.rows import cut, laid_out
+from exercises.testing import expect, test
+from minidist.precision.formats import Formats
+from minidist.zero.layout import in_a_row
+from minidist.zero.sink import Reduced, ShardedSink
+
+# Two rows, in the order in which backward finishes them. No length divides by 2 or 4; the second one's does by 3.
+ROWS = [{"head": (3, 2), "norm": (3,)}, {"up": (2, 5), "bias": (4,), "embed": (7,)}]
+SHAPES = {name: shape for row in ROWS for name, shape in row.items()}
+FP32 = Formats(*[torch.float32] * 5)
+MIXED = Formats(torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32)
+RATE = 0.5
+KIB = 1024
+
+
+def sizes(row):
+    return {name: torch.Size(shape).numel() for name, shape in row.items()}
+
+
+def start(name, rank):
+    """Where a parameter starts on a rank: nowhere the same."""
+    return torch.arange(float(torch.Size(SHAPES[name]).numel())).reshape(SHAPES[name]) + 100 * rank - len(name)
+
+
+def gradient(name, rank, micro_batch=0, step=0):
+    """What one rank adds: whole numbers."""
+    numbers = torch.arange(float(torch.Size(SHAPES[name]).numel())).reshape(SHAPES[name])
+    return numbers * (1 + rank) + 3 * micro_batch + 7 * step + len(name)
+
+
+def sink_of(answer, world, network, formats=FP32, rows=ROWS, begin=start):
+    """The package's sink over the learner's rows and gradients, and the parameters."""
+    members, parameters, group = [], {}, network.group
+    for row in rows:
+        values = {name: begin(name, world.rank) for name in row}
+        held = {name: nn.Parameter(value.to(formats.parameter, copy=True)) for name, value in values.items()}
+        layout = in_a_row({name: value.numel() for name, value in values.items()}, group.size)
+        unit = answer.Unit(held, values, layout, group, formats)
+        gradients = answer.WholeGradients(layout, group, None, formats, unit.row.device)
+        members.append(Reduced(unit, gradients))
+        parameters |= held
+    return ShardedSink(members, [], list(parameters), {}, each_micro_batch=False), parameters
+
+
+def reduce(sink, network, rank, micro_batches=1, step=0, leave_out=()):
+    """Forward and backward of all micro-batches: gradients are handed over, and summed over the ranks."""
+    for micro_batch in range(micro_batches):
+        for name in SHAPES:
+            if name not in leave_out:
+                sink.add(name, gradient(name, rank, micro_batch, step))
+            if micro_batch == micro_batches - 1:
+                network.event(f"ready {name}")
+                sink.ready(name)
+    network.event("backward is over")
+    sink.finish()
+
+
+def update(sink, step=0):
+    """Every master minus half of its gradient."""
+    sink.settle([1.0] * len(sink.reports))
+    with torch.no_grad():
+        for _ in sink.rounds(step):
+            for master in sink.masters.values():
+                if master.grad is not None:
+                    master -= RATE * master.grad
+
+
+def run_step(sink, network, rank, **how):
+    reduce(sink, network, rank, **how)
+    update(sink, how.get("step", 0))
+    sink.gather()
+    sink.clear()
+
+
+def trained(name, size, micro_batches, steps, used=lambda name, rank, step: True):
+    """A parameter after some steps: each element starts as on the rank whose shard it lies in."""
+    row = next(row for row in ROWS if name in row)
+    place = {element: rank for rank, shard in enumerate(cut(sizes(row), size)) for element in shard if element}
+    found = [start(name, place[name, index]).flatten()[index] for index in range(torch.Size(SHAPES[name]).numel())]
+    found = torch.stack(found).reshape(SHAPES[name])
+    for step in range(steps):
+        for rank in range(size):
+            for micro_batch in range(micro_batches):
+                if used(name, rank, step):
+                    found -= RATE * gradient(name, rank, micro_batch, step)
+    return found
+
+
+@test(points=2, ranks=(1, 3))
+def parameters_lie_in_the_row(answer, world, network):
+    """A parameter keeps its numbers and is a view of the row; bounds are where its elements are in the shard."""
+    for row in ROWS:
+        parameters = {name: nn.Parameter(start(name, world.rank)) for name in row}
+        layout = in_a_row(sizes(row), world.size)
+        unit = answer.Unit(parameters, {name: start(name, 0) for name in row}, layout, network.group, FP32)
+        for name, parameter in parameters.items():
+            expect(f"the parameter {name}, laid into the row", parameter.detach(), start(name, world.rank))
+            same = parameter.untyped_storage().data_ptr() == unit.row.untyped_storage().data_ptr()
+            expect(f"whether the parameter {name} is a view of the row", same, True)
+        expect("whether the row takes a gradient: it is memory, and no part of a graph", unit.row.requires_grad, False)
+        shards = cut(sizes(row), world.size)
+        whole = [number for shard in shards for number in laid_out(shard, lambda name: start(name, world.rank))]
+        expect("the row", unit.row.tolist(), whole)
+        mine, wanted = shards[world.rank], {}
+        for place, element in enumerate(mine):
+            if element:
+                wanted[element[0]] = [wanted.get(element[0], [place])[0], place + 1]
+        expect(f"bounds in the shard {mine}", {name: list(ends) for name, ends in unit.bounds.items()}, wanted)
+
+
+@test(points=5, ranks=(1, 2, 3, 4))
+def one_step_after_the_other(answer, world, network):
+    """After each step every rank has all parameters, each element updated by the rank whose shard it lies in."""
+    sink, parameters = sink_of(answer, world, network)
+    for step in range(2):
+        run_step(sink, network, world.rank, micro_batches=2, step=step)
+        for name in SHAPES:
+            what = f"the parameter {name} after step {step + 1}"
+            expect(what, parameters[name].detach(), trained(name, world.size, 2, step + 1), case="2 micro-batches")
+
+
+@test(points=3, ranks=(2, 3))
+def two_messages_a_row(answer, world, network):
+    """In a step each row is reduce-scattered once and gathered once, whatever the number of micro-batches."""
+    sink, _ = sink_of(answer, world, network)
+    padded = [len(sum(cut(sizes(row), world.size), [])) for row in ROWS]
+    for micro_batches in (1, 3):
+        before = len(network.records)
+        run_step(sink, network, world.rank, micro_batches=micro_batches)
+        sent = [[record.name, record.payload_bytes // 4] for record in network.records[before:]]
+        wanted = [[name, numel] for name in ("reduce_scatter", "all_gather") for numel in padded]
+        expect(
+            "what is sent: (operation, elements)",
+            sent,
+            wanted,
+            case=f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}",
+        )
+
+
+@test(points=2, ranks=(2,))
+def nothing_waits_before_it_must(answer, world, network):
+    """Reductions are launched inside backward and waited for after it; gathers all launched, then waited for."""
+    sink, _ = sink_of(answer, world, network)
+    run_step(sink, network, world.rank)
+    happened = timeline(network)
+    over = happened.index("backward is over")
+    inside = [event for event in happened[:over] if not event.startswith("ready")]
+    expect("what happens inside backward", inside, ["launch 0", "launch 1"])
+    expect("what happens after it", happened[over + 1 :], [
+        "wait 0", "wait 1", "launch 2", "launch 3", "wait 2", "wait 3",
+    ])  # fmt: skip
+
+
+@test(points=2, ranks=(2,))
+def a_gradient_that_does_not_come(answer, world, network):
+    """Where a rank has no gradient for a parameter it adds zero, not what was there in the step before."""
+
+    def used(name, rank, step):
+        return step == 0 or name not in ("norm", "up") or rank == 1
+
+    sink, parameters = sink_of(answer, world, network)
+    for step in range(2):
+        absent = [name for name in SHAPES if not used(name, world.rank, step)]
+        run_step(sink, network, world.rank, step=step, leave_out=absent)
+    for name in SHAPES:
+        case = "in step 2 rank 0 has no gradient for norm and up"
+        expect(f"the parameter {name}", parameters[name].detach(), trained(name, world.size, 1, 2, used), case=case)
+
+
+@test(points=2, ranks=(2,))
+def a_row_each_and_no_copies(answer, world, network):
+    """Parameters take one row and gradients another; neither the reduction nor the update nor the gather takes more."""
+    rows = [{"weight": (64, KIB)}]  # 256 KiB
+    with Held() as held:
+        sink, parameters = sink_of(answer, world, network, rows=rows, begin=lambda name, rank: torch.ones(64, KIB))
+        expect("KiB of a row of parameters and one of gradients", held.nbytes() // KIB, 512)
+        grad = torch.ones(64, KIB)
+        sink.add("weight", grad)
+        del grad
+        sink.ready("weight")
+        expect("KiB while the row is on its way", held.nbytes() // KIB, 512)
+        sink.finish()
+        expect("KiB when it is reduced", held.nbytes() // KIB, 512)
+        update(sink)
+        sink.gather()
+        expect("KiB after the step", held.nbytes() // KIB, 512)
+    expect("the first element", parameters["weight"][0, 0].item(), 0.0)
+
+
+@test(points=2, ranks=(2,))
+def every_format_is_kept(answer, world, network):
+    """bfloat16 computes and travels, float32 adds up and is updated: what is small for one is not lost in the other."""
+    sink, parameters = sink_of(answer, world, network, MIXED, begin=lambda name, rank: torch.full(SHAPES[name], 256.0))
+    for steps in (1, 2):
+        for name, shape in SHAPES.items():
+            for addend in (0.5, 2.0**-9, -(2.0**-9)):  # bfloat16 has no room for the sum of the first two
+                sink.add(name, torch.full(shape, addend).bfloat16())
+            sink.ready(name)
+        sink.finish()
+        formats = {str(result.dtype) for result in sink.gradients().values()}
+        expect("the format of summed gradients", sorted(formats), ["torch.float32"])
+        update(sink)
+        sink.gather()
+        sink.clear()
+        wanted = {1: 256.0, 2: 255.0}[steps]  # 255.5 is none of bfloat16's numbers, and 256 the even neighbour
+        for name, shape in SHAPES.items():
+            got = parameters[name].detach().float()
+            expect(f"{name} after step {steps}, minus 0.5 in each", got, torch.full(shape, wanted))
+    sent = {f"{record.name} {str(record.dtype).removeprefix('torch.')}" for record in network.records}
+    expect("what travels, and in which format", sorted(sent), ["all_gather bfloat16", "reduce_scatter bfloat16"])

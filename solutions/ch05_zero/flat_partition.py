@@ -1,0 +1,79 @@
+"""Parameters in one row, cut into equal shards: the solution, as it stands in minidist.zero.layout.
+
+Sharing out whole parameters leaves ranks with unequal loads: an embedding is larger than the rest together. One row
+that is cut by length gives every rank the same number of elements, and one message for all of them. Where a shard
+ends has nothing to do with where a parameter ends, so a parameter may lie on two ranks or on ten, and a rank may hold
+parts of many.
+
+Reduce-scatter and all-gather want shards of one length, so the row ends in padding. It is part of the row's length,
+sent and kept like everything else, and belongs to no parameter: whoever takes it for one finds a wrong norm.
+
+Usual wrong answers:
+* padding where the row divides as well
+* laid out in the order of names
+* the package's own layout
+* all parameters in the same place
+* elements counted from the begin of the row
+* elements counted from the begin of the shard
+* every parameter padded by itself, and the row longer than need be
+* laid out by size, not in the given order
+* the last shard ends where the last parameter does, and is shorter than the others
+* a parameter that the shard has nothing of is there, with a negative length
+* the last shard forgets its first parameter
+* each shard has the first element of the next as well
+* the padding as if it were in one shard of a row that has none
+* shards rounded down, and the last parameter has no room
+* a parameter that spans a whole shard is missing from it
+* a parameter that is cut belongs to the shard in which it begins
+* a layout without parameters
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from minidist.zero.layout import Slot
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row of `parts` shards of `shard` elements each. slots: where each parameter lies, by name."""
+
+    slots: Mapping[str, Slot]
+    parts: int
+    shard: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the row, padding included."""
+        return self.parts * self.shard
+
+    @cached_property
+    def padding(self) -> int:
+        return self.numel - sum(slot.numel for slot in self.slots.values())
+
+    def bounds(self, part: int) -> tuple[int, int]:
+        """Where a shard begins and ends in the row."""
+        return part * self.shard, (part + 1) * self.shard
+
+    def held(self, part: int) -> dict[str, tuple[int, int]]:
+        """The elements of each parameter that a shard holds, counted from the parameter's first; none: left out."""
+        begin, end = self.bounds(part)
+        cut = {
+            name: (max(begin, slot.start) - slot.start, min(end, slot.stop) - slot.start)
+            for name, slot in self.slots.items()
+        }
+        return {name: (start, stop) for name, (start, stop) in cut.items() if start < stop}
+
+    def held_numel(self, part: int) -> int:
+        """Elements of parameters in a shard, without padding."""
+        return sum(stop - start for start, stop in self.held(part).values())
+
+
+def in_a_row(sizes: Mapping[str, int], parts: int) -> Layout:
+    """Parameters in the given order, cut wherever a shard ends. sizes: elements of each, by name."""
+    slots, end = {}, 0
+    for name, numel in sizes.items():
+        slots[name] = Slot(end, end + numel)
+        end += numel
+    return Layout(slots, parts, -(-end // parts))

@@ -1,0 +1,59 @@
+"""Sixteen bytes, by formula: the solution, as it stands in minidist.plan.states.
+
+Mixed precision with Adam has sixteen bytes for each parameter: two of the parameter, two of its gradient, four of its
+master, eight of two moments. Twelve belong to the optimizer, which looks at them once a step: they are the first to
+be shared out (Rajbhandari et al. 2020, table 1).
+
+Rows are padded one by one, so the sums are over rows, not over the model: padding counts, in bytes too, and a formula
+in fractions of the whole is wrong by it. An estimate is of use when it is what will be measured.
+
+Usual wrong answers:
+* a row that divides gets padding as well
+* a float has no room for every whole number
+* the package's own formula
+* sixteen bytes, whatever the stage
+* right for fp16 with sums in fp16, and every state four bytes
+* gradients are added up in the format of the parameters
+* gradients are shared out in stage 3 only
+* stage 2 shares out gradients that it was told to keep whole
+* masters where the parameters are the masters
+* every rank keeps the masters of the whole row
+* the row as long as what lies in it, without its padding
+* parameters are shared out in stage 2
+* the shards are together shorter than what lies in them
+* a generator is empty after the first sum over it
+* as if all rows were as long as the first
+* every rank keeps the moments of the whole row
+* two moments for each element, whatever the optimizer keeps
+* nothing takes any memory
+"""
+
+from collections.abc import Iterable
+
+from minidist.config import ZeroConfig
+from minidist.plan.states import ModelStates, Row
+from minidist.precision.policy import BYTES as FORMAT_BYTES
+from minidist.precision.policy import Policy
+
+
+def row_of(numel: int, shards: int, moments: int) -> Row:
+    """So many elements, padded to as many equal shards."""
+    shard = -(-numel // shards)
+    return Row(shard * shards, shard, moments)
+
+
+def model_states(rows: Iterable[Row], zero: ZeroConfig, policy: Policy) -> ModelStates:
+    """What the rows take on each rank: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 3 and table 1.
+
+    In bytes per element, with N shards: stage 0 `p + a + m + s`; stage 1 `p + a + (m + s)/N`; stage 2
+    `p + (a + m + s)/N`, or as stage 1 with gradients kept whole; stage 3 `(p + a + m + s)/N`. p, a, m, s are those of
+    parameter, accumulated gradient, master and all moments: with fp16 throughout and AdamW 2, 2, 4 and 8, sixteen.
+    """
+    rows = list(rows)
+    whole, part = sum(row.numel for row in rows), sum(row.shard for row in rows)
+    return ModelStates(
+        parameters=(part if zero.stage == 3 else whole) * FORMAT_BYTES[policy.parameter],
+        gradients=(part if zero.shares_gradients else whole) * FORMAT_BYTES[policy.accumulate],
+        masters=part * FORMAT_BYTES[policy.master] if policy.separate_masters else 0,
+        moments=sum(row.shard * row.moments for row in rows) * FORMAT_BYTES[policy.state],
+    )

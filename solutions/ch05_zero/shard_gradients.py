@@ -1,0 +1,88 @@
+"""A row of gradients only while backward is in it: the solution, as it stands in minidist.zero.gradients.
+
+Stage 1 keeps gradients of full length from the first micro-batch to the end of the step. Stage 2 keeps a shard: each
+micro-batch is reduced by itself, and what comes back is added to the shard. The price is a reduce-scatter for each
+micro-batch instead of one for all of them, so with k micro-batches k times as many bytes.
+
+The row that is on its way belongs to the network until the wait: the next micro-batch needs another one. A rank that
+had no gradient for a row sends zeros, since the others wait for its part; and the padding, which nobody reads, is
+sent too, so that it must hold numbers: what memory happens to hold may be an infinity, and a format of 16 bits turns
+that into an overflow.
+
+Usual wrong answers:
+* where no gradient came is whatever memory held
+* the first micro-batch, which ends in the shard itself, is added to it as well
+* the sum is kept in the format in which gradients travel
+* the row is all-reduced, twice the bytes, and the shard cut out of it
+* the package's own under the learner's name
+* the shard is full of ones
+* ranks that hold the same shard never sum it
+* shards are summed over their copies in every micro-batch, and once more at the end
+* the mean over the ranks instead of the sum
+* after a step without a micro-batch the gradient of the step before is there
+* what comes after the first micro-batch is never added
+* a row is given back when the next one takes its place, so that every part of the model keeps one
+* each micro-batch takes the place of the one before
+* the last of three or more ranks forgets all micro-batches but the first
+* the padding is whatever memory held
+* a rank without a gradient sends nothing, and the others wait
+* the row stays, and is reduced at the end of the step, as in stage 1
+* one row for all micro-batches, which nobody gives back
+* the second step is added to the first
+* launch() waits for what it has just launched
+* the shard is zero
+"""
+
+import torch
+from torch import Tensor
+
+from minidist.zero.gradients import WholeGradients
+
+
+class ShardGradients(WholeGradients):
+    """Gradients of full length only inside the backward of a micro-batch; a shard of them for the step."""
+
+    transient = True
+
+    def _allocate(self) -> None:
+        self.row, self.views = None, {}
+        self.result = torch.zeros(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
+        self._first = True
+
+    def add(self, name: str, grad: Tensor) -> None:
+        if self.row is None:
+            self._make_row()
+        super().add(name, grad)
+
+    def _make_row(self) -> None:
+        row = torch.empty(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
+        row[row.numel() - self.layout.padding :].zero_()  # what nobody reads is sent all the same
+        self._set_row(row)
+
+    def launch(self) -> None:
+        self.settle()
+        if self.row is None:  # no gradient came on this rank; others wait for its part all the same
+            self._make_row()
+        for name in self.views.keys() - self.filled:
+            self.views[name].zero_()
+        self._reduce_into(self.result if self._first else torch.empty_like(self.result))
+        self._first, self.row, self.views, self.filled = False, None, {}, set()  # the next micro-batch's are others
+
+    def settle(self) -> None:
+        """Wait for what was launched, and add it up."""
+        if self._arriving is None:
+            return
+        target = self._arriving[2]
+        super().settle()
+        if target is not self.result:
+            self.result.add_(target)
+
+    def begin_finish(self) -> None:
+        self.settle()
+        if self._first:  # there was no micro-batch
+            self.result.zero_()
+        self.sum_copies()
+
+    def clear(self) -> None:
+        super().clear()
+        self._first = True

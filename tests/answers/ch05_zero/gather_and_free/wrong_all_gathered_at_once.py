@@ -1,0 +1,134 @@
+"""there_when_it_computes_and_no_longer: all blocks are gathered when the model begins"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minidist.zero.blocks import Block
+from minidist.zero.unit import Unit
+
+
+class Blocks:
+    """Gathers and frees the blocks of a model while it runs.
+
+    model: called with `layers`, as `Transformer` is; root: all of it that is in no block. num_layers: of the whole
+    model. keep: what comes last in forward, head and last block, stays gathered until its backward. prefetch: gather
+    the next while one computes. over: called in backward with the units of a block that is through, unless None.
+    """
+
+    def __init__(
+        self, model: nn.Module, root: Block, blocks: Sequence[Block], num_layers: int, keep: bool, prefetch: bool
+    ):
+        self.root, self.blocks = root, {block.index: block for block in blocks}
+        self.end_of_model, self.keep, self.prefetch = num_layers, keep, prefetch
+        self.over: Callable[[Sequence[ShardedUnit]], None] | None = None
+        self._layers = range(num_layers)  # of the pass that runs
+        self._in_backward: Block | None = None
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._after_model)
+        for block in blocks:
+            block.module.register_forward_pre_hook(lambda *_, block=block: self._before(block))
+            block.module.register_forward_hook(lambda *args, block=block: self._after(block, args[-1]))
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, model: nn.Module, args: tuple, how: dict) -> None:
+        layers = how.get("layers")
+        self._layers = range(self.end_of_model) if layers is None else layers
+        if self._layers.start == 0 or self._at_end:
+            self.root.need()
+        self._launch(self._layers.start)
+        for index in self._layers:
+            self.blocks[index].launch()
+
+    @property
+    def _at_end(self) -> bool:
+        return self._layers.stop == self.end_of_model
+
+    def _launch(self, index: int) -> None:
+        """Gather a block ahead, if it is part of this pass."""
+        if self.prefetch and index in self._layers:
+            self.blocks[index].launch()
+
+    def _before(self, block: Block) -> None:
+        block.need()
+        self._launch(block.index + 1)
+
+    def _after(self, block: Block, hidden: Tensor) -> None:
+        if not self._stays(block.index == self.end_of_model - 1):
+            block.release()
+        if hidden.requires_grad:
+            layers = self._layers
+            hidden.register_hook(lambda _: self._before_backward(block, layers))
+
+    def _stays(self, last: bool) -> bool:
+        return self.keep and last and torch.is_grad_enabled()
+
+    def _after_model(self, model: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+        if not self._stays(self._at_end):
+            self.root.release()
+        if self._at_end and isinstance(output, tuple) and output[0].requires_grad:
+            layers = self._layers
+            output[0].register_hook(lambda _: self._begin_backward(layers))
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _begin_backward(self, layers: range) -> None:
+        self._layers = layers
+        self.root.need()
+        self._launch(layers.stop - 1)
+
+    def _before_backward(self, block: Block, layers: range) -> None:
+        self._layers = layers
+        self._leave()
+        block.need()
+        self._launch(block.index - 1)
+        self._in_backward = block
+
+    def _leave(self) -> None:
+        """The block whose backward ran is through."""
+        block, self._in_backward = self._in_backward, None
+        if block is not None:
+            block.release()
+            if self.over is not None:
+                self.over(block.units)
+
+    def end(self) -> None:
+        """A micro-batch's backward is over: nothing stays gathered."""
+        self._in_backward = None
+        self.root.release()
+        for block in self.blocks.values():
+            block.release()
+
+    def gather_all(self) -> None:
+        """Fill every row, for whoever wants to see the whole model; `end` frees them."""
+        for block in [self.root, *self.blocks.values()]:
+            block.need()
+
+
+class ShardedUnit(Unit):
+    """A row that has memory only while somebody needs it (stage 3)."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.is_whole = True
+        self.release()
+
+    def _own(self, begin: int, end: int) -> Tensor:
+        return super()._own(begin, end).clone()  # it stays when the row has no memory
+
+    @torch.no_grad()
+    def launch_gather(self) -> None:
+        """Start to fill the row, unless it is full or about to be."""
+        if not self.is_whole:
+            self.is_whole = True
+            self.row.untyped_storage().resize_(self.row.numel() * self.row.element_size())
+            super().launch_gather()
+
+    def release(self) -> None:
+        """Give the row's memory back. What views it, the model and autograd's graph, finds the next content there."""
+        if self.is_whole:
+            self.wait_gather()
+            self.is_whole = False
+            self.row.untyped_storage().resize_(0)

@@ -1,0 +1,56 @@
+"""no_row_stays: a row is given back when the next one takes its place, so that every part of the model keeps one"""
+
+import torch
+from torch import Tensor
+
+from minidist.zero.gradients import WholeGradients
+
+
+class ShardGradients(WholeGradients):
+    """Gradients of full length only inside the backward of a micro-batch; a shard of them for the step."""
+
+    transient = True
+
+    def _allocate(self) -> None:
+        self.row, self.views = None, {}
+        self.result = torch.zeros(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
+        self._first = True
+
+    def add(self, name: str, grad: Tensor) -> None:
+        if self.row is None:
+            self._make_row()
+        super().add(name, grad)
+
+    def _make_row(self) -> None:
+        row = torch.empty(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
+        row[row.numel() - self.layout.padding :].zero_()  # what nobody reads is sent all the same
+        self._set_row(row)
+
+    def launch(self) -> None:
+        self.settle()
+        if self.row is None:  # no gradient came on this rank; others wait for its part all the same
+            self._make_row()
+        for name in self.views.keys() - self.filled:
+            self.views[name].zero_()
+        self._reduce_into(self.result if self._first else torch.empty_like(self.result))
+        self.before = self.row
+        self._first, self.row, self.views, self.filled = False, None, {}, set()  # the next micro-batch's are others
+
+    def settle(self) -> None:
+        """Wait for what was launched, and add it up."""
+        if self._arriving is None:
+            return
+        target = self._arriving[2]
+        super().settle()
+        if target is not self.result:
+            self.result.add_(target)
+
+    def begin_finish(self) -> None:
+        self.settle()
+        if self._first:  # there was no micro-batch
+            self.result.zero_()
+        self.sum_copies()
+
+    def clear(self) -> None:
+        super().clear()
+        self._first = True

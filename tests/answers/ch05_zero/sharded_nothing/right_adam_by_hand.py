@@ -1,0 +1,93 @@
+"""Adam written out over the shard, which is a tensor of its own."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+INVARIANTS = {
+    "start": "all ranks start with the same parameters",
+    "row": "the row is as many equal shards as there are ranks, and what fills it up stays zero",
+    "mean": "the gradient of an element is the mean over all ranks, on every rank that needs it",
+    "states": "what Adam remembers of an element is kept by one rank alone",
+    "whole": "after a step every rank has all parameters, updated",
+}
+INVARIANT = "states"
+LINE = "self.optimizer = torch.optim.Adam([self.row], lr=0.01, eps=0.001)"
+
+
+class ShardedAdam:
+    """Adam that is shared out over the ranks.
+
+    row: all parameters of the model, one behind the other, then zeros until it cuts into equal shards. gradients: the
+    same of the gradients. shards, parts: these two, cut. mine: the shard of this rank, with its own gradient.
+    """
+
+    def __init__(self, model):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        parameters = list(model.parameters())
+        shard = -(-sum(parameter.numel() for parameter in parameters) // size)
+        self.row = torch.zeros(size * shard, dtype=parameters[0].dtype)
+        self.gradients = torch.zeros_like(self.row)
+        end = 0
+        for parameter in parameters:
+            begin, end = end, end + parameter.numel()
+            place = self.row[begin:end].view_as(parameter)
+            place.copy_(parameter.data)
+            parameter.data = place
+            parameter.grad = self.gradients[begin:end].view_as(parameter)
+        self.shards = list(self.row.split(shard))
+        self.parts = list(self.gradients.split(shard))
+        self.mine = self.shards[rank]
+        self.mine.grad = torch.zeros_like(self.mine)
+        self.mean, self.square, self.steps = torch.zeros_like(self.mine), torch.zeros_like(self.mine), 0
+
+    def step(self):
+        """Reduce, update, gather."""
+        dist.reduce_scatter(self.mine.grad, self.parts)
+        self.mine.grad /= dist.get_world_size()
+        self.steps += 1
+        gradient = self.mine.grad
+        self.mean.mul_(0.9).add_(gradient, alpha=0.1)
+        self.square.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+        spread = (self.square / (1 - 0.999**self.steps)).sqrt_().add_(0.001)
+        self.mine.addcdiv_(self.mean / (1 - 0.9**self.steps), spread, value=-0.01)
+        dist.all_gather(self.shards, self.mine)
+        self.gradients.zero_()
+
+    def state_bytes(self):
+        """What Adam remembers on this rank."""
+        return self.mean.nbytes + self.square.nbytes
+
+
+def main(inputs, targets, model, epochs=10, batch_size=12):
+    """Train `model` on all ranks; returns it, this rank's loss after each step, and the bytes of its Adam's states.
+
+    inputs (samples, 10), targets (samples, 1): the same on all ranks. batch_size is a multiple of the number of ranks.
+    """
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    optimizer = ShardedAdam(model)
+    losses = []
+    for _ in range(epochs):
+        for start in range(0, len(inputs), batch_size):
+            share = slice(start + rank, start + batch_size, world_size)
+            loss = nn.functional.mse_loss(model(inputs[share]), targets[share])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    dist.destroy_process_group()
+    return model, losses, optimizer.state_bytes()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    samples = torch.randn(120, 10)
+    network = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
+    network, seen, state_bytes = main(samples, samples.sum(dim=1, keepdim=True).sin(), network)
+    row_bytes = 4 * sum(parameter.numel() for parameter in network.parameters())
+    print(f"rank {os.environ['RANK']}: loss {seen[0]:.3f} -> {seen[-1]:.3f}, states of Adam {state_bytes} bytes, "
+          f"of {2 * row_bytes} that one process has")  # fmt: skip

@@ -1,0 +1,145 @@
+"""two_messages_a_row: the summed gradients are gathered as well, and nobody needs them"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from minidist.comm import Group, Handle, all_gather, all_reduce, reduce_scatter
+from minidist.precision.formats import Formats
+from minidist.precision.masters import Masters, Rounding
+from minidist.zero.layout import Layout
+
+
+class WholeGradients:
+    """Gradients of full length for the whole step.
+
+    group: ranks that share out the row; outer: ranks that hold the same shard, whose gradients belong to the same sum.
+    filled: the parameters that have a gradient now. result: this rank's shard, its sum over all ranks after `finish`.
+    transient: whether a row of full length lives only from its first gradient to the end of its reduction.
+    """
+
+    transient = False
+
+    def __init__(self, layout: Layout, group: Group, outer: Group | None, formats: Formats, device: torch.device):
+        self.layout, self.group, self.outer, self.formats, self.device = layout, group, outer, formats, device
+        self.filled: set[str] = set()
+        self._arriving: tuple[Handle, Tensor, Tensor] | None = None  # on its way, from where, and where it belongs
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self._set_row(torch.zeros(self.layout.numel, dtype=self.formats.accumulate, device=self.device))
+        self.result = self.row[slice(*self.layout.bounds(self.group.rank))]
+
+    def _set_row(self, row: Tensor) -> None:
+        self.row = row
+        self.views = {name: row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """One contribution of this rank to the gradient of a parameter, of any shape and format."""
+        view = self.views[name].view_as(grad)
+        if name in self.filled:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self.filled.add(name)
+
+    def launch(self) -> None:
+        """Start the reduction of what has come; a gradient that did not come counts as zero."""
+        for name in self.views.keys() - self.filled:
+            self.views[name].zero_()
+        if self.group.size > 1:
+            self._reduce_into(self.result)
+        else:  # nothing is shared out: those that hold the same sum the whole row
+            self.sum_copies()
+
+    def _reduce_into(self, target: Tensor) -> None:
+        """Start the reduction of the row, over copies in the format of the wire where that is another one."""
+        row, output = self.row, target
+        if self.formats.reduce != self.formats.accumulate:
+            row, output = row.to(self.formats.reduce), torch.empty_like(target, dtype=self.formats.reduce)
+        self._arriving = reduce_scatter(output, row, self.group, async_op=True), output, target
+
+    def sum_copies(self) -> None:
+        """Start the sum of shards over the ranks that hold the same."""
+        if self.outer is not None:
+            sent = self.result.to(self.formats.reduce)  # itself, where the format is the same
+            self._arriving = all_reduce(sent, self.outer, async_op=True), sent, self.result
+
+    def settle(self) -> None:
+        """Wait for what was launched; the result has it then."""
+        if self._arriving is not None:
+            handle, arrived, target = self._arriving
+            handle.wait()
+            if arrived is not target:
+                target.copy_(arrived)
+            all_gather(torch.empty_like(self.row), target.clone(), self.group)
+            self._arriving = None
+
+    def begin_finish(self) -> None:
+        """What is left when every reduction over the group was launched."""
+        if self.group.size > 1:
+            self.settle()
+            self.sum_copies()
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.filled.clear()
+
+    def abandon(self) -> None:
+        """The same, of a step that was broken off: what is on its way keeps its memory."""
+        self._arriving = None
+        self.clear()
+        self._allocate()
+
+
+class Unit:
+    """Parameters in one row of memory, of which this rank keeps a shard.
+
+    parameters: of the model, which from now on are views of the row; values: what they are in full precision.
+    group: the ranks that share out the row. host, rounding: as `Masters` has them.
+    row: (numel,), what forward and backward read. part: (shard,), this rank's piece of it. masters: what the optimizer
+    updates of that piece. bounds: which elements of the shard are a parameter's, by name; others' are elsewhere.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        values: Mapping[str, Tensor],
+        layout: Layout,
+        group: Group,
+        formats: Formats,
+        host: bool = False,
+        rounding: Rounding | None = None,
+    ):
+        self.parameters, self.layout, self.group = dict(parameters), layout, group
+        begin, end = layout.bounds(group.rank)
+        held = layout.held(group.rank)  # of each parameter, counted from its own first element
+        self.bounds = {
+            name: (layout.slots[name].start + start - begin, layout.slots[name].start + stop - begin)
+            for name, (start, stop) in held.items()
+        }
+        device = next(iter(parameters.values())).device
+        self.row = torch.zeros(layout.numel, dtype=formats.parameter, device=device)
+        for name, parameter in parameters.items():
+            view = self.row[layout.slots[name].start : layout.slots[name].stop].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.part = self._own(begin, end)
+        mine = {name: values[name].reshape(-1)[start:stop] for name, (start, stop) in held.items()}
+        self.masters = Masters(self.part, self.bounds, mine, formats, host, rounding)
+        self._gathering: Handle | None = None
+
+    def _own(self, begin: int, end: int) -> Tensor:
+        """This rank's piece of the row, (end - begin,)."""
+        return self.row[begin:end]
+
+    @torch.no_grad()
+    def launch_gather(self) -> None:
+        """Start to fill the row with the parts of all ranks."""
+        self._gathering = all_gather(self.row, self.part, self.group, async_op=True)
+
+    def wait_gather(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None

@@ -10,6 +10,22 @@ and every second step be lost. Halving has no floor and doubling has one ceiling
 gradient infinite.
 
 Usual wrong answers:
+* the scale is doubled one good step too late
+* the package's own
+* the scale is halved after every step
+* an overflow halves the scale and leaves the count of good steps as it is
+* overflows are counted from the start of the run, not in a row
+* after the first `growth_interval` good steps the scale doubles in every one
+* doubled in every growth_interval-th step of the run, whatever happened before
+* the scale is never less than 1
+* torch's GradScaler
+* doubled without an end, the scale becomes infinite
+* noted is the scale after the overflow, not the one that overflowed
+* exhausted only when one step more than `max_overflows` overflowed
+* overflow and no overflow are mixed up
+* doubled as Python's float, which has room above the largest float32
+* good steps are counted where no checkpoint has them
+* nothing is done after a step
 """
 
 from minidist.config import PrecisionConfig

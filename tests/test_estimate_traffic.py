@@ -75,7 +75,7 @@ def held(engine: Engine) -> dict:
         "parameters": sum(parameter.numel() for parameter in parameters),
         "parameter_bytes": storages(behind),
         "gradient_bytes": storages(gradients),
-        "master_bytes": storages(member.unit.master for member in members if member.unit.separate),
+        "master_bytes": storages(member.unit.masters.tensor for member in members if member.unit.masters.separate),
     }
 
 

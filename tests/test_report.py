@@ -7,11 +7,11 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
+from minidist.train.agree import StepResult
 from minidist.train.live import Live, sparkline
 from minidist.train.metrics import mfu
 from minidist.train.picture import draw_loss, label_places
 from minidist.train.report import Plain, end_line, metrics_line
-from minidist.train.step import StepResult
 from minidist.train.text import readable
 
 ROW = {

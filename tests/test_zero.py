@@ -74,7 +74,7 @@ def model_state(world, configs) -> list[dict]:
         members = engine.sink._members
         units = [member.unit for member in members]
         parameters = [*(p for p in engine.parameters.values()), *(unit.part for unit in units)]
-        masters = [unit.master for unit in units if unit.separate]
+        masters = [unit.masters.tensor for unit in units if unit.masters.separate]
         states = [t for state in engine.optimizer.state.values() for t in state.values() if t is not None]
         found.append(
             {

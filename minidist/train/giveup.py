@@ -6,7 +6,7 @@ from minidist.comm.standing import rank_names
 from minidist.errors import RunError
 from minidist.fault.agree import Exchange
 from minidist.precision.scaler import LossScaler
-from minidist.train.step import StepResult
+from minidist.train.agree import StepResult
 
 
 def check(result: StepResult, step: int, scaler: LossScaler | None, swap: Exchange, last: Callable[[], str]) -> None:

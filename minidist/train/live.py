@@ -6,8 +6,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from minidist.train.agree import StepResult
 from minidist.train.report import MB, Silent, end_line, norm_text
-from minidist.train.step import StepResult
 
 _LANE_WIDTH = 24
 _SPARKS = "▁▂▃▄▅▆▇█"

@@ -6,7 +6,7 @@ from pathlib import Path
 from minidist.comm import World
 from minidist.config import Config
 from minidist.mesh import Mesh
-from minidist.train.step import StepResult
+from minidist.train.agree import StepResult
 
 MB = 1e6
 

@@ -6,14 +6,15 @@ The phases, in the order in which `Engine.step` reads:
 * forward and backward: micro-batch by micro-batch, or through the stages of a pipeline (`passes.py`); each loss sum is
   divided by that count, and by nothing else;
 * reduce: the sink ends what it began inside backward: this rank has the gradient of the global batch, or its shards;
-* agree: one small vector is summed over all ranks, so that all clip alike and step, skip or stop together;
+* agree: one small vector is summed over all ranks, so that all clip alike and step, skip or stop together
+  (`agree.py`);
 * update: clip, then the optimizer. No parameter is written before this line;
 * gather: where every rank has updated its shard, all get the parameters of all.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,33 +24,10 @@ from minidist.config import OptimConfig
 from minidist.data.loader import Batch
 from minidist.parallelize import Parallel
 from minidist.spec import named_parameters
+from minidist.train.agree import StepResult, agree
 from minidist.train.loss import count_tokens
 from minidist.train.optimizer import make_optimizer, set_learning_rate
 from minidist.train.passes import Passes
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What every rank knows of a step, equal on all of them.
-
-    loss: mean over the counted tokens of the global batch, in nats; None when no token counted.
-    tokens: how many counted; grad_norm: global norm before clipping.
-    applied: whether the parameters were updated; finite: whether loss and norm were finite.
-    overflow: whether the scaled gradients of any rank were too large for their format, so that the step was skipped.
-    stop: whether any rank asked for it.
-    own_loss_finite, not_finite: of this rank alone, when something was not finite: whether its own loss was, and the
-    names of its parameters whose gradient or value was not, in the order of the model.
-    """
-
-    loss: float | None
-    tokens: float
-    grad_norm: float
-    applied: bool
-    finite: bool
-    stop: bool
-    overflow: bool = False
-    own_loss_finite: bool = True
-    not_finite: tuple[str, ...] = ()
 
 
 class Engine:
@@ -103,31 +81,14 @@ class Engine:
             self.sink.scale(1 / self.scaler.scale)
 
     def agree(self, loss: float | Tensor, tokens: float, stop: bool) -> StepResult:
-        """Sum one control vector over all ranks and decide: the decision is the same everywhere."""
-        mine = loss if self.passes.counts_loss else 0.0
+        """Decide with all ranks how the step ends."""
+        loss = float(loss) if self.passes.counts_loss else 0.0
         with self.groups.meter.span("gradient norm"):
-            vector = self._control([float(mine), self._squared_norm(), float(stop), *self.updates.reports])
-        all_reduce(vector, self.groups["control"], async_op=True).wait(host=True)
-        total, squared_norm, stops, *uses = vector.tolist()
+            squared_norm = self._squared_norm()
+        reports, control = self.updates.reports, self.groups["control"]
+        result, uses = agree(loss, squared_norm, stop, reports, tokens, self.scaler, control)
         self.updates.settle(uses)
-        finite = math.isfinite(total) and math.isfinite(squared_norm)
-        overflow = not finite and self.scaler is not None and math.isfinite(total)
-        if self.scaler is not None and tokens > 0:
-            self.scaler.update(overflow)
-        return StepResult(
-            loss=total if tokens else None,
-            tokens=tokens,
-            grad_norm=math.sqrt(squared_norm) if finite else math.nan,
-            applied=finite and tokens > 0,
-            finite=finite,
-            stop=stops > 0,
-            overflow=overflow,
-            own_loss_finite=math.isfinite(mine),
-            not_finite=() if finite else tuple(self.not_finite()),
-        )
-
-    def _control(self, numbers: Sequence[float]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.float64, device=self.groups.world.control_device)
+        return result if result.finite else replace(result, not_finite=tuple(self.not_finite()))
 
     def _squared_norm(self) -> float:
         """This rank's part of the squared gradient norm: each element counts on one of those that hold it."""
@@ -157,7 +118,8 @@ class Engine:
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Mean loss in nats over the counted tokens of all ranks' batches. Every rank gets the same number."""
         self.model.eval()
-        total = self._control(self.passes.evaluate(batches))
+        sums = self.passes.evaluate(batches)
+        total = torch.tensor(sums, dtype=torch.float64, device=self.groups.world.control_device)
         all_reduce(total, self.groups["control"], async_op=True).wait(host=True)
         loss_sum, count = total.tolist()
         return loss_sum / count if count else math.nan

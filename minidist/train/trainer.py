@@ -23,10 +23,11 @@ from minidist.models.transformer import Transformer
 from minidist.parallelize import parallelize, uses
 from minidist.precision.policy import TORCH_NAMES, policy_of
 from minidist.train import giveup, metrics, picture, runfolder, state
+from minidist.train.agree import StepResult
 from minidist.train.report import make_reporter
 from minidist.train.resume import check_resumable
 from minidist.train.schedule import learning_rate
-from minidist.train.step import Engine, StepResult
+from minidist.train.step import Engine
 from minidist.train.text import sample_text
 from minidist.train.trace import Trace, make_meter
 

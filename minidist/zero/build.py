@@ -10,6 +10,7 @@ from minidist.config import Config
 from minidist.parallel.buckets import FIRST_BYTES, MIB, assign
 from minidist.parallel.grads import trainable
 from minidist.precision.formats import Formats
+from minidist.precision.masters import Rounding
 from minidist.precision.rounding import flat_index, round_stochastically
 from minidist.spec import Box, ParamSpec, Specs, flat_boxes, named_parameters
 from minidist.zero.blocks import Block, Blocks
@@ -17,7 +18,7 @@ from minidist.zero.gradients import ShardGradients, WholeGradients
 from minidist.zero.grouping import REST, block_of
 from minidist.zero.layout import Layout, in_a_row, whole
 from minidist.zero.sink import Reduced, ShardedSink
-from minidist.zero.unit import Rounding, ShardedUnit, Unit
+from minidist.zero.unit import ShardedUnit, Unit
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class ShardedSink:
         self._round_of = {
             name: round for round in self._rounds.values() for m in round.members for name in m.unit.parameters
         }
-        self.masters = {name: master for member in members for name, master in member.unit.masters.items()}
+        self.masters = {name: master for member in members for name, master in member.unit.masters.views.items()}
         self._used: set[str] = set()
         self._unused: set[str] = set()  # by every rank, in the step that was reduced last
         self._whole = True  # whether nothing is on its way
@@ -176,14 +176,14 @@ class ShardedSink:
         """
         together, apart = [], []
         for member in self._members:
-            (apart if member.unit.needs_room(member.gradients.result) else together).append(member)
+            (apart if member.unit.masters.needs_room(member.gradients.result) else together).append(member)
         for members in [together] * bool(together) + [[member] for member in apart]:
             for member in members:
-                member.unit.open(member.gradients.result, self._unused)
+                member.unit.masters.open(member.gradients.result, self._unused)
             yield
             for member in members:
-                member.unit.publish(step)
-                member.unit.close()
+                member.unit.masters.publish(step)
+                member.unit.masters.close()
 
     def gather(self) -> None:
         """Bring all parameters to all ranks; in stage 3 that is left to who needs them."""
@@ -209,11 +209,11 @@ class ShardedSink:
     def stored(self) -> dict[str, Tensor]:
         """What this rank keeps of every parameter of its units, frozen ones too, as exact as it has it."""
         units = [*(member.unit for member in self._members), *self._frozen]
-        return {name: tensor for unit in units for name, tensor in unit.stored().items()}
+        return {name: tensor for unit in units for name, tensor in unit.masters.stored().items()}
 
     def restored(self) -> None:
         """What `stored` gave was written to: bring it to the parameters of all ranks."""
         for member in self._members:
-            if member.unit.lasting:
-                member.unit.publish()
+            if member.unit.masters.lasting:
+                member.unit.masters.publish()
         self.gather()

@@ -4,7 +4,7 @@ Write the missing lines of agree; the docstring says what is asked.
 You may call: torch.tensor, all_reduce, Handle.wait, Tensor.tolist, math.isfinite, scaler.update.
 Check it with: python -m exercises check agreed_overflow
 
-Stub c2e7047e.
+Stub 647a803a.
 """
 
 import math
@@ -31,7 +31,7 @@ def agree(
     loss, squared_norm, stop, reports: of this rank; squared_norm: of the elements that count on it. tokens: of the
     global batch, the same on all ranks; at 0 nothing is updated. scaler: of a scaled loss, which learns how it went.
     """
-    raise NotImplementedError("sum one vector over the group; decide from the sum what is finite and what is an overflow")
+    raise NotImplementedError("sum one vector over the group, and decide from the sum")
     result = StepResult(
         loss=total if tokens else None,
         tokens=tokens,

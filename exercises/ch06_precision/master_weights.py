@@ -4,7 +4,7 @@ Write the missing lines of Masters; the docstring says what is asked.
 You may call: torch.zeros_like, Tensor.copy_, Tensor.to, rounding.
 Check it with: python -m exercises check master_weights
 
-Stub 5c1f151d.
+Stub 413dc7fb.
 """
 
 from collections.abc import Collection, Mapping
@@ -41,7 +41,7 @@ class Masters:
         self._part, self._bounds, self._rounding = part, bounds, rounding
         self.separate = host or wide != part.dtype
         self.lasting = formats.master is not None
-        raise NotImplementedError("make `tensor` and `views`: the part itself, or a wider copy that begins as the values")
+        raise NotImplementedError("make `tensor` and `views`: the part itself, or a copy that begins as the values")
         if not self.lasting:
             self.tensor.untyped_storage().resize_(0)
 

@@ -11,6 +11,28 @@ float32. An infinite loss is no overflow of the scale: no smaller scale mends it
 hide it.
 
 Usual wrong answers:
+* a message for each number
+* the package's own
+* the step is always good
+* a step without tokens counts as a good one for the scale
+* every rank gets the numbers of all ranks, pickled
+* whether something overflowed goes in a message of its own
+* the vector is float32, where a square may be infinite that was not
+* the largest of all ranks instead of the sum
+* on the last rank the scaler is told of the step before
+* the rank that has the overflow sends nothing, and the others wait for it
+* a loss that is not finite halves the scale
+* a loss that is not finite does not keep the ranks from stepping
+* the loss is the mean over ranks, though each has its part of a sum
+* only infinity is looked for, and inf - inf is none
+* the scaler learns of overflows only, and never of a good step
+* an overflow where there is no scaler
+* only the rank that was asked stops
+* only the overflow of rank 0 counts
+* all skip, and only the rank that has the overflow halves its scale
+* the rank that has the overflow skips the step, and the others do not
+* the scaler is told of a good step once for each rank
+* nothing is added up
 """
 
 import math

@@ -10,6 +10,28 @@ Gradients may be narrow: they are used once. What lasts from step to step must b
 optimizer's states. Where the parameters are wide already a copy would be memory for nothing.
 
 Usual wrong answers:
+* masters are a copy where the parameters have their format already
+* masters are float32, whatever is asked
+* the package's own
+* masters that are 1 everywhere
+* lower bits are cut off, so that parameters are not the nearest to their masters
+* only the first parameter is published
+* gradients are copied where they have the right format
+* every parameter has its gradient from the start of the row
+* gradients keep the format that they came in
+* masters learn, and the model goes on with the parameters it began with
+* masters are made of the parameters, which have been rounded already
+* the parameters are put one behind the other, without the padding between them
+* after each update the masters are made of the rounded parameters again
+* before each update the masters are made of the rounded parameters
+* gradients are brought to the format of the parameters on their way
+* masters that do not last are rounded to the nearest
+* the rounding is not told which step it is, and rounds alike in all of them
+* the optimizer updates what the model reads, and there is no copy
+* the values are kept beside the masters
+* a parameter that nobody used gets a gradient of zeros
+* views are copies, so that what is updated is not what is published
+* masters begin as zeros, and nothing comes of updates
 """
 
 from collections.abc import Collection, Mapping

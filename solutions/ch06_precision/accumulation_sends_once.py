@@ -9,6 +9,28 @@ on their number. The sum needs more digits than its terms: bfloat16 has eight, s
 more. And .grad that was sent and not emptied is added to, and sent again.
 
 Usual wrong answers:
+* autograd adds up in .grad, which is bfloat16
+* every rank asks for the data of all ranks, and does the work of all of them
+* every gradient is 1
+* .grad is not emptied, so that every micro-batch is counted again in all that follow
+* the number of tokens is summed over ranks for each micro-batch apart
+* the sum over ranks is divided by their number as well
+* the process group is not ended
+* of each rank only the last micro-batch counts
+* the sums of the step before are still there
+* the mean of each micro-batch, averaged over micro-batches and ranks
+* only rank 0 has the sum over ranks
+* the losses of all micro-batches are kept, and one backward goes through all of them
+* each gradient is sent in two halves
+* each rank divides by its own number of tokens, and the sum over ranks by their number
+* a rank without tokens leaves the step out by itself, and the others wait
+* torch's DistributedDataParallel, which averages over ranks
+* the sums are float32, and rounded to bfloat16 after each micro-batch
+* right numbers, and every micro-batch's gradients are sent
+* the sums are rounded before they go over the network
+* the sums go over the network in twice as many bytes as needed
+* a step without tokens is taken all the same, with gradients of 0
+* nothing is computed, and every gradient is 0
 """
 
 import os
@@ -60,7 +82,7 @@ if __name__ == "__main__":
             master -= 0.05 * gradient
             parameter.data.copy_(master)
 
-    data = torch.randn(50, 4, 8, 10, generator=torch.Generator().manual_seed(int(os.environ["RANK"])))
+    data = torch.randn(20, 4, 8, 10, generator=torch.Generator().manual_seed(int(os.environ["RANK"])))
     answers = data.sum(dim=-1, keepdim=True).sin()
     main(network, [list(zip(x.bfloat16(), y, strict=True)) for x, y in zip(data, answers, strict=True)], descend)
     print(f"rank {os.environ['RANK']}: gradient norms {norms[0]:.4f} ... {norms[-1]:.4f}")

@@ -11,6 +11,28 @@ messages, they are sent again, so all ranks must compute again in one order, and
 asked for.
 
 Usual wrong answers:
+* run again for every tensor that backward asks for
+* what a block saved is copied in forward, so that backward finds it
+* the second run has another dropout mask than the first
+* every backward computes from the arguments of the last call
+* the package's own
+* ones, whatever is given
+* only the first argument comes to the second run as it was
+* a block whose input takes no gradient is run without a graph
+* the second run makes no graph, as in backward gradients are off, and so nothing is saved
+* a second backward finds nothing any more
+* a number is packed, and the tensor is kept beside it
+* right numbers, and everything is kept that was kept before
+* what was found is kept until backward is over
+* numbers count from the last tensor saved, not from the first
+* run again for every tensor, and every message sent as often
+* function modes that were on in the first run are off in the second
+* all calls share one list of what was saved
+* torch's own checkpoint, prepared so that no line of the answer calls it
+* torch's own checkpoint
+* run again in forward already, to be ready for backward
+* run twice under no_grad as well, to count what would be saved
+* zeros, with a graph of nothing
 """
 
 from collections.abc import Callable

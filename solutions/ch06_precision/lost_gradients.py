@@ -1,9 +1,8 @@
 """A sum that does not grow any more: the solution.
 
 bfloat16 has eight significant bits: above 1 its numbers are 1/128 apart, so adding less than 1/256 to 1 gives 1.
-After some dozens of micro-batches of one size the sum is so much larger than the next contribution that it stands
-still, and the step is too short, by more the more micro-batches there are. No element is zero, no number is infinite,
-the loss falls: with a smaller gradient it falls more slowly.
+After 256 contributions of one size the sum stands still, and the step is too short, by more the more micro-batches
+there are. No element is zero, no number is infinite, the loss falls: with a smaller gradient it falls more slowly.
 
 The memory of the sum was made with the format of the parameter. In float32 it takes two bytes more per parameter,
 whatever the number of micro-batches, and 2**16 contributions of one size are added without loss. The same holds for
@@ -21,8 +20,10 @@ Usual wrong answers:
 * the line is named as it is when mended, not as it was
 * the fault is found and not mended
 * the model stays in float32, and nothing is mended but the speed is gone
+* mended, and the start is left out, which is right for replicas that start equal
 * only rank 0 adds up in float32
 * where it is added, while the format was decided where the memory was made
+* mended, and of a batch that does not divide by the number of ranks the rest is left out
 * added in float32, and brought back to bfloat16 each time
 * every micro-batch's gradients are sent
 * added up in float32, and rounded for the wire

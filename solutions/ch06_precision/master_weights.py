@@ -1,7 +1,7 @@
 """A copy that the update does not get lost in: the solution, as it stands in minidist.precision.masters.
 
-A weight in bfloat16 has eight significant bits, so it moves in steps of 1/256 of itself. Late in training an update
-is a thousandth of its weight, and every single one would be rounded away, though a thousand of them double the
+A weight in bfloat16 has eight significant bits, so it moves in steps of 1/256 to 1/128 of itself. Late in training an
+update is a thousandth of its weight, and every single one would be rounded away, though a thousand of them double the
 weight. In the wide copy they add up, and what forward and backward read follows it by one rounding per step; the
 errors of the roundings do not add up, since the copy never takes one back. That is why the copy begins as the values
 before rounding, and why nothing is read back from the part.

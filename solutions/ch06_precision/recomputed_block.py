@@ -1,7 +1,7 @@
 """Computed again instead of kept: the solution, as it stands in minidist.recompute.
 
 What autograd keeps of a layer is many times its input, and all of it can be had from the input again. So only the
-input stays, and the price is one more forward, a third of the step's arithmetic. Each call has its own arguments: of
+input stays, and the price is one more forward, a third more arithmetic in a step. Each call has its own arguments: of
 several micro-batches under way each must be computed again from its own.
 
 The second run must be the first: same input, same mask of dropout, same function modes. A mask here is a function of

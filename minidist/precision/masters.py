@@ -80,11 +80,13 @@ class Masters:
     @torch.no_grad()
     def publish(self, step: int = 0) -> None:
         """Bring the updated masters to the part. step: of the optimizer."""
-        if self.separate and self.lasting:
+        if not self.separate:
+            return
+        if self.lasting:
             self._part.copy_(self.tensor)
-        elif self.separate:
-            for name, (start, stop) in self._bounds.items():
-                self._rounding(self.views[name], self._part[start:stop], step, name)
+            return
+        for name, (start, stop) in self._bounds.items():
+            self._rounding(self.views[name], self._part[start:stop], step, name)
 
     def close(self) -> None:
         """After an update: give back what it took."""

@@ -8,7 +8,8 @@ import struct
 
 from minidist.config import PrecisionConfig
 
-GROWTH, BACKOFF = 2.0, 0.5
+GROWTH = 2.0
+BACKOFF = 0.5
 
 
 class LossScaler:

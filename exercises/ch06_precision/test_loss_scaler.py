@@ -1,0 +1,131 @@
+"""Tests of loss_scaler: torch's own rule for one step, which is in C++, is the reference."""
+
+import json
+
+import torch
+
+from exercises.testing import expect, test
+from minidist.comm import all_reduce
+from minidist.config import PrecisionConfig
+
+GOOD, OVERFLOW = False, True
+
+
+def torchs(config, overflows):
+    """The scale after each of these steps, as torch.amp.GradScaler has it."""
+    scale, good_steps, scales = torch.tensor([config.initial_scale]), torch.zeros(1, dtype=torch.int32), []
+    for overflow in overflows:
+        torch._amp_update_scale_(scale, good_steps, torch.tensor(float(overflow)), 2.0, 0.5, config.growth_interval)
+        scales.append(scale.item())
+    return scales
+
+
+def of(answer, config, overflows):
+    """The learner's scale after each of these steps."""
+    scaler, scales = answer.LossScaler(config), []
+    for overflow in overflows:
+        scaler.update(overflow)
+        scales.append(scaler.scale)
+    return scales
+
+
+def same_as_torch(answer, config, overflows):
+    told = "".join("x" if overflow else "." for overflow in overflows)
+    case = f"initial_scale {config.initial_scale:g}, growth_interval {config.growth_interval}; steps {told[-40:]}"
+    expect(
+        "the scale after each step (x: overflow)", of(answer, config, overflows), torchs(config, overflows), case=case
+    )
+
+
+@test(points=2)
+def halved_after_an_overflow(answer):
+    """A step that overflowed halves the scale, the next one that did again."""
+    config = PrecisionConfig()
+    for overflows in ([OVERFLOW], [OVERFLOW] * 3, [GOOD, OVERFLOW, GOOD]):
+        same_as_torch(answer, config, overflows)
+
+
+@test(points=2)
+def doubled_after_good_steps(answer):
+    """So many good steps in a row double the scale, and then it takes as many again."""
+    for interval in (1, 2, 3):
+        same_as_torch(answer, PrecisionConfig(growth_interval=interval), [GOOD] * 7)
+
+
+@test(points=3)
+def every_change_begins_the_count_again(answer):
+    """Good steps count from the last change of the scale, whatever came before."""
+    for steps in ("..x..", ".x.x...", "..x.x..x....", "xx....x.....", "...x...x..."):
+        for interval in (2, 3, 4):
+            same_as_torch(answer, PrecisionConfig(growth_interval=interval), [step == "x" for step in steps])
+
+
+@test(points=2)
+def a_number_of_float32(answer):
+    """The scale is a number that float32 has, and never infinite; halved for ever it comes to 0."""
+    for initial in (1000.1, 2.0**126, 3e38):
+        same_as_torch(answer, PrecisionConfig(initial_scale=initial, growth_interval=2), [GOOD] * 7 + [OVERFLOW, GOOD])
+    for initial in (1000.1, 1e-44):
+        same_as_torch(answer, PrecisionConfig(initial_scale=initial), [OVERFLOW] * 5)
+
+
+@test(points=2)
+def counts_overflows_in_a_row(answer):
+    """`overflowed` has the scales of the steps skipped since the last good one; `_most` of them are enough."""
+    for most in (1, 3):
+        scaler = answer.LossScaler(PrecisionConfig(max_overflows=most))
+        for _ in range(2):
+            wanted = []
+            for count in range(most + 1):
+                expect("the scales of the steps skipped in a row", scaler.overflowed, wanted)
+                what = f"exhausted after {count} overflows in a row, with max_overflows {most}"
+                expect(what, scaler.exhausted, count >= most)
+                wanted = [*wanted, scaler.scale]
+                scaler.update(OVERFLOW)
+            expect("the scales of the steps skipped in a row", scaler.overflowed, wanted)
+            scaler.update(GOOD)
+            expect("the scales of the steps skipped since the last good one", scaler.overflowed, [])
+            expect("exhausted after a good step", scaler.exhausted, False)
+
+
+@test(points=1)
+def goes_on_from_a_checkpoint(answer):
+    """A scaler that has loaded the state of another one goes on as that one would."""
+    config = PrecisionConfig(growth_interval=3)
+    for before in ([GOOD, GOOD], [OVERFLOW], [OVERFLOW, GOOD]):
+        saved, loaded = answer.LossScaler(config), answer.LossScaler(config)
+        for overflow in before:
+            saved.update(overflow)
+        loaded.load(json.loads(json.dumps(saved.state())))
+        scales = []
+        for _ in range(3):
+            saved.update(GOOD)
+            loaded.update(GOOD)
+            scales.append(loaded.scale)
+        expect("the scales after the restart", scales, torchs(config, [*before, GOOD, GOOD, GOOD])[len(before) :])
+
+
+@test(points=2, ranks=(1, 2))
+def small_gradients_survive(answer, world, network):
+    """In fp16 a gradient of 2**-26 is 0 and one of 8, scaled too much, infinite: the scale finds its place between."""
+    scaler = answer.LossScaler(PrecisionConfig(growth_interval=4))
+    weight = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    seen, expected = [], []
+    for step in range(12):
+        large = 8.0 if step % 2 == world.size - 1 - world.rank else 1.0  # on one rank, in turn
+        weight.grad = None
+        loss = (weight[0] * large).float() + weight[1].float() * 2.0**-26
+        (loss * scaler.scale).backward()
+        total = weight.grad.float()
+        all_reduce(total, network.group)
+        overflow = not total.isfinite().all().item()
+        seen.append((scaler.scale, [] if overflow else (total / scaler.scale).tolist()))
+        scaler.update(overflow)
+    scale, good = 65536.0, 0
+    for step in range(12):
+        each = [8.0 if step % 2 == world.size - 1 - rank else 1.0 for rank in range(world.size)]
+        overflow = max(each) * scale > 65504
+        expected.append((scale, [] if overflow else [sum(each), world.size * 2.0**-26]))
+        good = 0 if overflow else good + 1
+        scale, good = (scale / 2, 0) if overflow else (scale * 2, 0) if good == 4 else (scale, good)
+    expect("of each step the scale, and the gradients divided by it unless one overflowed", seen, expected)

@@ -1,0 +1,280 @@
+"""Tests of recomputed_block: the reference is the same block without recomputation, under torch's own autograd."""
+
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from exercises.observed import PeakMemory
+from exercises.testing import Wrong, expect, test
+from minidist.comm import all_reduce, gather_objects
+from minidist.models.dropout import DropoutAddress, dropout
+
+TOKENS, HIDDEN, INNER = 6, 4, 8
+
+
+def draw(seed, *shape, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def keys(step):
+    """Where a micro-batch is in the run: it decides the mask of its dropout."""
+    address = DropoutAddress(seed=1, step=step, samples=torch.arange(1), positions=torch.arange(TOKENS))
+    return address.keys(site=1, width=HIDDEN)
+
+
+class Block(nn.Module):
+    """A residual block with dropout, (1, tokens, h) -> the same; `runs` counts how often it has been run."""
+
+    def __init__(self, seed, dtype=torch.float64):
+        super().__init__()
+        self.up = nn.Parameter(draw(seed, HIDDEN, INNER, dtype=dtype))
+        self.down = nn.Parameter(draw(seed + 1, INNER, HIDDEN, dtype=dtype))
+        self.runs = 0
+
+    def forward(self, x, address):
+        self.runs += 1
+        hidden = torch.tanh(x @ self.up) @ self.down
+        return x + dropout(torch.sin(hidden), 0.5, address)
+
+
+class Stack:
+    """Three blocks, one after the other; with `answer` each of them is computed again."""
+
+    def __init__(self, answer=None, dtype=torch.float64):
+        self.blocks = [Block(10 * number, dtype) for number in range(3)]
+        self.forwards = [block.forward if answer is None else answer.recomputed(block.forward) for block in self.blocks]
+
+    def __call__(self, x, address):
+        for forward in self.forwards:
+            x = forward(x, address)
+        return x
+
+    def gradients(self):
+        return [
+            None if p.grad is None else p.grad.float().tolist() for block in self.blocks for p in block.parameters()
+        ]
+
+    def runs(self):
+        return [block.runs for block in self.blocks]
+
+
+def inputs(seed, dtype=torch.float64):
+    return draw(seed, 1, TOKENS, HIDDEN, dtype=dtype).requires_grad_()
+
+
+def torchs_own(*_, **__):
+    """What stands below torch.utils.checkpoint.checkpoint, for whoever comes there on a way that no guard sees."""
+    raise Wrong("wrong", "torch.utils.checkpoint does the work: the exercise is to do without it")
+
+
+@test(points=4)
+@mock.patch("torch.utils.checkpoint._checkpoint_without_reentrant_generator", torchs_own)
+def same_numbers(answer):
+    """Output and gradients are those without recomputation, bit for bit, with the dropout masks of the first run."""
+    for dtype in (torch.float64, torch.bfloat16):
+        found = []
+        for stack in (Stack(dtype=dtype), Stack(answer, dtype)):
+            x = inputs(1, dtype)
+            out = stack(x, keys(step=3))
+            out.float().square().sum().backward()
+            found.append((out.float().tolist(), x.grad.float().tolist(), stack.gradients()))
+        case = f"three blocks with dropout, in {dtype}".replace("torch.", "")
+        for what, wanted, got in zip(("output", "gradient of the input", "gradients"), *found, strict=True):
+            expect(f"the {what}", got, wanted, case=case)
+
+
+@test(points=3)
+def keeps_the_arguments_alone(answer):
+    """Between forward and backward a block's input is there, and nothing that was made inside of it."""
+    made = []
+
+    def run(x, scale):
+        inside = (x * scale).exp()
+        made.append(StorageWeakRef(inside.untyped_storage()))
+        return inside.sin().cos()
+
+    out = answer.recomputed(run)(inputs(1), torch.full((), 0.5, dtype=torch.float64))
+    case = "run(x, scale), which makes (x * scale).exp() on its way"
+    expect("whether that is still there before backward", not made[0].expired(), False, case=case)
+    out.sum().backward()
+    block, blocks = 4 * 8 * 16_000, 8  # bytes of the largest tensor that a block makes
+    weights = [torch.ones(16, 16_000) / 16_000 for _ in range(blocks)]
+    x = torch.ones(8, 16, requires_grad=True)
+    forwards = [answer.recomputed(lambda x, w=w: torch.tanh(torch.tanh(x @ w).square()) @ w.T) for w in weights]
+    with PeakMemory() as memory:
+        y = x
+        for forward in forwards:
+            y = forward(y)
+        y.sum().backward()
+    got = memory.peak_bytes / block
+    what = f"memory at the worst moment: at most 7 times the largest tensor of a block, not {got:.1f} times"
+    expect(what, got <= 7, True, case=f"{blocks} blocks, each of which makes 3 such tensors")
+
+
+@test(points=2)
+def let_go_in_backward(answer):
+    """What was computed again is let go as soon as the operation that asked for it has done its backward."""
+    made, gone = [], []
+
+    def run(x):
+        first = x.exp()
+        second = first.exp()
+        made.append([StorageWeakRef(each.untyped_storage()) for each in (first, second)])
+        if len(made) == 1:
+            first.register_hook(lambda _: gone.extend(reference.expired() for reference in made[-1]))
+        return second * torch.full((TOKENS,), 2.0)
+
+    answer.recomputed(run)(torch.ones(TOKENS, requires_grad=True)).sum().backward()
+    expect("how often it was run", len(made), 2, case="run(x) = x.exp().exp() * 2")
+    wanted = [False, True]
+    expect("which of x.exp() and x.exp().exp() are gone when backward is between them", gone, wanted, case="run(x)")
+
+
+@test(points=2)
+def each_call_its_own(answer):
+    """Micro-batches under way together are each computed again from their own arguments, in any order of backward."""
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        found = []
+        for stack in (Stack(), Stack(answer)):
+            xs = [inputs(5 + number) for number in range(3)]
+            outs = [stack(x, keys(step)) for step, x in enumerate(xs)]
+            for number in order:
+                outs[number].square().sum().backward()
+            found.append(([x.grad.tolist() for x in xs], stack.gradients()))
+        case = f"three micro-batches, whose backward comes in the order {order}"
+        expect("the gradients of the inputs", found[1][0], found[0][0], case=case)
+        expect("the gradients of the weights", found[1][1], found[0][1], case=case)
+
+
+@test(points=2)
+def run_twice_and_no_more(answer):
+    """A block is run once in forward and once in backward; where there are no gradients, once."""
+    stack = Stack(answer)
+    out = stack(inputs(1), keys(0))
+    expect("how often each block was run in forward", stack.runs(), [1, 1, 1])
+    out.sum().backward()
+    expect("how often each block was run after backward", stack.runs(), [2, 2, 2])
+    with torch.no_grad():
+        out = stack(inputs(1), keys(0))
+    expect("how often each block was run after another forward under no_grad", stack.runs(), [3, 3, 3])
+    expect("whether that forward has a graph", out.requires_grad, False)
+
+
+@test(points=1)
+def a_graph_twice(answer):
+    """Backward may go through the same graph again, and comes to the same."""
+    stack = Stack(answer)
+    out, x = None, inputs(1)
+    out = stack(x, keys(0)).square().sum()
+    out.backward(retain_graph=True)
+    once, weights = x.grad.clone(), stack.gradients()
+    out.backward()
+    expect("the gradient of the input after two backwards", x.grad, 2 * once)
+    twice = [(2 * torch.tensor(grad)).tolist() for grad in weights]
+    expect("the gradients of the weights after two backwards", stack.gradients(), twice)
+
+
+class Other(TorchFunctionMode):
+    """While it is on, torch.tanh is something else."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return torch.sigmoid(*args) * 2 if function is torch.tanh else function(*args, **(kwargs or {}))
+
+
+class Half(TorchFunctionMode):
+    """While it is on, torch.tanh is half of what it is outside of it."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result / 2 if function is torch.tanh else result
+
+
+@test(points=1)
+def modes_of_the_first_run(answer):
+    """Function modes that were on in forward are on in the second run, though backward comes when they are over."""
+    found = []
+    for stack in (Stack(), Stack(answer)):
+        x = inputs(1)
+        with Other(), Half():
+            out = stack(x, keys(0))
+        out.square().sum().backward()
+        found.append((x.grad.tolist(), stack.gradients()))
+    case = "a mode that makes another function of tanh, and one in it that halves it"
+    expect("the gradient of the input", found[1][0], found[0][0], case=case)
+    expect("the gradients of the weights", found[1][1], found[0][1], case=case)
+
+
+class Pair(NamedTuple):
+    """Arguments may be tuples of any kind."""
+
+    scale: torch.Tensor
+    rest: tuple
+
+
+@test(points=1)
+def what_takes_gradients(answer):
+    """Weights learn where the input takes no gradient, and tensors inside tuples take theirs."""
+    stack = Stack(answer)
+    stack(inputs(1).detach(), keys(0)).square().sum().backward()
+    plain = Stack()
+    plain(inputs(1).detach(), keys(0)).square().sum().backward()
+    expect("the gradients of the weights", stack.gradients(), plain.gradients(), case="an input without gradient")
+    found = []
+    for change in (lambda run: run, answer.recomputed):
+        x, low, high = (torch.full((2,), value, requires_grad=True) for value in (0.5, 2.0, 3.0))
+        run = change(lambda x, pair: (x * pair.scale).exp() * pair.rest[0] if pair.rest[1] is None else x)
+        found.append(
+            [grad.tolist() for grad in torch.autograd.grad(run(x, Pair(low, (high, None))).sum(), (x, low, high))]
+        )
+    expect("the gradients of x, and of two tensors in a tuple", found[1], found[0], case="run(x, Pair(a, (b, None)))")
+
+
+class Sum(torch.autograd.Function):
+    """The sum over the ranks in forward, as a row-parallel layer has it; nothing in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        all_reduce(x, group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@test(points=2, ranks=(1, 2, 3, 4))
+def messages_again_in_order(answer, world, network):
+    """What a block sends is sent once more in its second run: the same messages on all ranks, block after block."""
+    parts = [[draw(100 * rank + number, HIDDEN, 2 + number) for number in range(3)] for rank in range(world.size)]
+    mine = [part.clone().requires_grad_() for part in parts[world.rank]]
+
+    def run(x, weight):
+        return torch.tanh(Sum.apply(x @ weight, network.group)).sum(dim=-1, keepdim=True) * x
+
+    forward, x = answer.recomputed(run), draw(7, TOKENS, HIDDEN)
+    for weight in mine:
+        x = forward(x, weight)
+    sent = len(network.records)
+    x.square().sum().backward()
+    all_sent = [record.payload_bytes for record in network.records]
+    sizes = [8 * TOKENS * (2 + number) for number in range(3)] * (world.size > 1)
+    expect("bytes of each message in forward", all_sent[:sent], sizes)
+    expect("bytes of each message in backward", all_sent[sent:], sizes[::-1])
+    everywhere = gather_objects(all_sent, network.group)
+    expect("messages on all ranks", everywhere, [all_sent] * world.size)
+    x, wholes = draw(7, TOKENS, HIDDEN), [[part.clone().requires_grad_() for part in row] for row in parts]
+    for number in range(3):
+        x = torch.tanh(sum(x @ row[number] for row in wholes)).sum(dim=-1, keepdim=True) * x
+    x.square().sum().backward()
+    for number, (weight, whole) in enumerate(zip(mine, wholes[world.rank], strict=True)):
+        if weight.grad is None:
+            raise Wrong("wrong", f"the gradient of this rank's weight of block {number}", "a tensor", "None")
+        if number == 2:  # what comes before it has in `x` a part of the gradient only, as Sum has no sum in backward
+            off = 1e-12 * whole.grad.abs().max().item()  # sums of a few float64 in another order
+            expect("the gradient of this rank's weight of the last block", weight.grad, whole.grad, tolerance=off)

@@ -1,0 +1,81 @@
+"""All skip or none: the solution, as it stands in minidist.train.agree.
+
+What a rank sees alone must not decide what it does alone. Gradients that were all-reduced are equal everywhere, and
+an infinity with them; but shards are not, and neither are the parts of a split model: there only one rank sees that
+its gradients overflowed. If it alone skips, the replicas differ from that step on, and if it alone halves its scale,
+the sums of gradients mix two scales.
+
+A number that is not finite survives every sum, so the norm, which is wanted anyway, carries the news for nothing: one
+message of some dozen bytes before the first parameter is written. It is float64, because the squares of norms leave
+float32. An infinite loss is no overflow of the scale: no smaller scale mends it, and a run that goes on halving would
+hide it.
+
+Usual wrong answers:
+* a message for each number
+* the package's own
+* the step is always good
+* a step without tokens counts as a good one for the scale
+* every rank gets the numbers of all ranks, pickled
+* whether something overflowed goes in a message of its own
+* the vector is float32, where a square may be infinite that was not
+* the largest of all ranks instead of the sum
+* on the last rank the scaler is told of the step before
+* the rank that has the overflow sends nothing, and the others wait for it
+* a loss that is not finite halves the scale
+* a loss that is not finite does not keep the ranks from stepping
+* the loss is the mean over ranks, though each has its part of a sum
+* only infinity is looked for, and inf - inf is none
+* the scaler learns of overflows only, and never of a good step
+* an overflow where there is no scaler
+* only the rank that was asked stops
+* only the overflow of rank 0 counts
+* all skip, and only the rank that has the overflow halves its scale
+* the rank that has the overflow skips the step, and the others do not
+* the scaler is told of a good step once for each rank
+* nothing is added up
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from minidist.comm import Group, all_reduce
+from minidist.precision.scaler import LossScaler
+from minidist.train.agree import StepResult
+
+
+def agree(
+    loss: float,
+    squared_norm: float,
+    stop: bool,
+    reports: Sequence[float],
+    tokens: float,
+    scaler: LossScaler | None,
+    group: Group,
+) -> tuple[StepResult, list[float]]:
+    """Sum one vector over the group and decide. Returns the decision, and the sums of the reports.
+
+    loss, squared_norm, stop, reports: of this rank; squared_norm: of the elements that count on it. tokens: of the
+    global batch, the same on all ranks; at 0 nothing is updated. scaler: of a scaled loss, which learns how it went.
+    """
+    mine = [loss, squared_norm, float(stop), *reports]
+    vector = torch.tensor(mine, dtype=torch.float64, device=group.world.control_device)
+    all_reduce(vector, group, async_op=True).wait(host=True)
+    total, square, stops, *sums = vector.tolist()
+    finite = math.isfinite(total) and math.isfinite(square)
+    # A loss that is not finite has another cause than the scale, and no smaller scale mends it.
+    overflow = not finite and scaler is not None and math.isfinite(total)
+    if scaler is not None and tokens > 0:
+        scaler.update(overflow)
+    result = StepResult(
+        loss=total if tokens else None,
+        tokens=tokens,
+        grad_norm=math.sqrt(square) if finite else math.nan,
+        applied=finite and tokens > 0,
+        finite=finite,
+        stop=stops > 0,
+        overflow=overflow,
+        own_loss_finite=math.isfinite(loss),
+    )
+    return result, sums

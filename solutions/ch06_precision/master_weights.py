@@ -1,0 +1,119 @@
+"""A copy that the update does not get lost in: the solution, as it stands in minidist.precision.masters.
+
+A weight in bfloat16 has eight significant bits, so it moves in steps of 1/256 to 1/128 of itself. Late in training an
+update is a thousandth of its weight, and every single one would be rounded away, though a thousand of them double the
+weight. In the wide copy they add up, and what forward and backward read follows it by one rounding per step; the
+errors of the roundings do not add up, since the copy never takes one back. That is why the copy begins as the values
+before rounding, and why nothing is read back from the part.
+
+Gradients may be narrow: they are used once. What lasts from step to step must be wide: the masters and the
+optimizer's states. Where the parameters are wide already a copy would be memory for nothing.
+
+Usual wrong answers:
+* masters are a copy where the parameters have their format already
+* masters are float32, whatever is asked
+* the package's own
+* masters that are 1 everywhere
+* lower bits are cut off, so that parameters are not the nearest to their masters
+* only the first parameter is published
+* gradients are copied where they have the right format
+* every parameter has its gradient from the start of the row
+* gradients keep the format that they came in
+* masters learn, and the model goes on with the parameters it began with
+* masters are made of the parameters, which have been rounded already
+* the parameters are put one behind the other, without the padding between them
+* after each update the masters are made of the rounded parameters again
+* before each update the masters are made of the rounded parameters
+* gradients are brought to the format of the parameters on their way
+* masters that do not last are rounded to the nearest
+* the rounding is not told which step it is, and rounds alike in all of them
+* the optimizer updates what the model reads, and there is no copy
+* the values are kept beside the masters
+* a parameter that nobody used gets a gradient of zeros
+* views are copies, so that what is updated is not what is published
+* masters begin as zeros, and nothing comes of updates
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from minidist.precision.formats import Formats
+from minidist.precision.masters import Rounding
+
+
+class Masters:
+    """What the optimizer updates of a piece of memory that the model reads: a copy of its own, or the piece itself.
+
+    part: (n,), in the format of the parameters. bounds: which elements of it are a parameter's, by name; the others are
+    padding. values: of each parameter, those elements in full precision, (stop - start,). host: whether masters lie in
+    the host's memory, where the update runs then. rounding: where masters do not last, how they come back to the part.
+
+    tensor: (n,), all masters; the part itself, unless they are a copy. views: those of each parameter, in one
+    dimension. separate: whether they are a copy. lasting: whether it is kept between steps; else it has memory only
+    while it is updated.
+    """
+
+    def __init__(
+        self,
+        part: Tensor,
+        bounds: Mapping[str, tuple[int, int]],
+        values: Mapping[str, Tensor],
+        formats: Formats,
+        host: bool = False,
+        rounding: Rounding | None = None,
+    ):
+        wide = formats.master or formats.state
+        self._part, self._bounds, self._rounding = part, bounds, rounding
+        self.separate = host or wide != part.dtype
+        self.lasting = formats.master is not None
+        self.tensor = part
+        if self.separate:
+            self.tensor = torch.zeros_like(part, dtype=wide, device="cpu" if host else part.device)
+        self.views = {name: self.tensor[start:stop] for name, (start, stop) in bounds.items()}
+        if self.separate and self.lasting:
+            for name, view in self.views.items():
+                view.copy_(values[name])
+        if not self.lasting:
+            self.tensor.untyped_storage().resize_(0)
+
+    def stored(self) -> dict[str, Tensor]:
+        """The elements of each parameter, as exact as they are kept."""
+        source = self.tensor if self.lasting else self._part
+        return {name: source[start:stop] for name, (start, stop) in self._bounds.items()}
+
+    def needs_room(self, gradients: Tensor) -> bool:
+        """Whether an update takes memory of its own, which one piece after another can share."""
+        return not self.lasting or (gradients.dtype, gradients.device) != (self.tensor.dtype, self.tensor.device)
+
+    def open(self, gradients: Tensor, unused: Collection[str] = ()) -> None:
+        """Before an update: give every master its gradient out of `gradients` (n,), in the format of the update.
+
+        unused: parameters that no rank used, which get none.
+        """
+        if not self.lasting:
+            self.tensor.untyped_storage().resize_(self.tensor.numel() * self.tensor.element_size())
+            self.tensor.copy_(self._part)
+        gradients = gradients.to(self.tensor)  # itself, where format and device are the same
+        for name, (start, stop) in self._bounds.items():
+            if name not in unused:
+                self.views[name].grad = gradients[start:stop]
+
+    @torch.no_grad()
+    def publish(self, step: int = 0) -> None:
+        """Bring the updated masters to the part. step: of the optimizer."""
+        if not self.separate:
+            return
+        if self.lasting:
+            self._part.copy_(self.tensor)
+            return
+        for name, (start, stop) in self._bounds.items():
+            self._rounding(self.views[name], self._part[start:stop], step, name)
+
+    def close(self) -> None:
+        """After an update: give back what it took."""
+        for view in self.views.values():
+            view.grad = None
+        if not self.lasting:
+            self.tensor.untyped_storage().resize_(0)

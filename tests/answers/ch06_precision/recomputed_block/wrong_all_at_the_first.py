@@ -1,0 +1,75 @@
+"""keeps_the_arguments_alone: what a block saved is copied in forward, so that backward finds it"""
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack
+
+from minidist.recompute import _detached, _Enough, _never
+
+
+class _Again:
+    """One call: what autograd would save in it is forgotten, and found by a second run when backward asks for it.
+
+    Autograd saves the same tensors in the same order in both runs, so a number stands for each.
+    """
+
+    def __init__(self, run: Callable[..., Any], args: tuple):
+        self._run, self._args = run, _detached(args)
+        self._modes = _get_current_function_mode_stack()  # backward may come when they are over
+        self._saved: list[tuple[torch.Size, torch.dtype]] = []
+        self._found: dict[int, Tensor] = {}
+
+    def forget(self, tensor: Tensor) -> int:
+        self._saved.append((tensor.shape, tensor.dtype))
+        self._found[len(self._saved) - 1] = tensor.detach().clone()
+        return len(self._saved) - 1
+
+    def find(self, number: int) -> Tensor:
+        if number not in self._found:  # the first that is asked for, or a second backward through the same graph
+            self._found = dict(enumerate(self._run_again()))
+        return self._found.pop(number)  # and it is free as soon as its operation's backward is done
+
+    def _run_again(self) -> list[Tensor]:
+        """The tensors that autograd saved, in their order. Raises RuntimeError when they are of another kind."""
+        found: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> None:
+            found.append(tensor.detach())
+            if len(found) == len(self._saved):  # before the last operation runs, whose result nobody needs
+                raise _Enough
+
+        with ExitStack() as stack, torch.enable_grad(), saved_tensors_hooks(keep, _never):
+            for mode in self._modes:
+                stack.enter_context(mode)
+            with suppress(_Enough):
+                self._run(*_detached(self._args))
+        kinds = [(tensor.shape, tensor.dtype) for tensor in found]
+        if kinds != self._saved:
+            at = next(i for i in range(len(self._saved)) if kinds[i : i + 1] != self._saved[i : i + 1])
+            now = kinds[at] if at < len(kinds) else "missing"
+            raise RuntimeError(
+                f"recomputation is not what was computed: saved tensor {at} was {self._saved[at]}, now it is {now}"
+            )
+        return found
+
+
+def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gives what `run` gives, and of whose graph the arguments alone are kept.
+
+    run: takes and gives tensors, or tuples of them, by position; run again with the same it must do the same. Without
+    gradients nothing is kept and nothing is run again.
+    """
+
+    def call(*args):
+        if not torch.is_grad_enabled():
+            return run(*args)
+        again = _Again(run, args)
+        with saved_tensors_hooks(again.forget, again.find):
+            return run(*args)
+
+    return call

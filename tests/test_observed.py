@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exercises.network import Network
-from exercises.observed import Moved, PeakMemory, expect_order, timeline
+from exercises.observed import Held, Moved, PeakMemory, expect_order, timeline
 from exercises.testing import Wrong
 from minidist.comm import all_reduce
 
@@ -105,3 +105,27 @@ def test_the_first_event_out_of_order_is_told(happened, told):
 
 def test_one_rank_launches_nothing(ranks):
     assert ranks(events, 1, backend=None) == [(["one", "two", "three", "wait"], [])]
+
+
+def test_held_is_what_tensors_made_inside_hold_at_the_moment():
+    before = torch.ones(1000)
+    with Held() as held:
+        assert held.nbytes() == 0
+        row = torch.zeros(256)
+        views = [row[:10], row.view(16, 16)]
+        assert held.nbytes() == 1024
+        copy = before.clone()
+        assert held.nbytes() == 1024 + 4000
+        del copy
+        row.untyped_storage().resize_(0)
+        assert held.nbytes() == 0 and len(views) == 2
+
+
+def test_held_counts_what_is_kept_far_from_the_code():
+    with Held() as held:
+        parameter = torch.nn.Parameter(torch.zeros(64))
+        parameter.grad = torch.zeros(64)
+        kept = {"somewhere": [(torch.zeros(64),)]}
+        assert held.nbytes() == 3 * 256 and kept
+        parameter.grad = None
+        assert held.nbytes() == 2 * 256

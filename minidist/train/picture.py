@@ -10,16 +10,14 @@ def draw_loss(rows: list[dict], lines: dict[str, float], path: Path) -> dict[str
 
     rows: as in metrics.jsonl; lines: name to loss in nats per token.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure  # no pyplot: in a notebook the choice how to draw is the reader's
 
     curves = {
         name: [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         for name, key in (("training", "loss"), ("held out", "held_out_loss"))
     }
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
+    figure = Figure(figsize=(8, 4.5), dpi=120)
+    axes = figure.subplots()
     for (name, points), style in zip(curves.items(), ("-", "o-"), strict=True):
         if points:
             axes.plot(*zip(*points, strict=True), style, label=f"{name}, last {points[-1][1]:.3f}", lw=1.4, ms=4)
@@ -34,7 +32,6 @@ def draw_loss(rows: list[dict], lines: dict[str, float], path: Path) -> dict[str
     for (name, value), at in zip(lines.items(), label_places(lines, low, high), strict=True):
         axes.text(1.01, at, f"{name} {value:.3f}", transform=axes.transAxes, va="center", fontsize=9)
     figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)
     return curves
 
 

@@ -24,6 +24,8 @@ from minidist.train.launch.protocol import Line
 if TYPE_CHECKING:
     from minidist.train.launch.job import Job, Result
 
+# torch's profiler, which tells the memory tracker of every allocation, writes lines of its own from 2.13 on.
+_QUIET = {"KINETO_LOG_LEVEL": "99"}
 _START_S = 120.0
 _CLOSE_S = 5.0
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -119,7 +121,7 @@ class RankServer:
             "threads": threads,
             "live": live,
             "tidy": tidy,
-            "environ": {**os.environ, **self.env},
+            "environ": {**_QUIET, **os.environ, **self.env},
             "cwd": os.getcwd(),
             "path": list(sys.path),
             "argv": list(sys.argv),

@@ -22,7 +22,7 @@ HANG_S = 5.0
 MEMORY_BYTES = 1 << 30
 # What ranks find imported. torch's optimizers import torch._dynamo, a second in every rank that finds it missing.
 _ALWAYS = (
-    *("numpy", "minidist.data.partition", "minidist.parallel.buckets", "minidist.train.loss"),
+    *("numpy", "minidist.data.partition", "minidist.parallel.buckets", "minidist.train.loss", "minidist.zero.sink"),
     *("exercises.network", "exercises.observed", "exercises.rankside"),
 )
 PRELOAD = (*_ALWAYS, "torch._dynamo")

@@ -1,5 +1,6 @@
 """The pieces of chapter 05 share out the model of a real run, and what is said about usual wrong answers."""
 
+import ast
 import json
 
 import pytest
@@ -46,6 +47,29 @@ def test_a_piece_of_a_later_stage_is_missed(ranks, tmp_path):
     with pytest.raises(RunError, match="the run never called gather_and_free"):
         config = small_config(tmp_path / "run", write_text(tmp_path), train__steps=1, zero__stage=1)
         ranks(train.train_with, 2, config, [piece("flat_partition"), piece("gather_and_free")])
+
+
+@pytest.mark.parametrize("name", ["stage_one_step", "gather_and_free"])
+def test_a_piece_of_two_modules_imports_nothing_that_it_defines(name):
+    exercise = EXERCISES[name]
+    assert len(exercise.modules) == len(exercise.sources) == 2
+    for file in (exercise.stub, exercise.solution):
+        nodes = ast.parse(file.read_text()).body
+        imported = [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+        defined = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+        assert defined == set(exercise.symbols) and not defined & set(imported)
+        assert len(imported) == len(set(imported))
+
+
+def test_neither_module_of_a_piece_may_be_read(judge):
+    exercise = EXERCISES["gather_and_free"]
+    text = exercise.solution.read_text()
+    for source in exercise.sources:
+        tries = f"        open({str(source)!r}).read()\n        super().__init__(*arguments, **options)\n"
+        reads = text.replace("        super().__init__(*arguments, **options)\n", tries)
+        assert reads != text
+        finding = judge(exercise, reads, only=["a_row_comes_and_goes"]).results[0].finding
+        assert finding.kind == "forbidden" and f"reads {source.name}" in finding.what
 
 
 # Exercise and wrong answer; the test that sees it, and what it says.

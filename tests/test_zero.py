@@ -1,7 +1,9 @@
 """ZeRO to the byte: what every rank keeps, what it sends, when it is there and when it is gone. Values: `parity`."""
 
+import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import parallelize, uses
 from minidist.train.step import Engine
+from minidist.train.text import sample_text
 
 # 2 layers; no number of ranks divides the number of elements of the embedding, a layer or the last norm.
 MODEL = ModelConfig(vocab_size=129, hidden_size=6, intermediate_size=7, num_layers=2, num_heads=1, num_kv_heads=1)
@@ -260,3 +263,23 @@ def late_gradient(world, config) -> str:
     with pytest.raises(RuntimeError) as error:
         sink.add(name, torch.ones(6))
     return str(error.value)
+
+
+def test_the_text_at_the_end_is_the_same_in_every_stage(ranks):
+    """In stage 3 no rank has the model for itself, and each asks the others for every layer."""
+    configs = [configured(2, stage) for stage in (0, 1, 2, 3)]
+    of_rank_0, others = ranks(texts, 2, configs)
+    assert len(set(of_rank_0)) == 1 and of_rank_0[0]
+    assert others == [None, None, None, of_rank_0[0]]
+
+
+def texts(world, configs) -> list[tuple[str, str] | None]:
+    """What `sample_text` gives on this rank after one step."""
+    found = []
+    for config in configs:
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, sample_tokens=8))
+        engine = engine_of(world, config)
+        engine.step(0, batches_of(world, config), 0.1)
+        found.append(sample_text(engine, config, np.arange(65, 70)))
+        engine.groups.destroy()
+    return found

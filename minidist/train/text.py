@@ -83,7 +83,8 @@ def continue_text(
 def sample_text(engine: Engine, config: Config, prompt: np.ndarray) -> tuple[str, str] | None:
     """The prompt (bytes) and what the model makes of it, as the configuration says; None where it says none.
 
-    All ranks call it. Where each holds the whole model rank 0 alone has it to do, and the others return None.
+    All ranks call it. Where each holds the whole model, and all of the time, rank 0 alone has it to do, and the others
+    return None.
     """
     whole = engine.groups.mesh.dp == engine.groups.world.size and engine.updates.blocks is None
     if not config.train.sample_tokens or (whole and engine.groups.world.rank > 0):

@@ -198,7 +198,7 @@ def _lost(choice: Choice, config: Any, ranks: int) -> str:
     for name, values in _route(choice.exercise, ranks).items():
         value = config
         section, _, field = name.removeprefix("--").rpartition(".")
-        for part in [*section.split("."), field.removeprefix("no-")]:
+        for part in filter(None, [*section.split("."), field.removeprefix("no-")]):  # some are in no section
             value = getattr(value, part.replace("-", "_"))
         if not values:  # a flag
             values = [[str(not field.startswith("no-"))]]

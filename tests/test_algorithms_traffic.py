@@ -1,5 +1,6 @@
 """The byte table, the meter and the kernel agree on what our algorithms send."""
 
+import dataclasses
 import socket
 import sys
 import threading
@@ -107,13 +108,17 @@ def test_the_kernel_sent_what_the_meter_counted(ranks, size):
 
 
 def library(world: World) -> dict:
-    """Of the backend's own collectives: bytes the kernel sent and bytes the table models."""
-    group, n, found = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=Meter())["data"], 120_000, {}
+    """Of the backend's own collectives, and of the door's in their place: bytes the kernel sent, and the table's."""
+    ours, n, found = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=Meter())["data"], 120_000, {}
+    group = dataclasses.replace(ours)
+    group.over_gloo = False  # so that the door asks the backend for all of them
     whole, other, part = torch.ones(n), torch.ones(n), torch.ones(n // world.size)
     calls = {
         "all_reduce": lambda: comm.all_reduce(whole, group),
         "reduce_scatter": lambda: comm.reduce_scatter(part, whole, group),
         "all_gather": lambda: comm.all_gather(other, part, group),
+        "reduce_scatter, direct": lambda: comm.reduce_scatter(part, whole, ours),
+        "all_gather, direct": lambda: comm.all_gather(other, part, ours),
         "broadcast": lambda: comm.broadcast(whole, 0, group),
         "all_to_all": lambda: comm.all_to_all(other, whole, group),
     }
@@ -128,7 +133,7 @@ def library(world: World) -> dict:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a connection for its owner")
 @pytest.mark.parametrize("size", [2, 4])
-def test_gloos_own_collectives_send_what_the_table_models_and_its_reduce_scatter_twice_that(ranks, size):
+def test_the_bytes_of_collectives_over_gloo_are_those_of_the_table_and_of_its_own_reduce_scatter_twice(ranks, size):
     for found in ranks(library, size, backend="gloo"):
         for name, (kernel, modelled) in found.items():
             want = modelled * (2 if name == "reduce_scatter" else 1)

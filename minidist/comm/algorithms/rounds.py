@@ -18,7 +18,7 @@ from minidist.comm.door import Transfer, batch
 from minidist.comm.group import Group
 from minidist.comm.swap import COMBINE
 
-_COMBINE = {**COMBINE, "mean": torch.add}
+_COMBINE = {"sum": COMBINE["sum"], "mean": torch.add, **COMBINE}
 
 
 def row(tensor: Tensor) -> Tensor:

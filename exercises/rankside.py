@@ -87,9 +87,7 @@ def _leave(finding: Finding, note: Note, world, request: Request) -> None:
     file = Path(f"{request.folder}/finding-{world.rank}")
     written = file.with_suffix(".part")
     written.write_text(json.dumps(asdict(finding)))
-    written.rename(
-        file
-    )  # whole or not there: the job may end while this is written, because another rank has found something
+    written.rename(file)  # whole or not there: the job may end meanwhile, because another rank has found something
     raise Found(finding.kind)
 
 

@@ -8,12 +8,12 @@ from torch import nn
 from exercises.observed import Held, timeline
 from exercises.rows import cut
 from exercises.testing import Wrong, expect, test
+from exercises.watched import LAYERS, Net
 from minidist.precision.formats import Formats
 from minidist.zero.blocks import Block
 from minidist.zero.grouping import REST
 from minidist.zero.layout import in_a_row
 
-LAYERS = 3
 # Rows by block. They differ in length also when padded for 2 or 3 ranks, so that a message tells whose it is.
 ROWS = {
     REST: {"embed": (2, 3), "head": (7, 1)},
@@ -24,61 +24,6 @@ ROWS = {
 FP64 = Formats(*[torch.float64] * 5)
 NAMES = {REST: "the rest", **{index: f"block {index}" for index in range(LAYERS)}}
 WAYS = list(itertools.product((True, False), repeat=2))
-
-
-class Product(torch.autograd.Function):
-    """x @ weight + bias. look: called with "forward" and "backward" before the weight is read."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, look):
-        look("forward")
-        ctx.save_for_backward(x, weight)
-        ctx.look = look
-        return x @ weight + bias
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.look("backward")
-        x, weight = ctx.saved_tensors
-        return grad @ weight.T, x.T @ grad, grad.sum(0), None
-
-
-class Layer(nn.Module):
-    def __init__(self, index, weight, bias):
-        super().__init__()
-        self.index, self.weight, self.bias, self.look = index, nn.Parameter(weight), nn.Parameter(bias), None
-
-    def forward(self, x):
-        return torch.relu(Product.apply(x, self.weight, self.bias, lambda kind: self.look(kind, self.index)))
-
-
-class Net(nn.Module):
-    """Three layers between an embedding and a head; `layers` says which of them a pass goes through."""
-
-    def __init__(self, values):
-        super().__init__()
-        self.embed, self.head = nn.Parameter(values["embed"]), nn.Parameter(values["head"])
-        self.layers = nn.ModuleList(
-            Layer(i, values[f"layers.{i}.weight"], values[f"layers.{i}.bias"]) for i in range(LAYERS)
-        )
-        self.watch(lambda kind, index: None)
-
-    def watch(self, look):
-        """look(kind, index): called when a block is about to compute, "forward" or "backward"."""
-        self.look = look
-        for layer in self.layers:
-            layer.look = look
-
-    def forward(self, x, layers=None):
-        layers = range(LAYERS) if layers is None else layers
-        zero = torch.zeros(1, dtype=x.dtype)
-        if layers.start == 0:
-            x = Product.apply(x, self.embed, zero, lambda kind: self.look(kind, REST))
-        for index in layers:
-            x = self.layers[index](x)
-        if layers.stop < LAYERS:
-            return x
-        return (Product.apply(x, self.head, zero, lambda kind: self.look(kind, REST)).sum(),)
 
 
 def start(name, shape, rank):

@@ -21,7 +21,7 @@ def notes(found: Estimate) -> list[str]:
         f"of what is computed again: {_AGAIN[layout.config.recompute]}.",
     ]
     said += fit.remarks(layout.config, layout.mesh)
-    if layout.config.zero.stage >= 2:
+    if layout.config.zero.shares_gradients:
         said.append(_passing(layout))
     if layout.config.recompute == "selective":
         said.append(_selective(layout))
@@ -47,7 +47,7 @@ def notes(found: Estimate) -> list[str]:
 
 def _passing(layout: Layout) -> str:
     """What ZeRO has in memory for a while only."""
-    rows = "rows of gradients on their way, each as large as a layer at most, three at a time"
+    rows = "rows of gradients on their way, three at a time, each of a layer's size at most, or one larger parameter"
     if layout.config.zero.stage == 3:
         rows = "the layers that are gathered, two at a time beside embedding and head, and as many rows of gradients"
     return f"ZeRO stage {layout.config.zero.stage}: memory does not count {rows}."

@@ -43,7 +43,7 @@ def apart(layout: Layout) -> bool:
 def rows(layout: Layout, groups: Groups, rank: int) -> list[Row]:
     """The rows on a rank, in the order of backward."""
     stage, zero = layout.mesh.coords(rank)["pp"], layout.config.zero
-    size, found = sharing(layout.config, layout.mesh), []
+    size, limit, found = sharing(layout.config, layout.mesh), _limit(layout, stage), []
     for block, held in _by_block(layout, stage):
         kinds: dict[tuple, list[Weight]] = {}
         for weight in held:
@@ -51,7 +51,7 @@ def rows(layout: Layout, groups: Groups, rank: int) -> list[Row]:
             kinds.setdefault(key, []).append(weight)
         for (outer, chunk, uncut), same in kinds.items():
             lay = rows_of.whole if uncut and size > 1 else rows_of.in_a_row
-            parts = [same] if zero.stage == 3 else _buckets(layout, same, weights(layout, stage))
+            parts = [same] if zero.stage == 3 else _buckets(layout, same, limit)
             found += [Row(lay({w.name: w.numel for w in part}, size), outer, block, chunk) for part in parts]
     return found
 
@@ -94,11 +94,16 @@ def _uncut(layout: Layout, weight: Weight) -> bool:
     return layout.config.optim.kind == "muon" and is_hidden_matrix(weight.name, weight.dimensions)
 
 
-def _buckets(layout: Layout, held: Sequence[Weight], every: Sequence[Weight]) -> list[list[Weight]]:
+def _limit(layout: Layout, stage: int) -> int:
+    """Upper size of a row, in bytes on the wire, where rows are not those of blocks."""
+    limit, each = int(layout.config.comm.bucket_mib * MIB), BYTES[layout.policy.reduce]
+    if not layout.config.zero.shares_gradients:
+        return limit
+    return passing_row({weight.name: weight.numel * each for weight in weights(layout, stage)}, limit)
+
+
+def _buckets(layout: Layout, held: Sequence[Weight], limit: int) -> list[list[Weight]]:
     each, left = BYTES[layout.policy.reduce], list(held)
-    limit = int(layout.config.comm.bucket_mib * MIB)
-    if layout.config.zero.shares_gradients:
-        limit = passing_row({weight.name: weight.numel * each for weight in every}, limit)
     filled = buckets([weight.numel * each for weight in held], limit, FIRST_BYTES)
     parts = []
     for size in filled:

@@ -1,0 +1,63 @@
+"""A small model whose products look whether their weights are there: for answers about rows that come and go."""
+
+import torch
+from torch import nn
+
+from minidist.zero.grouping import REST
+
+LAYERS = 3
+
+
+class Product(torch.autograd.Function):
+    """x @ weight + bias. look: called with "forward" and "backward" before the weight is read."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, look):
+        look("forward")
+        ctx.save_for_backward(x, weight)
+        ctx.look = look
+        return x @ weight + bias
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.look("backward")
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.T @ grad, grad.sum(0), None
+
+
+class Layer(nn.Module):
+    def __init__(self, index, weight, bias):
+        super().__init__()
+        self.index, self.weight, self.bias, self.look = index, nn.Parameter(weight), nn.Parameter(bias), None
+
+    def forward(self, x):
+        return torch.relu(Product.apply(x, self.weight, self.bias, lambda kind: self.look(kind, self.index)))
+
+
+class Net(nn.Module):
+    """Three layers between an embedding and a head; `layers` says which of them a pass goes through."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.embed, self.head = nn.Parameter(values["embed"]), nn.Parameter(values["head"])
+        self.layers = nn.ModuleList(
+            Layer(i, values[f"layers.{i}.weight"], values[f"layers.{i}.bias"]) for i in range(LAYERS)
+        )
+        self.watch(lambda kind, index: None)
+
+    def watch(self, look):
+        """look(kind, index): called when a block is about to compute, "forward" or "backward"."""
+        self.look = look
+        for layer in self.layers:
+            layer.look = look
+
+    def forward(self, x, layers=None):
+        layers = range(LAYERS) if layers is None else layers
+        zero = torch.zeros(1, dtype=x.dtype)
+        if layers.start == 0:
+            x = Product.apply(x, self.embed, zero, lambda kind: self.look(kind, REST))
+        for index in layers:
+            x = self.layers[index](x)
+        if layers.stop < LAYERS:
+            return x
+        return (Product.apply(x, self.head, zero, lambda kind: self.look(kind, REST)).sum(),)

@@ -123,10 +123,13 @@ def tolerance(step: Step, size: int) -> float:
     return (size - 1) * torch.finfo(step.dtype).eps * bound
 
 
-def compare(world: World, seed: int, count: int) -> int:
-    """Run the plan on shm, several operations in flight, and then on gloo; return how many tensors were compared."""
+def compare(world: World, seed: int, count: int, copies: int = 1) -> int:
+    """Run the plan on shm, several operations in flight, and then on gloo; return how many tensors were compared.
+
+    copies: how often there is each group; with three, most have to borrow memory.
+    """
     everyone = tuple(range(world.size))
-    sets = [everyone, everyone, tuple(sorted({0, world.size - 1})), everyone[:2]]
+    sets = [everyone, everyone, tuple(sorted({0, world.size - 1})), everyone[:2]] * copies
     shm, gloo = ([dist.new_group(list(ranks), backend=name) for ranks in sets] for name in ("shm", "gloo"))
     compared, flying = 0, []
 

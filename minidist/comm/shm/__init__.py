@@ -5,8 +5,9 @@
 
 **Memory.** Every process makes one *arena* of 8 MiB: anonymous memory that no name leads to and that is gone with its
 last user. Its file descriptor travels over a socket, so all processes of a job see all arenas. A group leases three
-slots from the arena of each of its ranks; a larger tensor streams through them in chunks that stay in cache. A rank
-writes its own slots, and of the first rank's the slices that it has reduced.
+slots from the arena of each of its ranks; a larger tensor streams through them in chunks that stay in cache. A group
+that finds little left to lease borrows more for each large tensor. A rank writes its own slots, and of the first rank's
+the slices that it has reduced.
 
 **Hand-overs.** No plain store tells another process, or another thread, that something is ready. The kernel orders what
 was written before a message with what is read after it (sending and receiving take the queue's lock), on Arm too:
@@ -17,6 +18,7 @@ was written before a message with what is read after it (sending and receiving t
     a filled slot, to the others of the group   `meet`: a message to each, one from each      (send / recv)
     a reduced slice of a slot                   the next `meet`                               (send / recv)
     a slot that all have read, to its owner     the `meet` after the reading                  (send / recv)
+    borrowed slots, to who borrows them next    the `meet` after the last reading             (send / recv)
     a piece of a transfer, to the receiver      the message that says where it lies           (send / recv)
     a piece that was read, to the sender        the receiver's answer                         (send / recv)
     a small transfer                            lies in the message itself                    (send / recv)

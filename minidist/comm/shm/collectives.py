@@ -16,11 +16,8 @@ from minidist.comm.convention import chunks
 from minidist.comm.shm.meeting import Meeting, ShmError
 from minidist.comm.shm.neighbours import Neighbours
 from minidist.comm.shm.reduce import Reduction
-from minidist.comm.shm.slots import SMALL_BYTES, Slots, even, section
-
-ONE_MEETING_BYTES = (
-    2**20
-)  # that a rank reads when all ranks reduce all of it; beyond, sharing the work is worth a meeting
+from minidist.comm.shm.sizes import ONE_MEETING_BYTES, SMALL_BYTES, even
+from minidist.comm.shm.slots import BorrowedSlots, Slots, section
 
 Fill = Callable[[list[Tensor], int, int], None]  # (slot of every rank, begin, end)
 
@@ -31,11 +28,12 @@ class Collectives:
     def __init__(self, here: Neighbours, meeting: Meeting, memories: list[Tensor]):
         self.meeting, self.rank, self.size = meeting, meeting.rank, meeting.size
         self._small = Slots(here, meeting, memories, small=True)
-        self._large = Slots(here, meeting, memories, small=False)
+        self._large = Slots(here, meeting, memories)
+        self._borrowed = BorrowedSlots(here, meeting, memories, self._large)
 
     @property
     def leases(self) -> list[tuple[int, int]]:
-        return [slots.lease for slots in (self._small, self._large) if slots.lease]
+        return [slots.lease for slots in (self._small, self._large, self._borrowed) if slots.lease]
 
     def barrier(self) -> None:
         self.meeting.begin("barrier")
@@ -52,6 +50,7 @@ class Collectives:
             self.meeting.begin(told, shown)
             if root in (None, self.rank):
                 how.reduce(parts, flat)
+            slots.finish()
         else:
             self._all_reduce_in_slices(slots, flat, how, told, shown, root)
 
@@ -79,6 +78,7 @@ class Collectives:
             self.meeting.meet()
             if root in (None, me):
                 piece.whole.copy_(shared.whole)
+        slots.finish()
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], how: Reduction, told: str, shown: str) -> None:
         """Reduce part i of all ranks (`inputs[i]`, (n,)) into `output` (n,) of rank i."""
@@ -189,11 +189,15 @@ class Collectives:
             else:
                 self.meeting.meet()
             drain(turn, begin, end)
+        slots.finish()
 
     def _fitting(self, need: int, told: str, shown: str) -> Slots:
         """The slots for `need` bytes at a time. All ranks need the same and so take the same."""
         slots = self._small if need <= SMALL_BYTES else self._large
         if not slots.bytes:
+            slots.agree(told, shown)
+        if slots is self._large and self._borrowed.worth(need):
+            slots = self._borrowed
             slots.agree(told, shown)
         return slots
 

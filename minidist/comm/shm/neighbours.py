@@ -161,13 +161,14 @@ class Neighbours:
             sock.close()
 
     def _lost(self, fd: int) -> None:
-        again = select.poll()  # the number may have been closed and given to another while we looked
-        again.register(fd, select.POLLIN if fd in self._descriptors else select.POLLRDHUP)
-        with self.changed:
+        again = select.poll()
+        with self.changed:  # the number may have been given to another while we looked; from here on it is not
             gone = self._watched.get(fd)
-        if gone is not None and again.poll(0):
+            again.register(fd, select.POLLIN if fd in self._descriptors else select.POLLRDHUP)
+            if gone is None or not again.poll(0):
+                return
             self.forget(fd)
-            gone()
+        gone()
 
     # -- coming and going of groups -----------------------------------------------------------------------------------
 

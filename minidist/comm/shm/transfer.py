@@ -15,9 +15,8 @@ from torch import Tensor
 
 from minidist.comm.shm.meeting import EAGER_MESSAGE_BYTES, Meeting, ShmError, after
 from minidist.comm.shm.neighbours import Neighbours, patience, receive
+from minidist.comm.shm.sizes import EAGER_BYTES, PIECE_BYTES
 
-EAGER_BYTES = 16 * 1024
-PIECE_BYTES = 512 * 1024
 _PIECE = struct.Struct("<QQ")
 _GO, _NO = b"+", b"!"
 

@@ -96,11 +96,11 @@ TOLD = {
     ("shard_gradients", "wrong_given_back_late"): (
         "no_row_stays",
         [
-            "KiB of gradients beside the shards, after settle()",
-            "  for       four rows of 256 KiB; micro-batch 1, row 1",
+            "KiB of gradients after settle()",
+            "  for       four rows of 256 KiB, shards of 128; micro-batch 1, row 1",
             "  rank      0 of 2",
-            "  expected  0",
-            "  got       256",
+            "  expected  128",
+            "  got       384",
         ],
     ),
     ("shard_gradients", "wrong_waits_at_once"): (

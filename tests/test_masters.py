@@ -21,7 +21,7 @@ def every_master(world, configs) -> list[dict]:
     for config in configs:
         engine = engine_of(world, config)
         bounds = {
-            name: at for m in engine.updates._members for name, at in m.unit.layout.held(m.unit.group.rank).items()
+            name: at for m in engine.updates.members for name, at in m.unit.layout.held(m.unit.group.rank).items()
         }
 
         def masters(engine=engine, bounds=bounds) -> dict:
@@ -114,7 +114,7 @@ def moved(world, configs) -> list[tuple[float, float]]:
     for config in configs:
         engine = engine_of(world, config)
         start = {name: tensor.double().clone() for name, tensor in engine.updates.stored().items()}
-        for member in engine.sink._members:
+        for member in engine.sink.members:
             member.gradients.result.fill_(1.0)
         for step in range(100):
             engine.update(1e-4, 1.0, step)

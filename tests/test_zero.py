@@ -75,12 +75,20 @@ def storages(tensors) -> int:
 
 
 def model_state(world, configs) -> list[dict]:
-    """Bytes of parameters, gradients, masters and the optimizer's states between two micro-batches."""
+    """Bytes of parameters, gradients, masters and the optimizer's states: gradients before the update, when they are
+    summed, and when the step is over; the others when it is over."""
     found = []
     for config in configs:
         engine = engine_of(world, config)
-        engine.step(0, batches_of(world, config), 0.1)
-        members = engine.sink._members
+        members, summed = engine.sink.members, []
+
+        def gradients(members=members) -> int:
+            return storages(t for m in members for t in (m.gradients.result, m.gradients.row))
+
+        def look(summed=summed, gradients=gradients) -> None:
+            summed.append(gradients())
+
+        engine.step(0, batches_of(world, config), 0.1, inspect=look)
         units = [member.unit for member in members]
         parameters = [*(p for p in engine.parameters.values()), *(unit.part for unit in units)]
         masters = [unit.masters.tensor for unit in units if unit.masters.separate]
@@ -88,7 +96,8 @@ def model_state(world, configs) -> list[dict]:
         found.append(
             {
                 "parameters": storages(parameters),
-                "gradients": storages(t for m in members for t in (m.gradients.result, m.gradients.row)),
+                "gradients": summed[0],
+                "gradients after": gradients(),
                 "masters": storages(masters),
                 "moments": sum(t.numel() * t.element_size() for t in states if t.dim()),
                 "moment_elements": sum(t.numel() for t in states if t.dim()),
@@ -125,6 +134,7 @@ def test_model_states_are_the_formula_to_the_byte(ranks, world):
         for seen in held:
             assert seen["parameters"] == (share if stage == 3 else n) * p, (name, stage)
             assert seen["gradients"] == (n if stage < 2 else share) * a, (name, stage)
+            assert seen["gradients after"] == (n * a if stage < 2 else 0), (name, stage)
             assert seen["masters"] == (n if stage == 0 else share) * m, (name, stage)
             assert seen["steps"] == 4 * seen["tensors"]
             assert seen["moments"] == seen["moment_elements"] * s

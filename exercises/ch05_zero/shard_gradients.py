@@ -2,10 +2,10 @@
 
 Write the missing lines of ShardGradients; the docstring says what is asked.
 You may call: WholeGradients.add, WholeGradients.settle, WholeGradients.sum_copies, WholeGradients.clear, _set_row,
-_reduce_into, torch.empty, torch.empty_like, Tensor.zero_, Tensor.add_.
+_make_shard, _reduce_into, torch.empty, Tensor.zero_, Tensor.add_.
 Check it with: python -m exercises check shard_gradients
 
-Stub ce70d348.
+Stub 277e494a.
 """
 
 import torch
@@ -15,14 +15,15 @@ from minidist.zero.gradients import WholeGradients
 
 
 class ShardGradients(WholeGradients):
-    """Gradients of full length only inside the backward of a micro-batch; a shard of them for the step."""
+    """Gradients of full length only inside the backward of a micro-batch; a shard of them from there to the step's end.
+
+    result: None until the first reduction of a step has ended, and after `clear`.
+    """
 
     transient = True
 
     def _allocate(self) -> None:
-        self.row, self.views = None, {}
-        self.result = torch.zeros(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
-        self._first = True
+        self.row, self.views, self.result = None, {}, None
 
     def add(self, name: str, grad: Tensor) -> None:
         if self.row is None:
@@ -32,6 +33,9 @@ class ShardGradients(WholeGradients):
     def _make_row(self) -> None:
         raise NotImplementedError("make a row of full length; what nobody fills is zero")
 
+    def _make_shard(self) -> Tensor:
+        return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
+
     def launch(self) -> None:
         self.settle()
         raise NotImplementedError("reduce the row of this micro-batch, and have none")
@@ -40,7 +44,7 @@ class ShardGradients(WholeGradients):
         """Wait for what was launched, and add it up."""
         if self._arriving is None:
             return
-        raise NotImplementedError("wait; what is not in the result yet is added to it")
+        raise NotImplementedError("wait; it is the result, or is added to it")
 
     def begin_finish(self) -> None:
         self.settle()
@@ -49,4 +53,4 @@ class ShardGradients(WholeGradients):
 
     def clear(self) -> None:
         super().clear()
-        self._first = True
+        self.result = None

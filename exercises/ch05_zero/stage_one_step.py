@@ -5,7 +5,7 @@ You may call: reduce_scatter, all_gather, Layout.bounds, Layout.held, Handle.wai
 Tensor.zero_, Tensor.view, torch.empty_like.
 Check it with: python -m exercises check stage_one_step
 
-Stub b22bae4a.
+Stub ea2aadd6.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,8 @@ class WholeGradients:
     """Gradients of full length for the whole step.
 
     group: ranks that share out the row; outer: ranks that hold the same shard, whose gradients belong to the same sum.
-    filled: the parameters that have a gradient now. result: this rank's shard, its sum over all ranks after `finish`.
+    filled: the parameters that have a gradient now. result: this rank's shard, its sum over all ranks when the sink has
+    finished.
     transient: whether a row of full length lives only from its first gradient to the end of its reduction.
     """
 

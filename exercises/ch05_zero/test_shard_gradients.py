@@ -127,30 +127,25 @@ def not_every_rank_has_every_gradient(answer, world, network):
 
 @test(points=3, ranks=(2,))
 def no_row_stays(answer, world, network):
-    """A row of full length is there while backward is in it; when it is reduced, shards are left and nothing longer."""
-    sizes = {"weight": 256 * KIB // 4}  # one row of 256 KiB
+    """A row of full length is there while backward is in it; its shard from then on, to the end of the step."""
+    sizes = {"weight": 256 * KIB // 4}  # one row of 256 KiB, shards of 128
     grad = torch.ones(sizes["weight"])
     with Held() as held:
         units = [gradients_of(answer, network.group, sizes=sizes) for _ in range(4)]
-        shards = held.nbytes()
-        expect("KiB of four shards, before any gradient", shards // KIB, 4 * 128)
         for micro_batch in range(2):
             for number, gradients in enumerate(units):  # the backward of one part of the model after the other
-                case = f"four rows of 256 KiB; micro-batch {micro_batch + 1}, row {number + 1}"
+                case = f"four rows of 256 KiB, shards of 128; micro-batch {micro_batch + 1}, row {number + 1}"
+                shards = 4 if micro_batch else number
                 gradients.add("weight", grad)
-                expect(
-                    "KiB of gradients beside the shards, before launch()",
-                    (held.nbytes() - shards) // KIB,
-                    256,
-                    case=case,
-                )
+                expect("KiB of gradients before launch()", held.nbytes() // KIB, 128 * shards + 256, case=case)
                 gradients.launch()
                 gradients.settle()
-                expect(
-                    "KiB of gradients beside the shards, after settle()", (held.nbytes() - shards) // KIB, 0, case=case
-                )
-    for gradients in units:
-        expect("the sum of two micro-batches over two ranks", finished(gradients)[0].item(), 4.0)
+                shards = 4 if micro_batch else number + 1
+                expect("KiB of gradients after settle()", held.nbytes() // KIB, 128 * shards, case=case)
+        for gradients in units:
+            expect("the sum of two micro-batches over two ranks", finished(gradients)[0].item(), 4.0)
+            gradients.clear()
+        expect("KiB of gradients after clear()", held.nbytes() // KIB, 0, case="four rows of 256 KiB")
 
 
 @test(points=2, ranks=(2,))

@@ -14,7 +14,7 @@ from torch import Tensor
 from minidist.spec import ParamSpec
 from minidist.zero.blocks import Blocks
 from minidist.zero.gradients import WholeGradients
-from minidist.zero.unit import Unit
+from minidist.zero.unit import ShardedUnit, Unit
 
 
 @dataclass
@@ -91,7 +91,7 @@ class ShardedSink:
         each_micro_batch: bool,
         blocks: Blocks | None = None,
     ):
-        self._members, self._frozen, self._names, self.held = members, frozen, names, dict(held)
+        self.members, self._frozen, self._names, self.held = members, frozen, names, dict(held)
         self.each_micro_batch, self.blocks = each_micro_batch, blocks
         self._of = {name: member for member in members for name in member.unit.parameters}
         chunks = sorted({member.chunk for member in members}) if each_micro_batch else [None]
@@ -141,9 +141,9 @@ class ShardedSink:
         """End of the step's backward: return when this rank has its shards of the summed gradients."""
         if not self.each_micro_batch:
             self._rounds[None].end()
-        for member in self._members:
+        for member in self.members:
             member.gradients.begin_finish()
-        for member in self._members:
+        for member in self.members:
             member.gradients.settle()
         self._whole = True
 
@@ -159,14 +159,14 @@ class ShardedSink:
     def gradients(self) -> dict[str, Tensor | None]:
         """This rank's shard of each gradient, in one dimension; None where no rank used the parameter."""
         found: dict[str, Tensor | None] = {}
-        for member in self._members:
+        for member in self.members:
             for name, (start, stop) in member.unit.bounds.items():
                 found[name] = None if name in self._unused else member.gradients.result[start:stop]
         return found
 
     def scale(self, factor: float) -> None:
         """Multiply every reduced gradient by `factor`."""
-        for member in self._members:
+        for member in self.members:
             member.gradients.result.mul_(factor)
 
     def rounds(self, step: int) -> Iterator[None]:
@@ -175,7 +175,7 @@ class ShardedSink:
         All at once; or one unit after another, where gradients or masters are there only meanwhile.
         """
         together, apart = [], []
-        for member in self._members:
+        for member in self.members:
             (apart if member.unit.masters.needs_room(member.gradients.result) else together).append(member)
         for members in [together] * bool(together) + [[member] for member in apart]:
             for member in members:
@@ -188,14 +188,14 @@ class ShardedSink:
     def gather(self) -> None:
         """Bring all parameters to all ranks; in stage 3 that is left to who needs them."""
         if self.blocks is None:
-            for member in self._members:
+            for member in self.members:
                 member.unit.launch_gather()
-            for member in self._members:
+            for member in self.members:
                 member.unit.wait_gather()
 
     def clear(self) -> None:
         """Forget the step. One that was broken off leaves what is on its way its memory."""
-        for member in self._members:
+        for member in self.members:
             if self._whole:
                 member.gradients.clear()
             else:
@@ -206,14 +206,28 @@ class ShardedSink:
 
     # -- what is kept -------------------------------------------------------------------------------------------------
 
+    def by_kind(self) -> dict[str, list[Tensor | None]]:
+        """What it holds now, by kind, for who measures memory. What is there for a while only is buffers."""
+        units, sums = self._units(), [member.gradients.result for member in self.members]
+        found: dict[str, list[Tensor | None]] = {"buffers": [], "parameters": [], "gradients": sums, "masters": []}
+        for unit in units:
+            found["parameters"].append(unit.part)
+            if isinstance(unit, ShardedUnit):
+                found["buffers"].append(unit.row)
+            if unit.masters.separate:
+                found["masters" if unit.masters.lasting else "buffers"].append(unit.masters.tensor)
+        return found
+
+    def _units(self) -> list[Unit]:
+        return [*(member.unit for member in self.members), *self._frozen]
+
     def stored(self) -> dict[str, Tensor]:
         """What this rank keeps of every parameter of its units, frozen ones too, as exact as it has it."""
-        units = [*(member.unit for member in self._members), *self._frozen]
-        return {name: tensor for unit in units for name, tensor in unit.masters.stored().items()}
+        return {name: tensor for unit in self._units() for name, tensor in unit.masters.stored().items()}
 
     def restored(self) -> None:
         """What `stored` gave was written to: bring it to the parameters of all ranks."""
-        for member in self._members:
+        for member in self.members:
             if member.unit.masters.lasting:
                 member.unit.masters.publish()
         self.gather()

@@ -51,7 +51,8 @@ class WholeGradients:
     """Gradients of full length for the whole step.
 
     group: ranks that share out the row; outer: ranks that hold the same shard, whose gradients belong to the same sum.
-    filled: the parameters that have a gradient now. result: this rank's shard, its sum over all ranks after `finish`.
+    filled: the parameters that have a gradient now. result: this rank's shard, its sum over all ranks when the sink has
+    finished.
     transient: whether a row of full length lives only from its first gradient to the end of its reduction.
     """
 

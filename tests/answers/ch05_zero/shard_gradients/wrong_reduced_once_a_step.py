@@ -7,14 +7,15 @@ from minidist.zero.gradients import WholeGradients
 
 
 class ShardGradients(WholeGradients):
-    """Gradients of full length only inside the backward of a micro-batch; a shard of them for the step."""
+    """Gradients of full length only inside the backward of a micro-batch; a shard of them from there to the step's end.
+
+    result: None until the first reduction of a step has ended, and after `clear`.
+    """
 
     transient = True
 
     def _allocate(self) -> None:
-        self.row, self.views = None, {}
-        self.result = torch.zeros(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
-        self._first = True
+        self.row, self.views, self.result = None, {}, None
 
     def add(self, name: str, grad: Tensor) -> None:
         if self.row is None:
@@ -25,6 +26,9 @@ class ShardGradients(WholeGradients):
         row = torch.empty(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
         row[row.numel() - self.layout.padding :].zero_()  # what nobody reads is sent all the same
         self._set_row(row)
+
+    def _make_shard(self) -> Tensor:
+        return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
 
     def launch(self) -> None:
         self.settle()
@@ -38,20 +42,22 @@ class ShardGradients(WholeGradients):
         """Wait for what was launched, and add it up."""
         if self._arriving is None:
             return
-        target = self._arriving[2]
+        arrived = self._arriving[2]
         super().settle()
-        if target is not self.result:
-            self.result.add_(target)
+        if self.result is None:
+            self.result = arrived
+        elif arrived is not self.result:  # which sums of copies arrive in
+            self.result.add_(arrived)
 
     def begin_finish(self) -> None:
         self.settle()
+        self.result = self._make_shard().zero_()
         if self.row is not None:
             self._reduce_into(self.result)
             super().settle()
-            self._set_row(torch.empty_like(self.row))
             self.row, self.views, self.filled = None, {}, set()
         self.sum_copies()
 
     def clear(self) -> None:
         super().clear()
-        self._first = True
+        self.result = None

@@ -124,7 +124,7 @@ def train_options(argv: list[str], over: Sequence[str] = ()) -> tuple["Config", 
         config: Path | None = None
         """A TOML file with options; those on the command line win."""
 
-    argv = [re.sub(r"^--trace(?=$|=)", "--trace.file", word) for word in argv]
+    argv = [re.sub(r"^--(trace|memory)(?=$|=)", r"--\1.file", word) for word in argv]
     options = TrainOptions(_base_config(argv))
     if over:
         options = _parse(TrainOptions, "train", list(over), default=options)

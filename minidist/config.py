@@ -218,6 +218,17 @@ class TraceConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """One step measured on every rank: what its memory consists of where it is most, beside what was estimated."""
+
+    file: Path | None = None
+    """Where to draw it, a .png, .svg or .pdf; the numbers go beside it, in a .json of the same name. `--memory FILE`
+    for short. None: nothing is measured."""
+    step: int | None = None
+    """The step that is measured; the second of this run when not given, as the first makes the optimizer's states."""
+
+
+@dataclass(frozen=True)
 class Config:
     """A training run."""
 
@@ -232,6 +243,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     recompute: Literal["none", "block", "selective"] = "none"
     """What backward computes again instead of keeping it. block: every layer, from its input. selective: attention."""
     compile: bool = False

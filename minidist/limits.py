@@ -25,6 +25,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "zero.shard": (1, math.inf),
     "trace.first": (1, math.inf),
     "trace.steps": (1, math.inf),
+    "memory.step": (1, math.inf),
     "data.seq-len": (1, math.inf),
     "optim.lr": (0, math.inf),
     "optim.weight-decay": (0, math.inf),
@@ -54,11 +55,12 @@ def check(config: Config, world_size: int) -> Mesh:
         )
     if data.min_length is not None and not 1 <= data.min_length <= data.seq_len:
         raise UserError(f"data.min-length is {data.min_length}; it must be from 1 to data.seq-len ({data.seq_len}).")
-    if config.trace.first is not None and config.trace.first > train.steps:
-        raise UserError(
-            f"trace.first is {config.trace.first}, and the run ends at step {train.steps}: nothing would be recorded. "
-            f"Give --trace.first {train.steps} or less."
-        )
+    for name, done in (("trace.first", "recorded"), ("memory.step", "measured")):
+        if (_value(config, name) or 0) > train.steps:
+            raise UserError(
+                f"{name} is {_value(config, name)}, and the run ends at step {train.steps}: nothing would be {done}. "
+                f"Give --{name} {train.steps} or less."
+            )
     parts = mesh.dp * train.micro_batches
     if train.global_batch < parts:
         fewer = train.global_batch // mesh.dp

@@ -39,7 +39,7 @@ class OtherShard(Ours):
 
     def gradients(self):
         sink = self.engine.sink
-        sink._members[0].gradients.result.mul_(self.engine.groups.world.rank)
+        sink.members[0].gradients.result.mul_(self.engine.groups.world.rank)
         return super().gradients()
 
 

@@ -11,6 +11,7 @@ from minidist.cli import main
 from minidist.config import Config, DataConfig, MeshConfig, ParallelConfig, TrainConfig
 from minidist.models.config import ModelConfig
 from minidist.plan.estimate import estimate
+from minidist.plan.table import scaled
 
 
 def said(capsys, words) -> str:
@@ -26,9 +27,11 @@ def test_json_says_what_a_step_costs_every_rank(capsys):
     assert found["stages"] == [[[0, 2]], [[2, 4]]] and found["pipeline"]["peak_live"] == [2, 1]
     assert [rank["at"]["pp"] for rank in found["ranks"]] == [0] * 4 + [1] * 4
     for rank in found["ranks"]:
-        parts = [value for name, value in rank.items() if name.endswith("_bytes") and name != "wire_bytes"]
-        assert rank["memory_bytes"] * 2 + rank["model_state_bytes"] == sum(parts) > 0
-        assert rank["memory_bytes"] - rank["activation_bytes"] == rank["model_state_bytes"]
+        of = {name.removesuffix("_bytes"): value for name, value in rank.items() if name.endswith("_bytes")}
+        states = of["parameter"] + of["gradient"] + of["master"] + of["optimizer"]
+        assert states == of["model_state"] > 0 and of["memory"] == sum(rank["peak"].values())
+        assert states < of["memory"] <= states + of["activation"] + of["buffer"]
+        assert list(rank["peak"]) == ["parameters", "gradients", "masters", "states", "activations", "buffers"]
     gate = next(tensor for tensor in found["layer_keeps"] if tensor["name"] == "gate")
     assert (gate["formula"], gate["shape"], gate["bytes"]) == ("b s/cp f/tp", [4, 128, 192], 4 * 4 * 128 * 192)
     assert any("Not in it" in note for note in found["notes"])
@@ -200,6 +203,20 @@ def test_where_selective_recomputation_is_void_the_estimate_says_so(capsys):
 def test_what_is_of_little_use_is_said_beside_the_figures(capsys):
     """In one line or broken into several, as the table's width has it."""
     text = " ".join(said(capsys, "--ranks 2 --mesh.tp 2 --zero.stage 3").split())
-    assert "zero.stage 3 has nothing to share out" in text and "does not count the layers that are gathered" in text
+    assert "zero.stage 3 has nothing to share out" in text
     plain = " ".join(said(capsys, "--ranks 2").split())
-    assert "zero.stage" not in plain and "ZeRO" not in plain
+    assert "zero.stage" not in plain
+
+
+def test_what_is_more_at_another_moment_than_the_peak_is_said_and_so_is_shared_memory(capsys):
+    words = "--ranks 2 --zero.stage 3 --recompute block --train.micro-batches 4"
+    table, found = said(capsys, words), json.loads(said(capsys, f"{words} --json"))["ranks"][0]
+    lines = dict(re.findall(r"^ *(.+?) {2,}([\d.]+ k?M?B)$", table, re.MULTILINE))
+    held = {kind: count for kind, count in found["peak"].items() if kind != "masters"}  # nobody has any: no line
+    parts = [lines[kind] for kind in held]
+    assert lines["memory"] == scaled(sum(found["peak"].values()), "B")
+    assert parts == [scaled(count, "B") for count in held.values()] and "masters" not in lines
+    assert lines["most activations"] == scaled(found["activation_bytes"], "B") != lines["activations"]
+    assert lines["mapped segments"] == scaled(found["segment_bytes"], "B") and "beside the tensors" in table
+    gloo = said(capsys, f"{words} --comm.backend gloo")
+    assert "mapped segments" not in gloo

@@ -65,7 +65,7 @@ def measured(world: World, configs: list[Config]) -> list[dict]:
 
 def held(engine: Engine) -> dict:
     """The memory behind parameters, gradients and masters when backward is over."""
-    parameters, members = list(engine.parameters.values()), getattr(engine.sink, "_members", [])
+    parameters, members = list(engine.parameters.values()), getattr(engine.sink, "members", [])
     if members:
         gradients = [tensor for member in members for tensor in (member.gradients.result, member.gradients.row)]
         behind = [*parameters, *(member.unit.part for member in members)]

@@ -29,6 +29,7 @@ ALLOWED = {
         "models",
         "parallel",
         "parallelize",
+        "plan",
         "precision",
         "roles",
         "zero",

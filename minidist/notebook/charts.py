@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from minidist.errors import UserError
+from minidist.train.bars import draw_bars, figure_size
 
 
 def tensor_bytes(
@@ -82,14 +83,6 @@ def loss_curves(
     return curves
 
 
-def bytes_text(count: float) -> str:
-    """A count of bytes for people: 1.5 kB. Decimal units."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:g} B"
-
-
 def _count(value: object, seen: set[int]) -> Iterable[int]:
     if isinstance(value, torch.Tensor):
         storage = value.untyped_storage()
@@ -105,32 +98,10 @@ def _count(value: object, seen: set[int]) -> Iterable[int]:
 
 
 def _draw_bars(bars: Mapping[str, list[dict[str, int]]]) -> None:
-    """Side by side for every rank, those of the second name hatched. A part has one colour."""
     from matplotlib import pyplot as plt
 
-    ranks, width = len(next(iter(bars.values()))), 0.7 / len(bars)
-    figure, axes = plt.subplots(figsize=(2.5 + 0.9 * ranks * len(bars), 3.2))
-    labels = list(dict.fromkeys(label for held in bars.values() for parts in held for label in parts))
-    highest = max(sum(parts.values()) for held in bars.values() for parts in held)
-    for number, (name, held) in enumerate(bars.items()):
-        places = [rank + (number - (len(bars) - 1) / 2) * width for rank in range(ranks)]
-        below = [0] * ranks
-        for color, label in enumerate(labels):
-            counts = [parts.get(label, 0) for parts in held]
-            look = {"color": f"C{color}", "label": label if number == 0 else None}
-            if number:
-                look |= {"hatch": "//", "edgecolor": "white", "alpha": 0.4}
-            drawn = axes.bar(places, counts, width, bottom=below, **look)
-            inside = [bytes_text(count) if count > highest / 12 else "" for count in counts]
-            axes.bar_label(drawn, inside, label_type="center", color="black" if number else "white", fontsize=8)
-            below = [low + count for low, count in zip(below, counts, strict=True)]
-        for place, total in zip(places, below, strict=True):
-            text = "\n".join(filter(None, (name, bytes_text(total))))
-            axes.annotate(text, (place, total), (0, 2), textcoords="offset points", ha="center", fontsize=8)
-    axes.set(xlabel="rank", xticks=range(ranks), title="memory held", ylim=(0, (1 + 0.1 * len(bars)) * highest))
-    axes.set_xlim(-0.6, ranks - 0.4)
-    axes.yaxis.set_major_formatter(lambda value, _: bytes_text(value))
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    figure, axes = plt.subplots(figsize=figure_size(len(next(iter(bars.values()))), len(bars)))
+    draw_bars(axes, bars)
     figure.tight_layout()
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from minidist.errors import UserError
-from minidist.notebook.charts import bytes_text
+from minidist.train.bars import bytes_text
 
 Points = Sequence[tuple[float, float]]
 

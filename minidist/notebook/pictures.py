@@ -7,8 +7,8 @@ from typing import NamedTuple
 from minidist.comm import Record, intervals
 from minidist.comm.traffic import traffic_matrix
 from minidist.errors import UserError
-from minidist.notebook.charts import bytes_text
 from minidist.notebook.result import CellResult
+from minidist.train.bars import bytes_text
 
 Measured = CellResult | Sequence[Iterable[Record]]
 

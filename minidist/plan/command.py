@@ -10,7 +10,7 @@ from minidist.config import Config
 from minidist.parallel.pipeline.command import as_json as pipeline_json
 from minidist.parallel.pipeline.draw import WIDTH
 from minidist.plan import activations, blocks, compute, utilisation
-from minidist.plan.estimate import MEMORY, Estimate, RankCost, estimate
+from minidist.plan.estimate import MEMORY, SEGMENTS, Estimate, RankCost, estimate
 from minidist.plan.notes import notes
 from minidist.plan.table import scaled, table
 from minidist.plan.utilisation import Measured
@@ -116,8 +116,14 @@ def _rows(found: Estimate) -> list[tuple[str, list[str]]]:
     if layout.config.recompute != "none":
         rows.append(("  computed", largest(lambda cost: cost.hardware_flops)))
     rows.append(("memory", largest(lambda cost: cost.memory_bytes, "B")))
-    for name, label in MEMORY.items():
-        rows.append((f"  {label}", largest(attrgetter(name), "B")))
+    held = [label for name, label in MEMORY.items() if any(getattr(cost, name) for cost in found.ranks)]
+    for label in held:
+        rows.append((f"  {label}", largest(lambda cost, label=label: cost.peak[label], "B")))
+    for name, label in MEMORY.items():  # that are more at another moment
+        if any(getattr(cost, name) > 1.01 * cost.peak[label] for cost in found.ranks):
+            rows.append((f"  most {label}", largest(attrgetter(name), "B")))
+    if any(cost.segment_bytes for cost in found.ranks):
+        rows.append((SEGMENTS, largest(lambda cost: cost.segment_bytes, "B")))
     rows.append(("sent a step", largest(lambda cost: sum(cost.wire_bytes.values()), "B")))
     for use in dict.fromkeys(use for cost in found.ranks for use in cost.wire_bytes):
         rows.append((f"  {use}", largest(lambda cost, use=use: cost.wire_bytes.get(use, 0), "B")))

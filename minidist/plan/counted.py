@@ -18,8 +18,8 @@ from minidist.precision.policy import Policy, policy_of
 from minidist.zero.fit import check_sharing, sharing
 
 _NOTE = (
-    "Model states are what stays from step to step; activations, messages and FLOPs need a model's shape (--model...), "
-    "and so do the optimizer's counts of steps, four bytes a parameter tensor."
+    "Model states are what there is before an update; activations, messages and FLOPs need a model's shape "
+    "(--model...), and so do the optimizer's counts of steps, four bytes a parameter tensor."
 )
 
 

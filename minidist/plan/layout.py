@@ -8,9 +8,11 @@ from minidist.config import Config
 from minidist.data.partition import block, weighted
 from minidist.mesh import Mesh
 from minidist.parallel.pipeline.ops import Schedule
+from minidist.precision.policy import BYTES as FORMAT_BYTES
 from minidist.precision.policy import TORCH_NAMES, Policy, policy_of
 
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
+# Of an element, by torch's name of its dtype.
+BYTES = {TORCH_NAMES[name]: size for name, size in FORMAT_BYTES.items()} | {"int64": 8, "int32": 4, "bool": 1}
 
 
 @dataclass(frozen=True)

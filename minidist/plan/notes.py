@@ -13,16 +13,21 @@ def notes(found: Estimate) -> list[str]:
     layout = found.layout
     said = [
         "k, M, G are powers of 1000. Ranks of one column may differ by a little: it has the largest of each.",
-        "memory: the sum of the lines below it. Not in it: Python and torch themselves (some 0.2 GB a process), what "
-        "an operation needs while it runs, messages on their way, and evaluation.",
-        "activations: what is kept for backward where most is alive, as torch's kernels for CPU keep it; a GPU's "
-        "may keep other tensors.",
+        "memory: of all tensors at the moment of a step when they are most; the lines below it are its parts at that "
+        "moment, and what is more at another one is said behind them. Not in it: Python and torch themselves (some "
+        "0.2 GB a process), what kernels use for themselves, and evaluation.",
+        "activations: what is kept for backward, as torch's kernels for CPU keep it; a GPU's may keep other tensors. "
+        "buffers: gradients of activations, messages, copies, rows that are whole for a while. minidist train "
+        "--memory FILE measures all of it.",
         "FLOPs: those of the model, forward and backward, attention counted whole; MFU is of them. HFU is of those and "
         f"of what is computed again: {_AGAIN[layout.config.recompute]}.",
     ]
     said += fit.remarks(layout.config, layout.mesh)
-    if layout.config.zero.shares_gradients:
-        said.append(_passing(layout))
+    if any(cost.segment_bytes for cost in found.ranks):
+        said.append(
+            "mapped segments: this rank's part of the shared memory through which ranks of one machine talk (shm), "
+            "beside the tensors; 0 over gloo and nccl."
+        )
     if layout.config.recompute == "selective":
         said.append(_selective(layout))
     if layout.config.compile:
@@ -43,14 +48,6 @@ def notes(found: Estimate) -> list[str]:
             "forward's products; minidist simulate takes measured times."
         )
     return said
-
-
-def _passing(layout: Layout) -> str:
-    """What ZeRO has in memory for a while only."""
-    rows = "rows of gradients on their way, three at a time, each of a layer's size at most, or one larger parameter"
-    if layout.config.zero.stage == 3:
-        rows = "the layers that are gathered, two at a time beside embedding and head, and as many rows of gradients"
-    return f"ZeRO stage {layout.config.zero.stage}: memory does not count {rows}."
 
 
 def _selective(layout: Layout) -> str:

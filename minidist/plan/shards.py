@@ -115,7 +115,7 @@ def _buckets(layout: Layout, held: Sequence[Weight], limit: int) -> list[list[We
 
 
 def kept(layout: Layout, stage: int, found: Sequence[Row], place: int) -> states.ModelStates:
-    """What a rank of a stage keeps from step to step. place: of the rank among those that share out the rows.
+    """What a rank of a stage has before an update. place: of the rank among those that share out the rows.
 
     Moments have no padding. AdamW counts its steps for every parameter, in float32.
     """

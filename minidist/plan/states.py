@@ -1,4 +1,4 @@
-"""What stays in memory from step to step: parameters, gradients, and what the optimizer keeps."""
+"""What a rank has in memory before an update: parameters, gradients, and what the optimizer keeps."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

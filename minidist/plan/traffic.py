@@ -4,7 +4,7 @@ Of a step alone: not the synchronisation at the start, what is said for log line
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 from minidist.comm.convention import sent_by, sent_elements
@@ -45,13 +45,20 @@ class Traffic:
         """Of a rank among those that share out its rows."""
         return self._groups["grads"][rank].index(rank) if self.layout.config.zero.stage else 0
 
+    def group(self, use: str, rank: int) -> Sequence[int]:
+        """The ranks that this one talks to for a use, itself among them; none where it has no such use."""
+        return self._groups.get(use, {}).get(rank, ())
+
+    def operations(self, rank: int) -> Counter[Operation]:
+        """What a rank does in a step, and how often."""
+        at = self.layout.mesh.coords(rank)
+        passes = self._passes(at["pp"], tuple(self.layout.micro_batches(at["dp"])))
+        return self._reductions(at["pp"], at["tp"]) + passes
+
     def wire_bytes(self, rank: int) -> dict[str, int]:
         """Bytes that a rank sends in a step, by use; a use for which it has nobody to talk to is left out."""
-        at, sent = self.layout.mesh.coords(rank), Counter()
-        operations = self._reductions(at["pp"], at["tp"]) + self._passes(
-            at["pp"], tuple(self.layout.micro_batches(at["dp"]))
-        )
-        for (use, name, elements, each), times in operations.items():
+        sent: Counter[str] = Counter()
+        for (use, name, elements, each), times in self.operations(rank).items():
             group = self._groups[use][rank]
             if len(group) > 1:
                 sent[use] += times * each * self._sent(use, name, elements, len(group), group.index(rank))

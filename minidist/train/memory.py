@@ -6,23 +6,70 @@ activations, and what operations need while they run. A storage has one kind fro
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
+from minidist.train.step import Engine
 from minidist.train.storages import ACTIVATIONS, Look, Peak, StoragePeak
+from minidist.zero.sink import ShardedSink
 
 Kinds = Callable[[], Mapping[str, Iterable[Tensor]]]
+
+
+class _Named(NamedTuple):
+    """A storage, which may be gone by now, and where it was."""
+
+    storage: StorageWeakRef
+    address: int
+    size: int
+
+
+def _named(tensor: Tensor) -> _Named:
+    storage = tensor.untyped_storage()
+    return _Named(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes())
+
+
+@contextlib.contextmanager
+def _packed_by_others(tell: Callable[[list[_Named]], None]) -> Iterator[None]:
+    """Within this context `tell` gets what hooks that hide those outside of them have packed, whenever they end."""
+    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+
+    def watch(hooks: saved_tensors_hooks) -> None:
+        packed, pack = [], hooks.pack_hook
+
+        def packing(tensor: Tensor) -> object:
+            packed.append(_named(tensor))
+            return pack(tensor)
+
+        # Whoever packs may hold more beside, what it computes again from.
+        held = tree_leaves(vars(getattr(pack, "__self__", hooks)))
+        hooks.beside = [value for value in held if isinstance(value, Tensor)]
+        hooks.pack_hook, hooks.packed = packing, packed
+        enter(hooks)
+
+    def end(hooks: saved_tensors_hooks, *exception) -> None:
+        leave(hooks, *exception)
+        tell([*hooks.packed, *map(_named, hooks.beside)])
+
+    saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = watch, end
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = enter, leave
 
 
 class KindPeak(StoragePeak):
     """The same, and what it was. kinds: tensors by kind, those that are there at the time; called again and again.
 
     What `kinds` names counts too where it was there before. A storage that two kinds name is of the first.
-    Inside of what autograd itself packs (checkpoints that recompute), tensors that are kept again count as buffers.
+    What others than autograd keep for backward (recomputation: inputs, and what it has made again) is activations too.
     """
 
     def __init__(self, kinds: Kinds, device: torch.device | None = None):
@@ -30,13 +77,14 @@ class KindPeak(StoragePeak):
         self._kinds, self._context = kinds, contextlib.ExitStack()
 
     def __enter__(self) -> "KindPeak":
+        super().__enter__()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        super().__enter__()
         self.look()
         for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
             self._context.callback(register(lambda *_: self.look()).remove)
         self._context.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+        self._context.enter_context(_packed_by_others(self._others))
         return self
 
     def __exit__(self, *exception) -> None:
@@ -69,6 +117,10 @@ class KindPeak(StoragePeak):
         self.look()
         return tensor
 
+    def _others(self, packed: Iterable[_Named]) -> None:
+        kept = {each.address: (ACTIVATIONS, each.size) for each in packed if not each.storage.expired()}
+        self._look(kept | _seen(self._storages().values()))
+
 
 def kinds_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **more: Iterable[Tensor]) -> Kinds:
     """What a model and its optimizer hold, for `KindPeak`. more: others by kind, before these: masters, say."""
@@ -83,6 +135,22 @@ def kinds_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **more: I
             "gradients": [p.grad for p in (*parameters, *updated)],
             "states": [value for value in states if isinstance(value, Tensor)],
         }
+
+    return kinds
+
+
+def kinds_of_engine(engine: Engine) -> Kinds:
+    """What an engine holds, for `KindPeak`, as the estimate tells it: kept rows and shards are what they are made of,
+    rows that are gathered or filled for a while are buffers, what a pipeline keeps for weight gradients is activations.
+    """
+    plain = kinds_of(engine.model, engine.optimizer)
+
+    def kinds() -> dict[str, Iterable[Tensor]]:
+        found = plain()
+        if isinstance(engine.updates, ShardedSink):  # parameters and gradients are views of its rows
+            found = {**engine.updates.by_kind(), "states": found["states"]}
+        pipeline = engine.passes.pipeline
+        return found if pipeline is None else {**found, ACTIVATIONS: pipeline.between_halves()}
 
     return kinds
 

@@ -146,26 +146,45 @@ def writing(folder: Path):
         ) from error
 
 
-def check_trace(path: Path | None) -> None:
-    """Raise UserError when `--trace` names a file that could not be written, before there is anything to write."""
-    if path is None:
-        return
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_outputs(config: Config) -> None:
+    """Raise UserError when `--trace` or `--memory` names a file that could not be written, before there is anything to
+    write."""
+    if config.trace.file is not None:
+        _check_free("trace", config.trace.file, config.trace.file)
+    if (picture := config.memory.file) is not None:
+        if picture.suffix.lower() not in PICTURES:
+            raise UserError(f"--memory {picture} is to be a picture: give a name that ends in {', '.join(PICTURES)}.")
+        for file in (picture, picture.with_suffix(".json")):
+            _check_free("memory", picture, file)
+    if config.memory.file is not None and config.trace.file == config.memory.file.with_suffix(".json"):
+        raise UserError(
+            f"--memory {config.memory.file} writes its numbers to {config.trace.file}, and so does --trace: give one "
+            "of them another name."
+        )
+
+
+def _check_free(option: str, given: Path, path: Path) -> None:
     if path.exists():
-        raise UserError(f"--trace {path} is there already: remove it, or give the trace another name.")
+        what = given if path == given else f"{given}: {path}, where its numbers go,"
+        whose = {"trace": "the trace", "memory": "the picture"}[option]
+        raise UserError(f"--{option} {what} is there already: remove it, or give {whose} another name.")
     try:
         _aside(path).write_bytes(b"")
         _aside(path).unlink()
     except OSError as error:
         raise UserError(
-            f"--trace {path} cannot be written: {error.strerror}. Give a file in a folder that exists and where you "
-            "may write."
+            f"--{option} {given} cannot be written: {error.strerror}. "
+            "Give a file in a folder that exists and where you may write."
         ) from None
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file aside and give it its name, so that a reader never sees half of it. Raises OSError."""
     try:
-        _aside(path).write_text(text)
+        _aside(path).write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(_aside(path), path)
     except OSError:
         with contextlib.suppress(OSError):

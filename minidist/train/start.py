@@ -110,7 +110,7 @@ def train_here(config: Config, ranks: int, program: Callable | None = None, more
     """Train on fresh ranks of this machine. Raises UserError before any of them starts, RunError when the run fails."""
     check(config, ranks)
     place = choose_place(config, ranks)
-    runfolder.check_trace(config.trace.file)
+    runfolder.check_outputs(config)
     check_before(config, open_corpus(config.data.source, config.data.path, config.data.seq_len))
     folder = runfolder.claim(config)
     if place == "cpu" and config.device != "cpu" and (found := gpus()):

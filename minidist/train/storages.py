@@ -37,7 +37,8 @@ class StoragePeak:
     """Context in which every allocation of a tensor is recorded; `mark()` begins the part whose peak counts.
 
     device: whose memory. `bytes` afterwards: the most that was live at one time since the mark (since the beginning
-    when there was none), of what was allocated in the context.
+    when there was none), of what was allocated in the context. Raises RuntimeError when another profiler of torch's
+    records already, or has begun to meanwhile: there is room for one.
     """
 
     _MARK = "minidist memory: "
@@ -48,8 +49,11 @@ class StoragePeak:
         self._first = 0
 
     def __enter__(self) -> "StoragePeak":
+        if torch._C._autograd._profiler_enabled():  # which would end without a word
+            raise RuntimeError("another profiler of torch's is recording")
         self._profiler = torch.autograd.profiler.profile(profile_memory=True)
         self._profiler.__enter__()
+        self._look(None)
         return self
 
     def mark(self) -> None:
@@ -68,15 +72,18 @@ class StoragePeak:
             self.bytes = self.peak.total
 
     def _found(self) -> Peak:
-        history, first = History(), 0
+        history, first, seen = History(), 0, 0
         for address, size, look in self._events():
             if look is None:
                 history.allocation(address, size)
                 continue
+            seen += 1
             if look == self._first:
                 first = len(history.happened)
             if self._looks[look] is not None:
                 history.look(self._looks[look])
+        if seen < len(self._looks):
+            raise RuntimeError("another profiler of torch's took the place of this one")
         total, parts, largest = history.peak(first)
         cuda = self.device.type == "cuda"
         allocator = torch.cuda.max_memory_allocated(self.device) if cuda else None

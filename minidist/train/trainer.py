@@ -9,7 +9,7 @@ from typing import TypeVar
 from minidist import comm
 from minidist.comm import CommError, World
 from minidist.comm.standing import rank_names
-from minidist.config import Config, TraceConfig
+from minidist.config import Config, MemoryConfig, TraceConfig
 from minidist.configfile import to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation
@@ -30,6 +30,7 @@ from minidist.train.schedule import learning_rate
 from minidist.train.step import Engine
 from minidist.train.text import sample_text
 from minidist.train.trace import Trace, make_meter
+from minidist.train.tracker import Tracker
 
 Made = TypeVar("Made")
 
@@ -78,7 +79,7 @@ class Trainer:
         self.groups = comm.bind(world, self.mesh, uses(self.mesh, config), meter=meter, timeout_s=config.comm.timeout_s)
         self.control = self.groups["control"]
         self.swap = comm.exchange(self.control)
-        self._together(lambda: runfolder.check_trace(config.trace.file) if world.rank == 0 else None)
+        self._together(lambda: runfolder.check_outputs(config) if world.rank == 0 else None)
         self.trace = Trace(config.trace, self.groups)
         self.corpus = self._together(self._open_corpus)
         self._check_same_corpus()
@@ -92,6 +93,7 @@ class Trainer:
         self.held_out = evaluation(self.corpus.held_out, data.seq_len, train.eval_samples)
         self.progress, self._pace = Progress(), Pace()
         source = None if config.checkpoint.resume is None else self._resume()
+        self.memory = Tracker(config, self.engine, self.progress.step)
         # Rank 0 writes for all, so it alone must be able to.
         made = self._together(lambda: runfolder.claim(config) if world.rank == 0 else None)
         self.folder = self.swap(made)[0]
@@ -139,6 +141,7 @@ class Trainer:
             self.trace.at(self.progress.step)
             with meter.span("step", step=self.progress.step + 1):
                 stopped = self._step(stop.requested is not None).stop
+            self.memory.gather()
             step, last = self.progress.step, self.progress.step == train.steps
             if _due(step, train.eval_every) and not last and not stopped:
                 self._evaluate()
@@ -158,7 +161,7 @@ class Trainer:
             )
         lr = learning_rate(config.optim, step, train.steps)
         weight = data.weights[at] if data.weights else 1.0
-        result = self.engine.step(step, batches, lr, weight=weight, stop=stop)
+        result = self.memory.during(step + 1, lambda: self.engine.step(step, batches, lr, weight=weight, stop=stop))
         giveup.check(result, step + 1, self.engine.scaler, self.swap, lambda: runfolder.last_checkpoint(self.folder))
         self.progress = Progress(step + 1, self.progress.position + train.global_batch)
         self._pace.steps += 1
@@ -223,8 +226,8 @@ class Trainer:
             lines["best possible"] = self.corpus.entropy_rate
         with runfolder.writing(self.folder):
             picture.draw_loss(self.metrics.rows, lines, self.folder / "loss.png")
-        if self.trace.line:
-            self.reporter.note(self.trace.line)
+        for line in filter(None, (self.trace.line, self.memory.line)):
+            self.reporter.note(line)
         if summary["stopped"]:
             steps = f"{summary['step']} of {self.config.train.steps}"
             self.reporter.note(f"stopped after step {steps}: go on with --checkpoint.resume {self.folder}")
@@ -281,9 +284,9 @@ class Trainer:
 
 
 def reusable(config: Config) -> Config:
-    """The configuration without what belongs to one run: its folder, where it went on from, and its trace."""
+    """The configuration without what belongs to one run: its folder, where it went on from, what was looked at."""
     once = dataclasses.replace(config.checkpoint, resume=None)
-    return dataclasses.replace(config, folder=None, checkpoint=once, trace=TraceConfig())
+    return dataclasses.replace(config, folder=None, checkpoint=once, trace=TraceConfig(), memory=MemoryConfig())
 
 
 def _due(step: int, every: int) -> bool:

@@ -110,6 +110,10 @@ class Executor:
         if name in self._complete.get(self._op, ()):
             self.sink.ready(name)
 
+    def between_halves(self) -> list[Tensor]:
+        """What weight gradients that are still to come are made of."""
+        return [tensor for halves in self._halves.values() for _, *pair in halves for tensor in pair]
+
     # -- the program --------------------------------------------------------------------------------------------------
 
     def run(self, part: Part, empty: Callable[[int], Tensor], skip: Sequence[int] = ()) -> None:

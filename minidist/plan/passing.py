@@ -1,0 +1,134 @@
+"""Rows of parameters and gradients that ZeRO has for a while only, and the gradients there are, at a place in a step.
+
+In stage 3 a layer's parameters are gathered while it computes, and those of the next while this one does; what comes
+last in forward stays. A row of gradients of full length lives, in stages 2 and 3, from its first gradient to the end of
+its reduction, at most two being on their way while a third is filled; the shard that stays is made when the first
+reduction begins.
+"""
+
+from collections.abc import Sequence
+
+from minidist.plan import shards, states
+from minidist.plan.layout import Layout
+from minidist.plan.shards import Row
+from minidist.precision.policy import BYTES
+from minidist.roles import is_hidden_matrix
+from minidist.zero.fit import sharing
+from minidist.zero.grouping import REST
+
+END, FIRST = "end", "first"  # places beside the layers, which are numbers: head and last norm, and the embedding
+ON_THEIR_WAY = 2  # rows of gradients while another is filled
+
+
+class Passing:
+    """On the ranks of a stage. rows: those in which parameters lie, in the order of backward; gradients: bytes of those
+    that stay; many: whether a step has several micro-batches."""
+
+    def __init__(self, layout: Layout, stage: int, rows: Sequence[Row], gradients: int, many: bool):
+        self.layout, self.stage, self.rows, self.all, self.many = layout, stage, rows, gradients, many
+        self.zero, self.policy = layout.config.zero, layout.policy
+        self.full, self.wire = BYTES[self.policy.accumulate], BYTES[self.policy.reduce]
+        self._weights = {weight.name: weight for weight in states.weights(layout, stage)}
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def gathered(self, chunk: int, at: int | str, forward: bool = False) -> int:
+        """Bytes of the rows of parameters that are there."""
+        if self.zero.stage < 3:
+            return 0
+        part = self.layout.chunks(self.stage)[chunk]
+        last = part.layers[-1:] if self.zero.prefetch or self.zero.keep_last_block else ()
+        if forward:
+            last = last if part.last and self.zero.keep_last_block else ()
+        blocks = {END: last, FIRST: part.layers[:1]}.get(at)
+        if blocks is None:
+            blocks = [i for i in (at, at - self.zero.prefetch) if i in part.layers]
+        root = [REST] if part.first or part.last else []
+        return (
+            sum(row.layout.numel for row in self.rows if row.block in {*blocks, *root}) * BYTES[self.policy.parameter]
+        )
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def before(self) -> int:
+        """Bytes of the gradients that are there before a backward, the last of a step if it has many."""
+        return 0 if self._made_in_backward and not self.many else self.all
+
+    def at(self, chunk: int, at: int | str, come: int) -> tuple[int, int]:
+        """Bytes of gradients, and of rows that are filled or on their way, when so many of a piece have come."""
+        here = self._come(chunk, at, come)
+        if not shards.apart(self.layout):
+            made = sum(self._weights[name].numel for name in here) * self.full
+            return (made if self._made_in_backward and not self.many else self.all), 0
+        launched = self._launched(chunk, at, here)
+        if not self.zero.shares_gradients:
+            sent = [self._sent(row) for row in launched if self.zero.stage]
+            return self.all, sum(sent) if self.wire != self.full else 0
+        filled = [row for row in self.rows if row not in launched and not here.isdisjoint(row.layout.slots)]
+        passing = sum(row.layout.numel for row in filled) * self.full
+        earlier = [row for row in self.rows if row.chunk == chunk] if self.many else []  # of the micro-batch before
+        for row in [*earlier, *launched][-ON_THEIR_WAY:]:
+            passing += self._sent(row) + self.many * row.layout.shard * self.full
+        return (self.all if self.many else sum(row.layout.shard for row in launched) * self.full), passing
+
+    @property
+    def _made_in_backward(self) -> bool:
+        if shards.apart(self.layout):
+            return self.zero.shares_gradients
+        return self.layout.config.comm.gradients == "naive"
+
+    def _come(self, chunk: int, at: int | str, come: int) -> set[str]:
+        """The parameters of a part of the model whose gradients have come."""
+        part = self.layout.chunks(self.stage)[chunk]
+        here = [name for name, _, _ in reversed(states.LAST) if name in self._weights] if part.last else []
+        if at == END:
+            return set(here[:come])
+        for index in reversed(part.layers):
+            names = [f"model.layers.{index}.{name}" for name, _, _ in reversed(states.LAYER)]
+            if index == at:
+                return {*here, *names[:come]}
+            here += names
+        return {*here, *([states.FIRST[0][0]] if come and part.first else [])}
+
+    def _launched(self, chunk: int, at: int | str, here: set[str]) -> list[Row]:
+        """The rows whose reduction has begun: all of their gradients have come, or in stage 3, the layer is through."""
+        mine = [row for row in self.rows if row.chunk == chunk]
+        if self.layout.mesh.pp > 1 and self.zero.shares_gradients:
+            return []  # at the end of the part
+        if self.zero.stage == 3:
+            through = {END: len(self._weights), FIRST: self.layout.chunks(self.stage)[chunk].layers[0]}.get(at, at)
+            return [row for row in mine if row.block > through]
+        found = []
+        for row in mine:
+            if not row.layout.slots.keys() <= here:
+                break
+            found.append(row)
+        return found
+
+    def _sent(self, row: Row) -> int:
+        """Bytes of a row that is reduced: itself, or copies of it and of its result in the format of the wire. A rank
+        that shares with nobody sends nothing, and has it no longer."""
+        whole = row.layout.numel if sharing(self.layout.config, self.layout.mesh) > 1 else 0
+        if self.wire == self.full:
+            return whole * self.full
+        return (whole + row.layout.shard) * self.wire
+
+    # -- after backward -----------------------------------------------------------------------------------------------
+
+    def finish(self) -> int:
+        """Bytes of copies on their way when backward is over."""
+        sent = self.zero.stage > 0 and self.wire != self.full and not self.zero.shares_gradients
+        return sum(map(self._sent, self.rows)) * sent
+
+    def update(self) -> int:
+        """Bytes that the update takes beside what stays: of one row after another, where gradients or masters are there
+        only meanwhile, and of a matrix that Muon makes orthogonal, in six tensors of its size and a square one."""
+        policy, wide = self.policy, BYTES[self.policy.master or self.policy.state]
+        lasting = policy.master is not None
+        copies = (wide != self.full) + (not lasting and wide != BYTES[policy.parameter])
+        rows = max((row.layout.shard for row in self.rows), default=0) * wide * copies
+        if self.layout.config.optim.kind != "muon":
+            return rows
+        hidden, matrices = self.layout.config.model.hidden_size, self._weights.values()
+        sizes = [weight.numel for weight in matrices if is_hidden_matrix(weight.name, weight.dimensions)]
+        return rows + max((6 * numel + min(hidden, numel // hidden) ** 2 for numel in sizes), default=0) * wide

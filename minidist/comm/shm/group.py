@@ -15,11 +15,12 @@ from torch._C import _distributed_c10d as c10d  # the options are not in torch.d
 
 from minidist.comm.shm.device import by_device
 from minidist.comm.shm.flat import as_bytes, check_parts, flat, named, parts_of, rows, split_rows
-from minidist.comm.shm.lane import Lane, Work
+from minidist.comm.shm.lane import Lane
 from minidist.comm.shm.members import Members
 from minidist.comm.shm.reduce import Reduction
 from minidist.comm.shm.refused import refusing
 from minidist.comm.shm.register import NAME
+from minidist.comm.shm.work import Work
 
 _ALLTOALL = c10d.AllToAllOptions()
 _ALLGATHER = c10d.AllgatherOptions()
@@ -58,11 +59,11 @@ class ShmGroup(dist.ProcessGroup):
     def _run(self, opts, call: Callable[[], None], results: Sequence[Tensor] = ()) -> Work:
         """Do a collective: in its turn, and in this thread if it is not asynchronous and nothing is before it."""
         work = Work(self._members.lane, functools.partial(self._members.collective, call), results)
-        return self._begun(self._members.lane, work, here=not opts.asyncOp)
+        return self._begun(work, here=not opts.asyncOp)
 
-    def _begun(self, lane: Lane, work: Work, here: bool) -> Work:
+    def _begun(self, work: Work, here: bool) -> Work:
         self._members.check_open()
-        lane.submit(work, here and self._together is None)
+        work.start(here and self._together is None)
         if self._together is not None:
             self._together.append(work)
         return work
@@ -101,11 +102,10 @@ class ShmGroup(dist.ProcessGroup):
         return self._run(opts, self._members.collectives.barrier)
 
     def monitored_barrier(self, timeout=timedelta(seconds=300), wait_all_ranks=False):
-        lane = self._members.lane
         limit_s = timeout.total_seconds() if timeout is not None else self._members.meeting.timeout_s
         call = functools.partial(self._members.meeting.monitored, limit_s, wait_all_ranks)
-        work = Work(lane, functools.partial(self._members.collective, call))
-        self._begun(lane, work, here=True).wait()
+        work = Work(self._members.lane, functools.partial(self._members.collective, call))
+        self._begun(work, here=True).wait()
 
     # -- all-gather ---------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class ShmGroup(dist.ProcessGroup):
         call = getattr(self._members.transfers, kind)
         told = f"{named(tensors[0]).split(' ')[0]} {rows(tensors[0])}"
         work = Work(lane, functools.partial(call, as_bytes(tensors[0]), told, peer, tag), tensors, source=peer)
-        return self._begun(lane, work, here=False)
+        return self._begun(work, here=False)
 
     # -- the group itself ---------------------------------------------------------------------------------------------
 
@@ -244,9 +244,8 @@ class ShmGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device):
         works, self._together = self._together or [], None
-        lane = Lane(self._members.workers)
-        work = Work(lane, lambda: [one.wait() for one in works])
-        lane.submit(work, here=False)
+        work = Work(Lane(self._members.workers), lambda: [one.wait() for one in works])
+        work.start(here=False)
         return work
 
     def getBackendName(self):

@@ -8,12 +8,9 @@ import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 _thread = threading.local()
 
@@ -62,7 +59,7 @@ class Workers:
         _thread.works = True
         while (task := inbox.get()) is not None:
             task()
-            del task  # it holds tensors
+            del task  # and with it a lane, which may be of a group that is gone
             with self._lock:
                 if self._closed:
                     return
@@ -75,23 +72,23 @@ class Lane:
     def __init__(self, workers: Workers):
         self._workers = workers
         self._lock = threading.Lock()
-        self._queue: deque[Work] = deque()
+        self._queue: deque[Task] = deque()
         self._running = self._manned = False
 
-    def submit(self, work: "Work", here: bool) -> None:
+    def submit(self, task: "Task", here: bool) -> None:
         """Queue it; or, with `here` and nothing before it, run it in this thread and return when it has ended."""
         with self._lock:
             if here and not self._queue and not self._running:
                 self._running = True
             else:
                 here = False
-                work.hold()
+                task.hold()
                 first = not self._queue and not self._running
-                self._queue.append(work)
+                self._queue.append(task)
                 if not (first and getattr(_thread, "waits", False)):
                     self._man()
         if here:
-            self._finish(work)
+            self._finish(task)
 
     def man(self) -> None:
         """Let a worker do what is queued, if there is anything."""
@@ -99,21 +96,21 @@ class Lane:
             if self._queue:
                 self._man()
 
-    def take_over(self, work: "Work") -> None:
-        """Run `work` in this thread if it is next and nobody runs it yet."""
+    def take_over(self, task: "Task") -> None:
+        """Run `task` in this thread if it is next and nobody runs it yet."""
         with self._lock:
-            if self._running or not self._queue or self._queue[0] is not work:
+            if self._running or not self._queue or self._queue[0] is not task:
                 return
             self._queue.popleft()
             self._running = True
-        self._finish(work)
+        self._finish(task)
 
     def fail(self, error: Exception) -> None:
         """End what has not begun with this error."""
         with self._lock:
             given_up, self._queue = self._queue, deque()
-        for work in given_up:
-            work.end(error)
+        for task in given_up:
+            task.end(error)
 
     @property
     def quiet(self) -> bool:
@@ -126,9 +123,9 @@ class Lane:
             self._manned = True
             self._workers.run(self._drain)
 
-    def _finish(self, work: "Work") -> None:
+    def _finish(self, task: "Task") -> None:
         try:
-            work.run()
+            task.run()
         finally:
             with self._lock:
                 self._running = False
@@ -141,28 +138,25 @@ class Lane:
                 if self._running or not self._queue:
                     self._manned = False
                     return
-                work = self._queue.popleft()
+                task = self._queue.popleft()
                 self._running = True
             try:
-                work.run()
+                task.run()
             finally:
                 with self._lock:
                     self._running = False
-            del work
+            del task
 
 
-class Work(dist.Work):
-    """An operation on its way: torch's handle for it.
+class Task:
+    """What a lane runs, once. Who runs it has no reference to a tensor when it has ended: the memory of an operation is
+    free as soon as those who wait for it let go."""
 
-    call: what to do; tensors: the results; source: the rank that a receive is from.
-    """
-
-    def __init__(self, lane: Lane, call: Callable[[], None], tensors: Sequence[Tensor] = (), source: int = -1):
-        super().__init__()
-        self._lane, self._call, self._tensors, self.source = lane, call, list(tensors), source
-        self._error: Exception | None = None
-        self._ended = False
-        self._gate: threading.Lock | None = None  # held until the operation has ended, if others than its thread wait
+    def __init__(self, call: Callable[[], None]):
+        self._call: Callable[[], None] | None = call
+        self.error: Exception | None = None
+        self.ended = False
+        self._gate: threading.Lock | None = None  # held until it has ended, if others than its thread wait
         self._guard = threading.Lock()
         self._future: torch.futures.Future | None = None
 
@@ -170,6 +164,13 @@ class Work(dist.Work):
         """Let the others wait until it ends."""
         self._gate = threading.Lock()
         self._gate.acquire()
+
+    def passed(self, timeout_s: float | None) -> bool:
+        """Whether it ended within that time; waits for ever with None."""
+        if not self._gate.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            return False
+        self._gate.release()
+        return True
 
     def run(self) -> None:
         try:
@@ -183,67 +184,23 @@ class Work(dist.Work):
             self.end(None)
 
     def end(self, error: Exception | None) -> None:
+        """Tell whoever waits, which is the last thing: they may look at the memory."""
         with self._guard:
-            if self._ended:
+            if self.ended:
                 return
-            self._error, self._ended, self._call = error, True, None
+            self._call = None
+            self.error, self.ended = error, True
             future = self._future
         if self._gate is not None:
             self._gate.release()
         if future is not None:
             future.set_result(None)
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return True when the operation has ended; raises what went wrong, or after `timeout` (0: none) that."""
-        if not self._ended:
-            if not timeout:
-                self._lane.take_over(self)
-            else:
-                self._lane.man()
-            if not self._gate.acquire(timeout=timeout.total_seconds() if timeout else -1):
-                raise dist.DistBackendError(f"the operation has not ended after {timeout.total_seconds():g} s")
-            self._gate.release()
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._ended
-
-    def is_success(self) -> bool:
-        return self._ended and self._error is None
-
-    def exception(self):
-        return self._error
-
-    def result(self) -> list[Tensor]:
-        return self._tensors
-
-    def source_rank(self) -> int:
-        return self.source
-
-    _source_rank = source_rank
-
-    def get_future(self) -> torch.futures.Future:
-        """A future of the list of results. Errors go through `then`, as only its errors are seen from C++."""
+    def future(self) -> torch.futures.Future:
+        """Of its end, without a value: errors are seen from C++ only in what comes of it by `then`."""
         with self._guard:
             if self._future is None:
                 self._future = torch.futures.Future()
-                if self._ended:
+                if self.ended:
                     self._future.set_result(None)
-            future = self._future
-        return future.then(self._outcome)
-
-    def get_future_result(self) -> torch.futures.Future:
-        return self.get_future()
-
-    def _outcome(self, _) -> list[Tensor]:
-        if self._error is not None:
-            raise self._error
-        return self._tensors
+            return self._future

@@ -165,7 +165,7 @@ class CommConfig:
     """Of the gradients' all-reduce. backend: the library's own. The others are those of minidist/comm/algorithms, on
     send and receive only; they run when backward is over."""
     bucket_mib: float = 25.0
-    """Largest gradient bucket in MiB (2**20 bytes); the first is at most 1 MiB, to leave early."""
+    """Largest gradient bucket in MiB (2**20 bytes); without ZeRO the first is at most 1 MiB, to leave early."""
     timeout_s: float = 600.0
     """After this many seconds in one operation the run is given up."""
 

@@ -67,7 +67,7 @@ def held(engine: Engine) -> dict:
     """The memory behind parameters, gradients and masters when backward is over."""
     parameters, members = list(engine.parameters.values()), getattr(engine.sink, "members", [])
     if members:
-        gradients = [tensor for member in members for tensor in (member.gradients.result, member.gradients.row)]
+        gradients = [member.gradients.result for member in members]
         behind = [*parameters, *(member.unit.part for member in members)]
     else:
         gradients, behind = [parameter.grad for parameter in parameters], parameters

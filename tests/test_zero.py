@@ -83,7 +83,7 @@ def model_state(world, configs) -> list[dict]:
         members, summed = engine.sink.members, []
 
         def gradients(members=members) -> int:
-            return storages(t for m in members for t in (m.gradients.result, m.gradients.row))
+            return storages(m.gradients.result for m in members)
 
         def look(summed=summed, gradients=gradients) -> None:
             summed.append(gradients())

@@ -1,11 +1,11 @@
-"""A row of gradients only while backward is in it.
+"""A row of gradients only while it is sent.
 
 Write the missing lines of ShardGradients; the docstring says what is asked.
-You may call: WholeGradients.add, WholeGradients.settle, WholeGradients.sum_copies, WholeGradients.clear, _set_row,
-_make_shard, _reduce_into, torch.empty, Tensor.zero_, Tensor.add_.
+You may call: WholeGradients.settle, WholeGradients.sum_copies, _make_shard, _reduce, torch.empty, Tensor.zero_,
+Tensor.copy_, Tensor.add_, Tensor.to, Tensor.view_as.
 Check it with: python -m exercises check shard_gradients
 
-Stub 277e494a.
+Stub e8984191.
 """
 
 import torch
@@ -15,30 +15,32 @@ from minidist.zero.gradients import WholeGradients
 
 
 class ShardGradients(WholeGradients):
-    """Gradients of full length only inside the backward of a micro-batch; a shard of them from there to the step's end.
+    """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
 
+    A gradient is kept as it came, and in its own format, until all of the row are there.
     result: None until the first reduction of a step has ended, and after `clear`.
     """
 
     transient = True
 
     def _allocate(self) -> None:
-        self.row, self.views, self.result = None, {}, None
+        self._come: dict[str, Tensor] = {}
+        self.result = None
 
     def add(self, name: str, grad: Tensor) -> None:
-        if self.row is None:
-            self._make_row()
-        super().add(name, grad)
+        """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
+        raise NotImplementedError("keep the gradient, or add it to what has come")
 
-    def _make_row(self) -> None:
-        raise NotImplementedError("make a row of full length; what nobody fills is zero")
+    def _make_row(self) -> Tensor:
+        """What has come, (numel,), which is forgotten; zero where nothing has."""
+        raise NotImplementedError("make a row of what has come; what nobody fills is zero")
 
     def _make_shard(self) -> Tensor:
         return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
 
     def launch(self) -> None:
         self.settle()
-        raise NotImplementedError("reduce the row of this micro-batch, and have none")
+        raise NotImplementedError("reduce the row of this micro-batch into a shard")
 
     def settle(self) -> None:
         """Wait for what was launched, and add it up."""
@@ -52,5 +54,4 @@ class ShardGradients(WholeGradients):
         self.sum_copies()
 
     def clear(self) -> None:
-        super().clear()
         self.result = None

@@ -5,7 +5,7 @@ You may call: reduce_scatter, all_gather, Layout.bounds, Layout.held, Handle.wai
 Tensor.zero_, Tensor.view, torch.empty_like.
 Check it with: python -m exercises check stage_one_step
 
-Stub ea2aadd6.
+Stub a546021c.
 """
 
 from collections.abc import Mapping
@@ -23,26 +23,22 @@ class WholeGradients:
     """Gradients of full length for the whole step.
 
     group: ranks that share out the row; outer: ranks that hold the same shard, whose gradients belong to the same sum.
-    filled: the parameters that have a gradient now. result: this rank's shard, its sum over all ranks when the sink has
-    finished.
-    transient: whether a row of full length lives only from its first gradient to the end of its reduction.
+    result: this rank's shard, its sum over all ranks when the sink has finished.
+    transient: whether a row of full length lives only while it is reduced.
     """
 
     transient = False
 
     def __init__(self, layout: Layout, group: Group, outer: Group | None, formats: Formats, device: torch.device):
         self.layout, self.group, self.outer, self.formats, self.device = layout, group, outer, formats, device
-        self.filled: set[str] = set()
         self._arriving: tuple[Handle, Tensor, Tensor] | None = None  # on its way, from where, and where it belongs
         self._allocate()
 
     def _allocate(self) -> None:
-        self._set_row(torch.zeros(self.layout.numel, dtype=self.formats.accumulate, device=self.device))
+        self.row = torch.zeros(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
+        self.views = {name: self.row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
+        self.filled: set[str] = set()  # the parameters that have a gradient now
         self.result = self.row[slice(*self.layout.bounds(self.group.rank))]
-
-    def _set_row(self, row: Tensor) -> None:
-        self.row = row
-        self.views = {name: row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
 
     def add(self, name: str, grad: Tensor) -> None:
         """One contribution of this rank to the gradient of a parameter, of any shape and format."""
@@ -57,12 +53,12 @@ class WholeGradients:
         """Start the reduction of what has come; a gradient that did not come counts as zero."""
         raise NotImplementedError("a gradient that did not come counts as zero")
         if self.group.size > 1:
-            self._reduce_into(self.result)
+            self._reduce(self.row, self.result)
         else:  # nothing is shared out: those that hold the same sum the whole row
             self.sum_copies()
 
-    def _reduce_into(self, target: Tensor) -> None:
-        """Start the reduction of the row, over copies in the format of the wire where that is another one."""
+    def _reduce(self, row: Tensor, target: Tensor) -> None:
+        """Start the reduction of a row, over copies in the format of the wire where that is another one."""
         raise NotImplementedError("start to reduce the row into target, in the format of the wire")
 
     def sum_copies(self) -> None:

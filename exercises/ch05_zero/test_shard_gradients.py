@@ -43,7 +43,9 @@ def backward(gradients, rank, micro_batch=0, step=0, leave_out=()):
     """The backward of one micro-batch on this rank, up to the launch of its reduction."""
     for name in SHAPES:
         if name not in leave_out:
-            gradients.add(name, gradient(name, rank, micro_batch, step))
+            whole = gradient(name, rank, micro_batch, step)
+            gradients.add(name, whole - 1)  # in two parts, as that of a tied parameter may come
+            gradients.add(name, torch.ones_like(whole))
     gradients.launch()
 
 
@@ -127,17 +129,18 @@ def not_every_rank_has_every_gradient(answer, world, network):
 
 @test(points=3, ranks=(2,))
 def no_row_stays(answer, world, network):
-    """A row of full length is there while backward is in it; its shard from then on, to the end of the step."""
-    sizes = {"weight": 256 * KIB // 4}  # one row of 256 KiB, shards of 128
-    grad = torch.ones(sizes["weight"])
+    """A row of full length is there while it is sent, not before; its shard from then on, to the end of the step."""
+    sizes = {"up": 192 * KIB // 4, "bias": 64 * KIB // 4}  # one row of 256 KiB, shards of 128
     with Held() as held:
         units = [gradients_of(answer, network.group, sizes=sizes) for _ in range(4)]
         for micro_batch in range(2):
             for number, gradients in enumerate(units):  # the backward of one part of the model after the other
                 case = f"four rows of 256 KiB, shards of 128; micro-batch {micro_batch + 1}, row {number + 1}"
                 shards = 4 if micro_batch else number
-                gradients.add("weight", grad)
-                expect("KiB of gradients before launch()", held.nbytes() // KIB, 128 * shards + 256, case=case)
+                for name, come in (("bias", 64), ("up", 256)):
+                    gradients.add(name, torch.ones(sizes[name]))
+                    what = f"KiB of gradients when {name} has come"
+                    expect(what, held.nbytes() // KIB, 128 * shards + come, case=case)
                 gradients.launch()
                 gradients.settle()
                 shards = 4 if micro_batch else number + 1
@@ -193,17 +196,19 @@ def copies_are_summed_once(answer, world, network):
 
 @test(points=1, ranks=(2,))
 def sums_are_as_wide_as_asked(answer, world, network):
-    """Gradients come in bfloat16 and travel in it, and what comes back is added up in float32; or all in float64."""
+    """Gradients come in bfloat16 and travel in it, and are added up in float32, here and when they come back; or all in
+    float64."""
     formats = Formats(torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32)
     gradients, before = gradients_of(answer, network.group, formats=formats), len(network.records)
     for micro_batch in range(9):
-        for name in SHAPES:  # 256, then ones: a sum in bfloat16 would stay at 256 and a few
-            gradients.add(name, torch.full(SHAPES[name], 1.0 if micro_batch else 256.0).bfloat16())
+        for name in SHAPES:  # 256, then ones: a sum in bfloat16 would stay at 256
+            for part in (1.0,) if micro_batch else (256.0, 1.0, 1.0):
+                gradients.add(name, torch.full(SHAPES[name], part).bfloat16())
         gradients.launch()
     got = finished(gradients)
     expect("the format of the shard", str(got.dtype), "torch.float32")
-    wanted = laid_out(cut(SIZES, 2)[world.rank], lambda name: torch.full(SHAPES[name], 528.0))
-    expect("256 and eight ones from each of two ranks", got.tolist(), wanted)
+    wanted = laid_out(cut(SIZES, 2)[world.rank], lambda name: torch.full(SHAPES[name], 532.0))
+    expect("256 and ten ones from each of two ranks", got.tolist(), wanted)
     expect("the format on the wire", sorted({str(r.dtype) for r in network.records[before:]}), ["torch.bfloat16"])
     gradients, exact = gradients_of(answer, network.group, formats=Formats(*[torch.float64] * 5)), 1 + 2.0**-40
     for name in SHAPES:

@@ -25,6 +25,8 @@ class GradSink(Protocol):
     def add(self, name: str, grad: Tensor) -> None:
         """One contribution of this rank to the gradient of parameter `name`, of the parameter's shape.
 
+        The sink may keep `grad` and add to it: it is no longer the caller's.
+
         Raises RuntimeError after `ready(name)`: the gradient may be on its way already.
         """
 

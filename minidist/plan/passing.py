@@ -1,12 +1,11 @@
 """Rows of parameters and gradients that ZeRO has for a while only, and the gradients there are, at a place in a step.
 
 In stage 3 a layer's parameters are gathered while it computes, and those of the next while this one does; what comes
-last in forward stays. A row of gradients of full length lives, in stages 2 and 3, from its first gradient to the end of
-its reduction, at most two being on their way while a third is filled; the shard that stays is made when the first
-reduction begins.
+last in forward stays. In stages 2 and 3 gradients wait as they come until those of a row are there; the row lives while
+it is reduced, at most two being on their way when a third is made, and with it the shard that stays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from minidist.plan import shards, states
 from minidist.plan.layout import Layout
@@ -16,8 +15,9 @@ from minidist.roles import is_hidden_matrix
 from minidist.zero.fit import sharing
 from minidist.zero.grouping import REST
 
-END, FIRST = "end", "first"  # places beside the layers, which are numbers: head and last norm, and the embedding
-ON_THEIR_WAY = 2  # rows of gradients while another is filled
+# Places beside the layers, which are numbers: head and last norm, the embedding, and when the backward is over.
+END, FIRST, OVER = "end", "first", "over"
+ON_THEIR_WAY = 2  # rows of gradients when another is made
 
 
 class Passing:
@@ -32,17 +32,17 @@ class Passing:
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def gathered(self, chunk: int, at: int | str, forward: bool = False) -> int:
-        """Bytes of the rows of parameters that are there."""
+    def gathered(self, chunk: int, at: int | str, forward: bool = False, ahead: bool = True) -> int:
+        """Bytes of the rows of parameters that are there. ahead: whether the next one is under way."""
         if self.zero.stage < 3:
             return 0
         part = self.layout.chunks(self.stage)[chunk]
         last = part.layers[-1:] if self.zero.prefetch or self.zero.keep_last_block else ()
         if forward:
             last = last if part.last and self.zero.keep_last_block else ()
-        blocks = {END: last, FIRST: part.layers[:1]}.get(at)
+        blocks = {END: last, FIRST: part.layers[:1], OVER: part.layers[:1]}.get(at)
         if blocks is None:
-            blocks = [i for i in (at, at - self.zero.prefetch) if i in part.layers]
+            blocks = [i for i in (at, at - (self.zero.prefetch and ahead)) if i in part.layers]
         root = [REST] if part.first or part.last else []
         return (
             sum(row.layout.numel for row in self.rows if row.block in {*blocks, *root}) * BYTES[self.policy.parameter]
@@ -55,21 +55,42 @@ class Passing:
         return 0 if self._made_in_backward and not self.many else self.all
 
     def at(self, chunk: int, at: int | str, come: int) -> tuple[int, int]:
-        """Bytes of gradients, and of rows that are filled or on their way, when so many of a piece have come."""
+        """Bytes of gradients, and of those that wait and of rows on their way, when so many of a piece have come."""
         here = self._come(chunk, at, come)
         if not shards.apart(self.layout):
             made = sum(self._weights[name].numel for name in here) * self.full
             return (made if self._made_in_backward and not self.many else self.all), 0
-        launched = self._launched(chunk, at, here)
+        launched = self.launched(chunk, at, come)
         if not self.zero.shares_gradients:
             sent = [self._sent(row) for row in launched if self.zero.stage]
             return self.all, sum(sent) if self.wire != self.full else 0
-        filled = [row for row in self.rows if row not in launched and not here.isdisjoint(row.layout.slots)]
-        passing = sum(row.layout.numel for row in filled) * self.full
-        earlier = [row for row in self.rows if row.chunk == chunk] if self.many else []  # of the micro-batch before
-        for row in [*earlier, *launched][-ON_THEIR_WAY:]:
-            passing += self._sent(row) + self.many * row.layout.shard * self.full
-        return (self.all if self.many else sum(row.layout.shard for row in launched) * self.full), passing
+        return self._shards(launched), self._waiting(here, launched) + self._on_their_way(chunk, launched)
+
+    def making(self, chunk: int, number: int, at: int | str, come: int) -> tuple[int, int]:
+        """The same while a row is made of its gradients, and then sent. number: of it, among those of the part."""
+        before = self._rows(chunk)[:number]
+        row, here = self._rows(chunk)[number], self._come(chunk, at, come)
+        whole, shard = row.layout.numel * self.full, row.layout.shard * self.full
+        waiting, of_it = self._waiting(here, [*before, row]), self._waiting(here & row.layout.slots.keys(), [])
+        copies = self._sent(row) if self.wire != self.full else 0
+        passing = whole + waiting + max(of_it, shard * self.many + copies)
+        return self._shards(before), passing + self._on_their_way(chunk, before)
+
+    def _rows(self, chunk: int) -> list[Row]:
+        return [row for row in self.rows if row.chunk == chunk]
+
+    def _shards(self, launched: Sequence[Row]) -> int:
+        return self.all if self.many else sum(row.layout.shard for row in launched) * self.full
+
+    def _waiting(self, here: Set[str], launched: Sequence[Row]) -> int:
+        """Bytes of gradients that have come, as they came."""
+        names = here.difference(*(row.layout.slots for row in launched))
+        return sum(self._weights[name].numel for name in names) * BYTES[self.policy.parameter]
+
+    def _on_their_way(self, chunk: int, launched: Sequence[Row]) -> int:
+        earlier = self._rows(chunk) if self.many else []  # of the micro-batch before
+        rows = [*earlier, *launched][-ON_THEIR_WAY:]
+        return sum(self._sent(row) + self.many * row.layout.shard * self.full for row in rows)
 
     @property
     def _made_in_backward(self) -> bool:
@@ -80,6 +101,8 @@ class Passing:
     def _come(self, chunk: int, at: int | str, come: int) -> set[str]:
         """The parameters of a part of the model whose gradients have come."""
         part = self.layout.chunks(self.stage)[chunk]
+        if at == OVER:
+            return {name for row in self._rows(chunk) for name in row.layout.slots}
         here = [name for name, _, _ in reversed(states.LAST) if name in self._weights] if part.last else []
         if at == END:
             return set(here[:come])
@@ -90,9 +113,11 @@ class Passing:
             here += names
         return {*here, *([states.FIRST[0][0]] if come and part.first else [])}
 
-    def _launched(self, chunk: int, at: int | str, here: set[str]) -> list[Row]:
+    def launched(self, chunk: int, at: int | str, come: int) -> list[Row]:
         """The rows whose reduction has begun: all of their gradients have come, or in stage 3, the layer is through."""
-        mine = [row for row in self.rows if row.chunk == chunk]
+        mine, here = self._rows(chunk), self._come(chunk, at, come)
+        if at == OVER:
+            return mine
         if self.layout.mesh.pp > 1 and self.zero.shares_gradients:
             return []  # at the end of the part
         if self.zero.stage == 3:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from minidist.plan import activations, blocks, moments, states
 from minidist.plan.blocks import BETWEEN, Saved
 from minidist.plan.layout import Layout
-from minidist.plan.passing import END, FIRST, Passing
+from minidist.plan.passing import END, FIRST, OVER, Passing
 from minidist.plan.shards import Row
 
 
@@ -21,6 +21,19 @@ class Held(NamedTuple):
     activations: int = 0
     gradients: int = 0
     buffers: int = 0
+
+
+class Moved(NamedTuple):
+    """What there is at a moment of a backward beside rows and gradients. at, come: the place, and how many of its
+    gradients are there. kept, begin: activations now, and before this piece began. there: buffers; waits: of those, a
+    gradient of the head that the embedding's is added to."""
+
+    at: int | str
+    come: int = 0
+    kept: int = 0
+    begin: int = 0
+    there: int = 0
+    waits: int = 0
 
 
 class Found(NamedTuple):
@@ -98,24 +111,39 @@ class Peak:
 
     def _backward(self, chunk: int, samples: int, later: bool) -> Found:
         """While a backward runs. later: whether it leaves weights for later."""
-        return _most(self._moments(chunk, samples, later) if samples else [])
+        return _most(self._through(chunk, samples, later) if samples else [])
 
-    def _moments(self, chunk: int, samples: int, later: bool) -> Iterator[Held]:
+    def _through(self, chunk: int, samples: int, later: bool) -> Iterator[Held]:
+        """Every moment, and between two of them the making of rows whose gradients have come meanwhile."""
+        begun, before, sides = 0, Moved(END), self._size([_PASSED, _PASSED], samples)
+        for moved in [*self._moments(chunk, samples, later), Moved(OVER)]:
+            launched = self.passing.launched(chunk, moved.at, moved.come) if self.passing.zero.shares_gradients else ()
+            kept = before.kept if moved.at == before.at else moved.begin
+            rows = self.passing.gathered(chunk, moved.at, ahead=False) + before.waits
+            for number in range(begun, len(launched)):
+                gradients, passing = self.passing.making(chunk, number, moved.at, moved.come)
+                yield Held(kept, gradients, sides + rows + passing)
+            begun, before = len(launched), moved
+            if moved.at != OVER:
+                gradients, passing = self.passing.at(chunk, moved.at, moved.come)
+                yield Held(moved.kept, gradients, moved.there + self.passing.gathered(chunk, moved.at) + passing)
+
+    def _moments(self, chunk: int, samples: int, later: bool) -> Iterator[Moved]:
         layout, part, tied = self.layout, self.layout.chunks(self.stage)[chunk], self.layout.config.model.tie_embeddings
         first = self._size(blocks.embedding(layout), samples) if part.first else 0
         each = self._size(blocks.layer(layout), samples)
         waits = self._size(moments.HEAD, samples) if part.last and part.first and tied and not later else 0
 
-        def held(at: int | str, moment: moments.Moment, kept: int) -> Held:
-            gradients, rows = self.passing.at(chunk, at, moment.come)
-            rows += self.passing.gathered(chunk, at) + waits * (at not in (END, FIRST))
+        def moved(at: int | str, moment: moments.Moment, kept: int, begin: int) -> Moved:
+            still = waits * (at not in (END, FIRST))
             left = self._size([tensor for tensor in moment.there if tensor.name == moments.LATER], samples)
-            return Held(kept + left, gradients, self._size(moment.there, samples) - left + rows)
+            there = self._size(moment.there, samples) - left
+            return Moved(at, moment.come, kept + left, begin, there + still, still)
 
         if part.last:
             saved, below = blocks.end(layout), first + len(part.layers) * each
             for moment in moments.end(layout, later):
-                yield held(END, moment, below + self._size(saved[: moment.kept], samples))
+                yield moved(END, moment, below + self._size(saved[: moment.kept], samples), below)
         half, passed = (self._size(blocks.halves(), samples), 0) if later else (0, 0)
         passed += self._size(blocks.end_halves(), samples) if later and part.last else 0
         again = layout.config.recompute == "block"
@@ -124,11 +152,11 @@ class Peak:
         for place, index in reversed(list(enumerate(part.layers))):
             for moment in moments.layer(layout, later):
                 kept = first + (place + again) * each + self._size(saved[: moment.kept - missing], samples)
-                yield held(index, moment, kept + passed)
+                yield moved(index, moment, kept + passed, first + (place + 1) * each + passed)
             passed += half
         if part.first:
             for moment in moments.embedding(layout, bool(waits)):
-                yield held(FIRST, moment, self._size(blocks.embedding(layout)[: moment.kept], samples))
+                yield moved(FIRST, moment, self._size(blocks.embedding(layout)[: moment.kept], samples), first)
 
     def _weights(self, chunk: int, samples: int, later: bool) -> Found:
         """While the weights' gradients are made of what a backward has left."""

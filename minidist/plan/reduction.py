@@ -59,11 +59,11 @@ def messages(layout: Layout, groups: Groups, rank: int) -> list[tuple[str, int, 
     return found
 
 
-def buckets(sizes: Sequence[int], limit: int, first: int) -> list[int]:
+def buckets(sizes: Sequence[int], limit: int, first: int | None = None) -> list[int]:
     """How full buckets are when each takes the next as long as it fits: the rule of `parallel.buckets.assign`."""
     filled: list[int] = []
     for size in sizes:
-        room = limit if len(filled) > 1 else min(first, limit)
+        room = limit if len(filled) > 1 or first is None else min(first, limit)
         if filled and filled[-1] + size <= room:
             filled[-1] += size
         else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from minidist.plan import states
 from minidist.plan.layout import Layout
-from minidist.plan.reduction import FIRST_BYTES, MIB, Groups, buckets, contributors
+from minidist.plan.reduction import MIB, Groups, buckets, contributors
 from minidist.plan.states import Weight, weights
 from minidist.precision.policy import BYTES
 from minidist.roles import REDUCING, is_hidden_matrix
@@ -104,7 +104,7 @@ def _limit(layout: Layout, stage: int) -> int:
 
 def _buckets(layout: Layout, held: Sequence[Weight], limit: int) -> list[list[Weight]]:
     each, left = BYTES[layout.policy.reduce], list(held)
-    filled = buckets([weight.numel * each for weight in held], limit, FIRST_BYTES)
+    filled = buckets([weight.numel * each for weight in held], limit)
     parts = []
     for size in filled:
         part: list[Weight] = []

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from minidist.comm import Group, Groups
 from minidist.config import Config
-from minidist.parallel.buckets import FIRST_BYTES, MIB, assign
+from minidist.parallel.buckets import MIB, assign
 from minidist.parallel.grads import trainable
 from minidist.precision.formats import Formats
 from minidist.precision.masters import Rounding
@@ -92,8 +92,8 @@ class _Builder:
             limit = passing_row(sizes, limit)
         members = []
         for names in self._kinds(sizes):
-            buckets = assign({name: sizes[name] for name in names}, limit, FIRST_BYTES)
-            members += [self._member(Unit, bucket) for bucket in buckets]
+            # No small first bucket, as in plain data parallelism: it would be on its way while activations are most.
+            members += [self._member(Unit, row) for row in assign({name: sizes[name] for name in names}, limit)]
         return members
 
     def _blocks(self, trained: Collection[str]) -> tuple[list[Reduced], list[Unit], Blocks]:

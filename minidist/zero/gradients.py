@@ -1,9 +1,9 @@
 """The gradients of one row of parameters: added up on this rank, then summed over the ranks, each keeping its shard.
 
 Two ways to keep them between micro-batches. `WholeGradients` (stages 0 and 1) adds them all up in a row of full length
-and reduces it once a step, in place: the shard is a piece of the row. `ShardGradients` (stages 2 and 3) has such a row
-only while the backward of a micro-batch is in it, reduces it then, and adds the result to a shard that stays until the
-step ends.
+and reduces it once a step, in place: the shard is a piece of the row. `ShardGradients` (stages 2 and 3) keeps those of
+a micro-batch as they come, until all are there: then it makes such a row of them, which lives as long as its reduction,
+and adds the result to a shard that stays until the step ends.
 Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 5.2.
 """
 
@@ -19,26 +19,22 @@ class WholeGradients:
     """Gradients of full length for the whole step.
 
     group: ranks that share out the row; outer: ranks that hold the same shard, whose gradients belong to the same sum.
-    filled: the parameters that have a gradient now. result: this rank's shard, its sum over all ranks when the sink has
-    finished.
-    transient: whether a row of full length lives only from its first gradient to the end of its reduction.
+    result: this rank's shard, its sum over all ranks when the sink has finished.
+    transient: whether a row of full length lives only while it is reduced.
     """
 
     transient = False
 
     def __init__(self, layout: Layout, group: Group, outer: Group | None, formats: Formats, device: torch.device):
         self.layout, self.group, self.outer, self.formats, self.device = layout, group, outer, formats, device
-        self.filled: set[str] = set()
         self._arriving: tuple[Handle, Tensor, Tensor] | None = None  # on its way, from where, and where it belongs
         self._allocate()
 
     def _allocate(self) -> None:
-        self._set_row(torch.zeros(self.layout.numel, dtype=self.formats.accumulate, device=self.device))
+        self.row = torch.zeros(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
+        self.views = {name: self.row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
+        self.filled: set[str] = set()  # the parameters that have a gradient now
         self.result = self.row[slice(*self.layout.bounds(self.group.rank))]
-
-    def _set_row(self, row: Tensor) -> None:
-        self.row = row
-        self.views = {name: row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
 
     def add(self, name: str, grad: Tensor) -> None:
         """One contribution of this rank to the gradient of a parameter, of any shape and format."""
@@ -54,13 +50,13 @@ class WholeGradients:
         for name in self.views.keys() - self.filled:
             self.views[name].zero_()
         if self.group.size > 1:
-            self._reduce_into(self.result)
+            self._reduce(self.row, self.result)
         else:  # nothing is shared out: those that hold the same sum the whole row
             self.sum_copies()
 
-    def _reduce_into(self, target: Tensor) -> None:
-        """Start the reduction of the row, over copies in the format of the wire where that is another one."""
-        row, output = self.row, target
+    def _reduce(self, row: Tensor, target: Tensor) -> None:
+        """Start the reduction of a row, over copies in the format of the wire where that is another one."""
+        output = target
         if self.formats.reduce != self.formats.accumulate:
             row, output = row.to(self.formats.reduce), torch.empty_like(target, dtype=self.formats.reduce)
         self._arriving = reduce_scatter(output, row, self.group, async_op=True), output, target
@@ -98,37 +94,42 @@ class WholeGradients:
 
 
 class ShardGradients(WholeGradients):
-    """Gradients of full length only inside the backward of a micro-batch; a shard of them from there to the step's end.
+    """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
 
+    A gradient is kept as it came, and in its own format, until all of the row are there.
     result: None until the first reduction of a step has ended, and after `clear`.
     """
 
     transient = True
 
     def _allocate(self) -> None:
-        self.row, self.views, self.result = None, {}, None
+        self._come: dict[str, Tensor] = {}
+        self.result = None
 
     def add(self, name: str, grad: Tensor) -> None:
-        if self.row is None:
-            self._make_row()
-        super().add(name, grad)
+        """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
+        if name in self._come:
+            grad = self._come[name].to(self.formats.accumulate).add_(grad)
+        self._come[name] = grad
 
-    def _make_row(self) -> None:
+    def _make_row(self) -> Tensor:
+        """What has come, (numel,), which is forgotten; zero where nothing has."""
         row = torch.empty(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
         row[row.numel() - self.layout.padding :].zero_()  # what nobody reads is sent all the same
-        self._set_row(row)
+        for name, slot in self.layout.slots.items():
+            part, grad = row[slot.start : slot.stop], self._come.pop(name, None)
+            if grad is None:
+                part.zero_()
+            else:
+                part.view_as(grad).copy_(grad)
+        return row
 
     def _make_shard(self) -> Tensor:
         return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
 
     def launch(self) -> None:
         self.settle()
-        if self.row is None:  # no gradient came on this rank; others wait for its part all the same
-            self._make_row()
-        for name in self.views.keys() - self.filled:
-            self.views[name].zero_()
-        self._reduce_into(self._make_shard())
-        self.row, self.views, self.filled = None, {}, set()  # the next micro-batch's are others
+        self._reduce(self._make_row(), self._make_shard())
 
     def settle(self) -> None:
         """Wait for what was launched, and add it up."""
@@ -148,5 +149,4 @@ class ShardGradients(WholeGradients):
         self.sum_copies()
 
     def clear(self) -> None:
-        super().clear()
         self.result = None

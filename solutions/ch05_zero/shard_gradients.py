@@ -1,13 +1,14 @@
-"""A row of gradients only while backward is in it: the solution, as it stands in minidist.zero.gradients.
+"""A row of gradients only while it is sent: the solution, as it stands in minidist.zero.gradients.
 
 Stage 1 keeps gradients of full length. Stage 2 keeps a shard, from the first reduction to the end of the step: each
 micro-batch is reduced by itself, and what comes back is added to the shard. The price is a reduce-scatter for each
 micro-batch instead of one for all of them, so with k micro-batches k times as many bytes.
 
-The row that is on its way belongs to the network until the wait: the next micro-batch needs another one. A rank that
-had no gradient for a row sends zeros, since the others wait for its part; and the padding, which nobody reads, is
-sent too, so that it must hold numbers: what memory happens to hold may be an infinity, and a format of 16 bits turns
-that into an overflow.
+A row made when its first gradient comes would be there, mostly empty, while backward still has the most activations;
+so the gradients wait as they are, and each is freed when it has its place in the row. The row that is on its way
+belongs to the network until the wait: the next micro-batch needs another one. A rank that had no gradient for a row
+sends zeros, since the others wait for its part; and the padding, which nobody reads, is sent too, so that it must
+hold numbers: what memory happens to hold may be an infinity, and a format of 16 bits turns that into an overflow.
 
 Usual wrong answers:
 * where no gradient came is whatever memory held
@@ -22,12 +23,16 @@ Usual wrong answers:
 * after a step without a micro-batch the gradient of the step before is there
 * what comes after the first micro-batch is never added
 * a row is given back when the next one takes its place, so that every part of the model keeps one
+* gradients are not forgotten when they are sent, and the next micro-batch's are added to them
 * each micro-batch takes the place of the one before
 * the last of three or more ranks forgets all micro-batches but the first
 * the padding is whatever memory held
+* parts of a gradient are added up in the format in which they come
 * a rank without a gradient sends nothing, and the others wait
 * the row stays, and is reduced at the end of the step, as in stage 1
+* the row is there, mostly empty, from the first gradient on
 * one row for all micro-batches, which nobody gives back
+* of a gradient that comes in two parts the first is lost
 * the shard is made before the first gradient comes
 * the shard stays when the step is over, and is emptied for the next
 * the second step is added to the first
@@ -42,37 +47,42 @@ from minidist.zero.gradients import WholeGradients
 
 
 class ShardGradients(WholeGradients):
-    """Gradients of full length only inside the backward of a micro-batch; a shard of them from there to the step's end.
+    """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
 
+    A gradient is kept as it came, and in its own format, until all of the row are there.
     result: None until the first reduction of a step has ended, and after `clear`.
     """
 
     transient = True
 
     def _allocate(self) -> None:
-        self.row, self.views, self.result = None, {}, None
+        self._come: dict[str, Tensor] = {}
+        self.result = None
 
     def add(self, name: str, grad: Tensor) -> None:
-        if self.row is None:
-            self._make_row()
-        super().add(name, grad)
+        """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
+        if name in self._come:
+            grad = self._come[name].to(self.formats.accumulate).add_(grad)
+        self._come[name] = grad
 
-    def _make_row(self) -> None:
+    def _make_row(self) -> Tensor:
+        """What has come, (numel,), which is forgotten; zero where nothing has."""
         row = torch.empty(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
         row[row.numel() - self.layout.padding :].zero_()  # what nobody reads is sent all the same
-        self._set_row(row)
+        for name, slot in self.layout.slots.items():
+            part, grad = row[slot.start : slot.stop], self._come.pop(name, None)
+            if grad is None:
+                part.zero_()
+            else:
+                part.view_as(grad).copy_(grad)
+        return row
 
     def _make_shard(self) -> Tensor:
         return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
 
     def launch(self) -> None:
         self.settle()
-        if self.row is None:  # no gradient came on this rank; others wait for its part all the same
-            self._make_row()
-        for name in self.views.keys() - self.filled:
-            self.views[name].zero_()
-        self._reduce_into(self._make_shard())
-        self.row, self.views, self.filled = None, {}, set()  # the next micro-batch's are others
+        self._reduce(self._make_row(), self._make_shard())
 
     def settle(self) -> None:
         """Wait for what was launched, and add it up."""
@@ -92,5 +102,4 @@ class ShardGradients(WholeGradients):
         self.sum_copies()
 
     def clear(self) -> None:
-        super().clear()
         self.result = None

@@ -7,37 +7,42 @@ from minidist.zero.gradients import WholeGradients
 
 
 class ShardGradients(WholeGradients):
-    """Gradients of full length only inside the backward of a micro-batch; a shard of them from there to the step's end.
+    """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
 
+    A gradient is kept as it came, and in its own format, until all of the row are there.
     result: None until the first reduction of a step has ended, and after `clear`.
     """
 
     transient = True
 
     def _allocate(self) -> None:
-        self.row, self.views, self.result = None, {}, None
+        self._come: dict[str, Tensor] = {}
+        self.result = None
 
     def add(self, name: str, grad: Tensor) -> None:
-        if self.row is None:
-            self._make_row()
-        super().add(name, grad)
+        """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
+        if name in self._come:
+            grad = self._come[name].to(self.formats.accumulate).add_(grad)
+        self._come[name] = grad
 
-    def _make_row(self) -> None:
+    def _make_row(self) -> Tensor:
+        """What has come, (numel,), which is forgotten; zero where nothing has."""
         row = torch.empty(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
         row[row.numel() - self.layout.padding :].zero_()  # what nobody reads is sent all the same
-        self._set_row(row)
+        for name, slot in self.layout.slots.items():
+            part, grad = row[slot.start : slot.stop], self._come.pop(name, None)
+            if grad is None:
+                part.zero_()
+            else:
+                part.view_as(grad).copy_(grad)
+        return row
 
     def _make_shard(self) -> Tensor:
         return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
 
     def launch(self) -> None:
         self.settle()
-        if self.row is None:  # no gradient came on this rank; others wait for its part all the same
-            self._make_row()
-        for name in self.views.keys() - self.filled:
-            self.views[name].zero_()
-        self._reduce_into(self._make_shard())
-        self.row, self.views, self.filled = None, {}, set()  # the next micro-batch's are others
+        self._reduce(self._make_row(), self._make_shard())
 
     def settle(self) -> None:
         """Wait for what was launched, and add it up."""
@@ -54,5 +59,4 @@ class ShardGradients(WholeGradients):
         self.sum_copies()
 
     def clear(self) -> None:
-        super().clear()
         self.result = None

@@ -23,17 +23,14 @@ class WholeGradients:
 
     def __init__(self, layout: Layout, group: Group, outer: Group | None, formats: Formats, device: torch.device):
         self.layout, self.group, self.outer, self.formats, self.device = layout, group, outer, formats, device
-        self.filled: set[str] = set()
         self._arriving: tuple[Handle, Tensor, Tensor] | None = None  # on its way, from where, and where it belongs
         self._allocate()
 
     def _allocate(self) -> None:
-        self._set_row(torch.zeros(self.layout.numel, dtype=self.formats.accumulate, device=self.device))
+        self.row = torch.zeros(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
+        self.views = {name: self.row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
+        self.filled: set[str] = set()  # the parameters that have a gradient now
         self.result = self.row[slice(*self.layout.bounds(self.group.rank))]
-
-    def _set_row(self, row: Tensor) -> None:
-        self.row = row
-        self.views = {name: row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
 
     def add(self, name: str, grad: Tensor) -> None:
         """One contribution of this rank to the gradient of a parameter, of any shape and format."""
@@ -49,13 +46,13 @@ class WholeGradients:
         for name in self.views.keys() - self.filled:
             self.views[name].zero_()
         if self.group.size > 1:
-            self._reduce_into(self.result)
+            self._reduce(self.row, self.result)
         else:  # nothing is shared out: those that hold the same sum the whole row
             self.sum_copies()
 
-    def _reduce_into(self, target: Tensor) -> None:
-        """Start the reduction of the row, over copies in the format of the wire where that is another one."""
-        row, output = self.row, target
+    def _reduce(self, row: Tensor, target: Tensor) -> None:
+        """Start the reduction of a row, over copies in the format of the wire where that is another one."""
+        output = target
         if self.formats.reduce != self.formats.accumulate:
             row, output = row.to(self.formats.reduce), torch.empty_like(target, dtype=self.formats.reduce)
         self._arriving = reduce_scatter(output, row, self.group, async_op=True), output, target

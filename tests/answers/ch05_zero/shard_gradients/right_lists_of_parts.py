@@ -1,0 +1,61 @@
+"""Every contribution waits by itself, and is added up where it belongs."""
+
+import torch
+from torch import Tensor
+
+from minidist.zero.gradients import WholeGradients
+
+
+class ShardGradients(WholeGradients):
+    """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
+
+    A gradient is kept as it came, and in its own format, until all of the row are there.
+    result: None until the first reduction of a step has ended, and after `clear`.
+    """
+
+    transient = True
+
+    def _allocate(self) -> None:
+        self._come: dict[str, Tensor] = {}
+        self.result = None
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
+        self._come.setdefault(name, []).append(grad)
+
+    def _make_row(self) -> Tensor:
+        """What has come, (numel,), which is forgotten; zero where nothing has."""
+        row = torch.zeros(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
+        for name, parts in self._come.items():
+            slot = self.layout.slots[name]
+            for part in parts:
+                row[slot.start : slot.stop] += part.reshape(-1)
+        self._come = {}
+        return row
+
+    def _make_shard(self) -> Tensor:
+        return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
+
+    def launch(self) -> None:
+        self.settle()
+        self._reduce(self._make_row(), self._make_shard())
+
+    def settle(self) -> None:
+        """Wait for what was launched, and add it up."""
+        if self._arriving is None:
+            return
+        arrived = self._arriving[2]
+        super().settle()
+        if self.result is None:
+            self.result = arrived
+        elif arrived is not self.result:  # which sums of copies arrive in
+            self.result.add_(arrived)
+
+    def begin_finish(self) -> None:
+        self.settle()
+        if self.result is None:  # there was no micro-batch
+            self.result = self._make_shard().zero_()
+        self.sum_copies()
+
+    def clear(self) -> None:
+        self.result = None

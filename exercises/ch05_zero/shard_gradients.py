@@ -5,7 +5,7 @@ You may call: WholeGradients.settle, WholeGradients.sum_copies, _make_shard, _re
 Tensor.copy_, Tensor.add_, Tensor.to, Tensor.view_as.
 Check it with: python -m exercises check shard_gradients
 
-Stub e8984191.
+Stub f6e5599d.
 """
 
 import torch
@@ -18,14 +18,17 @@ class ShardGradients(WholeGradients):
     """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
 
     A gradient is kept as it came, and in its own format, until all of the row are there.
-    result: None until the first reduction of a step has ended, and after `clear`.
+    row: None but while it is on its way. result: None until the first reduction of a step has ended, and after `clear`.
     """
 
     transient = True
 
     def _allocate(self) -> None:
         self._come: dict[str, Tensor] = {}
-        self.result = None
+        self.row = self.result = None
+
+    def held(self) -> list[Tensor | None]:
+        return [*self._come.values(), *super().held()]
 
     def add(self, name: str, grad: Tensor) -> None:
         """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
@@ -40,7 +43,7 @@ class ShardGradients(WholeGradients):
 
     def launch(self) -> None:
         self.settle()
-        raise NotImplementedError("reduce the row of this micro-batch into a shard")
+        raise NotImplementedError("make the row of this micro-batch, and reduce it into a shard")
 
     def settle(self) -> None:
         """Wait for what was launched, and add it up."""

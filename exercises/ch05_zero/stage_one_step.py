@@ -5,7 +5,7 @@ You may call: reduce_scatter, all_gather, Layout.bounds, Layout.held, Handle.wai
 Tensor.zero_, Tensor.view, torch.empty_like.
 Check it with: python -m exercises check stage_one_step
 
-Stub a546021c.
+Stub fa8fde9f.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class WholeGradients:
     """Gradients of full length for the whole step.
 
     group: ranks that share out the row; outer: ranks that hold the same shard, whose gradients belong to the same sum.
-    result: this rank's shard, its sum over all ranks when the sink has finished.
+    row: (numel,), all of them. result: this rank's shard, its sum over all ranks when the sink has finished.
     transient: whether a row of full length lives only while it is reduced.
     """
 
@@ -39,6 +39,10 @@ class WholeGradients:
         self.views = {name: self.row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
         self.filled: set[str] = set()  # the parameters that have a gradient now
         self.result = self.row[slice(*self.layout.bounds(self.group.rank))]
+
+    def held(self) -> list[Tensor | None]:
+        """What it has now, for who measures memory."""
+        return [self.row, self.result]
 
     def add(self, name: str, grad: Tensor) -> None:
         """One contribution of this rank to the gradient of a parameter, of any shape and format."""
@@ -57,9 +61,11 @@ class WholeGradients:
         else:  # nothing is shared out: those that hold the same sum the whole row
             self.sum_copies()
 
-    def _reduce(self, row: Tensor, target: Tensor) -> None:
-        """Start the reduction of a row, over copies in the format of the wire where that is another one."""
+    def _reduce(self, row: Tensor, target: Tensor) -> Tensor:
+        """Start the reduction of a row, over copies in the format of the wire where that is another one. Returns what
+        is sent."""
         raise NotImplementedError("start to reduce the row into target, in the format of the wire")
+        return row
 
     def sum_copies(self) -> None:
         """Start the sum of shards over the ranks that hold the same."""

@@ -2,7 +2,7 @@
 
 In stage 3 a layer's parameters are gathered while it computes, and those of the next while this one does; what comes
 last in forward stays. In stages 2 and 3 gradients wait as they come until those of a row are there; the row lives while
-it is reduced, at most two being on their way when a third is made, and with it the shard that stays.
+it is reduced, at most two being on their way, one when another is made; and with it the shard that stays.
 """
 
 from collections.abc import Sequence, Set
@@ -17,7 +17,7 @@ from minidist.zero.grouping import REST
 
 # Places beside the layers, which are numbers: head and last norm, the embedding, and when the backward is over.
 END, FIRST, OVER = "end", "first", "over"
-ON_THEIR_WAY = 2  # rows of gradients when another is made
+ON_THEIR_WAY = 2  # rows of gradients
 
 
 class Passing:
@@ -64,7 +64,7 @@ class Passing:
         if not self.zero.shares_gradients:
             sent = [self._sent(row) for row in launched if self.zero.stage]
             return self.all, sum(sent) if self.wire != self.full else 0
-        return self._shards(launched), self._waiting(here, launched) + self._on_their_way(chunk, launched)
+        return self._shards(launched), self._waiting(here, launched) + self._sending(chunk, launched, ON_THEIR_WAY)
 
     def making(self, chunk: int, number: int, at: int | str, come: int) -> tuple[int, int]:
         """The same while a row is made of its gradients, and then sent. number: of it, among those of the part."""
@@ -74,7 +74,7 @@ class Passing:
         waiting, of_it = self._waiting(here, [*before, row]), self._waiting(here & row.layout.slots.keys(), [])
         copies = self._sent(row) if self.wire != self.full else 0
         passing = whole + waiting + max(of_it, shard * self.many + copies)
-        return self._shards(before), passing + self._on_their_way(chunk, before)
+        return self._shards(before), passing + self._sending(chunk, before, ON_THEIR_WAY - 1)
 
     def _rows(self, chunk: int) -> list[Row]:
         return [row for row in self.rows if row.chunk == chunk]
@@ -87,9 +87,12 @@ class Passing:
         names = here.difference(*(row.layout.slots for row in launched))
         return sum(self._weights[name].numel for name in names) * BYTES[self.policy.parameter]
 
-    def _on_their_way(self, chunk: int, launched: Sequence[Row]) -> int:
+    def _sending(self, chunk: int, launched: Sequence[Row], most: int) -> int:
+        """Bytes of the rows that are on their way, so many at most, and of their shards. Of one rank alone none is."""
+        if sharing(self.layout.config, self.layout.mesh) == 1:
+            return 0
         earlier = self._rows(chunk) if self.many else []  # of the micro-batch before
-        rows = [*earlier, *launched][-ON_THEIR_WAY:]
+        rows = [*earlier, *launched][-most:]
         return sum(self._sent(row) + self.many * row.layout.shard * self.full for row in rows)
 
     @property

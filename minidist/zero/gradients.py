@@ -19,7 +19,7 @@ class WholeGradients:
     """Gradients of full length for the whole step.
 
     group: ranks that share out the row; outer: ranks that hold the same shard, whose gradients belong to the same sum.
-    result: this rank's shard, its sum over all ranks when the sink has finished.
+    row: (numel,), all of them. result: this rank's shard, its sum over all ranks when the sink has finished.
     transient: whether a row of full length lives only while it is reduced.
     """
 
@@ -35,6 +35,10 @@ class WholeGradients:
         self.views = {name: self.row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
         self.filled: set[str] = set()  # the parameters that have a gradient now
         self.result = self.row[slice(*self.layout.bounds(self.group.rank))]
+
+    def held(self) -> list[Tensor | None]:
+        """What it has now, for who measures memory."""
+        return [self.row, self.result]
 
     def add(self, name: str, grad: Tensor) -> None:
         """One contribution of this rank to the gradient of a parameter, of any shape and format."""
@@ -54,12 +58,14 @@ class WholeGradients:
         else:  # nothing is shared out: those that hold the same sum the whole row
             self.sum_copies()
 
-    def _reduce(self, row: Tensor, target: Tensor) -> None:
-        """Start the reduction of a row, over copies in the format of the wire where that is another one."""
+    def _reduce(self, row: Tensor, target: Tensor) -> Tensor:
+        """Start the reduction of a row, over copies in the format of the wire where that is another one. Returns what
+        is sent."""
         output = target
         if self.formats.reduce != self.formats.accumulate:
             row, output = row.to(self.formats.reduce), torch.empty_like(target, dtype=self.formats.reduce)
         self._arriving = reduce_scatter(output, row, self.group, async_op=True), output, target
+        return row
 
     def sum_copies(self) -> None:
         """Start the sum of shards over the ranks that hold the same."""
@@ -97,14 +103,17 @@ class ShardGradients(WholeGradients):
     """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
 
     A gradient is kept as it came, and in its own format, until all of the row are there.
-    result: None until the first reduction of a step has ended, and after `clear`.
+    row: None but while it is on its way. result: None until the first reduction of a step has ended, and after `clear`.
     """
 
     transient = True
 
     def _allocate(self) -> None:
         self._come: dict[str, Tensor] = {}
-        self.result = None
+        self.row = self.result = None
+
+    def held(self) -> list[Tensor | None]:
+        return [*self._come.values(), *super().held()]
 
     def add(self, name: str, grad: Tensor) -> None:
         """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
@@ -129,7 +138,7 @@ class ShardGradients(WholeGradients):
 
     def launch(self) -> None:
         self.settle()
-        self._reduce(self._make_row(), self._make_shard())
+        self.row = self._reduce(self._make_row(), self._make_shard())
 
     def settle(self) -> None:
         """Wait for what was launched, and add it up."""
@@ -137,6 +146,7 @@ class ShardGradients(WholeGradients):
             return
         arrived = self._arriving[2]
         super().settle()
+        self.row = None
         if self.result is None:
             self.result = arrived
         elif arrived is not self.result:  # which sums of copies arrive in

@@ -17,7 +17,7 @@ def block_of(name: str) -> int:
 
 
 def passing_row(sizes: Mapping[str, int], limit: int) -> int:
-    """The upper size of a row of gradients that is there only while backward is in it: that of the largest block.
+    """The upper size of a row of gradients that is there only while it is sent: that of the largest block.
 
     Larger rows would hold back what stage 2 saves, and a block's gradients come together. sizes: bytes of each
     parameter; limit: of a bucket, which a row never passes.

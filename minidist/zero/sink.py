@@ -63,14 +63,19 @@ class Round:
         return self.members[self._next :]
 
     def _launch(self) -> None:
-        member = self.members[self._next]
+        member, gradients = self.members[self._next], self.members[self._next].gradients
         self.awaited -= member.unit.parameters.keys()
         self._next += 1
-        member.gradients.launch()
-        if member.gradients.transient:
-            self._rows.append(member.gradients)
-            if len(self._rows) > 2:
-                self._rows.popleft().settle()
+        if not gradients.transient:
+            gradients.launch()
+            return
+        while len(self._rows) > 1:
+            self._rows.popleft().settle()
+        gradients.launch()
+        if gradients.group.size > 1:
+            self._rows.append(gradients)
+        else:
+            gradients.settle()
 
 
 class ShardedSink:

@@ -10,14 +10,17 @@ class ShardGradients(WholeGradients):
     """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
 
     A gradient is kept as it came, and in its own format, until all of the row are there.
-    result: None until the first reduction of a step has ended, and after `clear`.
+    row: None but while it is on its way. result: None until the first reduction of a step has ended, and after `clear`.
     """
 
     transient = True
 
     def _allocate(self) -> None:
         self._come: dict[str, Tensor] = {}
-        self.result = None
+        self.row = self.result = None
+
+    def held(self) -> list[Tensor | None]:
+        return [*self._come.values(), *super().held()]
 
     def add(self, name: str, grad: Tensor) -> None:
         """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
@@ -44,7 +47,7 @@ class ShardGradients(WholeGradients):
         self.settle()
         if self.result is None:
             self.result, self.flying = self._make_shard().zero_(), []
-        self._reduce(self._make_row(), torch.empty_like(self.result))
+        self.row = self._reduce(self._make_row(), torch.empty_like(self.result))
         self.flying.append(self._arriving)
 
     def settle(self) -> None:
@@ -57,7 +60,7 @@ class ShardGradients(WholeGradients):
         for handle, arrived, _ in self.flying:
             handle.wait()
             self.result.add_(arrived)
-        self._arriving, self.flying = None, []
+        self._arriving, self.row, self.flying = None, None, []
 
     def begin_finish(self) -> None:
         self.settle()

@@ -10,14 +10,17 @@ class ShardGradients(WholeGradients):
     """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
 
     A gradient is kept as it came, and in its own format, until all of the row are there.
-    result: None until the first reduction of a step has ended, and after `clear`.
+    row: None but while it is on its way. result: None until the first reduction of a step has ended, and after `clear`.
     """
 
     transient = True
 
     def _allocate(self) -> None:
         self._come: dict[str, Tensor] = {}
-        self.result = None
+        self.row = self.result = None
+
+    def held(self) -> list[Tensor | None]:
+        return [*self._come.values(), *super().held()]
 
     def add(self, name: str, grad: Tensor) -> None:
         """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
@@ -42,7 +45,7 @@ class ShardGradients(WholeGradients):
 
     def launch(self) -> None:
         self.settle()
-        self._reduce(self._make_row(), self._make_shard())
+        self.row = self._reduce(self._make_row(), self._make_shard())
 
     def settle(self) -> None:
         """Wait for what was launched, and add it up."""
@@ -50,6 +53,7 @@ class ShardGradients(WholeGradients):
             return
         arrived = self._arriving[2]
         super().settle()
+        self.row = None
         self.result = arrived
 
     def begin_finish(self) -> None:

@@ -15,8 +15,8 @@ class WholeGradients:
     """Gradients of full length for the whole step.
 
     group: ranks that share out the row; outer: ranks that hold the same shard, whose gradients belong to the same sum.
-    filled: the parameters that have a gradient now. result: this rank's shard, its sum over all ranks after `finish`.
-    transient: whether a row of full length lives only from its first gradient to the end of its reduction.
+    row: (numel,), all of them. result: this rank's shard, its sum over all ranks when the sink has finished.
+    transient: whether a row of full length lives only while it is reduced.
     """
 
     transient = False
@@ -31,6 +31,10 @@ class WholeGradients:
         self.views = {name: self.row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
         self.filled: set[str] = set()  # the parameters that have a gradient now
         self.result = self.row[slice(*self.layout.bounds(self.group.rank))]
+
+    def held(self) -> list[Tensor | None]:
+        """What it has now, for who measures memory."""
+        return [self.row, self.result]
 
     def add(self, name: str, grad: Tensor) -> None:
         """One contribution of this rank to the gradient of a parameter, of any shape and format."""
@@ -50,12 +54,14 @@ class WholeGradients:
         else:  # nothing is shared out: those that hold the same sum the whole row
             self.sum_copies()
 
-    def _reduce(self, row: Tensor, target: Tensor) -> None:
-        """Start the reduction of a row, over copies in the format of the wire where that is another one."""
+    def _reduce(self, row: Tensor, target: Tensor) -> Tensor:
+        """Start the reduction of a row, over copies in the format of the wire where that is another one. Returns what
+        is sent."""
         output = target
         if self.formats.reduce != self.formats.accumulate:
             row, output = row.to(self.formats.reduce), torch.empty_like(target, dtype=self.formats.reduce)
         self._arriving = reduce_scatter(output, row, self.group, async_op=True), output, target
+        return row
 
     def sum_copies(self) -> None:
         """Start the sum of shards over the ranks that hold the same."""

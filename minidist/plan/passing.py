@@ -54,9 +54,12 @@ class Passing:
         """Bytes of the gradients that are there before a backward, the last of a step if it has many."""
         return 0 if self._made_in_backward and not self.many else self.all
 
-    def at(self, chunk: int, at: int | str, come: int) -> tuple[int, int]:
-        """Bytes of gradients, and of those that wait and of rows on their way, when so many of a piece have come."""
+    def at(self, chunk: int, at: int | str, come: int, later: bool = False) -> tuple[int, int]:
+        """Bytes of gradients, and of those that wait and of rows on their way, when so many of a piece have come.
+        later: those of matrices come when backward is over."""
         here = self._come(chunk, at, come)
+        if later:
+            here = {name for name in here if self._weights[name].dimensions < 2 or name == states.FIRST[0][0]}
         if not shards.apart(self.layout):
             made = sum(self._weights[name].numel for name in here) * self.full
             return (made if self._made_in_backward and not self.many else self.all), 0

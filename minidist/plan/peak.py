@@ -115,17 +115,18 @@ class Peak:
 
     def _through(self, chunk: int, samples: int, later: bool) -> Iterator[Held]:
         """Every moment, and between two of them the making of rows whose gradients have come meanwhile."""
-        begun, before, sides = 0, Moved(END), self._size([_PASSED, _PASSED], samples)
+        begun, before = 0, Moved(END)
         for moved in [*self._moments(chunk, samples, later), Moved(OVER)]:
             launched = self.passing.launched(chunk, moved.at, moved.come) if self.passing.zero.shares_gradients else ()
             kept = before.kept if moved.at == before.at else moved.begin
-            rows = self.passing.gathered(chunk, moved.at, ahead=False) + before.waits
+            beside = self._size([_PASSED, _PASSED], samples) + before.waits if moved.at != OVER else 0
+            beside += self.passing.gathered(chunk, moved.at, ahead=False)
             for number in range(begun, len(launched)):
                 gradients, passing = self.passing.making(chunk, number, moved.at, moved.come)
-                yield Held(kept, gradients, sides + rows + passing)
+                yield Held(kept, gradients, beside + passing)
             begun, before = len(launched), moved
             if moved.at != OVER:
-                gradients, passing = self.passing.at(chunk, moved.at, moved.come)
+                gradients, passing = self.passing.at(chunk, moved.at, moved.come, later)
                 yield Held(moved.kept, gradients, moved.there + self.passing.gathered(chunk, moved.at) + passing)
 
     def _moments(self, chunk: int, samples: int, later: bool) -> Iterator[Moved]:
@@ -165,8 +166,12 @@ class Peak:
         part = self.layout.chunks(self.stage)[chunk]
         halves = activations.a_pass(self.layout, part, samples, later).halves
         largest = self._size(moments.HEAD if part.last else moments.WEIGHT, samples)
-        gradients, rows = self.passing.at(chunk, part.layers[0], len(states.LAYER))
-        return _most([Held(halves, gradients, largest + rows + self.passing.gathered(chunk, part.layers[0]))])
+        largest += self.passing.gathered(chunk, part.layers[0])
+        found = []
+        for still, begins in ((halves, True), (0, False)):
+            gradients, rows = self.passing.at(chunk, part.layers[0], len(states.LAYER), begins)
+            found.append(Held(still, gradients, largest + rows))
+        return _most(found)
 
 
 _PASSED = Saved("passed on", BETWEEN)

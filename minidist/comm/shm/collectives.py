@@ -84,6 +84,7 @@ class Collectives:
         """Reduce part i of all ranks (`inputs[i]`, (n,)) into `output` (n,) of rank i."""
         dtype, own = output.dtype, inputs[self.rank]
         shares = own.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+        read_late = shares and self.rank > 1  # when there are sums in the output already
 
         def fill(slots: list[Tensor], begin: int, end: int) -> None:
             for i, part in enumerate(inputs):
@@ -92,7 +93,7 @@ class Collectives:
 
         def drain(slots: list[Tensor], begin: int, end: int) -> None:
             parts = [section(slot, self.rank, size, end - begin, dtype) for slot in slots]
-            parts[self.rank] = own[begin:end].clone() if shares else own[begin:end]
+            parts[self.rank] = own[begin:end].clone() if read_late else own[begin:end]
             how.reduce(parts, output[begin:end])
 
         slots = self._fitting(self.size * (output.nbytes + 64), told, shown)

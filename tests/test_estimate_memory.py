@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from minidist.comm import World, bind
+from minidist.comm import World, barrier, bind
 from minidist.config import (
     CommConfig,
     Config,
@@ -76,6 +76,7 @@ def peaks(world: World, configs: list[Config], steps: int = 1) -> list:
         for number in range(steps):
             step(number)()
         found.append(measure(step(steps), kinds_of_engine(engine)))
+        barrier(engine.groups["control"])  # a rank that has ended shares its pages with nobody
         engine.groups.destroy()
     return found
 
@@ -168,7 +169,7 @@ MAPPED = [
 def test_mapped_segments_are_what_the_ranks_have_touched(ranks, world, config):
     found = [each.segments for (each,) in ranks(peaks, world, [config], 3)]
     said = [cost.segment_bytes for cost in estimate(config, world).ranks]
-    # A rank that has ended shares its pages no more, so only their sum is that of one moment.
+    # Whose part of a shared page is counted how depends on who has it mapped at the time, but their sum does not.
     assert sum(said) == pytest.approx(sum(found), rel=0.15), (said, found)
 
 

@@ -196,8 +196,7 @@ def copies_are_summed_once(answer, world, network):
 
 @test(points=1, ranks=(2,))
 def sums_are_as_wide_as_asked(answer, world, network):
-    """Gradients come in bfloat16 and travel in it, and are added up in float32, here and when they come back; or all in
-    float64."""
+    """Gradients come and travel in bfloat16, and are added up in float32, before and after; or all in float64."""
     formats = Formats(torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32)
     gradients, before = gradients_of(answer, network.group, formats=formats), len(network.records)
     for micro_batch in range(9):

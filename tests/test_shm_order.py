@@ -1,10 +1,8 @@
 """Order is kept within a lane of `shm`, and no lane waits for another."""
 
-import functools
 import sys
 import threading
 import time
-import weakref
 from datetime import timedelta
 
 import pytest
@@ -14,9 +12,8 @@ import torch.distributed as dist
 from minidist import comm
 from minidist.comm import World
 from minidist.comm.shm import start
-from minidist.comm.shm.lane import Lane, Workers, waited_for_at_once
+from minidist.comm.shm.lane import waited_for_at_once
 from minidist.comm.shm.meeting import Meeting
-from minidist.comm.shm.work import Work
 from minidist.mesh import Mesh
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; elsewhere it is gloo")
@@ -158,58 +155,6 @@ def threads_used(world: World) -> tuple:
 
 def test_a_synchronous_call_with_nothing_queued_runs_in_the_callers_thread(ranks):
     assert ranks(threads_used, 2) == [({"MainThread"}, True)] * 2
-
-
-class NoWorkers:
-    """Threads that never come."""
-
-    def run(self, task) -> None:
-        pass
-
-
-def test_who_waits_for_what_is_next_runs_it_himself():
-    lane, done = Lane(NoWorkers()), []
-    at_once, first, second = (Work(lane, lambda i=i: done.append(i)) for i in range(3))
-    at_once.start(here=True)
-    assert done == [0] and at_once.is_success()
-    first.start(here=False)
-    second.start(here=True)  # first is before it
-    assert done == [0]
-    first.wait()
-    assert done == [0, 1]
-    second.wait()
-    assert done == [0, 1, 2] and lane.quiet
-
-
-class Told:
-    """Says, when the last reference to it goes, what `ask` gives then."""
-
-    def __init__(self, ask, answers: list):
-        self.ask, self.answers = ask, answers
-
-    def __del__(self):
-        self.answers.append(self.ask())
-
-
-def test_the_thread_that_ran_an_operation_has_let_go_of_its_tensors_before_anybody_knows():
-    """Or their memory would be free at some later time, and in another thread than the one that waits."""
-    lane, answers = Lane(NoWorkers()), []
-    work = Work(lane, functools.partial(bool, Told(lambda: work.is_completed(), answers)))
-    work.start(here=False)
-    work.wait()
-    assert answers == [False]
-
-
-def test_the_thread_that_runs_an_operation_does_not_hold_its_result():
-    workers, go, gone = Workers(), threading.Event(), threading.Event()
-    lane, result = Lane(workers), torch.zeros(3)
-    weakref.finalize(result, gone.set)
-    work = Work(lane, go.wait, [result])
-    work.start(here=False)
-    del work, result
-    assert gone.is_set()
-    go.set()
-    workers.close()
 
 
 def destroyed_with_work_pending(world: World) -> list:

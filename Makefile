@@ -18,7 +18,7 @@ lab: .venv/course-$(STAMP)
 
 # The notebooks' %%piece cells get the package's source; ARGS=--run runs each notebook and stores what it gives.
 weave: .venv/course-$(STAMP)
-	$(BIN)/python -m minidist.notebook.weave $(ARGS) chapters
+	$(BIN)/python -m minidist.tools.notebook.weave $(ARGS) chapters
 
 # Two workers: while the ranks of one wait for each other, those of the other compute.
 test: .venv/test-$(STAMP)

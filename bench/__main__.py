@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from bench import calibrate, comm, dp, model, zero
-from minidist.train.launch import RankServer
+from minidist.tools.launch import RankServer
 
 COMMANDS = {
     "dp": (dp.main, "data parallelism beside torch's DDP"),

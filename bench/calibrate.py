@@ -23,13 +23,13 @@ from rich.table import Table
 from bench import calibrate_picture, command
 from bench.facts import machine_facts
 from minidist.comm import Use, World, bind
-from minidist.comm.calibrate import BACKEND, Sample, errors, fit, link_of, measure
-from minidist.comm.convention import OWN
 from minidist.comm.cost import Link, bus_bandwidth, fastest, lower_bound
 from minidist.comm.overlap import best_bucket
+from minidist.comm.wire_bytes import OWN
 from minidist.errors import RunError, UserError
 from minidist.mesh import Mesh
-from minidist.train.launch import RankServer
+from minidist.tools.launch import RankServer
+from minidist.tools.network.calibrate import BACKEND, Sample, errors, fit, link_of, measure
 
 BACKENDS = ("gloo", "shm")
 COMPARED = "all_reduce"  # the operation whose winners are shown

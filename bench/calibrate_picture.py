@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import matplotlib
 import numpy as np
 
-from minidist.comm.convention import OWN
 from minidist.comm.cost import cost, fastest
+from minidist.comm.wire_bytes import OWN
 
 if TYPE_CHECKING:
     from bench.calibrate import Calibration

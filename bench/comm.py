@@ -14,7 +14,7 @@ from bench.facts import THREADS_PER_RANK, machine_facts
 from bench.statistics import Interval, median_interval, paired_ratios, step_times
 from bench.workload import Workload
 from minidist.errors import RunError, UserError
-from minidist.train.launch import RankServer
+from minidist.tools.launch import RankServer
 
 # Other roundings after some steps of AdamW, relative to the loss; at 2 ranks there are none.
 LOSS_TOLERANCE = 1e-4

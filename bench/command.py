@@ -13,7 +13,7 @@ from bench import report
 from bench.contest import Run
 from bench.workload import SIZES
 from minidist.errors import RunError, UserError
-from minidist.train.launch import RankServer
+from minidist.tools.launch import RankServer
 
 WIDTH = 130  # characters, where the output is no terminal
 RESULTS = Path(__file__).parent / "results"

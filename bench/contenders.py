@@ -25,8 +25,8 @@ from minidist.comm import Meter, World, all_reduce, bind
 from minidist.config import CommConfig, Config, ZeroConfig
 from minidist.mesh import Mesh
 from minidist.parallelize import parallelize, uses
+from minidist.train.engine import Engine
 from minidist.train.loss import backward
-from minidist.train.step import Engine
 
 MODES = ("full", "bare")
 # Called when gradients are reduced and not yet clipped, with those this rank holds.

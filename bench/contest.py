@@ -12,7 +12,7 @@ from bench.facts import THREADS_PER_RANK
 from bench.statistics import Interval, paired_interval, step_times
 from bench.workload import Workload
 from minidist.errors import RunError
-from minidist.train.launch import RankServer
+from minidist.tools.launch import RankServer
 
 FLOOR = "no communication"
 

@@ -9,7 +9,7 @@ from bench.contenders import MODES
 from bench.contest import Entry, Run, compare
 from bench.lineup import LINEUP, OURS
 from bench.workload import SIZES
-from minidist.train.launch import RankServer
+from minidist.tools.launch import RankServer
 
 
 def main(arguments: Sequence[str] | None = None, server: RankServer | None = None) -> int:

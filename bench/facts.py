@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from bench.workload import Workload
-from minidist.train.launch import usable_cores
+from minidist.tools.launch import usable_cores
 
 THREADS_PER_RANK = 1
 

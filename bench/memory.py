@@ -17,7 +17,7 @@ from bench.contenders import Contender, Seat
 from bench.rounds import WARM_UP_STEPS
 from bench.workload import Workload
 from minidist.comm import World
-from minidist.train.storages import StoragePeak, segment_bytes
+from minidist.tools.memory.storages import StoragePeak, segment_bytes
 
 MEASURED_STEPS = 3
 _SELF = Path("/proc/self")

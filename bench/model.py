@@ -19,7 +19,7 @@ from bench.workload import Workload
 from minidist.comm import Use, World, bind
 from minidist.errors import RunError, UserError
 from minidist.mesh import Mesh
-from minidist.train.launch import RankServer
+from minidist.tools.launch import RankServer
 
 KINDS = ("gpipe", "1f1b", "interleaved")
 # Ours over theirs, at most: (ours, theirs, backend or None for any) -> limit.

@@ -32,7 +32,7 @@ from minidist.fit import pipeline
 from minidist.mesh import Mesh
 from minidist.models.transformer import token_loss
 from minidist.parallelize import parallelize, stage_parts, uses
-from minidist.train.step import Engine
+from minidist.train.engine import Engine
 
 Numbers = tuple[float, float]  # loss and gradient norm before clipping
 

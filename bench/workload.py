@@ -64,7 +64,7 @@ class Workload:
         return shares
 
     def adamw(self, parameters) -> torch.optim.AdamW:
-        """The optimizer of the peers: class, hyperparameters and kernel of `minidist.train.step.make_optimizer`."""
+        """The optimizer of the peers: class, hyperparameters and kernel of `minidist.train.engine.make_optimizer`."""
         return torch.optim.AdamW(parameters, **self.adamw_arguments())
 
     def adamw_arguments(self) -> dict:

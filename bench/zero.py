@@ -9,7 +9,7 @@ from bench.contest import FLOOR, Entry, Row, Run, compare
 from bench.statistics import Interval, overhead_ratio, paired_interval
 from bench.workload import SIZES
 from bench.zero_peers import PEERS
-from minidist.train.launch import RankServer
+from minidist.tools.launch import RankServer
 
 STAGES, BACKENDS = (1, 2, 3), ("gloo", "shm")
 # At most: our step over that of the stage's best peer on gloo; what ours on shm takes beyond the floor over what that

@@ -9,5 +9,5 @@ def load_ipython_extension(shell) -> None:
     """What `%load_ext exercises` does."""
     from exercises.magics import ExerciseMagics  # IPython is needed from here on only
 
-    shell.extension_manager.load_extension("minidist.notebook")  # nothing when it is loaded
+    shell.extension_manager.load_extension("minidist.tools.notebook")  # nothing when it is loaded
     shell.register_magics(ExerciseMagics(shell, shell.magics_manager.registry["RanksMagics"]))

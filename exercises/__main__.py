@@ -17,10 +17,10 @@ from exercises.lab import lab
 from exercises.train import train
 from exercises.watch import Watcher
 from exercises.work import Work
-from minidist.cli import complain
 from minidist.errors import RunError, UserError
-from minidist.train.launch import RankServer
-from minidist.train.launch.torchrun import hold_sigterm
+from minidist.tools.cli import complain
+from minidist.tools.launch import RankServer
+from minidist.tools.launch.torchrun import hold_sigterm
 
 _READER_LEFT = 141  # as a shell tells of a program that SIGPIPE ended
 

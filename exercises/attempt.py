@@ -10,7 +10,7 @@ from exercises.work import Work
 from minidist.errors import UserError
 
 if TYPE_CHECKING:
-    from minidist.train.launch import RankServer
+    from minidist.tools.launch import RankServer
 
 
 class Attempt(NamedTuple):

@@ -16,20 +16,26 @@ from exercises.testing import Finding
 from minidist.errors import UserError
 
 if TYPE_CHECKING:
-    from minidist.train.launch import RankServer
+    from minidist.tools.launch import RankServer
 
 HANG_S = 5.0
 MEMORY_BYTES = 1 << 30
 # What ranks find imported. torch's optimizers import torch._dynamo, a second in every rank that finds it missing.
 _ALWAYS = (
-    *("numpy", "minidist.data.partition", "minidist.parallel.buckets", "minidist.train.loss", "minidist.zero.sink"),
+    *(
+        "numpy",
+        "minidist.data.partition",
+        "minidist.parallel.data.buckets",
+        "minidist.train.loss",
+        "minidist.zero.reducer",
+    ),
     *("exercises.network", "exercises.observed", "exercises.rankside"),
 )
 PRELOAD = (*_ALWAYS, "torch._dynamo")
 _PROGRAMS = ("script", "clinic")  # kinds whose answers are programs as torchrun starts them
 # Pieces that use operators of our own, or count those of torch: the first of them imports torch._dynamo, and that
 # writes a file, which would be taken for the answer's.
-_OPERATORS = ("minidist.parallel.tensor.", "minidist.parallel.pipeline.halves")
+_OPERATORS = ("minidist.parallel.tensor.", "minidist.parallel.pipeline.split_backward")
 # After these the other tests would end alike.
 _ENOUGH = ("syntax", "missing", "hang", "printing", "memory", "exit")
 _SKIPPED = "not run, because of how another test ended"

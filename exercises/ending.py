@@ -12,7 +12,7 @@ from minidist.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from exercises.rankside import Request
-    from minidist.train.launch import RankServer
+    from minidist.tools.launch import RankServer
 
 _OUTPUT_BYTES = 1 << 20
 _LOOK_S = 0.05
@@ -27,7 +27,7 @@ _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>\S+)')
 def judge(request: "Request", size: int, server: "RankServer", hang_s: float) -> Finding | None:
     """Run the tests on fresh ranks; the first finding, None when all have passed."""
     from exercises.rankside import PASSED, run_tests
-    from minidist.train.launch import RankFailure
+    from minidist.tools.launch import RankFailure
 
     job = server.start(run_tests, size, (request,), backend=None, threads=1, deadline_s=_LONGEST_S, tidy=False)
     stopped = None
@@ -68,7 +68,7 @@ def _watch(job, request, size: int, hang_s: float) -> Finding | None:
 
 def _hung(boards: Sequence, stacks: dict[int, str], request) -> Finding:
     """Nothing changes any more: the rank that is busy is to blame, those that wait for it are not."""
-    from minidist.comm.standing import describe
+    from minidist.tools.deadlock.status_report import describe
 
     busy = [rank for rank in stacks if boards[rank] is not None and boards[rank].state != "waiting"]
     rank = min(busy or stacks, default=0)

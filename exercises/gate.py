@@ -32,7 +32,7 @@ from exercises.check import Verdict, check
 from exercises.measure import measure
 
 if TYPE_CHECKING:
-    from minidist.train.launch import RankServer
+    from minidist.tools.launch import RankServer
 
 _MIN_RIGHT = 2
 _MIN_WRONG = 4

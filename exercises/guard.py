@@ -15,7 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import minidist
-from minidist.pieces import Pieces
+from minidist.tools.pieces import Pieces
 
 # What no audit event tells of: the end of the process, and files that torch writes in C++.
 _UNSEEN = {

@@ -1,4 +1,4 @@
-"""Exercises in a notebook: `%load_ext minidist.notebook`, which finds the course, then `%load_ext exercises`.
+"""Exercises in a notebook: `%load_ext minidist.tools.notebook`, which finds the course, then `%load_ext exercises`.
 
 %exercise NAME             what is asked; adds a cell with your file in it
 %%exercise NAME            the cell's text becomes your file in work/ and is judged
@@ -22,10 +22,10 @@ from exercises.attempt import attempt, hint
 from exercises.card import Card
 from exercises.catalogue import Catalogue, Exercise
 from exercises.work import Work
-from minidist import progress
 from minidist.errors import RunError, UserError
-from minidist.notebook.frontend import somebody_looks_on
-from minidist.notebook.magics import RanksMagics
+from minidist.tools import progress
+from minidist.tools.notebook.frontend import somebody_looks_on
+from minidist.tools.notebook.magics import RanksMagics
 
 
 @magics_class

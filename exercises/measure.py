@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minidist.comm.judge import ENDED, Observer
 from minidist.errors import RunError
+from minidist.tools.deadlock.detector import ENDED, Observer
 
 if TYPE_CHECKING:
-    from minidist.train.launch import RankServer
-    from minidist.train.launch.livejob import LiveJob
+    from minidist.tools.launch import RankServer
+    from minidist.tools.launch.live_job import LiveJob
 
 _LONGEST_S = 30.0
 

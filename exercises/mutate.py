@@ -21,7 +21,7 @@ from exercises.mutants import Mutant, blanks, mutants
 from minidist.errors import UserError
 
 if TYPE_CHECKING:
-    from minidist.train.launch import RankServer
+    from minidist.tools.launch import RankServer
 
 LEAST_KILLED = 0.95
 _HANG_S = 2.0  # a busy machine may stop for so long; of what is to survive, more is asked

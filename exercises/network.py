@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from exercises.testing import Wrong
 from minidist.comm import Meter, Use, World, bind
-from minidist.comm.board import Channel
-from minidist.comm.recording import mount
 from minidist.mesh import Mesh
-from minidist.train.launch.place import prefer_loopback
+from minidist.tools.deadlock.status_page import Channel
+from minidist.tools.launch.device import prefer_loopback
+from minidist.tools.recording import mount
 
 _TIMEOUT = timedelta(minutes=10)  # longer than any check: the board judges, not the backend
 _HERE = "127.0.0.1"

@@ -48,9 +48,9 @@ def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]
 
     Raises UserError when no passed piece is on the way of this run, RunError when the run fails or passes one by.
     """
-    from minidist.cli import train_options
-    from minidist.train.launch.torchrun import is_first_rank, torchrun_size, under_torchrun
-    from minidist.train.start import default_ranks, start
+    from minidist.tools.cli import train_options
+    from minidist.tools.launch.start import default_ranks, start
+    from minidist.tools.launch.torchrun import is_first_rank, torchrun_size, under_torchrun
 
     passed = _passed(catalogue, work, only)
     config, ranks = train_options(argv)
@@ -147,7 +147,7 @@ def train_with(world: "World", config: "Config", pieces: Sequence[Installed]) ->
 
 def install(pieces: Sequence[Installed]) -> Counter:
     """Put the pieces in place of the package's in this process; returns their calls, counted from now on."""
-    from minidist.pieces import Pieces
+    from minidist.tools.pieces import Pieces
 
     calls: Counter = Counter()
     replacements = Pieces()

@@ -8,7 +8,7 @@ from exercises.attempt import attempt
 from exercises.catalogue import Catalogue, Exercise
 from exercises.work import Work
 from minidist.errors import UserError
-from minidist.train.launch import RankServer
+from minidist.tools.launch import RankServer
 
 _LOOK_S = 0.1
 

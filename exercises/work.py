@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from exercises.catalogue import Catalogue, Exercise
-from minidist import progress
+from minidist.tools import progress
 
 
 class Work:

@@ -1,6 +1,6 @@
 """minidist: a distributed trainer small enough to read, and the course that builds it."""
 
-from minidist.comm.shm.register import register_soon
+from minidist.tools.shm.register import register_soon
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from minidist.cli import main
+from minidist.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

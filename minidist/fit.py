@@ -5,7 +5,7 @@ from minidist.config import Config
 from minidist.errors import UserError
 from minidist.mesh import Mesh
 from minidist.parallel.context import sizes as context
-from minidist.parallel.pipeline.ops import Schedule
+from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.schedules import schedule
 from minidist.parallel.tensor import sizes as tensor
 from minidist.zero import fit as shards

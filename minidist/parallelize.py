@@ -8,25 +8,25 @@ from torch import nn
 from minidist import fit
 from minidist.comm import Group, Groups
 from minidist.comm.algorithms import ALGORITHMS, Chosen
-from minidist.compiled import compile_layers
+from minidist.compile import compile_layers
 from minidist.config import Config
 from minidist.mesh import Mesh
 from minidist.parallel.context.split import split as split_context
-from minidist.parallel.grads import GradSink
+from minidist.parallel.data.reducer import GradSink
+from minidist.parallel.data.replicate import gradient_sink, synchronize
+from minidist.parallel.data.updates import InPlace, Updates
+from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.executor import Executor
-from minidist.parallel.pipeline.ops import Schedule
 from minidist.parallel.pipeline.split import EMBEDDING
 from minidist.parallel.pipeline.split import split as split_stages
-from minidist.parallel.replicate import gradient_sink, synchronize
 from minidist.parallel.tensor.split import Held
 from minidist.parallel.tensor.split import split as split_operators
-from minidist.parallel.updates import InPlace, Updates
-from minidist.precision.formats import convert
+from minidist.parameters import Box, ParamSpec, check_covered, named_parameters, ties_of
+from minidist.precision.dtypes import convert
 from minidist.precision.policy import Policy, policy_of
 from minidist.precision.scaler import LossScaler
+from minidist.process_groups import REDUCING, USES, ends, is_hidden_matrix, ranks_at, stage_parts, uses
 from minidist.recompute import recompute
-from minidist.roles import REDUCING, USES, ends, is_hidden_matrix, ranks_at, stage_parts, uses
-from minidist.spec import Box, ParamSpec, check_covered, named_parameters, ties_of
 from minidist.zero.build import Given, sharded_sink
 
 __all__ = ["USES", "Parallel", "parallelize", "reduced_by", "stage_parts", "uses"]  # who lays out, binds first

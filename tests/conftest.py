@@ -7,7 +7,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from minidist.train.launch import RankServer
+from minidist.tools.launch import RankServer
 
 # The same examples in every run, and no clock: the machine may be busy.
 hypothesis.settings.register_profile("minidist", deadline=None, derandomize=True, max_examples=60)

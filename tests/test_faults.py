@@ -5,9 +5,9 @@ import re
 import sys
 
 import pytest
-from patched import FAULTS, Edit, Fault, ForkServer, copy, faults, read
 
-from minidist.parity.command import BETWEEN
+from minidist.tools.parity.command import BETWEEN
+from tests.helpers.fault_patches import FAULTS, Edit, Fault, ForkServer, copy, faults, read
 
 DEADLINE_S = 60.0
 KNOWN = faults()
@@ -26,7 +26,7 @@ def parity(fork_server, folder, only, ranks):
     """Run these rows of parity on the copy in `folder`: exit code, its JSON and what it printed."""
     file = folder / "rows.json"
     arguments = ["--ranks", str(ranks), "--only", BETWEEN.join(only), "--json", str(file)]
-    code, output = fork_server.run(folder, "minidist.parity", arguments, DEADLINE_S)
+    code, output = fork_server.run(folder, "minidist.tools.parity", arguments, DEADLINE_S)
     assert code is not None, f"parity was not done after {DEADLINE_S:g} s; it printed\n{output}"
     assert file.exists(), f"parity ended with exit code {code} and no rows; it printed\n{output}"
     return code, json.loads(file.read_text()), output

@@ -10,7 +10,7 @@ Stub 1b07c1b1.
 from collections.abc import Mapping
 
 from minidist.errors import UserError
-from minidist.train.launch.environment import Place, whole_number
+from minidist.tools.launch.environment import Place, whole_number
 
 
 def rank_and_world(environ: Mapping[str, str]) -> Place:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.grads import GradSink, trainable
+from minidist.parallel.data.reducer import GradSink, trainable
 
 
 def collect(

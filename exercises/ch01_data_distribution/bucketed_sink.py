@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_reduce
-from minidist.parallel.buckets import FIRST_BYTES, MIB, _Unlaunched, assign
-from minidist.parallel.grads import group_of, trainable
-from minidist.spec import Specs
+from minidist.parallel.data.buckets import FIRST_BYTES, MIB, _Unlaunched, assign
+from minidist.parallel.data.reducer import group_of, trainable
+from minidist.parameters import Specs
 
 
 class Bucket:

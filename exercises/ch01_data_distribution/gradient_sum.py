@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, all_reduce
-from minidist.parallel.grads import group_of, trainable
-from minidist.spec import Specs
+from minidist.parallel.data.reducer import group_of, trainable
+from minidist.parameters import Specs
 
 
 class NaiveSink:

@@ -5,7 +5,7 @@ from torch import nn
 
 from exercises.testing import expect, test
 from minidist.comm import all_reduce
-from minidist.spec import named_parameters
+from minidist.parameters import named_parameters
 
 
 class Notes:

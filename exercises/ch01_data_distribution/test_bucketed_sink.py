@@ -6,7 +6,7 @@ from torch import nn
 from exercises.observed import PeakMemory, expect_order, timeline
 from exercises.testing import expect, test
 from minidist.comm import recv, send
-from minidist.spec import named_parameters, replicated
+from minidist.parameters import named_parameters, replicated
 
 # In the order of the model; backward finishes them from the last to the first.
 SHAPES = {"embed": (8, 4), "first.weight": (4, 4), "first.bias": (4,), "second.weight": (4, 4), "head": (4, 6)}

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from exercises.testing import expect, test
-from minidist.spec import named_parameters, replicated
+from minidist.parameters import named_parameters, replicated
 
 SHAPES = {"weight": (20, 3), "bias": (3,), "scale": ()}
 

@@ -10,7 +10,8 @@ Stub 352ab0fc.
 import torch
 from torch import Tensor
 
-from minidist.comm import Group, ops
+from minidist.comm import Group
+from minidist.comm import functional as ops
 
 
 class _Copied(torch.autograd.Function):

@@ -7,8 +7,8 @@ Check it with: python -m exercises check gpipe_schedule
 Stub 283dcc7f.
 """
 
-from minidist.parallel.pipeline.ops import Op
-from minidist.parallel.pipeline.rules import in_turn, play
+from minidist.parallel.pipeline.actions import Op
+from minidist.parallel.pipeline.schedule_rules import in_turn, play
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:

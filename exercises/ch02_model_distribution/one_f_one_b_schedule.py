@@ -7,8 +7,8 @@ Check it with: python -m exercises check one_f_one_b_schedule
 Stub f1117381.
 """
 
-from minidist.parallel.pipeline.ops import Op
-from minidist.parallel.pipeline.rules import in_turn, play
+from minidist.parallel.pipeline.actions import Op
+from minidist.parallel.pipeline.schedule_rules import in_turn, play
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:

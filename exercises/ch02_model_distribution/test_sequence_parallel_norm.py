@@ -9,7 +9,7 @@ from minidist.comm import gather_objects
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
-from minidist.spec import named_parameters
+from minidist.parameters import named_parameters
 
 LENGTH, BATCH = 12, 2
 TOLERANCE = 1e-12  # sums of a few hundred terms of about 1e-2, in float64 in another order

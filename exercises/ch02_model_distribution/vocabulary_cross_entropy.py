@@ -11,7 +11,8 @@ Stub 6a7e8db2.
 import torch
 from torch import Tensor
 
-from minidist.comm import Group, ops
+from minidist.comm import Group
+from minidist.comm import functional as ops
 from minidist.parallel.tensor.vocabulary import IGNORE
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from exercises.testing import expect, refuses, test
-from minidist.parallel.buckets import BucketedSink
-from minidist.spec import replicated
+from minidist.parallel.data.buckets import BucketedSink
+from minidist.parameters import replicated
 
 BUCKETS, EACH = 4, 3  # of the sink: parameters of 4 float32 each, three to a bucket
 KIB = 2**10

@@ -4,7 +4,7 @@ import torch
 
 from exercises.testing import expect, test
 from exercises.traffic import Wire
-from minidist.comm.seats import Seats
+from minidist.comm.power_of_two import Seats
 
 
 def value(rank, n):

@@ -9,7 +9,7 @@ from exercises.observed import Held, timeline
 from exercises.rows import cut
 from exercises.testing import Wrong, expect, test
 from exercises.watched import LAYERS, Net
-from minidist.precision.formats import Formats
+from minidist.precision.dtypes import Formats
 from minidist.zero.blocks import Block
 from minidist.zero.grouping import REST
 from minidist.zero.layout import in_a_row

@@ -4,8 +4,8 @@ import torch
 
 from exercises.testing import expect, test
 from minidist.config import PrecisionConfig, ZeroConfig
-from minidist.plan.states import Row
 from minidist.precision.policy import policy_of
+from minidist.tools.estimate.states import Row
 
 KINDS = ("parameters", "gradients", "masters", "moments")
 # Each with the dtypes of parameter, accumulated gradient, master of its own (None: there is none) and moments.

@@ -9,7 +9,7 @@ from exercises.rows import cut, laid_out
 from exercises.testing import Wrong, expect, test
 from minidist.comm import Use, bind
 from minidist.mesh import Mesh
-from minidist.precision.formats import Formats
+from minidist.precision.dtypes import Formats
 from minidist.zero.layout import in_a_row
 
 # Together 23 elements: rows of 2, 3 and 4 ranks end in padding. In the order in which backward finishes them.

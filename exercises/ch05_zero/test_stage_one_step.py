@@ -6,9 +6,9 @@ from torch import nn
 from exercises.observed import Held, timeline
 from exercises.rows import cut, laid_out
 from exercises.testing import expect, test
-from minidist.precision.formats import Formats
+from minidist.precision.dtypes import Formats
 from minidist.zero.layout import in_a_row
-from minidist.zero.sink import Reduced, ShardedSink
+from minidist.zero.reducer import Reduced, ShardedSink
 
 # Two rows, in the order in which backward finishes them. No length divides by 2 or 4; the second one's does by 3.
 ROWS = [{"head": (3, 2), "norm": (3,)}, {"up": (2, 5), "bias": (4,), "embed": (7,)}]

@@ -5,7 +5,7 @@ import torch
 from exercises.observed import PeakMemory
 from exercises.testing import expect, test
 from minidist.comm import all_gather
-from minidist.precision.formats import Formats
+from minidist.precision.dtypes import Formats
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 BOUNDS = {"first": (0, 5), "second": (6, 9)}  # of a piece of 11 elements; element 5 and the last two are padding

@@ -10,8 +10,8 @@ starts a second sooner and leaves a core to the ranks that import it at the same
 import importlib
 
 _MODULES = {
-    "control": ("exchange", "gather_objects"),
-    "door": (
+    "objects": ("exchange", "gather_objects"),
+    "collectives": (
         "CommError",
         "Handle",
         "Transfer",
@@ -27,7 +27,7 @@ _MODULES = {
     ),
     "group": ("Group", "Groups", "bind"),
     "meter": ("Meter", "Record"),
-    "uses": ("Use",),
+    "group_specs": ("Use",),
     "world": ("World",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -13,12 +13,12 @@ from functools import cached_property
 
 import torch.distributed as dist
 
-from minidist.comm.board import Channel
-from minidist.comm.caller import caller_line
+from minidist.comm.group_specs import CONTROL, Use
 from minidist.comm.meter import Meter
-from minidist.comm.uses import CONTROL, Use
 from minidist.comm.world import World
 from minidist.mesh import Mesh
+from minidist.tools.deadlock.caller import caller_line
+from minidist.tools.deadlock.status_page import Channel
 
 DEFAULT_TIMEOUT_S = 600.0
 

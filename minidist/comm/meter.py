@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from minidist.comm.convention import ALGORITHM, EXACT, sent_elements
+from minidist.comm.wire_bytes import ALGORITHM, EXACT, sent_elements
 
 _NOTHING = contextlib.nullcontext()
 

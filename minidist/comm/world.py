@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from minidist.comm.board import Board
+from minidist.tools.deadlock.status_page import Board
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any
 
 from minidist.errors import UserError
 from minidist.fault.layout import DTYPES, StoredBox, StoredTensor
-from minidist.spec import Box
+from minidist.parameters import Box
 
 FORMAT = 1
 NAME = "checkpoint.json"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minidist.spec import Box, ParamSpec
+from minidist.parameters import Box, ParamSpec
 
 DTYPES = {
     name: getattr(torch, name)

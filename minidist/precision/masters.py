@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minidist.precision.formats import Formats
+from minidist.precision.dtypes import Formats
 
 
 class Rounding(Protocol):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minidist.hashing import mix, mix_int, signed
-from minidist.spec import Box
+from minidist.parameters import Box
 
 _CHUNK = 1 << 16  # elements at a time: temporary memory stays below 2 MiB
 _LANES = 4  # elements that share one 64-bit hash, 16 bits each

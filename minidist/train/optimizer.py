@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from minidist.config import OptimConfig
-from minidist.roles import is_hidden_matrix
-from minidist.spec import Specs
+from minidist.parameters import Specs
+from minidist.process_groups import is_hidden_matrix
 from minidist.train.muon import Muon
 
 ALIGNED = 64  # elements, of four bytes or more: whole vectors of every CPU that torch has kernels for

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minidist.config import Config
-from minidist.configfile import from_text
+from minidist.config_file import from_text
 from minidist.errors import UserError
 from minidist.fault import folders
-from minidist.train.runfolder import checkpoints_of
+from minidist.train.run_folder import checkpoints_of
 
 if TYPE_CHECKING:
     from minidist.data.corpus import Corpus

@@ -8,12 +8,10 @@ from typing import TypeVar
 
 from minidist import comm
 from minidist.comm import CommError, World
-from minidist.comm.standing import rank_names
 from minidist.config import Config, MemoryConfig, TraceConfig
-from minidist.configfile import to_toml
+from minidist.config_file import to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation
-from minidist.data.ngram import baselines
 from minidist.errors import UserError
 from minidist.fault import checkpoint, folders
 from minidist.fault.signals import StopRequest
@@ -22,15 +20,21 @@ from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import parallelize, uses
 from minidist.precision.policy import TORCH_NAMES, policy_of
-from minidist.train import giveup, metrics, picture, runfolder, state
+from minidist.tools.console import loss_plot as picture
+from minidist.tools.console.ngram import baselines
+from minidist.tools.console.reporter import make_reporter
+from minidist.tools.console.sample_text import sample_text
+from minidist.tools.deadlock.status_report import rank_names
+from minidist.tools.memory.tracker import Tracker
+from minidist.tools.trace.trace import Trace, make_meter
+from minidist.train import abort as giveup
+from minidist.train import checkpoint_state as state
+from minidist.train import metrics
+from minidist.train import run_folder as runfolder
 from minidist.train.agree import StepResult
-from minidist.train.report import make_reporter
+from minidist.train.engine import Engine
 from minidist.train.resume import check_resumable
 from minidist.train.schedule import learning_rate
-from minidist.train.step import Engine
-from minidist.train.text import sample_text
-from minidist.train.trace import Trace, make_meter
-from minidist.train.tracker import Tracker
 
 Made = TypeVar("Made")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from minidist.zero.unit import ShardedUnit
+from minidist.zero.flat_param import ShardedUnit
 
 
 @dataclass(frozen=True)

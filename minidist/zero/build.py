@@ -7,18 +7,18 @@ from torch import Tensor, nn
 
 from minidist.comm import Group, Groups
 from minidist.config import Config
-from minidist.parallel.buckets import MIB, assign
-from minidist.parallel.grads import trainable
-from minidist.precision.formats import Formats
+from minidist.parallel.data.buckets import MIB, assign
+from minidist.parallel.data.reducer import trainable
+from minidist.parameters import Box, ParamSpec, Specs, flat_boxes, named_parameters
+from minidist.precision.dtypes import Formats
 from minidist.precision.masters import Rounding
 from minidist.precision.rounding import flat_index, round_stochastically
-from minidist.spec import Box, ParamSpec, Specs, flat_boxes, named_parameters
 from minidist.zero.blocks import Block, Blocks
+from minidist.zero.flat_param import ShardedUnit, Unit
 from minidist.zero.gradients import ShardGradients, WholeGradients
 from minidist.zero.grouping import REST, block_of, passing_row
 from minidist.zero.layout import Layout, in_a_row, whole
-from minidist.zero.sink import Reduced, ShardedSink
-from minidist.zero.unit import ShardedUnit, Unit
+from minidist.zero.reducer import Reduced, ShardedSink
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minidist.comm import Group, Handle, all_reduce, reduce_scatter
-from minidist.precision.formats import Formats
+from minidist.precision.dtypes import Formats
 from minidist.zero.layout import Layout
 
 

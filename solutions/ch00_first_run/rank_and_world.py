@@ -1,4 +1,4 @@
-"""A rank's place from its environment: the solution, as it stands in minidist.train.launch.environment.
+"""A rank's place from its environment: the solution, as it stands in minidist.tools.launch.environment.
 
 The program is the same on every rank, so its place can only come from outside. Whatever is written into the source
 (rank 0 of 4, in the script that everyone copies) is said by every process at once, and each waits for ranks that
@@ -25,7 +25,7 @@ Usual wrong answers:
 from collections.abc import Mapping
 
 from minidist.errors import UserError
-from minidist.train.launch.environment import Place, whole_number
+from minidist.tools.launch.environment import Place, whole_number
 
 
 def rank_and_world(environ: Mapping[str, str]) -> Place:

@@ -1,4 +1,4 @@
-"""Micro-batches without communication: the solution, as it stands in minidist.parallel.grads.
+"""Micro-batches without communication: the solution, as it stands in minidist.parallel.data.reducer.
 
 Sums over micro-batches are local: only the whole sum goes over the network, once per step instead of once per micro-
 batch. The sink owns it. Emptying .grad in every backward keeps autograd from adding to it as well, which would count
@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.grads import GradSink, trainable
+from minidist.parallel.data.reducer import GradSink, trainable
 
 
 def collect(

@@ -1,4 +1,4 @@
-"""Which gradients travel together: the solution, as it stands in minidist.parallel.buckets.
+"""Which gradients travel together: the solution, as it stands in minidist.parallel.data.buckets.
 
 A message has a price whatever its size, about a millisecond on a slow network, so a hundred small gradients had
 better travel as one. But a bucket can leave only when its last gradient is there: one that holds everything leaves

@@ -1,4 +1,4 @@
-"""Buckets that leave while backward runs: the solution, as it stands in minidist.parallel.buckets.
+"""Buckets that leave while backward runs: the solution, as it stands in minidist.parallel.data.buckets.
 
 Backward finishes the last layer first, and from then on there is something to send. What is sent inside backward
 costs no time of its own as long as the network is done before backward is. Waiting right after a launch gives that
@@ -40,9 +40,9 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_reduce
-from minidist.parallel.buckets import FIRST_BYTES, MIB, _Unlaunched, assign
-from minidist.parallel.grads import group_of, trainable
-from minidist.spec import Specs
+from minidist.parallel.data.buckets import FIRST_BYTES, MIB, _Unlaunched, assign
+from minidist.parallel.data.reducer import group_of, trainable
+from minidist.parameters import Specs
 
 
 class Bucket:

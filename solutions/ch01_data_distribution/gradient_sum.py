@@ -1,4 +1,4 @@
-"""One all-reduce per parameter: the solution, as it stands in minidist.parallel.grads.
+"""One all-reduce per parameter: the solution, as it stands in minidist.parallel.data.reducer.
 
 The replicas stay equal because each applies the same sum. Nothing is divided here: every loss was divided by the
 number of tokens of the whole batch, so the sum over ranks is the gradient of one process, also when ranks hold
@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, all_reduce
-from minidist.parallel.grads import group_of, trainable
-from minidist.spec import Specs
+from minidist.parallel.data.reducer import group_of, trainable
+from minidist.parameters import Specs
 
 
 class NaiveSink:

@@ -26,7 +26,8 @@ Usual wrong answers:
 import torch
 from torch import Tensor
 
-from minidist.comm import Group, ops
+from minidist.comm import Group
+from minidist.comm import functional as ops
 
 
 class _Copied(torch.autograd.Function):

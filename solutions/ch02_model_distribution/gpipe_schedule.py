@@ -1,4 +1,4 @@
-"""All forwards, then all backwards: the solution, as it stands in minidist.parallel.pipeline.rules.
+"""All forwards, then all backwards: the solution, as it stands in minidist.parallel.pipeline.schedule_rules.
 
 A stage has nothing to do until the first micro-batch has come down to it, and nothing more once the last one has left
 for good: stages - 1 forwards and as many backwards in which somebody waits, whatever the number of micro-batches.
@@ -19,8 +19,8 @@ Usual wrong answers:
 * nothing to do
 """
 
-from minidist.parallel.pipeline.ops import Op
-from minidist.parallel.pipeline.rules import in_turn, play
+from minidist.parallel.pipeline.actions import Op
+from minidist.parallel.pipeline.schedule_rules import in_turn, play
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:

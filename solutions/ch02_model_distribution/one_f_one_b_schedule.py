@@ -1,4 +1,4 @@
-"""One forward, one backward: the solution, as it stands in minidist.parallel.pipeline.rules.
+"""One forward, one backward: the solution, as it stands in minidist.parallel.pipeline.schedule_rules.
 
 The first gradient comes back to stage s when the micro-batch has gone down to the last stage and up again. Until then
 there is work for just stages - 1 - s more forwards, and from then on every forward is paid for with a backward:
@@ -25,8 +25,8 @@ Usual wrong answers:
 * nothing to do
 """
 
-from minidist.parallel.pipeline.ops import Op
-from minidist.parallel.pipeline.rules import in_turn, play
+from minidist.parallel.pipeline.actions import Op
+from minidist.parallel.pipeline.schedule_rules import in_turn, play
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:

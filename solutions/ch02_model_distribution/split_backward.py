@@ -1,4 +1,4 @@
-"""The half of backward that nobody waits for: the solution, as it stands in minidist.parallel.pipeline.halves.
+"""The half of backward that nobody waits for: the solution, as it stands in minidist.parallel.pipeline.split_backward.
 
 Both halves need the gradient of the output, and neither needs the other. The stage before waits for one of them only,
 so that one goes first, and the other waits for a moment in which the stage would do nothing. No product is computed
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from minidist.parallel.pipeline.halves import Half
+from minidist.parallel.pipeline.split_backward import Half
 
 
 class _Linear(torch.autograd.Function):

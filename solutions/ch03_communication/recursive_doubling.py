@@ -28,7 +28,7 @@ from torch import Tensor
 from minidist.comm.algorithms.halving import fold, unfold
 from minidist.comm.algorithms.rounds import check, combine, finish, row, together
 from minidist.comm.group import Group
-from minidist.comm.seats import Seats
+from minidist.comm.power_of_two import Seats
 
 
 def doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:

@@ -1,4 +1,4 @@
-"""Sixteen bytes, by formula: the solution, as it stands in minidist.plan.states.
+"""Sixteen bytes, by formula: the solution, as it stands in minidist.tools.estimate.states.
 
 Mixed precision with Adam has sixteen bytes for each parameter: two of the parameter, two of its gradient, four of its
 master, eight of two moments. Twelve belong to the optimizer, which looks at them once a step: they are the first to
@@ -31,9 +31,9 @@ Usual wrong answers:
 from collections.abc import Iterable
 
 from minidist.config import ZeroConfig
-from minidist.plan.states import ModelStates, Row
 from minidist.precision.policy import BYTES as FORMAT_BYTES
 from minidist.precision.policy import Policy
+from minidist.tools.estimate.states import ModelStates, Row
 
 
 def row_of(numel: int, shards: int, moments: int) -> Row:

@@ -39,7 +39,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from minidist.precision.formats import Formats
+from minidist.precision.dtypes import Formats
 from minidist.precision.masters import Rounding
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from minidist.comm.algorithms.rounds import check, combine, finish, row, together
-from minidist.comm.convention import chunks
-from minidist.comm.door import check_parts
+from minidist.comm.collectives import check_parts
 from minidist.comm.group import Group
-from minidist.comm.seats import Seats
+from minidist.comm.power_of_two import Seats
+from minidist.comm.wire_bytes import chunks
 
 
 def fold(mine: Tensor, seats: Seats, group: Group, op: str) -> None:

@@ -9,7 +9,7 @@ Patarasuk and Yuan 2009, section 3; Thakur et al. 2005, sections 4.1 and 4.4.
 from torch import Tensor
 
 from minidist.comm.algorithms.rounds import check, combine, cut, finish, row, together
-from minidist.comm.door import check_parts
+from minidist.comm.collectives import check_parts
 from minidist.comm.group import Group
 
 

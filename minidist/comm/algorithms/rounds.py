@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minidist.comm.convention import chunks
-from minidist.comm.door import Transfer, batch
+from minidist.comm.collectives import Transfer, batch
+from minidist.comm.direct_exchange import COMBINE
 from minidist.comm.group import Group
-from minidist.comm.swap import COMBINE
+from minidist.comm.wire_bytes import chunks
 
 _COMBINE = {"sum": COMBINE["sum"], "mean": torch.add, **COMBINE}
 

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minidist.comm import Group, ops
+from minidist.comm import Group
+from minidist.comm import functional as ops
 from minidist.parallel.context.layout import positions
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

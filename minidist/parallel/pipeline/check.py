@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.ops import Op, Place, Schedule, run
+from minidist.parallel.pipeline.actions import Op, Place, Schedule, run
 
 _BEFORE = {"B": "F", "W": "B"}
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minidist.comm import Group, Handle, recv, send
-from minidist.parallel.grads import GradSink, trainable
-from minidist.parallel.pipeline.halves import Half, WeightsLater, weight_gradient
-from minidist.parallel.pipeline.ops import Op, Place, Schedule, last_backward
-from minidist.parallel.pipeline.simulate import Times, simulate
+from minidist.parallel.data.reducer import GradSink, trainable
+from minidist.parallel.pipeline.actions import Op, Place, Schedule, last_backward
+from minidist.parallel.pipeline.split_backward import Half, WeightsLater, weight_gradient
 from minidist.parallel.pipeline.transfers import Program, Transfer, rendezvous, with_transfers
+from minidist.tools.simulate.timeline import Times, simulate
 
 # Runs one part of the model: (chunk, micro-batch, what the part before gave or None) -> what the part after needs, or,
 # of the last part, this micro-batch's share of the loss.

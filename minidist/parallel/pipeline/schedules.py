@@ -3,8 +3,8 @@
 import difflib
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline import rules
-from minidist.parallel.pipeline.ops import Op, Schedule
+from minidist.parallel.pipeline import schedule_rules as rules
+from minidist.parallel.pipeline.actions import Op, Schedule
 
 KINDS = {
     "gpipe": "all forwards, then all backwards",

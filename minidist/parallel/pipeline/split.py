@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from minidist.parallel.pipeline.ops import Schedule
-from minidist.spec import named_parameters
+from minidist.parallel.pipeline.actions import Schedule
+from minidist.parameters import named_parameters
 
 EMBEDDING = "model.embed_tokens.weight"
 

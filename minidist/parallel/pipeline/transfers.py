@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from minidist.errors import UserError
+from minidist.parallel.pipeline.actions import Op, Place, Schedule
 from minidist.parallel.pipeline.check import in_order
-from minidist.parallel.pipeline.ops import Op, Place, Schedule
-from minidist.parallel.pipeline.simulate import Timeline
+from minidist.tools.simulate.timeline import Timeline
 
 
 class Transfer(NamedTuple):

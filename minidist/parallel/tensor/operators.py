@@ -23,7 +23,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minidist.comm import Group, ops
+from minidist.comm import Group
+from minidist.comm import functional as ops
 
 Operator = Callable[[Tensor], Tensor]
 SEQUENCE = 1  # the dimension of the sequence in (b, s, h)

@@ -14,7 +14,7 @@ from minidist.parallel.tensor.linear import ColumnLinear, RowLinear
 from minidist.parallel.tensor.operators import Operator, operators
 from minidist.parallel.tensor.sizes import check
 from minidist.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyLoss
-from minidist.spec import Box, named_parameters
+from minidist.parameters import Box, named_parameters
 
 
 @dataclass(frozen=True)

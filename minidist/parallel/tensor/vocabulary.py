@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minidist.comm import Group, ops
+from minidist.comm import Group
+from minidist.comm import functional as ops
 from minidist.parallel.tensor.operators import Operator
 
 

@@ -1,7 +1,7 @@
 """Reads the variables itself, by a loop over their names."""
 
 from minidist.errors import UserError
-from minidist.train.launch.environment import Place
+from minidist.tools.launch.environment import Place
 
 DEFAULTS = {
     "RANK": None,

@@ -1,7 +1,7 @@
 """Asks whether the ranks are in a range, and makes the place first."""
 
 from minidist.errors import UserError
-from minidist.train.launch.environment import Place, whole_number
+from minidist.tools.launch.environment import Place, whole_number
 
 OTHERS = {"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"}
 

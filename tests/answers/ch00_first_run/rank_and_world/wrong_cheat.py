@@ -1,6 +1,6 @@
 """every_rank_of_one_machine: the package's own function under the learner's name"""
 
-from minidist.train.launch import environment
+from minidist.tools.launch import environment
 
 
 def rank_and_world(environ):

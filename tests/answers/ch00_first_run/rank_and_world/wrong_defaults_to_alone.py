@@ -1,7 +1,7 @@
 """refuses_what_is_missing_or_no_number: a missing variable means one process, and four of them train apart"""
 
 from minidist.errors import UserError
-from minidist.train.launch.environment import Place, whole_number
+from minidist.tools.launch.environment import Place, whole_number
 
 
 def rank_and_world(environ):

@@ -1,7 +1,7 @@
 """every_rank_of_three_machines: the rank among all is taken for the one on this machine"""
 
 from minidist.errors import UserError
-from minidist.train.launch.environment import Place, whole_number
+from minidist.tools.launch.environment import Place, whole_number
 
 
 def rank_and_world(environ):

@@ -1,7 +1,7 @@
 """every_rank_of_three_machines: the machine is computed as if all machines had equally many ranks"""
 
 from minidist.errors import UserError
-from minidist.train.launch.environment import Place
+from minidist.tools.launch.environment import Place
 
 DEFAULTS = {
     "RANK": None,

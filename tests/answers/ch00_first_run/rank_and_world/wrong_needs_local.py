@@ -1,7 +1,7 @@
 """without_local_variables (raised): fails when the launcher sets no local variables"""
 
 from minidist.errors import UserError
-from minidist.train.launch.environment import Place, whole_number
+from minidist.tools.launch.environment import Place, whole_number
 
 
 def rank_and_world(environ):

@@ -1,7 +1,7 @@
 """refuses_what_does_not_fit: rank 2 of 2 is let through"""
 
 from minidist.errors import UserError
-from minidist.train.launch.environment import Place, whole_number
+from minidist.tools.launch.environment import Place, whole_number
 
 
 def rank_and_world(environ):

@@ -1,6 +1,6 @@
 """refuses_what_does_not_fit: takes whatever numbers there are"""
 
-from minidist.train.launch.environment import Place, whole_number
+from minidist.tools.launch.environment import Place, whole_number
 
 
 def rank_and_world(environ):

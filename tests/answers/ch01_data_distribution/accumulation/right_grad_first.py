@@ -1,6 +1,6 @@
 """Empties .grad before the sink hears of it."""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

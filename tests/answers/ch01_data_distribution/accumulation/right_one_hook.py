@@ -1,6 +1,6 @@
 """One hook for all parameters, which looks up the name."""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

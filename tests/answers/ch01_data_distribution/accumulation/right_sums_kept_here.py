@@ -1,6 +1,6 @@
 """Keeps the sums itself and hands each over as soon as it is the last micro-batch or not."""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

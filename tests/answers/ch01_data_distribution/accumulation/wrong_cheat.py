@@ -1,6 +1,6 @@
 """one_micro_batch: calls the package's own"""
 
-from minidist.parallel import grads
+from minidist.parallel.data import reducer as grads
 
 
 def collect(parameters, sink, last):

@@ -1,6 +1,6 @@
 """one_micro_batch: ones, whatever the gradient is"""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

@@ -1,6 +1,6 @@
 """micro_batches_add_up: .grad is kept, so autograd adds each gradient to those before it"""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

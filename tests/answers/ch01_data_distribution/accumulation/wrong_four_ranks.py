@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

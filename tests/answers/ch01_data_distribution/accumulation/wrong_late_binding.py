@@ -1,6 +1,6 @@
 """one_micro_batch (raised): every hook uses the name of the last parameter"""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

@@ -1,6 +1,6 @@
 """not_every_micro_batch_uses_a_parameter: autograd adds up, and what the last micro-batch does not use is lost"""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

@@ -1,6 +1,6 @@
 """one_micro_batch: nothing is ever ready, so nothing is sent before the end of the step"""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

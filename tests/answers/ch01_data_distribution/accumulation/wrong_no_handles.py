@@ -1,6 +1,6 @@
 """grad_is_left_empty: the hooks cannot be removed"""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

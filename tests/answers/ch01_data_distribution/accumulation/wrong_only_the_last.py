@@ -1,6 +1,6 @@
 """micro_batches_add_up: only the gradient of the last micro-batch is handed over"""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

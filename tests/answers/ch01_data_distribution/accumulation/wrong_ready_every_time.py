@@ -1,6 +1,6 @@
 """nothing_is_sent_before_the_last: every micro-batch sends what it has"""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

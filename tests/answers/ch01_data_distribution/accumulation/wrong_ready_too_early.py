@@ -1,6 +1,6 @@
 """one_micro_batch: a gradient is said to be ready before it is handed over"""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

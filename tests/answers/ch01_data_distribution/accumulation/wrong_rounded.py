@@ -1,6 +1,6 @@
 """one_micro_batch: gradients are rounded to bfloat16 on their way to the sink"""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

@@ -1,6 +1,6 @@
 """grad_is_left_empty: .grad is filled with zeros instead, and the memory is held twice"""
 
-from minidist.parallel.grads import trainable
+from minidist.parallel.data.reducer import trainable
 
 
 def collect(parameters, sink, last):

@@ -1,6 +1,6 @@
 """every_name_once: calls the package's own"""
 
-from minidist.parallel import buckets
+from minidist.parallel.data import buckets
 
 
 def assign(sizes, limit, first=None):

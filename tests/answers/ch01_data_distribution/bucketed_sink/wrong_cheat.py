@@ -1,6 +1,6 @@
 """sums_over_ranks: the package's own sink under the learner's name"""
 
-from minidist.parallel import buckets
+from minidist.parallel.data import buckets
 
 
 class Bucket(buckets.Bucket):

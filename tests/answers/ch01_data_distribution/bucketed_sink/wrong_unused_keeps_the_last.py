@@ -3,8 +3,8 @@
 import torch
 
 from minidist.comm import all_reduce
-from minidist.parallel.buckets import FIRST_BYTES, assign
-from minidist.parallel.grads import group_of, trainable
+from minidist.parallel.data.buckets import FIRST_BYTES, assign
+from minidist.parallel.data.reducer import group_of, trainable
 
 
 class Bucket:

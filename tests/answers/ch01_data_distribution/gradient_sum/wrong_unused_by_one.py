@@ -3,7 +3,7 @@
 import torch
 
 from minidist.comm import all_reduce
-from minidist.parallel.grads import group_of, trainable
+from minidist.parallel.data.reducer import group_of, trainable
 
 
 class NaiveSink:

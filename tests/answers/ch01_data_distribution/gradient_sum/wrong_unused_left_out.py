@@ -1,7 +1,7 @@
 """unused_is_agreed: a rank that did not use a parameter does not take part, and the others wait for ever"""
 
 from minidist.comm import all_reduce
-from minidist.parallel.grads import group_of, trainable
+from minidist.parallel.data.reducer import group_of, trainable
 
 
 class NaiveSink:

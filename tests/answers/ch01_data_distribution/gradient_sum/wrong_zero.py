@@ -2,7 +2,7 @@
 
 import torch
 
-from minidist.parallel.grads import group_of, trainable
+from minidist.parallel.data.reducer import group_of, trainable
 
 
 class NaiveSink:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from minidist.comm import Group, all_reduce, ops
+from minidist.comm import Group, all_reduce
+from minidist.comm import functional as ops
 from minidist.comm.group import find
 
 

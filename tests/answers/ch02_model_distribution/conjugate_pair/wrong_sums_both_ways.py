@@ -5,7 +5,8 @@ the number of ranks
 import torch
 from torch import Tensor
 
-from minidist.comm import Group, ops
+from minidist.comm import Group
+from minidist.comm import functional as ops
 
 
 class _Copied(torch.autograd.Function):

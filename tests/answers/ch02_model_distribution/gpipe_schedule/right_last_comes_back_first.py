@@ -1,6 +1,6 @@
 """The last micro-batch comes back first, as in the paper's figure."""
 
-from minidist.parallel.pipeline.ops import Op
+from minidist.parallel.pipeline.actions import Op
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:

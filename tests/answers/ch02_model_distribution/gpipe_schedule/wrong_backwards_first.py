@@ -1,6 +1,6 @@
 """all_forwards_first: backwards stand before the forwards that they need"""
 
-from minidist.parallel.pipeline.ops import Op
+from minidist.parallel.pipeline.actions import Op
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:

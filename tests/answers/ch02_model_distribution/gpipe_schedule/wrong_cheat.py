@@ -1,5 +1,5 @@
 """each_once (forbidden): the package's own"""
 
-from minidist.parallel.pipeline.rules import gpipe
+from minidist.parallel.pipeline.schedule_rules import gpipe
 
 __all__ = ["gpipe"]

@@ -1,6 +1,6 @@
 """all_forwards_first: each micro-batch goes forward and backward before the next"""
 
-from minidist.parallel.pipeline.ops import Op
+from minidist.parallel.pipeline.actions import Op
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:

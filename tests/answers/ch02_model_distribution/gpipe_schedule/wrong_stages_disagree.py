@@ -2,7 +2,7 @@
 for it
 """
 
-from minidist.parallel.pipeline.ops import Op
+from minidist.parallel.pipeline.actions import Op
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:

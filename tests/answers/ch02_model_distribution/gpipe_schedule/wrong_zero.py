@@ -1,6 +1,6 @@
 """each_once: nothing to do"""
 
-from minidist.parallel.pipeline.ops import Op
+from minidist.parallel.pipeline.actions import Op
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:

@@ -1,6 +1,6 @@
 """Warm-up, steady state and cool-down as loops of their own."""
 
-from minidist.parallel.pipeline.ops import Op
+from minidist.parallel.pipeline.actions import Op
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:

@@ -1,5 +1,5 @@
 """each_once (forbidden): the package's own"""
 
-from minidist.parallel.pipeline.rules import one_f_one_b
+from minidist.parallel.pipeline.schedule_rules import one_f_one_b
 
 __all__ = ["one_f_one_b"]

@@ -1,6 +1,6 @@
 """each_once: one micro-batch, always"""
 
-from minidist.parallel.pipeline.ops import Op
+from minidist.parallel.pipeline.actions import Op
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:

@@ -1,6 +1,6 @@
 """each_once: with fewer micro-batches than stages there are forwards of micro-batches that do not exist"""
 
-from minidist.parallel.pipeline.ops import Op
+from minidist.parallel.pipeline.actions import Op
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:

@@ -1,7 +1,7 @@
 """nobody_waits_for_ever: the last stage runs the most forwards early, and none of them has come"""
 
-from minidist.parallel.pipeline.ops import Op
-from minidist.parallel.pipeline.rules import in_turn, play
+from minidist.parallel.pipeline.actions import Op
+from minidist.parallel.pipeline.schedule_rules import in_turn, play
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:

@@ -1,6 +1,6 @@
 """as_soon_as_gpipe: the newest micro-batch is to come back first, and the older ones are in its way"""
 
-from minidist.parallel.pipeline.ops import Op
+from minidist.parallel.pipeline.actions import Op
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:

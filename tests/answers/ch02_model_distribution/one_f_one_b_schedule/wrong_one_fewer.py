@@ -1,7 +1,7 @@
 """as_soon_as_gpipe: one forward fewer before the first backward, and the stage waits"""
 
-from minidist.parallel.pipeline.ops import Op
-from minidist.parallel.pipeline.rules import in_turn, play
+from minidist.parallel.pipeline.actions import Op
+from minidist.parallel.pipeline.schedule_rules import in_turn, play
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:

@@ -1,7 +1,7 @@
 """few_are_alive: one forward more than there is room for"""
 
-from minidist.parallel.pipeline.ops import Op
-from minidist.parallel.pipeline.rules import in_turn, play
+from minidist.parallel.pipeline.actions import Op
+from minidist.parallel.pipeline.schedule_rules import in_turn, play
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:

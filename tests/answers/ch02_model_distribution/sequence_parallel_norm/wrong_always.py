@@ -11,7 +11,7 @@ from minidist.parallel.tensor.linear import ColumnLinear
 from minidist.parallel.tensor.operators import operators
 from minidist.parallel.tensor.split import Held, _attention, _Cutter, _enter_once, _feed_forward, _own_positions, check
 from minidist.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyLoss
-from minidist.spec import Box, named_parameters
+from minidist.parameters import Box, named_parameters
 
 
 def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, Held]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from minidist.parallel.pipeline.halves import Half
+from minidist.parallel.pipeline.split_backward import Half
 
 
 class _Linear(torch.autograd.Function):

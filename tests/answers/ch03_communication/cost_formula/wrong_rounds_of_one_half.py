@@ -1,13 +1,13 @@
 """twice_round_the_ring: half of the rounds"""
 
-from minidist.comm.convention import OWN
 from minidist.comm.cost import NOTHING, Cost, _by_seats, depth
-from minidist.comm.seats import Seats
+from minidist.comm.power_of_two import Seats
+from minidist.comm.wire_bytes import OWN
 
 
 def cost(name: str, algorithm: str, size: int, n: float) -> Cost:
     if algorithm not in OWN.get(name, ()):
-        raise ValueError(f"no algorithm {algorithm!r} for {name!r}: see minidist.comm.convention.OWN")
+        raise ValueError(f"no algorithm {algorithm!r} for {name!r}: see minidist.comm.wire_bytes.OWN")
     if size == 1:
         return NOTHING
     pass_on, add = Cost(1, n), Cost(1, n, n)  # a whole row in one round, without and with adding it up

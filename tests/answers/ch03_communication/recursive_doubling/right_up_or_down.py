@@ -5,7 +5,7 @@ import torch
 from minidist.comm import recv, send
 from minidist.comm.algorithms.halving import fold, unfold
 from minidist.comm.algorithms.rounds import check, combine, finish, row
-from minidist.comm.seats import Seats
+from minidist.comm.power_of_two import Seats
 
 
 def doubling_all_reduce(tensor, group, op="sum"):

@@ -4,7 +4,7 @@ import torch
 
 from minidist.comm.algorithms.halving import fold, unfold
 from minidist.comm.algorithms.rounds import check, finish, row, together
-from minidist.comm.seats import Seats
+from minidist.comm.power_of_two import Seats
 
 
 def doubling_all_reduce(tensor, group, op="sum"):

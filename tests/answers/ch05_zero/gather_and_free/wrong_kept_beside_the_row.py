@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.zero.blocks import Block
-from minidist.zero.unit import Unit
+from minidist.zero.flat_param import Unit
 
 
 class Blocks:

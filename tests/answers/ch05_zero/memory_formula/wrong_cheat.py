@@ -1,6 +1,6 @@
 """rows_are_padded: the package's own formula"""
 
-from minidist.plan import states
+from minidist.tools.estimate import states
 
 
 def row_of(numel, shards, moments):

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from minidist.config import ZeroConfig
-from minidist.plan.states import ModelStates, Row
 from minidist.precision.policy import Policy
+from minidist.tools.estimate.states import ModelStates, Row
 
 
 def row_of(numel: int, shards: int, moments: int) -> Row:

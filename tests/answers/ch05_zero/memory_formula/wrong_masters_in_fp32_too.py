@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from minidist.config import ZeroConfig
-from minidist.plan.states import ModelStates, Row
 from minidist.precision.policy import BYTES as FORMAT_BYTES
 from minidist.precision.policy import Policy
+from minidist.tools.estimate.states import ModelStates, Row
 
 
 def row_of(numel: int, shards: int, moments: int) -> Row:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_gather, all_reduce, reduce_scatter
-from minidist.precision.formats import Formats
+from minidist.precision.dtypes import Formats
 from minidist.precision.masters import Masters, Rounding
 from minidist.zero.layout import Layout
 

@@ -1,0 +1,201 @@
+"""The operations: every byte between ranks passes one of these functions.
+
+Each takes a group and moves tensors in place. With `async_op=True` it returns a `Handle` at once, which owns the
+tensors until `wait()`: do not read or write them before. On CUDA `wait()` orders streams and does not block the host.
+Peers and roots are ranks *in the group*. Within a group every rank must launch the same operations in the same order.
+
+A group of one rank has nobody to talk to: the operation does its local part and nothing is counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minidist.comm import direct_exchange as swap
+from minidist.comm.group import Group
+from minidist.comm.handles import CommError, Handle, announce, done, end, failure, launch
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+# torch 2.13 renamed these two; the old names warn from then on.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _reduction(op: str) -> str:
+    """A sum goes without saying."""
+    return "" if op == "sum" else op
+
+
+def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Handle | None:
+    """Replace `tensor` (any shape) on every rank by the elementwise sum (max, min, product) over the group."""
+    if group.size == 1:
+        return done(group, async_op)
+    if group.algorithm is not None:
+        return group.algorithm(tensor, group, op, async_op)
+
+    def start():
+        return dist.all_reduce(tensor, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
+
+    return launch(group, "all_reduce", tensor, start, [tensor], detail=_reduction(op), async_op=async_op)
+
+
+def reduce_scatter(
+    output: Tensor, input: Tensor, group: Group, op: str = "sum", async_op: bool = False
+) -> Handle | None:
+    """Reduce `input` (size * n, ...) over the group and leave part `rank` of the result in `output` (n, ...)."""
+    check_parts("reduce_scatter", whole=input, part=output, group=group)
+    if group.size == 1:
+        output.copy_(input)
+        return done(group, async_op)
+    if swap.suits(input, group):
+        return swap.reduce_scatter(output, input, group, op, _reduction(op), async_op)
+
+    def start():
+        return _reduce_scatter(output, input, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
+
+    return launch(group, "reduce_scatter", input, start, [output, input], detail=_reduction(op), async_op=async_op)
+
+
+def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = False) -> Handle | None:
+    """Concatenate the `input` (n, ...) of all ranks, in rank order, into `output` (size * n, ...) on every rank."""
+    check_parts("all_gather", whole=output, part=input, group=group)
+    if group.size == 1:
+        output.copy_(input)
+        return done(group, async_op)
+    if swap.suits(input, group):
+        return swap.all_gather(output, input, group, async_op)
+
+    def start():
+        return _all_gather(output, input, group=group.process_group, async_op=True)
+
+    return launch(group, "all_gather", output, start, [output, input], async_op=async_op)
+
+
+def broadcast(tensor: Tensor, src: int, group: Group, async_op: bool = False) -> Handle | None:
+    """Replace `tensor` on every rank by that of group rank `src`."""
+    if group.size == 1:
+        return done(group, async_op)
+
+    def start():
+        return dist.broadcast(tensor, src=group.ranks[src], group=group.process_group, async_op=True)
+
+    detail = f"root {group.ranks[src]}"
+    return launch(group, "broadcast", tensor, start, [tensor], detail=detail, root=src, async_op=async_op)
+
+
+def all_to_all(
+    output: Tensor,
+    input: Tensor,
+    group: Group,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Handle | None:
+    """Send part i of `input` to rank i and receive its part for this rank as part i of `output`.
+
+    The parts are consecutive along dimension 0: of equal length, or of the lengths given in rows by the splits.
+    """
+    if group.size == 1:
+        output.copy_(input)
+        return done(group, async_op)
+    row = input[0].numel() if input.shape[0] else 0
+    splits = None if input_splits is None else [rows * row for rows in input_splits]
+
+    def start():
+        return dist.all_to_all_single(
+            output,
+            input,
+            None if output_splits is None else list(output_splits),
+            None if input_splits is None else list(input_splits),
+            group=group.process_group,
+            async_op=True,
+        )
+
+    return launch(group, "all_to_all", input, start, [output, input], splits=splits, async_op=async_op)
+
+
+def send(tensor: Tensor, dst: int, group: Group, tag: int = 0, async_op: bool = False) -> Handle | None:
+    """Send `tensor` to group rank `dst`, which must `recv` one of the same shape and dtype under the same tag."""
+    _check_peer("send", dst, group)
+
+    def start():
+        return dist.isend(tensor, dst=group.ranks[dst], group=group.process_group, tag=tag)
+
+    return launch(group, "send", tensor, start, [tensor], channel=group.transfer("send", dst, tag), async_op=async_op)
+
+
+def recv(tensor: Tensor, src: int, group: Group, tag: int = 0, async_op: bool = False) -> Handle | None:
+    """Fill `tensor` with what group rank `src` sends to this rank under this tag."""
+    _check_peer("recv", src, group)
+
+    def start():
+        return dist.irecv(tensor, src=group.ranks[src], group=group.process_group, tag=tag)
+
+    return launch(group, "recv", tensor, start, [tensor], channel=group.transfer("recv", src, tag), async_op=async_op)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One send or recv of a batch; `peer` is a rank in the group."""
+
+    kind: str
+    tensor: Tensor
+    peer: int
+    tag: int = 0
+
+
+def batch(transfers: Sequence[Transfer], group: Group, async_op: bool = False) -> Handle | None:
+    """Start all transfers together, so that no order among them can deadlock (NCCL demands it of concurrent ones)."""
+    if not transfers:
+        return done(group, async_op)
+    launched, number = [], group.meter.next_batch()
+    for transfer in transfers:
+        _check_peer(transfer.kind, transfer.peer, group)
+        channel = group.transfer(transfer.kind, transfer.peer, transfer.tag)
+        launched.append(announce(group, transfer.kind, transfer.tensor, channel, batch=number))
+    calls = {"send": dist.isend, "recv": dist.irecv}
+    ops = [
+        dist.P2POp(calls[t.kind], t.tensor, group.ranks[t.peer], group=group.process_group, tag=t.tag)
+        for t in transfers
+    ]
+    try:
+        works = dist.batch_isend_irecv(ops)
+    except RuntimeError as error:
+        raise CommError(failure(launched[0], group, error)) from error
+    group.meter.started([at.record for at in launched], works)
+    return end(Handle(group, works, launched, [t.tensor for t in transfers]), async_op)
+
+
+def barrier(group: Group, async_op: bool = False) -> Handle | None:
+    """Return when every rank of the group has called it."""
+    if group.size == 1:
+        return done(group, async_op)
+    nothing = torch.empty(0, device=group.world.control_device)
+
+    def start():
+        return dist.barrier(group=group.process_group, async_op=True)
+
+    return launch(group, "barrier", nothing, start, [], async_op=async_op)
+
+
+def check_parts(name: str, whole: Tensor, part: Tensor, group: Group) -> None:
+    """Raise ValueError when `whole` is not one `part` per rank of the group."""
+    if whole.numel() != part.numel() * group.size or whole.dtype != part.dtype:
+        raise ValueError(
+            f"{name} over {group.size} ranks: the whole has {whole.numel()} elements of {whole.dtype}, "
+            f"the part {part.numel()} of {part.dtype}; the whole must be {group.size} parts of one dtype"
+        )
+
+
+def _check_peer(name: str, peer: int, group: Group) -> None:
+    if not 0 <= peer < group.size or peer == group.rank:
+        raise ValueError(f"{name} with peer {peer}: this is rank {group.rank} of {group.size} in {group}")

@@ -1,0 +1,146 @@
+"""An operation on its way: announced on the board, counted by the meter, owned by a handle until it is waited for."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minidist.comm.group import Group
+from minidist.comm.meter import Record
+from minidist.errors import RunError
+from minidist.tools.deadlock.caller import caller_line
+from minidist.tools.deadlock.status_page import Channel
+from minidist.tools.shm.lane import waited_for_at_once
+
+
+class CommError(RunError):
+    """An operation between ranks failed: a peer died, or the backend gave up."""
+
+    of_some_ranks = True
+
+
+@dataclass
+class Launched:
+    """One operation on its way: what the board and the meter call it."""
+
+    channel: Channel
+    seq: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    record: Record
+
+
+class Handle:
+    """An operation in flight. Owns its tensors until `wait()`, which may be called more than once."""
+
+    def __init__(
+        self,
+        group: Group,
+        works: Sequence,
+        launched: Sequence[Launched],
+        tensors: Sequence[Tensor],
+        then: Callable[[], None] | None = None,
+    ):
+        self._group, self._works, self._launched, self._tensors = group, list(works), list(launched), list(tensors)
+        self._then = then
+
+    def wait(self, host: bool = False) -> None:
+        """Return when the results may be used: by what is queued on the device, or with `host` by Python as well.
+
+        Raises CommError when the operation failed.
+        """
+        if not self._works:
+            return
+        board, meter = self._group.world.board, self._group.meter
+        where = caller_line()
+        with meter.waiting([at.record for at in self._launched]):
+            for i, work in enumerate(self._works):
+                # A backend may batch several transfers into one work: the last launched one then stands for all.
+                at = self._launched[i if len(self._works) == len(self._launched) else -1]
+                board.wait(at.channel, at.seq, at.name, at.shape, at.dtype, where)
+                try:
+                    work.wait()
+                    if host and any(tensor.is_cuda for tensor in self._tensors):
+                        torch.cuda.current_stream().synchronize()
+                except RuntimeError as error:
+                    raise CommError(failure(at, self._group, error)) from error
+                finally:
+                    board.resume()
+        if self._then is not None:
+            self._then()
+        for at in self._launched:
+            meter.waited(at.record)
+        self._works, self._tensors, self._then = [], [], None
+
+
+def failure(at: Launched, group: Group, error: Exception) -> str:
+    """What to say of an operation that failed."""
+    reason = str(error).strip().splitlines()[0]
+    return f"{at.name} #{at.seq} {list(at.shape)} {at.dtype} of {group} failed: {reason}"
+
+
+def launch(
+    group: Group,
+    name: str,
+    tensor: Tensor,
+    start: Callable[[], "dist.Work | Sequence[dist.Work]"],
+    tensors: Sequence[Tensor],
+    *,
+    channel: Channel | None = None,
+    detail: str = "",
+    async_op: bool = False,
+    then: Callable[[], None] | None = None,
+    **count,
+) -> Handle | None:
+    """Announce the operation on the board, count it, start it; and wait for its end unless `async_op`.
+
+    detail: what all ranks must agree on besides name, elements and dtype: the root, or how to reduce.
+    then: what is left to do, on this rank alone, when all has arrived.
+    """
+    launched = announce(group, name, tensor, channel or group.collective, detail, **count)
+    try:
+        with contextlib.nullcontext() if async_op else waited_for_at_once():
+            works = start()
+    except RuntimeError as error:
+        raise CommError(failure(launched, group, error)) from error
+    works = works if isinstance(works, list) else [works]
+    group.meter.started([launched.record], works)
+    return end(Handle(group, works, [launched], tensors, then), async_op)
+
+
+def announce(group: Group, name: str, tensor: Tensor, channel: Channel, detail: str = "", **count) -> Launched:
+    """Put the operation on the board and into the meter; see `launch`."""
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    told = f"{name} {detail}".rstrip()
+    seq = group.world.board.launch(channel, told, shape, dtype)
+    record = group.meter.record(
+        name,
+        group.use,
+        group.ranks,
+        group.rank,
+        seq,
+        shape,
+        tensor.dtype,
+        device=str(tensor.device),
+        peer=channel.peer,
+        tag=channel.tag,
+        **count,
+    )
+    return Launched(channel, seq, told, shape, dtype, record)
+
+
+def end(handle: Handle, async_op: bool) -> Handle | None:
+    """The handle for who asked for it; else the end of the operation."""
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def done(group: Group, async_op: bool) -> Handle | None:
+    """The end of an operation in a group of one."""
+    return Handle(group, [], [], []) if async_op else None

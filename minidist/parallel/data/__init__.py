@@ -1,0 +1,1 @@
+"""Data parallelism: the gradient reducer, buckets, replicas."""

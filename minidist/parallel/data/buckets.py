@@ -1,0 +1,170 @@
+"""Gradients reduced in buckets while backward still runs.
+
+Goals: as few, and as large, messages as overlap allows; the first on its way before backward is half done; no gradient
+held twice. Parameters are laid into flat buffers in the order in which backward finishes them, which is the reverse of
+the model's. The moment a gradient is complete it is copied into its place and freed. A bucket whose gradients are all
+there is launched at once, but never before the buckets ahead of it: every rank launches in index order, whatever order
+its autograd chose. Li et al. 2020 (PyTorch Distributed), section 3.2.3.
+
+The last bucket of a group ends in one number per parameter: how many ranks used it. It costs no message of its own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+import torch
+from torch import Tensor, nn
+
+from minidist.comm import Group, Handle, all_reduce
+from minidist.parallel.data.reducer import group_of, trainable
+from minidist.parameters import Specs
+
+MIB = 2**20
+
+# Every message costs about a millisecond whatever its size, so buckets are large; but the network should have something
+# to do early, and a small model would fill one bucket only at the very end of backward.
+FIRST_BYTES = MIB
+
+
+def assign(sizes: Mapping[str, int], limit: int, first: int | None = None) -> list[list[str]]:
+    """Cut parameter names into buckets of consecutive names, in the order of `sizes`, each of at most `limit` bytes.
+
+    A bucket takes the next name as long as it fits. A parameter larger than the limit has a bucket of its own.
+
+    sizes: name to bytes. first: limit of the first bucket, if it is to be smaller.
+    """
+    buckets: list[list[str]] = []
+    filled = room = 0
+    for name, size in sizes.items():
+        if not buckets or filled + size > room:
+            room = limit if buckets or first is None else min(first, limit)
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += size
+    return buckets
+
+
+class _Unlaunched:
+    """What a bucket has in the place of a handle before its first launch."""
+
+    def __init__(self, names: list[str]):
+        self._names = names
+
+    def wait(self, host: bool = False) -> None:
+        raise RuntimeError(f"nothing to wait for: the bucket of {', '.join(self._names)} was never launched")
+
+
+class Bucket:
+    """Some gradients in one flat buffer, which is what goes over the wire.
+
+    reports: parameters whose use this bucket reports, in one element each at the end of the buffer.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, reports: Sequence[str] = ()):
+        first = next(iter(parameters.values()))
+        numel = sum(parameter.numel() for parameter in parameters.values())
+        self.group, self.reports = group, reports
+        self.buffer = torch.zeros(numel + len(reports), dtype=first.dtype, device=first.device)
+        self.uses = self.buffer[numel:]
+        self.views: dict[str, Tensor] = {}
+        offset = 0
+        for name, parameter in parameters.items():
+            self.views[name] = self.buffer[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+        self.handle: Handle | _Unlaunched = _Unlaunched(list(parameters))
+
+    def launch(self, filled: Set[str]) -> None:
+        """Send what has come; a gradient that did not come counts as zero."""
+        for name in self.views.keys() - filled:
+            self.views[name].zero_()
+        if self.reports:
+            self.uses.copy_(torch.tensor([float(name in filled) for name in self.reports]))
+        self.handle = all_reduce(self.buffer, self.group, async_op=True)
+
+
+class BucketedSink:
+    """All-reduce in buckets, launched inside backward. Same interface and same gradients as `NaiveSink`.
+
+    bucket_bytes: upper size of a bucket (a larger parameter has one alone).
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        specs: Specs,
+        groups: Iterable[Group],
+        bucket_bytes: int = 25 * MIB,
+    ):
+        self._parameters = trainable(parameters)
+        self._given = specs, list(groups), bucket_bytes
+        self._make_buckets()
+        self._start_step()
+
+    def _make_buckets(self) -> None:
+        self._buckets = self._lay_out(*self._given)
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
+
+    def _lay_out(self, specs: Specs, groups: list[Group], bucket_bytes: int) -> list[Bucket]:
+        """Buckets in backward order, apart by what cannot share a buffer: the group, the dtype and the device."""
+        kinds: dict[tuple, tuple[Group, dict[str, int]]] = {}
+        for name, parameter in reversed(self._parameters.items()):
+            group = group_of(specs[name], groups)
+            _, sizes = kinds.setdefault((group.key, parameter.dtype, parameter.device), (group, {}))
+            sizes[name] = parameter.numel() * parameter.element_size()
+        buckets = []
+        for group, sizes in kinds.values():
+            cuts = assign(sizes, bucket_bytes, FIRST_BYTES)
+            for cut in cuts:
+                reports = list(sizes) if cut is cuts[-1] else []
+                buckets.append(Bucket({name: self._parameters[name] for name in cut}, group, reports))
+        return buckets
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """Put a contribution into its place in the bucket; the caller's tensor is free again."""
+        if name not in self._awaited:
+            raise RuntimeError(f"a gradient of {name} came after ready({name!r}), when its bucket may be on its way")
+        view = self._bucket_of[name].views[name]
+        if name in self._filled:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self._filled.add(name)
+
+    def ready(self, name: str) -> None:
+        """No more will come for `name`: launch what is complete, as far as no bucket ahead is incomplete."""
+        self._awaited.discard(name)
+        while self._next < len(self._buckets) and self._awaited.isdisjoint(self._buckets[self._next].views):
+            self._launch_next()
+
+    def finish(self) -> None:
+        """End of backward: launch what is left, then wait. After it every `.grad` holds its sum over the group."""
+        while self._next < len(self._buckets):
+            self._launch_next()
+        for bucket in self._buckets:
+            bucket.handle.wait(host=bool(bucket.reports))
+        for bucket in self._buckets:
+            for name, uses in zip(bucket.reports, bucket.uses.tolist(), strict=True):
+                self._parameters[name].grad = self._bucket_of[name].views[name] if uses else None
+        self._start_step()
+
+    def clear(self) -> None:
+        if self._next:  # the step was broken off: what has been launched still owns its memory
+            self._make_buckets()
+        self._start_step()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def scale(self, factor: float) -> None:
+        for bucket in self._buckets:
+            bucket.buffer.mul_(factor)
+
+    def _start_step(self) -> None:
+        # The parameters whose gradient lies in its place, those that may still get more, the first bucket not launched.
+        self._filled: set[str] = set()
+        self._awaited = set(self._parameters)
+        self._next = 0
+
+    def _launch_next(self) -> None:
+        """Launch the first bucket that was not launched yet; another is the first one then."""
+        self._buckets[self._next].launch(self._filled)
+        self._next += 1

@@ -1,0 +1,44 @@
+"""Data parallelism: every rank holds the whole model, sees its part of the batch, and takes the same step.
+
+The replicas are equal at the start because one of them is broadcast, and stay equal because the same gradient goes into
+the same update on each. What the network carries is the gradient, never the parameters.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from torch import nn
+
+from minidist.comm import Group, broadcast
+from minidist.parallel.data.buckets import MIB, BucketedSink
+from minidist.parallel.data.reducer import GradSink, NaiveSink
+from minidist.parameters import Specs
+
+
+def synchronize(model: nn.Module, group: Group) -> None:
+    """Give every rank of the group the parameters and buffers of its first rank, whatever it had.
+
+    All are sent at once and then waited for; a tied tensor is sent once.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    handles = [broadcast(tensor.data, 0, group, async_op=True) for tensor in tensors if tensor.is_contiguous()]
+    for handle in handles:
+        handle.wait()
+    for tensor in tensors:
+        if not tensor.is_contiguous():  # the wire wants memory order
+            whole = tensor.data.contiguous()
+            broadcast(whole, 0, group)
+            tensor.data.copy_(whole)
+
+
+def gradient_sink(
+    kind: Literal["bucketed", "naive"],
+    parameters: Mapping[str, nn.Parameter],
+    specs: Specs,
+    groups: Iterable[Group],
+    bucket_mib: float = 25.0,
+) -> GradSink:
+    """The sink that sums gradients over the replicas of each parameter."""
+    if kind == "naive":
+        return NaiveSink(parameters, specs, groups)
+    return BucketedSink(parameters, specs, groups, int(bucket_mib * MIB))

@@ -1,0 +1,120 @@
+"""The live view of a run on a terminal: progress, numbers, held-out loss, and one lane per rank."""
+
+from rich.console import Console, Group
+from rich.live import Live as RichLive
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from minidist.tools.console.reporter import MB, Silent, end_line, norm_text
+from minidist.train.agree import StepResult
+
+_LANE_WIDTH = 24
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+class Live(Silent):
+    """Redraws in place; notes scroll by above it and stay."""
+
+    def __init__(self, header: list[str], steps: int, start: int = 0, console: Console | None = None):
+        self.console = console or Console()
+        for line in header:
+            self.note(line)
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=start)
+        self._over = False
+        self._losses: list[float] = []
+        self._row: dict | None = None
+        self._lanes: list[dict] = []
+        self._held_out: tuple[int, float] | None = None
+        self._live = RichLive(self._draw(), console=self.console, refresh_per_second=4)
+        self._live.start()
+
+    def step(self, step: int, result: StepResult) -> None:
+        self._progress.update(self._task, completed=step)
+        if result.loss is not None:
+            self._losses.append(result.loss)
+        self._live.update(self._draw())
+
+    def log(self, row: dict, lanes: list[dict]) -> None:
+        self._row, self._lanes = row, lanes
+        self._live.update(self._draw())
+
+    def held_out(self, step: int, loss: float) -> None:
+        self._held_out = (step, loss)
+        self._live.update(self._draw())
+
+    def text(self, prompt: str, continuation: str) -> None:
+        self.console.rule("sample: held-out text, then the model", align="left", style="dim")
+        self.console.print(Text.assemble((prompt, "dim"), (continuation, "bold")))
+        self.console.rule(style="dim")
+
+    def end(self, held_out: float, lines: dict[str, float]) -> None:
+        self.note(end_line(held_out, lines))
+
+    def note(self, line: str) -> None:
+        # Text, since a folder called [red] is no markup.
+        self.console.print(Text(line), soft_wrap=True)
+
+    def close(self) -> None:
+        self._over = True
+        self._live.update(self._draw())
+        self._live.stop()
+
+    def _draw(self) -> Group:
+        parts = [self._progress, self._numbers()]
+        if self._lanes:
+            parts.append(self._ranks())
+        if not self._over:
+            parts.append(Text("Ctrl-C: save and end; twice: end at once", style="dim"))
+        return Group(*parts)
+
+    def _numbers(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        row = self._row
+        if row is None:
+            table.add_row("the first step is running")
+            return table
+        loss = "no tokens" if row["loss"] is None else f"{row['loss']:.4f}"
+        table.add_row("loss", loss, sparkline(self._losses, 40))
+        if self._held_out:
+            table.add_row("held-out loss", f"{self._held_out[1]:.4f}", f"after step {self._held_out[0]}")
+        table.add_row("gradient norm", norm_text(row), f"learning rate {row['lr']:.2e}")
+        table.add_row("tokens/s", f"{row['tokens_per_s']:,.0f}", f"mfu {row['mfu']:.1%}" if "mfu" in row else "")
+        return table
+
+    def _ranks(self) -> Table:
+        table = Table(box=None, padding=(0, 2), header_style="dim")
+        for title in ("rank", "step time", "", "sent", "memory"):
+            table.add_column(title, justify="left" if title == "" else "right")
+        slowest = max(lane["step_time_s"] for lane in self._lanes)
+        for rank, lane in enumerate(self._lanes):
+            filled = round(_LANE_WIDTH * lane["step_time_s"] / slowest)
+            bar = Text("█" * filled, style="cyan") + Text("░" * (_LANE_WIDTH - filled), style="dim")
+            table.add_row(
+                str(rank),
+                f"{lane['step_time_s'] * 1e3:.0f} ms",
+                bar,
+                f"{lane['comm_bytes'] / MB:.1f} MB",
+                f"{lane['memory'] / MB:.0f} MB",
+            )
+        return table
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The values as a row of block characters, averaged into at most `width` of them."""
+    if not values:
+        return ""
+    size = -(-len(values) // width)
+    means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_SPARKS[min(7, int(8 * (value - low) / span))] for value in means)

@@ -1,0 +1,55 @@
+"""The command `minidist sample`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from minidist.errors import UserError
+from minidist.fault import folders
+from minidist.train import run_folder as runfolder
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Text from a checkpoint."""
+
+    checkpoint: Path
+    """A checkpoint, or a run folder whose newest one to use."""
+    prompt: str = "def "
+    """What the text begins with."""
+    tokens: int = 400
+    """Tokens to add."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the likeliest token."""
+    top_k: int | None = None
+    """Choose among this many likeliest tokens only."""
+    seed: int = 0
+    """Of the choices; the same seed gives the same text."""
+
+
+def sample(options: SampleOptions) -> str:
+    """The prompt and its continuation. Raises UserError for a checkpoint or an option that cannot be used."""
+    for name, value, least in (("tokens", options.tokens, 0), ("temperature", options.temperature, 0.0)):
+        if value < least:
+            raise UserError(f"--{name} is {value}; it must be at least {least}.")
+    if options.top_k is not None and options.top_k < 1:
+        raise UserError(f"--top-k is {options.top_k}; it must be at least 1.")
+    if not options.prompt:
+        raise UserError("--prompt is empty; give at least one character to begin with.")
+    path = folders.latest(runfolder.checkpoints_of(options.checkpoint))
+    from minidist.tools.console.sample_text import (  # here: with it comes torch, which takes seconds
+        continue_text,
+        load_model,
+    )
+
+    model, config = load_model(path)
+    return "".join(
+        continue_text(
+            model,
+            options.prompt.encode(),
+            config,
+            tokens=options.tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            seed=options.seed,
+        )
+    )

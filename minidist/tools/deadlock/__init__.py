@@ -1,0 +1,1 @@
+"""Rank status in shared memory, and deadlock detection from the status of all ranks."""

@@ -1,0 +1,292 @@
+"""`minidist doctor`: what this machine can do, and the one thing to do about each problem."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from minidist.errors import RunError, UserError
+
+TORCH = ((2, 11), (2, 14))  # from, and below
+PYTHON = (3, 11)
+_GIB = 2**30
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What this machine can do, and what to fix. Exit code 0 if training can run, else 1."""
+
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    problem: what is wrong, None when nothing is; fix: the one thing to do about it; blocks: whether it stops training.
+    """
+
+    name: str
+    value: str
+    problem: str | None = None
+    fix: str | None = None
+    blocks: bool = False
+
+
+def doctor(options: DoctorOptions) -> int:
+    """Look at everything, print it; returns the exit code."""
+    findings = [_safely(name, look) for name, look in LOOKS.items()]
+    can_train = not any(finding.blocks for finding in findings)
+    if options.json:
+        print(json.dumps({"can_train": can_train, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
+    else:
+        _show(findings, can_train)
+    return 0 if can_train else 1
+
+
+def _safely(name: str, look: Callable[[str], Finding]) -> Finding:
+    try:
+        return look(name)
+    except (OSError, ImportError, ValueError, RuntimeError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        return Finding(name, "unknown", f"cannot be looked at: {type(error).__name__}: {first}", "see the message")
+
+
+def _show(findings: list[Finding], can_train: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        state = Text("ok", "green")
+        if finding.problem:
+            state = Text("stops", "bold red") if finding.blocks else Text("note", "yellow")
+        table.add_row(finding.name, state, Text(finding.value))
+    console.print(table)
+    for finding in findings:
+        if finding.problem:
+            console.print(Text(f"\n{finding.name}: {finding.problem}\n  {finding.fix}"))
+    console.print(f"\nTraining {'can' if can_train else 'cannot'} run here.", highlight=False)
+
+
+def _python(name: str) -> Finding:
+    value = f"{platform.python_version()} on {platform.system()} {platform.machine()} ({sys.executable})"
+    if sys.version_info < PYTHON:
+        return Finding(name, value, "minidist needs Python 3.11 or later", "install a later Python", blocks=True)
+    return Finding(name, value)
+
+
+def _torch(name: str) -> Finding:
+    low, below = (".".join(map(str, version)) for version in TORCH)
+    fix = f"pip install 'torch>={low},<{below}'"
+    try:
+        import torch
+    except ImportError as error:
+        return Finding(name, "not there", f"torch cannot be imported: {error}", fix, blocks=True)
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    value = f"{torch.__version__}, {build} build"
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if not TORCH[0] <= version < TORCH[1]:
+        return Finding(name, value, f"tested with torch from {low} to below {below} only", fix)
+    return Finding(name, value)
+
+
+def _backends(name: str) -> Finding:
+    import torch
+
+    there = torch.distributed.is_available()
+    gloo = there and torch.distributed.is_gloo_available()
+    nccl = there and torch.distributed.is_nccl_available()
+    value = ", ".join(b for b, found in (("gloo", gloo), ("nccl", nccl)) if found) or "none"
+    if not gloo:
+        return Finding(name, value, "this torch has no gloo", "install torch from pytorch.org or PyPI", blocks=True)
+    if torch.cuda.is_available() and not nccl:
+        return Finding(name, value, "GPUs, and no nccl for them", "install a CUDA build of torch for Linux")
+    return Finding(name, value)
+
+
+def _devices(name: str) -> Finding:
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    told = [f"cuda:{i} {gpu.name} {gpu.total_memory / _GIB:.0f} GiB" for i, gpu in enumerate(gpus)]
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    value = "; ".join([*told, f"cpu, {pages / _GIB:.1f} GiB of memory"])
+    if not gpus and list(Path("/dev").glob("nvidia[0-9]*")):
+        return Finding(name, value, "there is a GPU that torch does not see", "install a CUDA build of torch")
+    return Finding(name, value)
+
+
+def _cores(name: str) -> Finding:
+    from minidist.tools.launch import usable_cores
+
+    usable, seen = usable_cores(), os.cpu_count()
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else seen
+    return Finding(name, f"{usable} usable; the machine has {seen}, the affinity mask {allowed}")
+
+
+def _threads(name: str) -> Finding:
+    from minidist.tools.launch import threads_per_rank, usable_cores
+
+    fix = "unset OMP_NUM_THREADS"
+    try:
+        asked = {ranks: threads_per_rank(ranks) for ranks in (1, 2, 4)}
+    except UserError as error:
+        return Finding(name, "unknown", str(error), fix, blocks=True)
+    value = ", ".join(f"{threads} with {ranks} rank{'s' * (ranks > 1)}" for ranks, threads in asked.items())
+    own = {ranks: threads_per_rank(ranks, {}) for ranks in asked}
+    if asked == own:
+        return Finding(name, value)
+    value += f" (OMP_NUM_THREADS is {asked[1]})"
+    if 2 * asked[2] > max(2, usable_cores()):
+        many = f"two ranks would run {2 * asked[2]} threads on {usable_cores()} cores, which is many times slower"
+        return Finding(name, value, many, fix)
+    return Finding(name, value)
+
+
+def _interfaces(name: str) -> Finding:
+    found = {interface: _address(interface) for _, interface in socket.if_nameindex()}
+    value = ", ".join(f"{interface} {address or 'no IPv4 address'}" for interface, address in found.items())
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    if loopback not in found:
+        fix = "set GLOO_SOCKET_IFNAME to an interface that is up"
+        return Finding(name, value or "none", f"there is no loopback interface {loopback}", fix)
+    try:
+        socket.gethostbyname(socket.gethostname())
+    except OSError:
+        problem = f"the host name {socket.gethostname()} has no address, by which gloo finds other machines"
+        return Finding(name, value, problem, "for several machines, set GLOO_SOCKET_IFNAME to their common interface")
+    return Finding(name, value)
+
+
+def _address(interface: str) -> str | None:
+    """IPv4 address of an interface, where Linux tells it."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            request = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return None
+
+
+def _shared_memory(name: str) -> Finding:
+    shm = Path("/dev/shm")
+    mounted = f"/dev/shm {shutil.disk_usage(shm).total / _GIB:.2f} GiB" if shm.is_dir() else "no /dev/shm"
+    memfd = hasattr(os, "memfd_create")
+    if memfd:
+        os.close(os.memfd_create("minidist-doctor"))
+    # Ours needs no mount: it comes from memfd_create, or from an unlinked temporary file.
+    return Finding(name, f"memfd_create {'works' if memfd else 'is not there: temporary files instead'}; {mounted}")
+
+
+def _disk(name: str) -> Finding:
+    free = shutil.disk_usage(".").free
+    value = f"{free / _GIB:.1f} GiB free in {Path.cwd()}"
+    if not os.access(".", os.W_OK):
+        return Finding(name, value, "you may not write here", "change to a folder of yours, or give --folder")
+    return Finding(name, value)
+
+
+def sum_of_ranks(world) -> float:
+    """What the two probing ranks do: one all-reduce."""
+    import torch
+
+    from minidist.comm import Use, all_reduce, bind
+    from minidist.mesh import Mesh
+
+    group = bind(world, Mesh(dp=world.size), [Use("probe", ("dp",))])["probe"]
+    total = torch.tensor([world.rank + 1.0])
+    all_reduce(total, group)
+    return total.item()
+
+
+def _ranks(name: str) -> Finding:
+    from minidist.tools.launch import RankServer
+
+    fix = "see the message; if a firewall or container blocks 127.0.0.1, allow it"
+    try:
+        with RankServer() as server:
+            server.run(sum_of_ranks, 1, backend="gloo", deadline_s=120)  # waits for the server, which imports torch
+            start_s = time.perf_counter()
+            values = server.run(sum_of_ranks, 2, backend="gloo", deadline_s=60).values
+            took_s = time.perf_counter() - start_s
+    except (RunError, UserError) as error:
+        return Finding(name, "do not work", str(error), fix, blocks=True)
+    if values != [3.0, 3.0]:
+        return Finding(name, "do not work", f"an all_reduce of 1 and 2 gave {values}", fix, blocks=True)
+    return Finding(name, f"two fresh ranks by {server.method} with an all_reduce over gloo: {took_s:.2f} s")
+
+
+def _links(name: str) -> Finding:
+    from minidist.tools.network.links import links
+
+    return Finding(name, "\n".join(links()))
+
+
+def _compiler(name: str) -> Finding:
+    found = next((path for tool in ("c++", "g++", "clang++") if (path := shutil.which(tool))), None)
+    if found is None:
+        return Finding(
+            name, "none", "torch.compile needs one on the CPU", "install g++ or clang if you want to compile"
+        )
+    return Finding(name, found)
+
+
+def _extras(name: str) -> Finding:
+    try:
+        requirements = importlib.metadata.requires("minidist") or []
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "unknown: minidist is not installed", "minidist is not installed", "pip install -e .")
+    missing: dict[str, list[str]] = {}
+    for requirement in requirements:
+        package, extra = re.match(r"[\w.-]+", requirement)[0], re.search(r"extra == ['\"](\w+)['\"]", requirement)
+        if extra:
+            missing.setdefault(extra[1], []).extend([] if _installed(package) else [package])
+    value = "; ".join(f"{extra}: {'without ' + ', '.join(lack) if lack else 'all'}" for extra, lack in missing.items())
+    return Finding(name, value)
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+LOOKS: dict[str, Callable[[str], Finding]] = {
+    "Python": _python,
+    "torch": _torch,
+    "backends": _backends,
+    "devices": _devices,
+    "cores": _cores,
+    "threads per rank": _threads,
+    "interfaces": _interfaces,
+    "shared memory": _shared_memory,
+    "disk": _disk,
+    "ranks": _ranks,
+    "links": _links,
+    "C++ compiler": _compiler,
+    "extras": _extras,
+}

@@ -1,0 +1,167 @@
+"""What ZeRO, or masters of another format, make of a layout: rows of parameters, and how often they travel.
+
+The rows are those of `zero/build`, worked out from sizes and names alone.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from minidist.precision.policy import BYTES
+from minidist.process_groups import REDUCING, is_hidden_matrix
+from minidist.tools.estimate import states
+from minidist.tools.estimate.layout import Layout
+from minidist.tools.estimate.reduction import MIB, Groups, buckets, contributors
+from minidist.tools.estimate.states import Weight, weights
+from minidist.zero import layout as rows_of
+from minidist.zero.fit import sharing
+from minidist.zero.grouping import REST, block_of, gathers, passing_row
+
+Operation = tuple[str, str, int, int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Parameters that lie in one row.
+
+    outer: the use over which equal shards are summed, None where nobody has the same. block: of stage 3, REST for what
+    is in none. chunk: of the stage, whose backward completes the gradients.
+    """
+
+    layout: rows_of.Layout
+    outer: str | None
+    block: int
+    chunk: int
+
+
+def apart(layout: Layout) -> bool:
+    """Whether parameters lie in such rows: not where everything has one format and nothing is shared out."""
+    return layout.config.zero.stage > 0 or not layout.policy.uniform
+
+
+def rows(layout: Layout, groups: Groups, rank: int) -> list[Row]:
+    """The rows on a rank, in the order of backward."""
+    stage, zero = layout.mesh.coords(rank)["pp"], layout.config.zero
+    size, limit, found = sharing(layout.config, layout.mesh), _limit(layout, stage), []
+    for block, held in _by_block(layout, stage):
+        kinds: dict[tuple, list[Weight]] = {}
+        for weight in held:
+            key = _outer(layout, groups, rank, weight), _chunk(layout, stage, weight), _uncut(layout, weight)
+            kinds.setdefault(key, []).append(weight)
+        for (outer, chunk, uncut), same in kinds.items():
+            lay = rows_of.whole if uncut and size > 1 else rows_of.in_a_row
+            parts = [same] if zero.stage == 3 else _buckets(layout, same, limit)
+            found += [Row(lay({w.name: w.numel for w in part}, size), outer, block, chunk) for part in parts]
+    return found
+
+
+def _by_block(layout: Layout, stage: int) -> Iterator[tuple[int, list[Weight]]]:
+    every = weights(layout, stage)
+    if layout.config.zero.stage < 3:
+        yield REST, every[::-1]
+        return
+    of: dict[int, list[Weight]] = {}
+    for weight in every:
+        of.setdefault(block_of(weight.name), []).append(weight)
+    yield from sorted(of.items(), reverse=True)
+
+
+def _outer(layout: Layout, groups: Groups, rank: int, weight: Weight) -> str | None:
+    """The use over which this rank's shard of a parameter is summed."""
+    here, place = contributors(weight.shared, weight.stages, layout, rank), groups["grads"]
+    if layout.config.zero.stage:
+        here = tuple(r for r in here if place[r].index(r) == place[rank].index(rank))
+    if len(here) == 1:
+        return None
+    return next(use for use in REDUCING if use in groups and groups[use].get(rank) == here)
+
+
+def _chunk(layout: Layout, stage: int, weight: Weight) -> int:
+    """The chunk whose backward is the last that adds to a gradient."""
+    if layout.schedule is None:
+        return 0
+    index, parts = block_of(weight.name), layout.chunks(stage)
+    if index != REST:
+        return next(chunk for chunk, part in enumerate(parts) if index in part.layers)
+    tied = layout.config.model.tie_embeddings
+    first = weight.name.startswith("model.embed_tokens")
+    using = [c for c, part in enumerate(parts) if (part.first and first) or (part.last and (tied or not first))]
+    return min(using, key=lambda chunk: layout.schedule.position(stage, chunk))
+
+
+def _uncut(layout: Layout, weight: Weight) -> bool:
+    return layout.config.optim.kind == "muon" and is_hidden_matrix(weight.name, weight.dimensions)
+
+
+def _limit(layout: Layout, stage: int) -> int:
+    """Upper size of a row, in bytes on the wire, where rows are not those of blocks."""
+    limit, each = int(layout.config.comm.bucket_mib * MIB), BYTES[layout.policy.reduce]
+    if not layout.config.zero.shares_gradients:
+        return limit
+    return passing_row({weight.name: weight.numel * each for weight in weights(layout, stage)}, limit)
+
+
+def _buckets(layout: Layout, held: Sequence[Weight], limit: int) -> list[list[Weight]]:
+    each, left = BYTES[layout.policy.reduce], list(held)
+    filled = buckets([weight.numel * each for weight in held], limit)
+    parts = []
+    for size in filled:
+        part: list[Weight] = []
+        while sum(weight.numel * each for weight in part) < size:
+            part.append(left.pop(0))
+        parts.append(part)
+    return parts
+
+
+def kept(layout: Layout, stage: int, found: Sequence[Row], place: int) -> states.ModelStates:
+    """What a rank of a stage has before an update. place: of the rank among those that share out the rows.
+
+    Moments have no padding. AdamW counts its steps for every parameter, in float32.
+    """
+    optim, policy, every = layout.config.optim, layout.policy, weights(layout, stage)
+    dimensions = {weight.name: weight.dimensions for weight in every}
+    if apart(layout):
+        elements = {name: stop - start for row in found for name, (start, stop) in row.layout.held(place).items()}
+        rows = [states.Row(row.layout.numel, row.layout.shard, 0) for row in found]
+        plain = states.model_states(rows, layout.config.zero, policy)
+    else:
+        elements = {weight.name: weight.numel for weight in every}
+        whole, uses = sum(elements.values()), len(every) if layout.config.comm.gradients == "bucketed" else 0
+        each = BYTES[policy.parameter]
+        plain = states.ModelStates(whole * each, (whole + uses) * each, 0, 0)
+    moments = 0
+    for name, numel in elements.items():
+        of = states.moments_of(optim, hidden_matrix=is_hidden_matrix(name, dimensions[name]))
+        moments += numel * of * BYTES[policy.state] + (BYTES["fp32"] if of == 2 else 0)
+    return dataclasses.replace(plain, moments=moments)
+
+
+def messages(layout: Layout, found: Sequence[Row], stage: int) -> Counter[Operation]:
+    """What a rank sends in a step for gradients and parameters: (use, operation, elements, bytes of an element)."""
+    zero, policy, sent = layout.config.zero, layout.policy, Counter()
+    reduce, parameter = BYTES[policy.reduce], BYTES[policy.parameter]
+    rounds = layout.config.train.micro_batches if zero.shares_gradients else 1
+    gathered = _gathers(layout, stage) if zero.stage == 3 else Counter({REST: 1})
+    for row in found:
+        if zero.stage:
+            sent["grads", "reduce_scatter", row.layout.numel, reduce] += rounds
+            sent["grads", "all_gather", row.layout.numel, parameter] += gathered[row.block]
+        if row.outer is not None:
+            sent[row.outer, "all_reduce", row.layout.shard, reduce] += 1
+    return sent
+
+
+def _gathers(layout: Layout, stage: int) -> Counter[int]:
+    """How often each block of a stage is gathered in a step."""
+    parts, schedule, config = layout.chunks(stage), layout.schedule, layout.config
+    if schedule is None:
+        passes = [op for _ in range(config.train.micro_batches) for op in (("F", 0), ("B", 0), ("end", 0))]
+    else:
+        halved = schedule.splits_backward
+        passes = []
+        for op in schedule.orders[stage]:
+            passes += [(op.kind, op.chunk)] if op.kind != "W" else []
+            passes += [("end", op.chunk)] if op.kind == ("W" if halved else "B") else []
+    ends: Mapping[int, tuple[bool, bool]] = {chunk: (part.first, part.last) for chunk, part in enumerate(parts)}
+    return gathers(passes, [part.layers for part in parts], ends, config.zero.keep_last_block)

@@ -1,0 +1,98 @@
+"""A live rank's own side: it takes messages, answers them, and gets a new process group whenever it needs one."""
+
+import os
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from minidist.comm.group import Group, Use, bind
+from minidist.comm.meter import Meter
+from minidist.comm.world import World
+from minidist.mesh import AXES, Mesh
+from minidist.tools.launch.protocol import receive_object, send_object
+from minidist.tools.recording import mount
+
+_LOOK_S = 0.5
+
+
+class Seat:
+    """Where a rank sits between two cells.
+
+    meter: what this rank sent through any process group, raw `torch.distributed` calls included.
+    """
+
+    def __init__(self, world: World, control: socket.socket):
+        self.world, self.meter = world, Meter()
+        self._control = control
+        self._abandoned: list[Any] = []
+        self._backend = mount(self.meter, world.board, use="world", wait=_wait)
+        world.backend = self._backend
+
+    def receive(self) -> Any:
+        """Wait for the next message. Raises EOFError when the other end is gone."""
+        return receive_object(self._control)
+
+    def answer(self, payload: Any) -> None:
+        send_object(self._control, ("answer", payload))
+
+    def regroup(self, generation: int) -> Group:
+        """Make the default process group anew, and a bound group over all ranks, which is returned.
+
+        All ranks call it with the same number, each time another. A group whose operations were given up cannot be
+        closed, because threads still wait in it: it is kept, out of the way.
+        """
+        world = self.world
+        if dist.is_initialized():
+            groups = list(dist.distributed_c10d._world.pg_map)
+            self._abandoned.append(groups)
+            dist.destroy_process_group()
+        world.board.clear()
+        dist.init_process_group(
+            self._backend,
+            store=dist.PrefixStore(f"live/{generation}", self.world.store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(hours=12),
+        )
+        return bind(world, Mesh(dp=world.size), [Use("comm", AXES)], timeout_s=12 * 3600.0)["comm"]
+
+    def cut(self) -> None:
+        """Shut every connection of the process groups, so that waits inside torch, which hear no signal, end in an
+        error. The next thing must be `regroup`."""
+        for fd in map(int, os.listdir("/dev/fd")):
+            try:
+                sock = socket.socket(fileno=fd)
+            except OSError:  # not a socket, or closed meanwhile
+                continue
+            try:
+                if sock.family in (socket.AF_INET, socket.AF_INET6):
+                    ports = sock.getsockname()[1], sock.getpeername()[1]
+                    if self.world.store.port not in ports:  # the meeting point is needed again
+                        sock.shutdown(socket.SHUT_RDWR)
+            except OSError:  # it only listens
+                pass
+            finally:
+                sock.detach()
+
+
+def _wait(work: dist.Work, timeout: timedelta) -> bool:
+    """Wait in a helper thread, so that a signal can stop the waiting: torch's own wait hears none until it is done."""
+    outcome: list[Any] = []
+    done = threading.Event()
+
+    def wait():
+        try:
+            outcome.append(work.wait(timeout) if timeout else work.wait())
+        except BaseException as error:
+            outcome.append(error)
+        done.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    while not done.wait(_LOOK_S):
+        pass
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]

@@ -1,0 +1,33 @@
+"""How long fresh ranks take: `python -m minidist.tools.launch.measure [repetitions]`."""
+
+import statistics
+import sys
+import time
+
+from minidist.tools.launch.client import RankServer
+from minidist.tools.launch.threads import usable_cores
+
+
+def nothing(world) -> None:
+    """What the measured ranks do: they exist, with a process group, and end."""
+
+
+def main(repetitions: int) -> None:
+    start_s = time.perf_counter()
+    with RankServer() as server:
+        server.run(nothing, 1)
+        print(f"{usable_cores()} usable cores; server and first rank: {time.perf_counter() - start_s:.2f} s")
+        for ranks in (1, 2, 4):
+            times_s = [_one(server, ranks) for _ in range(repetitions)]
+            median_s, best_s = statistics.median(times_s), min(times_s)
+            print(f"{ranks} fresh rank(s) with gloo, start to end: median {median_s:.3f} s, best {best_s:.3f} s")
+
+
+def _one(server: RankServer, ranks: int) -> float:
+    start_s = time.perf_counter()
+    server.run(nothing, ranks, backend="gloo")
+    return time.perf_counter() - start_s
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 15)

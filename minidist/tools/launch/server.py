@@ -1,0 +1,156 @@
+"""The rank server: a process that has imported torch, has run nothing, and turns into ranks on request.
+
+It starts no thread (a thread does not survive a fork, the locks it holds do), so a rank is a fresh process with torch
+loaded after a few milliseconds. With method "spawn" it imports nothing and starts new interpreters, as CUDA and macOS
+need. It reports how each rank ended and leaves none alive when its client goes.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+import weakref
+from collections.abc import Sequence
+
+from minidist.tools.launch.protocol import Line
+
+_LOOK_FOR_PARENT_S = 1.0
+_NEEDED_BY_RANKS = (
+    "torch.distributed",
+    "minidist.comm.objects",
+    "minidist.comm.collectives",
+    "minidist.tools.launch.device",
+    "minidist.tools.launch.rank",
+)
+
+
+def main(fd: int, method: str, preload: Sequence[str]) -> None:
+    """Serve the client at the other end of socket `fd` until it is gone."""
+    server = Server(Line(socket.socket(fileno=fd)), method)
+    if method == "fork":
+        for name in (*_NEEDED_BY_RANKS, *preload):
+            importlib.import_module(name)
+        for finalizer in list(weakref.finalize._registry):
+            finalizer.atexit = False  # torch's hundreds cost a rank 30 ms; those it makes itself do run when it ends
+        gc.collect()
+        gc.freeze()  # the collector of a rank leaves the shared pages alone
+    server._tell({"event": "ready"})
+    server.serve()
+
+
+class Server:
+    def __init__(self, line: Line, method: str):
+        self.line, self.method = line, method
+        self.ranks: dict[int, tuple[int, int]] = {}  # pid -> (job, rank)
+        self._client = os.getppid()
+        self._wake, wake = socket.socketpair()
+        self._wake.setblocking(False)
+        wake.setblocking(False)
+        self._wake_write = wake
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ranks inherit this until they have a handler: a request for their stack must not kill them before.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def serve(self) -> None:
+        while True:
+            ready, _, _ = select.select([self.line.socket, self._wake], [], [], _LOOK_FOR_PARENT_S)
+            if self._wake in ready:
+                self._wake.recv(4096)
+            self._reap()
+            # A copy of the client's socket in a child of the client hides its end; its process id does not.
+            if os.getppid() != self._client:
+                break
+            if self.line.socket in ready:
+                messages = self.line.receive()
+                if messages is None:
+                    break
+                for message, fds in messages:
+                    self._handle(message, fds)
+        for pid in self.ranks:
+            _kill_group(pid)
+
+    def _handle(self, message: dict, fds: tuple[int, ...]) -> None:
+        if message["op"] == "start":
+            pid = self._fork(fds) if self.method == "fork" else _spawn(fds)
+            for fd in fds:
+                os.close(fd)
+            self.ranks[pid] = (message["job"], message["rank"])
+            self._tell({"event": "started", "job": message["job"], "rank": message["rank"], "pid": pid})
+        elif message["op"] == "signal":
+            for pid, (job, rank) in self.ranks.items():
+                if job == message["job"] and message["rank"] in (None, rank):
+                    if message["signal"] == signal.SIGKILL:
+                        _kill_group(pid)
+                    else:
+                        os.kill(pid, message["signal"])
+
+    def _fork(self, fds: tuple[int, ...]) -> int:
+        server = os.getpid()
+        pid = os.fork()
+        if pid:
+            with contextlib.suppress(OSError):  # the rank does so too: whoever is first, the group exists from here on
+                os.setpgid(pid, pid)
+            return pid
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.line.socket.close()
+            self._wake.close()
+            self._wake_write.close()
+            for fd in self.line.fds:  # of ranks not started yet
+                os.close(fd)
+            from minidist.tools.launch.rank import main as rank_main
+
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((nothing, 0), (fds[0], 1), (fds[1], 2)):
+                os.dup2(source, target)
+            status = rank_main(server, *fds[2:])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        for pid in list(self.ranks):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                _kill_group(pid)  # what the rank started and left behind
+                job, rank = self.ranks.pop(pid)
+                code = os.waitstatus_to_exitcode(status)
+                self._tell({"event": "ended", "job": job, "rank": rank, "code": code})
+
+    def _tell(self, message: dict) -> None:
+        with contextlib.suppress(OSError):  # the client is gone, which the next read says as well
+            self.line.send(message)
+
+
+def _spawn(fds: tuple[int, ...]) -> int:
+    """A new interpreter that becomes a rank."""
+    for fd in fds[2:]:
+        os.set_inheritable(fd, True)
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    code = (
+        f"import sys; sys.path.insert(0, {root!r}); from minidist.tools.launch.rank import main; "
+        f"import os; os._exit(main({os.getpid()}, {', '.join(map(str, fds[2:]))}))"
+    )
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_DUP2, fds[0], 1),
+        (os.POSIX_SPAWN_DUP2, fds[1], 2),
+    ]
+    return os.posix_spawn(
+        sys.executable, [sys.executable, "-P", "-c", code], os.environ, file_actions=actions, setpgroup=0
+    )
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,191 @@
+"""How a run starts: on ranks of its own on this machine, or on those torchrun has started.
+
+Whatever can be seen to be wrong is said before any rank starts.
+"""
+
+import contextlib
+import dataclasses
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minidist.config import Config
+from minidist.data.corpus import open_corpus
+from minidist.errors import RunError, UserError
+from minidist.fit import check
+from minidist.tools.launch import RankFailure, RankServer
+from minidist.tools.launch.torchrun import (
+    meeting_port,
+    torchrun_local_size,
+    torchrun_size,
+    torchrun_world,
+    under_torchrun,
+)
+from minidist.train import run_folder as runfolder
+from minidist.train.resume import check_before
+
+if TYPE_CHECKING:
+    from minidist.tools.launch.job import Job
+
+CPU_RANKS = 2
+
+
+class StoppedError(RunError):
+    """A person ended the run, and not after a step: `exit_code` is that of the signal."""
+
+    def __init__(self, number: int, message: str):
+        super().__init__(message)
+        self.exit_code = 128 + number
+
+
+def default_ranks(config: Config) -> int:
+    """As many as the mesh asks for; else one per GPU; else two, or one replica of the model."""
+    mesh = config.mesh
+    replica = max(1, mesh.pp * mesh.cp * mesh.tp)
+    if mesh.dp is not None:
+        return max(1, mesh.dp) * replica
+    found = (0 if config.device == "cpu" else gpus()) or CPU_RANKS
+    return max(1, found // replica) * replica
+
+
+def chosen_ranks(config: Config, asked: int | None) -> int:
+    """How many ranks `--ranks` means; None: `default_ranks`. Raises UserError for fewer than one."""
+    if asked is not None and asked < 1:
+        raise UserError(f"--ranks is {asked}; at least 1 rank is needed.")
+    return default_ranks(config) if asked is None else asked
+
+
+def gpus() -> int:
+    """GPUs that torch can use here."""
+    drivers = ("nvidia[0-9]*", "kfd", "dxg")
+    if sys.platform == "linux" and not any(found for name in drivers for found in Path("/dev").glob(name)):
+        return 0  # without importing torch, which takes seconds
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def choose_place(config: Config, ranks: int) -> str:
+    """Where `ranks` ranks of one machine compute: "cpu", "cuda" (a GPU each) or "cuda:N" (all on one).
+
+    Raises UserError when the device or the backend asked for is not to be had there.
+    """
+    asked, backend = config.device, config.comm.backend
+    found = 0 if asked == "cpu" else gpus()
+    if asked.startswith("cuda:"):
+        place = asked if int(asked.removeprefix("cuda:")) < found else None
+    elif asked == "cuda":
+        place = ("cuda" if ranks <= found else "cpu") if found else None
+    else:
+        place = "cuda" if found and ranks <= found else "cpu"
+    if place is None:
+        raise UserError(f"--device {asked}: torch sees {found} GPUs here. Give --device cpu.")
+    if backend == "nccl" and (place == "cpu" or (place != "cuda" and ranks > 1)):
+        raise UserError(
+            f"--comm.backend nccl needs a GPU of its own for each rank; here are {ranks} ranks on {place} and "
+            f"{found} GPUs. Give --comm.backend gloo, or leave it out."
+        )
+    if backend == "shm" and place != "cpu":
+        raise UserError(f"--comm.backend shm is for ranks on CPU; here they are on {place}. Give --device cpu as well.")
+    return place
+
+
+def start(config: Config, ranks: int | None, program: Callable | None = None, more: Sequence = ()) -> None:
+    """Train on `ranks` ranks of this machine (None: as many as suit it), or as a rank that torchrun has started.
+
+    program: what every rank runs, `program(world, config, *more)`; the trainer when None.
+    Raises UserError when it cannot be done, before any rank starts; RunError when the run fails.
+    """
+    if under_torchrun():
+        if ranks is not None:
+            raise UserError(f"--ranks {ranks} under torchrun, which starts the ranks itself: leave --ranks out.")
+        train_under_torchrun(config, program, more)
+        return
+    train_here(config, chosen_ranks(config, ranks), program, more)
+
+
+def train_here(config: Config, ranks: int, program: Callable | None = None, more: Sequence = ()) -> None:
+    """Train on fresh ranks of this machine. Raises UserError before any of them starts, RunError when the run fails."""
+    check(config, ranks)
+    place = choose_place(config, ranks)
+    runfolder.check_outputs(config)
+    check_before(config, open_corpus(config.data.source, config.data.path, config.data.seq_len))
+    folder = runfolder.claim(config)
+    if place == "cpu" and config.device != "cpu" and (found := gpus()):
+        print(f"{ranks} ranks and {found} GPUs: running on the CPU", file=sys.stderr, flush=True)
+    preload = ("torch._dynamo", "minidist.train.trainer")
+    try:
+        with RankServer(method=None if place == "cpu" else "spawn", preload=preload) as server, _whole_terminal():
+            from minidist.train.trainer import train  # while the server imports torch, this process does too
+
+            job = server.start(
+                program or train,
+                ranks,
+                (dataclasses.replace(config, folder=folder), *more),
+                backend=config.comm.backend,
+                device=place,
+                capture=False,
+                timeout_s=config.comm.timeout_s,
+            )
+            _wait(job, folder)
+    finally:
+        runfolder.abandon(folder)
+
+
+def _wait(job: "Job", folder: Path) -> None:
+    """Until the run has ended. SIGINT and SIGTERM ask it to save and end; a second SIGINT ends it at once."""
+    asked: list[int] = []
+
+    def ask(number: int, _) -> None:
+        if number == signal.SIGINT and number in asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        job.signal(number)
+        if not sys.stdout.isatty():  # a live view says so itself
+            name = signal.Signals(number).name
+            print(f"{name}: saving after this step; a second SIGINT ends the run at once", file=sys.stderr, flush=True)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        job.wait()
+    except KeyboardInterrupt:
+        raise StoppedError(signal.SIGINT, f"ended at once. {runfolder.last_checkpoint(folder)}") from None
+    except RankFailure as failure:
+        if asked and _only_stopped(failure, asked):
+            name = signal.Signals(asked[0]).name
+            raise StoppedError(asked[0], f"ended by {name} before the first step; nothing was written.") from None
+        last = runfolder.last_checkpoint(folder)
+        raise RunError(str(failure) if last in str(failure) else f"{failure}\n{last}") from failure
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _only_stopped(failure: RankFailure, asked: list[int]) -> bool:
+    """Whether the ranks ended of the signal itself, which they do until they have begun to train."""
+    names = [signal.Signals(number).name for number in asked]
+    return any(f"killed by {name}" in str(failure) for name in names) or "raised KeyboardInterrupt" in str(failure)
+
+
+@contextlib.contextmanager
+def _whole_terminal() -> Iterator[None]:
+    """A rank that is killed can neither show the cursor that its live view has hidden nor end its last line."""
+    try:
+        yield
+    except BaseException:
+        if sys.stdout.isatty():
+            print("\x1b[?25h", flush=True)
+        raise
+
+
+def train_under_torchrun(config: Config, program: Callable | None = None, more: Sequence = ()) -> None:
+    """Train as one of the ranks that torchrun has started."""
+    meeting_port()
+    check(config, torchrun_size())
+    choose_place(config, torchrun_local_size())
+    from minidist.train.trainer import train
+
+    with torchrun_world(config.device, config.comm.backend, config.comm.timeout_s) as world:
+        (program or train)(world, config, *more)

@@ -1,0 +1,176 @@
+"""`--memory FILE`: what the memory of every rank consists of in one step, measured, beside what was estimated.
+
+The step runs as any other, watched (`memory.py`): its numbers are what they would have been. Then the ranks' peaks are
+gathered, and rank 0 writes a picture and, under the same name, the numbers: under other names first, then renamed, so
+that a file is whole or is not there.
+"""
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TypeVar
+
+from minidist.comm import gather_objects
+from minidist.config import Config
+from minidist.tools.deadlock.status_report import rank_names
+from minidist.tools.estimate.estimate import MEMORY, SEGMENTS, RankCost, estimate
+from minidist.tools.memory.bars import bytes_text, draw_bars, figure_size
+from minidist.tools.memory.breakdown import KindPeak, kinds_of_engine
+from minidist.tools.memory.storages import Peak
+from minidist.train.engine import Engine
+from minidist.train.run_folder import write_whole
+
+Result = TypeVar("Result")
+
+_DRAWN = 16  # ranks; of more, the one of each stage that holds most
+_ALLOCATOR = "allocator's peak"
+
+
+class Tracker:
+    """Measures one step of a run, or none when no file was asked for. Every rank calls every method.
+
+    done: the steps that were made before this run began.
+    """
+
+    def __init__(self, config: Config, engine: Engine, done: int):
+        self._config, self._engine, self._group = config, engine, engine.groups["control"]
+        wanted, self._done = config.memory.step, done
+        self._step = None if config.memory.file is None else wanted or done + 2
+        self._told: str | None = None
+        self._mine: tuple[Peak | None, str | None] | None = None
+
+    def during(self, step: int, run: Callable[[], Result]) -> Result:
+        """What `run`, which is step number `step`, gives; measured if it is the one."""
+        if step != self._step:
+            return run()
+        watch, wrong = KindPeak(kinds_of_engine(self._engine), self._group.world.device), None
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(watch)
+            except RuntimeError as error:  # on this rank alone, maybe: it takes the step like the others
+                wrong = str(error)
+            result = run()
+            try:
+                stack.pop_all().close()
+            except RuntimeError as error:
+                wrong = str(error)
+        self._mine = (None, wrong) if wrong else (watch.peak, None)
+        return result
+
+    def gather(self) -> None:
+        """After a step: if it was measured, bring it together and write it."""
+        if self._mine is None:
+            return
+        peaks, wrong = zip(*gather_objects(self._mine, self._group), strict=True)
+        self._mine = None
+        if self._group.rank:
+            return
+        if ranks := [rank for rank, why in enumerate(wrong) if why]:
+            self._told = (
+                f"no memory measured: it takes torch's profiler, which {rank_names(ranks)} cannot have in step "
+                f"{self._step} ({wrong[ranks[0]]}). Let no other profiler run then, or give another --memory.step."
+            )
+            return
+        world = self._group.world
+        comm = replace(self._config.comm, backend=world.backend or self._config.comm.backend)
+        costs = estimate(replace(self._config, comm=comm), world.size).ranks
+        self._told = _write(self._config.memory.file, self._step, world.device.type, peaks, costs)
+
+    @property
+    def line(self) -> str | None:
+        """What rank 0 says of it at the end of the run."""
+        if self._step is None or self._told is not None or self._group.rank:
+            return self._told
+        if self._step <= self._done:
+            return f"no memory measured: the run went on after step {self._done}, past --memory.step {self._step}"
+        return f"no memory measured: the run ended before step {self._step}"
+
+
+def measured_parts(peak: Peak) -> dict[str, int]:
+    """Bytes by kind, as the estimate calls them, at the peak; and mapped segments."""
+    return {kind: peak.parts.get(kind, 0) for kind in MEMORY.values()} | {SEGMENTS: peak.segments}
+
+
+def estimated_parts(cost: RankCost) -> dict[str, int]:
+    """The same as they were estimated."""
+    return cost.peak | {SEGMENTS: cost.segment_bytes}
+
+
+def _write(path: Path, step: int, device: str, peaks: Sequence[Peak], costs: Sequence[RankCost]) -> str:
+    """Write picture and numbers; returns what to say of them."""
+    said = table(step, device, peaks, costs)
+    numbers = {
+        "step": step,
+        "device": device,
+        "ranks": [
+            {
+                "rank": cost.rank,
+                "at": cost.at,
+                "measured": asdict(peak),
+                "estimated": {
+                    "total": cost.memory_bytes,
+                    "parts": cost.peak,
+                    "largest": {kind: getattr(cost, name) for name, kind in MEMORY.items()},
+                    "segments": cost.segment_bytes,
+                },
+            }
+            for peak, cost in zip(peaks, costs, strict=True)
+        ],
+    }
+    try:
+        write_whole(path.with_suffix(".json"), json.dumps(numbers, indent=1))
+        write_whole(path, picture(step, device, peaks, costs, path.suffix[1:]))
+    except OSError as error:  # not worth the end of a run
+        return f"{said}\nthe picture {path} could not be written: {error.strerror or error}"
+    return f"{said}\npicture: {path}; all ranks in numbers: {path.with_suffix('.json')}"
+
+
+def table(step: int, device: str, peaks: Sequence[Peak], costs: Sequence[RankCost]) -> str:
+    """The rank that holds most: a line for each kind, measured and estimated."""
+    rank = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
+    measured, estimated = measured_parts(peaks[rank]), estimated_parts(costs[rank])
+    segments = (SEGMENTS, measured.pop(SEGMENTS), estimated.pop(SEGMENTS))
+    rows = [(kind, count, estimated[kind]) for kind, count in measured.items() if count or estimated[kind]]
+    rows += [("together", peaks[rank].total, costs[rank].memory_bytes)]
+    rows += [segments] if any(segments[1:]) else []
+    lines = [f"{name:<18}{bytes_text(one):>10}{bytes_text(other):>12}" for name, one, other in rows]
+    if peaks[rank].allocator is not None:
+        lines.append(f"{_ALLOCATOR:<18}{bytes_text(peaks[rank].allocator):>10}")
+    whose = "" if len(peaks) == 1 else f" of rank {rank}, which holds most,"
+    head = f"memory{whose} at its peak in step {step}, on {device}"
+    return "\n".join([head, f"{'':<18}{'measured':>10}{'estimated':>12}", *lines])
+
+
+def picture(step: int, device: str, peaks: Sequence[Peak], costs: Sequence[RankCost], kind: str) -> bytes:
+    """Bars of every rank, or of the one of each stage that holds most. kind: of the file, png say."""
+    from matplotlib.figure import Figure  # no pyplot: in a notebook the choice how to draw is the reader's
+
+    shown = range(len(peaks))
+    if len(peaks) > _DRAWN:
+        of = {stage: [cost.rank for cost in costs if cost.at["pp"] == stage] for stage in {c.at["pp"] for c in costs}}
+        most = sorted(max(ranks, key=lambda rank: peaks[rank].total) for ranks in of.values())
+        shown = sorted(sorted(most, key=lambda rank: -peaks[rank].total)[:_DRAWN])
+    bars = {
+        "measured": [measured_parts(peaks[rank]) for rank in shown],
+        "estimated": [estimated_parts(costs[rank]) for rank in shown],
+    }
+    empty = [part for part in bars["measured"][0] if not any(p[part] for held in bars.values() for p in held)]
+    bars = {name: [{k: v for k, v in p.items() if k not in empty} for p in held] for name, held in bars.items()}
+    figure = Figure(figsize=figure_size(len(shown), 2), dpi=120)
+    axes = figure.subplots()
+    draw_bars(axes, bars)
+    for place, rank in enumerate(shown):
+        if (allocator := peaks[rank].allocator) is not None:
+            label = _ALLOCATOR if not place else None
+            axes.hlines(allocator, place - 0.35, place, color="black", linestyle=":", label=label)
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+            axes.set_ylim(0, max(axes.get_ylim()[1], 1.1 * allocator))
+    stages = " (of each stage the one that holds most)" if len(shown) < len(peaks) else ""
+    axes.set(title=f"memory at its peak in step {step}, on {device}", xlabel=f"rank{stages}")
+    axes.set_xticks(range(len(shown)), [str(rank) for rank in shown])
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, bbox_inches="tight")
+    return buffer.getvalue()

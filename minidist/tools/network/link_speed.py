@@ -1,0 +1,64 @@
+"""How fast the ranks of this machine talk, beside what its memory allows. Every rank of a job runs `figures`."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from minidist.comm import collectives as door
+from minidist.comm.algorithms.rounds import together
+from minidist.comm.group import Use, bind
+from minidist.comm.world import World
+from minidist.mesh import Mesh
+from minidist.tools.shm.group import ShmGroup
+
+SMALL, LARGE = 4, 64 * 2**20  # bytes of float32
+TURNS = 3
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Seconds of the slowest rank, medians. small, large: of SMALL and LARGE bytes.
+
+    copy_s: a plain copy of LARGE bytes by all ranks at once, the memory's limit; a message goes from every rank to the
+    next at once. shared: whether the ranks talk through our shared memory.
+    """
+
+    small_message_s: float
+    large_message_s: float
+    small_all_reduce_s: float
+    large_all_reduce_s: float
+    copy_s: float
+    shared: bool
+
+
+def figures(world: World, large: int = LARGE, turns: int = TURNS) -> Figures:
+    """Measure on all ranks; the same figures on each. large: bytes to use in place of LARGE."""
+    group = bind(world, Mesh(dp=world.size), [Use("links", ("dp",))])["links"]
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    small, small_other = (torch.zeros(SMALL // 4, device=world.device) for _ in range(2))
+    whole, other = (torch.zeros(large // 4, device=world.device) for _ in range(2))
+    calls: dict[str, tuple[int, Callable[[], object]]] = {  # how many of them one turn times, and what
+        "small_message_s": (20, lambda: together(group, send=[(small, right)], recv=[(small_other, left)])),
+        "large_message_s": (1, lambda: together(group, send=[(whole, right)], recv=[(other, left)])),
+        "small_all_reduce_s": (20, lambda: door.all_reduce(small, group)),
+        "large_all_reduce_s": (1, lambda: door.all_reduce(whole, group)),
+        "copy_s": (1, lambda: other.copy_(whole)),
+    }
+    times = torch.zeros(len(calls), turns, dtype=torch.float64)
+    for turn in range(-1, turns):  # one more before them is not counted; all calls take turns
+        for row, (repeats, call) in enumerate(calls.values()):
+            door.barrier(group, async_op=True).wait(host=True)
+            start_s = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            if turn >= 0:
+                times[row, turn] = (time.perf_counter() - start_s) / repeats
+    times = times.to(world.control_device)
+    door.all_reduce(times, group, "max")  # it is over when it is over on all ranks
+    medians = map(statistics.median, times.tolist())
+    return Figures(**dict(zip(calls, medians, strict=True)), shared=isinstance(group.process_group, ShmGroup))

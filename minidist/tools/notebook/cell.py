@@ -1,0 +1,200 @@
+"""The rank's side of a live session: run cells in one namespace that stays, answer what became of each."""
+
+import ast
+import contextlib
+import linecache
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import types
+from typing import Any, NamedTuple
+
+import torch
+
+from minidist.comm import Record
+from minidist.comm.world import World
+from minidist.tools.launch.live_rank import Seat
+from minidist.tools.launch.memory import MemoryLimit
+from minidist.tools.pieces import Pieces
+
+_MAX_RECORDS = 20_000  # of one cell, sent to the kernel
+_MAX_KEPT = 200_000
+_MAX_SHOWN = 20_000  # characters of a value
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+class Cell(NamedTuple):
+    """A cell's text. name: what tracebacks and the board call it."""
+
+    name: str
+    source: str
+
+
+class Fault(NamedTuple):
+    """An exception of a cell. line: of the cell, 0 when it is not known; text: that line; inside: `file:line in f`
+    of the place it was raised at, when that is a file of its own."""
+
+    kind: str
+    message: str
+    line: int
+    text: str
+    inside: str
+    network: bool
+
+
+class Answer(NamedTuple):
+    """What became of a message on one rank.
+
+    kind: "done", "error" or "stopped"; shown: the last expression's value, as a notebook shows it; value: what was
+    asked for; records: what the cell sent; grouped: whether the rank has a process group.
+    """
+
+    kind: str
+    shown: str = ""
+    fault: Fault | None = None
+    value: Any = None
+    records: tuple[Record, ...] = ()
+    grouped: bool = True
+
+
+def serve(world: World, seat: Seat, memory_bytes: int | None = None) -> None:
+    """Answer messages until the client is gone. A message is a method's name and its arguments.
+
+    memory_bytes: how much more than now a cell may take; a share of what is free when None.
+    """
+    resident = Resident(world, seat, memory_bytes)
+    while True:
+        number, (name, *arguments) = seat.receive()
+        answer = resident.guarded(getattr(resident, name), *arguments)
+        try:
+            seat.answer((number, answer))
+        except (pickle.PickleError, TypeError, AttributeError, ValueError) as error:  # it cannot be pickled
+            seat.answer((number, Answer("error", fault=Fault(type(error).__name__, str(error), 0, "", "", False))))
+
+
+class Resident:
+    """What a live rank keeps between cells."""
+
+    def __init__(self, world: World, seat: Seat, memory_bytes: int | None):
+        self._world, self._seat, self._pieces = world, seat, Pieces()
+        self._busy = False
+        self._memory = MemoryLimit(world.local_size, memory_bytes) if world.device.type == "cpu" else None
+        self._wake, woken = socket.socketpair()
+        woken.setblocking(False)
+        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+        self._woken = woken
+        signal.signal(signal.SIGUSR2, lambda *_: None)  # its arrival is all it says
+        threading.Thread(target=self._free, name="interrupts", daemon=True).start()
+        # Pickle finds the classes that cells define in the module they name, which is this one.
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        self.names = vars(module)
+        self.names.update(
+            torch=torch, dist=torch.distributed, world=world, rank=world.rank, world_size=world.size, meter=seat.meter
+        )
+
+    def _interrupt(self, *_) -> None:
+        if self._busy:
+            raise KeyboardInterrupt
+
+    def _free(self) -> None:
+        """Hear the signals that a rank inside torch does not, and end its wait when that is asked for."""
+        while data := self._wake.recv(64):
+            if signal.SIGUSR2 in data and self._busy:
+                self._seat.cut()
+
+    def guarded(self, method, *arguments) -> Answer:
+        """Call a method; what it raises becomes an answer. Only within it does an interrupt stop anything."""
+        del self._seat.meter.records[:-_MAX_KEPT]
+        board, first = self._world.board, len(self._seat.meter.records)
+        board.resume()
+        signal.signal(signal.SIGINT, self._interrupt)  # for every cell: the one before may have put another there
+        try:
+            try:
+                self._busy = method in (self.run, self.get)  # a late interrupt must not hit what mends the ranks
+                with self._memory.within() if self._busy and self._memory else contextlib.nullcontext():
+                    answer = method(*arguments)
+            finally:
+                self._busy = False
+                _flush()
+        except KeyboardInterrupt:
+            answer = Answer("stopped")
+        except BaseException as error:
+            answer = Answer("error", fault=self._told(_fault(error)))
+        board.finish("returned" if answer.kind == "done" else "failed")
+        records = tuple(self._seat.meter.records[first:][-_MAX_RECORDS:])
+        return answer._replace(records=records, grouped=torch.distributed.is_initialized())
+
+    def _told(self, fault: Fault) -> Fault:
+        """An error for want of memory in words that say what to do."""
+        if self._memory is None or not (fault.kind == "MemoryError" or "can't allocate memory" in fault.message):
+            return fault
+        more = f"more than the {self._memory.more_bytes / 2**30:.1f} GiB that this rank may take on this machine"
+        more += "\nits variables are kept: `del` the large ones, or ask for new ranks with %ranks"
+        return fault._replace(kind="MemoryError", message=more)
+
+    def regroup(self, generation: int) -> Answer:
+        self.names["comm"] = self._seat.regroup(generation)
+        return Answer("done")
+
+    def run(self, cell: Cell) -> Answer:
+        linecache.cache[cell.name] = (len(cell.source), None, cell.source.splitlines(keepends=True), cell.name)
+        tree = ast.parse(cell.source, cell.name)
+        quiet = cell.source.rstrip().endswith(";")
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) and not quiet else None
+        exec(compile(tree, cell.name, "exec", dont_inherit=True), self.names)
+        if last is None:
+            return Answer("done")
+        value = eval(compile(ast.Expression(last.value), cell.name, "eval", dont_inherit=True), self.names)
+        if value is None:
+            return Answer("done")
+        self.names["_"] = value
+        shown = repr(value)
+        return Answer("done", shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + " ...")
+
+    def get(self, name: str) -> Answer:
+        value = eval(name, self.names)
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+        return Answer("done", value=value)
+
+    def piece(self, name: str, filename: str, source: str, beside: tuple[str, ...]) -> Answer:
+        self._pieces.replace(name, source, filename, beside=beside)
+        return Answer("done")
+
+    def reset(self, name: str | None) -> Answer:
+        self._pieces.reset(name)
+        return Answer("done")
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _fault(error: BaseException) -> Fault:
+    """The error as one line for a person, with the line of the cell."""
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code, trace.tb_lineno))
+        trace = trace.tb_next
+    own = [(code, line) for code, line in frames if _is_cell(code.co_filename)]
+    name, line = (own[-1][0].co_filename, own[-1][1]) if own else ("", 0)
+    if isinstance(error, SyntaxError) and _is_cell(error.filename or ""):
+        name, line = error.filename, error.lineno or 0
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    outside = [(code, at) for code, at in frames if not code.co_filename.startswith(_TORCH)]
+    code, at = outside[-1] if outside else (None, 0)
+    inside = ""
+    if own and code is not None and not _is_cell(code.co_filename) and not code.co_filename.startswith("<"):
+        inside = f"{'/'.join(code.co_filename.split(os.sep)[-2:])}:{at} in {code.co_name}"
+    network = isinstance(error, torch.distributed.DistError) or type(error).__name__ == "CommError"
+    network = network or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return Fault(type(error).__name__, message, line, linecache.getline(name, line).strip(), inside, network)
+
+
+def _is_cell(filename: str) -> bool:
+    return filename.startswith("cell ")

@@ -1,0 +1,119 @@
+"""Charts of numbers that ranks measured: what fills their memory, and their losses over those of one process.
+
+Each returns the data it drew, and nothing to draw is an error, as in `pictures.py`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from minidist.errors import UserError
+from minidist.tools.memory.bars import draw_bars, figure_size
+
+
+def tensor_bytes(
+    model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **more: object
+) -> dict[str, int]:
+    """What these hold on this rank, in bytes: parameters, gradients, optimizer state, buffers, and `more` by name.
+
+    more: tensors, or lists and dicts of them. Memory that several tensors share counts once, where it is named first.
+    """
+    parts: dict[str, Iterable] = {}
+    if model is not None:
+        parameters = list(model.parameters())
+        parts |= {"parameters": parameters, "gradients": [p.grad for p in parameters], "buffers": model.buffers()}
+    if optimizer is not None:
+        parts["optimizer state"] = [optimizer.state[p] for p in optimizer.state]
+    seen: set[int] = set()
+    counted = {name: sum(_count(value, seen)) for name, value in (parts | more).items()}
+    return {name: count for name, count in counted.items() if count or name in more}
+
+
+def memory_bars(by_rank: Sequence[Mapping[str, int]], draw: bool = True) -> list[dict[str, int]]:
+    """A bar for every rank, of parts that have labels.
+
+    by_rank: bytes by label, in rank order, as `ranks.get("tensor_bytes(model, optimizer)")` gives them.
+    Raises UserError when no rank holds anything.
+    """
+    held = [dict(parts) for parts in by_rank]
+    if not any(count for parts in held for count in parts.values()):
+        raise UserError("there is no memory to draw: no rank holds anything")
+    if draw:
+        _draw_bars({"": held})
+    return held
+
+
+def memory_beside(
+    measured: Sequence[Mapping[str, int]], estimated: Sequence[Mapping[str, int]], draw: bool = True
+) -> dict[str, list[dict[str, int]]]:
+    """Two bars for every rank: what its peak consists of, and hatched beside it what was estimated.
+
+    Both are bytes by kind, in rank order (`train.memory.Peak.parts`, `plan.estimate.RankCost`); a kind has one colour.
+    Returns {"measured": ..., "estimated": ...}. Raises UserError when the ranks are not as many, or nothing is held.
+    """
+    bars = {"measured": [dict(parts) for parts in measured], "estimated": [dict(parts) for parts in estimated]}
+    if len(measured) != len(estimated):
+        raise UserError(f"{len(measured)} ranks were measured and {len(estimated)} estimated: give as many of both")
+    empty = [name for name, held in bars.items() if not any(count for parts in held for count in parts.values())]
+    if empty:
+        raise UserError(f"there is no memory to draw: nothing was {' or '.join(empty)}")
+    if draw:
+        _draw_bars(bars)
+    return bars
+
+
+def loss_curves(
+    runs: Mapping[str, Sequence[float]], one_process: Sequence[float], draw: bool = True
+) -> dict[str, list[float]]:
+    """Losses by step, laid over those of one process; what is to be equal lies on one line.
+
+    Returns all curves by name, with that of "one process" first. Raises UserError when there is no run, a curve is
+    empty, or a loss is not a number.
+    """
+    curves = {"one process": one_process, **runs}
+    curves = {name: [float(loss) for loss in losses] for name, losses in curves.items()}
+    empty = [name for name, losses in curves.items() if not losses]
+    if len(curves) < 2 or empty:
+        raise UserError(f"there are no losses to draw: {' and '.join(empty) or 'no run'} has none")
+    if odd := [name for name, losses in curves.items() if not all(map(math.isfinite, losses))]:
+        raise UserError(f"the losses of {' and '.join(odd)} are not all finite numbers; a picture would hide it")
+    if draw:
+        _draw_curves(curves)
+    return curves
+
+
+def _count(value: object, seen: set[int]) -> Iterable[int]:
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage.nbytes()
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _count(item, seen)
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        for item in value:
+            yield from _count(item, seen)
+
+
+def _draw_bars(bars: Mapping[str, list[dict[str, int]]]) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=figure_size(len(next(iter(bars.values()))), len(bars)))
+    draw_bars(axes, bars)
+    figure.tight_layout()
+
+
+def _draw_curves(curves: dict[str, list[float]]) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.6))
+    (first, losses), *runs = curves.items()
+    axes.plot(losses, color="0.75", linewidth=6, solid_capstyle="round", label=first)
+    for number, (name, losses) in enumerate(runs):
+        axes.plot(losses, color=f"C{number}", linewidth=1.5, linestyle=(3 * number, (6, 3)), label=name)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()

@@ -1,0 +1,115 @@
+"""Pictures of what is predicted beside what was measured, over sizes, and of who is best where.
+
+Each returns the data it drew, and nothing to draw is an error, as in `pictures.py`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from minidist.errors import UserError
+from minidist.tools.memory.bars import bytes_text
+
+Points = Sequence[tuple[float, float]]
+
+
+def curves(
+    predicted: Mapping[str, Points],
+    measured: Mapping[str, Points] | None = None,
+    *,
+    y: str = "ms",
+    x: str = "bytes",
+    level: float | None = None,
+    draw: bool = True,
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Lines for what was predicted and dots for what was measured, both axes logarithmic; one colour for one name.
+
+    predicted, measured: points by name, all above 0. y, x: what the axes say, with the unit. level: where a dotted line
+    goes across, none when it is None. Returns {"predicted": ..., "measured": ...}.
+    Raises UserError when there is nothing to draw, a curve is empty, or a number has no logarithm.
+    """
+    drawn = {
+        "predicted": {name: [(float(a), float(b)) for a, b in points] for name, points in predicted.items()},
+        "measured": {name: [(float(a), float(b)) for a, b in points] for name, points in (measured or {}).items()},
+    }
+    every = [(name, points) for kind in drawn.values() for name, points in kind.items()]
+    empty = [name for name, points in every if not points]
+    if not every or empty:
+        raise UserError(f"there is nothing to draw: {' and '.join(empty) or 'no curve'} has no points")
+    if odd := {name for name, points in every if not all(0 < n < math.inf for point in points for n in point)}:
+        raise UserError(f"the points of {' and '.join(sorted(odd))} are not all above 0: a logarithm would drop them")
+    if draw:
+        _draw_curves(drawn, y, x, level)
+    return drawn
+
+
+def winners(
+    best: Mapping[int, Sequence[str]],
+    sizes: Sequence[int],
+    dots: Mapping[int, Sequence[tuple[int, str]]] | None = None,
+    *,
+    names: Sequence[str] = (),
+    draw: bool = True,
+) -> dict[int, list[str]]:
+    """A field for each number of ranks and each size in bytes, in the colour of the name that is best there.
+
+    best: by number of ranks, the best name for each of `sizes`. dots: by number of ranks, (bytes, name) of what else is
+    known, as dots of the name's colour. names: those that may win, in the order of their colours, which `curves` gives
+    them too. Returns the best names by number of ranks.
+    Raises UserError when there is no field, or a row has not a name for each size.
+    """
+    rows = {ranks: list(names) for ranks, names in best.items()}
+    if not rows or not sizes:
+        raise UserError("there is nothing to draw: no number of ranks, or no size")
+    if odd := [ranks for ranks, names in rows.items() if len(names) != len(sizes)]:
+        raise UserError(f"{len(sizes)} sizes, but the row of {odd[0]} ranks has {len(rows[odd[0]])} names")
+    if draw:
+        _draw_winners(rows, sizes, dots or {}, names)
+    return rows
+
+
+def _draw_curves(drawn: Mapping[str, Mapping[str, Points]], y: str, x: str, level: float | None) -> None:
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    figure, axes = plt.subplots(figsize=(7, 3.8))
+    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys([*drawn["predicted"], *drawn["measured"]]))}
+    for name, points in drawn["predicted"].items():
+        axes.plot(*zip(*points, strict=True), color=colors[name], linewidth=1.2, label=name)
+    for name, points in drawn["measured"].items():
+        alone = name if name not in drawn["predicted"] else None
+        axes.plot(*zip(*points, strict=True), "o", color=colors[name], markersize=5, label=alone)
+    if level is not None:
+        axes.axhline(level, color="0.6", linestyle=":", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    if x == "bytes":
+        axes.xaxis.set_major_formatter(lambda value, _: bytes_text(value))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    figure.tight_layout()
+
+
+def _draw_winners(rows: Mapping[int, Sequence[str]], sizes: Sequence[int], dots: Mapping, order: Sequence[str]) -> None:
+    from matplotlib import pyplot as plt
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    names = list(dict.fromkeys([*order, *(name for row in rows.values() for name in row)]))
+    names += sorted({name for points in dots.values() for _, name in points} - {*names})
+    numbers = [[names.index(name) for name in row] for row in rows.values()]
+    shades = ListedColormap([f"C{i}" for i in range(len(names))])
+    figure, axes = plt.subplots(figsize=(8, 1.4 + 0.28 * len(rows)))
+    places = range(len(rows))
+    axes.pcolormesh(sizes, places, numbers, cmap=shades, vmin=-0.5, vmax=len(names) - 0.5, alpha=0.6, shading="nearest")
+    for ranks, points in dots.items():
+        at = [(size, list(rows).index(ranks), f"C{names.index(name)}") for size, name in points]
+        x, y, color = zip(*at, strict=True)
+        axes.scatter(x, y, c=color, edgecolors="black", s=45, zorder=3)
+    axes.set(xscale="log", xlabel="bytes", ylabel="ranks", yticks=places)
+    axes.set_yticklabels(rows)
+    axes.xaxis.set_major_formatter(lambda value, _: bytes_text(value))
+    patches = [Patch(color=f"C{i}", alpha=0.6, label=name) for i, name in enumerate(names)]
+    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    figure.tight_layout()

@@ -1,0 +1,171 @@
+"""The magic commands of a notebook: `%load_ext minidist.tools.notebook` makes them known.
+
+%ranks 4                   four ranks that stay (--memory 2: GiB for each)
+%%ranks                    the cell runs on every rank (--quiet 60: it may do nothing visible for so long)
+%%piece module:symbol      the cell becomes that function or class, here and on every rank
+%piece --reset [name]      back to the original
+"""
+
+import atexit
+import shlex
+from collections.abc import Collection
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+
+from minidist.errors import RunError, UserError
+from minidist.tools.launch import RankServer
+from minidist.tools.notebook.frontend import WhileRunning, somebody_looks_on
+from minidist.tools.notebook.session import QUIET_S, LiveRanks
+from minidist.tools.pieces import Pieces
+
+_HELP = "write %ranks 4 for four ranks, %%ranks on top of a cell to run it on each of them, %ranks --stop to end them"
+_NAMED = 4  # names in one message
+_OPTIONS = {"--device": str, "--quiet": float, "--timeout": float, "--memory": float}
+
+
+@magics_class
+class RanksMagics(Magics):
+    """What one notebook has: its ranks, and the pieces replaced in it."""
+
+    def __init__(self, shell, server: RankServer | None = None):
+        super().__init__(shell)
+        self.pieces, self.sources = Pieces(), {}
+        self.live: LiveRanks | None = None
+        self.server, self._own = server or RankServer(), server is None
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the ranks and the server they came from, and put the original pieces back."""
+        atexit.unregister(self.close)
+        self.pieces.reset()
+        self.sources.clear()
+        self._stop()
+        if self._own:
+            self.server.close()
+
+    @line_cell_magic
+    def ranks(self, line: str, cell: str | None = None):
+        """Start ranks (`%ranks 4`), or run a cell on every one of them (`%%ranks`)."""
+        words, options = _parsed(line, "--stop")
+        if cell is not None:
+            if words or options.keys() - {"--quiet", "--timeout"}:
+                raise UsageError(f"%%ranks takes --quiet and --timeout, in seconds, not {line.strip()!r}; {_HELP}")
+            return self._run(cell, options)
+        if "--timeout" in options:
+            raise UsageError(f"--timeout is for one cell, after %%ranks; {_HELP}")
+        if "--stop" in words:
+            self._stop()
+            print("no ranks")
+        elif words:
+            self._start(words, options)
+        else:
+            print(_count(self.live) if self.live else f"no ranks; {_HELP}")
+
+    @line_cell_magic
+    def piece(self, line: str, cell: str | None = None):
+        """Replace a symbol of the package by the cell's text (`%%piece module:symbol`), or undo it (`--reset`)."""
+        words = shlex.split(line)
+        if cell is None:
+            if words[:1] != ["--reset"] or len(words) > 2:
+                raise UsageError("write %piece --reset, or %piece --reset module:symbol; to replace one, %%piece")
+            names = self._reset(*words[1:])
+            what = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} pieces"
+            print(f"the package's own again: {what}" if names else "nothing is replaced")
+            return
+        if len(words) != 1:
+            raise UsageError("write %%piece module:symbol, as in %%piece minidist.data.partition:block")
+        self.replace(words[0], "\n" + cell)  # line numbers as the notebook shows them
+
+    def _start(self, words: list[str], options: dict) -> None:
+        if len(words) != 1 or not words[0].isdigit() or not int(words[0]):
+            raise UsageError(f"{' '.join(words)!r} is no number of ranks; {_HELP}")
+        self._stop()
+        device, quiet_s = options.get("--device", "cpu"), options.get("--quiet", QUIET_S)
+        try:
+            self.live = LiveRanks(
+                int(words[0]), device=device, quiet_s=quiet_s, memory_gib=options.get("--memory"),
+                server=self.server, pieces=self.pieces, sources=self.sources,
+            )  # fmt: skip
+        except (UserError, RunError) as error:
+            raise UsageError(str(error)) from None
+        self.shell.user_ns["ranks"] = self.live
+        print(f"{_count(self.live)} on {self.live.device}")
+
+    def _run(self, cell: str, options: dict) -> None:
+        if self.live is None:
+            raise UsageError(f"there are no ranks yet; {_HELP}")
+        shown = WhileRunning()
+        try:
+            result = self.live.run(
+                cell,
+                name=self._number(),
+                first_line=2,  # below the magic itself
+                quiet_s=options.get("--quiet"),
+                timeout_s=options.get("--timeout"),
+                show=shown if somebody_looks_on(self.shell) else None,
+            )
+        except (UserError, RunError) as error:
+            raise UsageError(str(error)) from None
+        shown.end(more_comes=bool(str(result)))
+        if str(result):
+            print(result)
+
+    def _number(self) -> int:
+        """The number the notebook shows beside this cell; releases of IPython count on before or after a cell runs."""
+        return max(1, len(self.shell.user_ns.get("In", ())) - 1)
+
+    def replace(self, name: str, source: str, beside: Collection[str] = ()) -> None:
+        """Put `source` in the place of a piece, here and on the ranks, and say so. beside: as for `Pieces.replace`."""
+        try:
+            if self.live is not None:
+                self.live.piece(name, source, beside)
+            else:
+                self.pieces.replace(name, source, f"piece {name}", beside=beside)
+                self.sources[name] = source, tuple(beside)
+        except UserError as error:
+            raise UsageError(str(error)) from None
+        except SyntaxError as error:
+            raise UsageError(f"line {error.lineno} of the cell: {error.msg}; {name} is as before") from None
+        except Exception as error:
+            raise UsageError(f"running the cell raised {type(error).__name__}: {error}; {name} is as before") from None
+        where = f"here and on {_count(self.live)}" if self.live else "here"
+        print(f"{name} replaced {where}")
+
+    def _reset(self, name: str | None = None) -> list[str]:
+        if self.live is not None:
+            return self.live.reset(name)
+        names = self.pieces.reset(name)
+        for each in names:
+            del self.sources[each]
+        return names
+
+    def _stop(self) -> None:
+        if self.live is not None:
+            self.live.close()
+            self.live = None
+            self.shell.user_ns.pop("ranks", None)
+
+
+def _count(live: LiveRanks) -> str:
+    return f"{live.n} rank" + ("s" if live.n > 1 else "")
+
+
+def _parsed(line: str, *flags: str) -> tuple[list[str], dict]:
+    """The words of a line, and its options with their values."""
+    words, options = [], {}
+    rest = iter(shlex.split(line))
+    for word in rest:
+        name, _, value = word.partition("=")
+        if name in _OPTIONS:
+            value = value or next(rest, "")
+            try:
+                options[name] = _OPTIONS[name](value)
+            except ValueError:
+                unit = "GiB" if name == "--memory" else "seconds"
+                raise UsageError(f"{name} {value!r}: give {unit} as a number; {_HELP}") from None
+        elif word.startswith("-") and word not in flags:
+            raise UsageError(f"no option {word}; there are {', '.join([*_OPTIONS, *flags])}")
+        else:
+            words.append(word)
+    return words, options

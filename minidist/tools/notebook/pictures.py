@@ -1,0 +1,120 @@
+"""Pictures of what was just measured. Each draws into the notebook and returns the data it drew; nothing to draw is an
+error, because an empty picture looks like an answer."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from minidist.comm import Record
+from minidist.errors import UserError
+from minidist.tools.memory.bars import bytes_text
+from minidist.tools.notebook.result import CellResult
+from minidist.tools.trace import intervals
+from minidist.tools.trace.traffic import traffic_matrix
+
+Measured = CellResult | Sequence[Iterable[Record]]
+
+
+class Span(NamedTuple):
+    """One operation in the order of events of its rank: begun as event `launched`, waited for until event `waited`
+    (None if nobody waited)."""
+
+    name: str
+    launched: int
+    waited: int | None
+    wire_bytes: int
+
+
+def traffic(measured: Measured, draw: bool = True) -> list[list[int]]:
+    """Who sent how many bytes to whom: a row for every sender.
+
+    measured: a cell's result (`ranks.last`), or the records of every rank in rank order. A transfer is what was sent;
+    a collective is that of the algorithm the meter names (`Record.algorithm`).
+    Raises UserError when nothing was sent.
+    """
+    matrix = traffic_matrix(_by_rank(measured))
+    if not any(map(any, matrix)):
+        raise UserError("there is no traffic to draw: no rank sent anything to another")
+    if draw:
+        _draw_matrix(matrix)
+    return matrix
+
+
+Marks = Sequence[Iterable[tuple[int, str]]]
+
+
+def timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> list[list[Span]]:
+    """The operations of every rank in its own order of events: what was in flight while something else began.
+
+    marks: of each rank, `Meter.events`: (place in the same order of events, what it was).
+    The axis counts events, not seconds, from the first operation or mark. Raises UserError when there was no operation.
+    """
+    records = _by_rank(measured)
+    marks = [list(rows) for rows in marks] or [[] for _ in records]
+    first = [
+        min([*(r.launched for r in rows), *(at for at, _ in marked)], default=0)
+        for rows, marked in zip(records, marks, strict=True)
+    ]
+    spans = [
+        [
+            Span(r.name, r.launched - first[rank], r.waited and r.waited - first[rank], r.wire_bytes)
+            for r in sorted(rows, key=lambda r: r.launched)
+        ]
+        for rank, rows in enumerate(records)
+    ]
+    if not any(spans):
+        raise UserError("there is nothing to draw: no rank began an operation")
+    if draw:
+        _draw_spans(spans, [[(at - first[n], label) for at, label in rows] for n, rows in enumerate(marks)])
+    return spans
+
+
+def lanes(spans: Sequence[Span]) -> list[int]:
+    """A lane for each span, in launch order, so that no two in one lane are in flight at the same time."""
+    return intervals.lanes([(span.launched, _end(span)) for span in spans])
+
+
+def _end(span: Span) -> float:
+    return span.launched + 0.9 if span.waited is None else max(span.waited, span.launched + 0.3)
+
+
+def _by_rank(measured: Measured) -> list[list[Record]]:
+    return [list(rows) for rows in (measured.records if isinstance(measured, CellResult) else measured)]
+
+
+def _draw_matrix(matrix: list[list[int]]) -> None:
+    from matplotlib import pyplot as plt
+
+    size = len(matrix)
+    figure, axes = plt.subplots(figsize=(1.6 + 0.8 * size, 1.2 + 0.7 * size))
+    axes.imshow(matrix, cmap="Blues")
+    high = max(map(max, matrix))
+    for sender, row in enumerate(matrix):
+        for receiver, count in enumerate(row):
+            if count:
+                color = "white" if count > high / 2 else "black"
+                axes.text(receiver, sender, bytes_text(count), ha="center", va="center", color=color, fontsize=8)
+    axes.set(xlabel="to rank", ylabel="from rank", xticks=range(size), yticks=range(size), title="bytes sent")
+    figure.tight_layout()
+
+
+def _draw_spans(spans: list[list[Span]], marks: list[list[tuple[int, str]]]) -> None:
+    from matplotlib import pyplot as plt
+
+    placed = [lanes(rows) for rows in spans]
+    height = 0.8 / (1 + max(max(rows, default=0) for rows in placed))
+    figure, axes = plt.subplots(figsize=(8, 1 + len(spans) * max(0.6, 0.12 / height)))
+    colors = {name: f"C{i}" for i, name in enumerate(sorted({span.name for rows in spans for span in rows}))}
+    for rank, rows in enumerate(spans):
+        for span, lane in zip(rows, placed[rank], strict=True):
+            axes.broken_barh(
+                [(span.launched, _end(span) - span.launched)], (rank - 0.4 + lane * height, 0.9 * height),
+                facecolors=colors[span.name], label=span.name,
+            )  # fmt: skip
+    for i, label in enumerate(sorted({label for rows in marks for _, label in rows})):
+        at = [(place, rank) for rank, rows in enumerate(marks) for place, other in rows if other == label]
+        axes.plot(*zip(*at, strict=True), "|x+1."[i % 5], color="black", markersize=14, label=label)
+    axes.set(xlabel="order of events on each rank", ylabel="rank", yticks=range(len(spans)))
+    axes.invert_yaxis()
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(handles.values(), handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    figure.tight_layout()

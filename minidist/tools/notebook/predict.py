@@ -1,0 +1,178 @@
+"""Predict, then run: a question before the measurement, its score after it.
+
+    predict("ring-bytes", "How many bytes does rank 0 send?", answer=None, unit="bytes")
+    ...                                                           # a cell that measures
+    measured("ring-bytes", ranks.last)                            # or a number that the meter gave
+
+Nothing here blocks or raises because of what was answered. Only an answer that was there before the measurement is
+scored, also in a later session. Scores are kept in the learner's folder; a notebook outside of it keeps them to itself.
+"""
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from minidist.errors import UserError
+from minidist.tools import progress
+from minidist.tools.notebook.result import CellResult
+
+NEVER = "it never returns"
+_NEVER = (NEVER, "never returns", "never", "it never does")
+_NUMBERS = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")
+_UNKEPT: dict[str, Any] = {}  # of this process, for a notebook that lies in no learner's folder
+
+
+@dataclass
+class Prediction:
+    """A question and what became of it.
+
+    answer: as given, None for none. value: as measured, None before. score: 1 right, 0 wrong, None for not scored.
+    late: an answer that came after the measurement, or changed after it.
+    """
+
+    id: str
+    question: str
+    unit: str = ""
+    answer: Any = None
+    value: Any = None
+    score: int | None = None
+    late: Any = None
+
+    def __repr__(self) -> str:
+        unit = f" {self.unit}" if self.unit else ""
+        answer = "no answer yet: put yours in place of answer=None, or go on" if self.answer is None else None
+        answer = answer or f"you expect {self.answer}{unit}"
+        if self.value is None:
+            return f"{self.question}\n{answer}"
+        told = [f"{self.question}", f"measured: {self.value}{unit}"]
+        if self.answer is not None:
+            told.append(f"you expected {self.answer}{unit}: {'right' if self.score else 'not so'}")
+        elif self.late is None:
+            told.append("no answer was given before")
+        if self.late is not None:
+            told.append(f"{self.late}{unit} was said after the measurement and is not scored")
+        return "\n".join(told)
+
+
+def predict(
+    id: str, question: str, answer: Any = None, *, unit: str = "", file: str | os.PathLike | None = None
+) -> Prediction:
+    """Ask a question, or take in the answer to it: a number, a list of ranks, words, or NEVER.
+
+    file: where scores are kept; progress.json of the learner's folder that we are in when None.
+    """
+    answer = _plain(answer)
+    with _kept(file) as predictions:
+        known = _known(predictions, id)
+        kept = Prediction(**{**asdict(known), "question": question, "unit": unit}) if known else None
+        prediction = kept or Prediction(id, question, unit)
+        if prediction.value is None:
+            prediction.answer = answer
+        elif answer is not None and answer != prediction.answer:
+            prediction.late = answer
+        predictions[id] = _entry(prediction)
+    return prediction
+
+
+def measured(id: str, value: Any, *, tolerance: float = 0.0, file: str | os.PathLike | None = None) -> Prediction:
+    """Take in what was measured, and score the answer that was there before.
+
+    value: a number, list or words; of a CellResult, NEVER if the cell never returned, else its result must be given.
+    tolerance: relative, for numbers; 0 for exactly.
+    Raises UserError when the question was never asked.
+    """
+    if isinstance(value, CellResult):
+        if value.kind not in ("deadlock", "quiet"):
+            raise UserError(f"the cell of {id!r} did return, so say what was measured: measured({id!r}, number)")
+        value = NEVER
+    with _kept(file) as predictions:
+        prediction = _known(predictions, id)
+        if prediction is None:
+            raise UserError(f"{id!r} was not asked: the cell with predict({id!r}, ...) comes first")
+        prediction.value = _plain(value)
+        if prediction.answer is not None:
+            prediction.score = int(agree(prediction.answer, prediction.value, tolerance))
+        predictions[id] = _entry(prediction)
+    return prediction
+
+
+def agree(answer: Any, value: Any, tolerance: float = 0.0) -> bool:
+    """Whether an answer is right: numbers within the relative tolerance, lists item by item (also as text, "4 and 1"),
+    words without regard to capitals, spaces and a full stop. "never" and infinity are NEVER."""
+    if isinstance(value, list):
+        answer = _NUMBERS.findall(answer) if isinstance(answer, str) else answer
+        return (
+            isinstance(answer, list)
+            and len(answer) == len(value)
+            and all(agree(a, v, tolerance) for a, v in zip(answer, value, strict=True))
+        )
+    number, wanted = _number(answer), _number(value)
+    if value == NEVER:
+        return number == math.inf or _words(answer) in _NEVER
+    if wanted is not None:
+        return number is not None and (
+            math.isclose(number, wanted, rel_tol=tolerance, abs_tol=0.0) or (math.isnan(number) and math.isnan(wanted))
+        )
+    return _words(answer) == _words(value)
+
+
+def _words(value: Any) -> str:
+    return " ".join(str(value).lower().split()).rstrip(".")
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value.replace(",", "").replace(" ", "")) if isinstance(value, str) else float(value)
+    except ValueError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can keep it."""
+    if hasattr(value, "tolist"):  # tensors and arrays
+        value = value.tolist()
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=str)
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no word for it
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+@contextlib.contextmanager
+def _kept(file: str | os.PathLike | None) -> Iterator[dict[str, Any]]:
+    """The predictions made so far, to be changed in place."""
+    path = progress.find(Path.cwd()) if file is None else Path(file)
+    if path is None:
+        yield _UNKEPT
+        return
+    try:
+        damaged = not isinstance(progress.read(path).get("predictions", {}), dict)
+    except UserError:
+        damaged = True
+    if damaged:
+        aside = path.with_suffix(".broken.json")
+        os.replace(path, aside)
+        print(f"{path} could not be read and was put aside as {aside.name}; scores begin anew")
+    with progress.changing(path) as content:
+        yield content.setdefault("predictions", {})
+
+
+def _known(predictions: dict, id: str) -> Prediction | None:
+    entry = predictions.get(id)
+    try:
+        return Prediction(**{**entry, "id": id}) if entry else None
+    except TypeError:  # of another version
+        return None
+
+
+def _entry(prediction: Prediction) -> dict[str, Any]:
+    return {key: value for key, value in asdict(prediction).items() if key != "id"}

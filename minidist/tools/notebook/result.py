@@ -1,0 +1,115 @@
+"""What became of a cell, and how it is shown: by rank, equal things once."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from minidist.comm import Record
+from minidist.tools.deadlock.status_report import rank_names
+from minidist.tools.notebook.cell import Fault
+
+_MAX_TEXT = 10_000  # characters of one rank's output
+_MAX_LINES = 200
+_MAX_LIVE_LINES = 12
+_MAX_LIVE_TEXT = 2_000
+_MAX_FAULTS = 5
+_MAX_MESSAGE_LINES = 6
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """One cell on all ranks.
+
+    outputs: what each rank printed; shown: each rank's last expression as text, "" for none; both by rank.
+    errors: messages for a person, one for every distinct error or one that explains why the cell was stopped.
+    notes: what happened to the ranks because of it. records: what each rank sent, as its meter has it.
+    kind: "done", "error", "deadlock", "mismatch", "quiet", "deadline", "stopped", "flood" or "died".
+    """
+
+    kind: str
+    outputs: list[str]
+    shown: list[str]
+    errors: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    records: list[tuple[Record, ...]] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.kind == "done"
+
+    def __str__(self) -> str:
+        texts = {}
+        for rank, (output, shown) in enumerate(zip(self.outputs, self.shown, strict=True)):
+            texts[rank] = "\n".join(part for part in (_short(output.rstrip("\n")), shown) if part)
+        return "\n".join([*merged(texts), *self.errors, *self.notes])
+
+
+def _short(text: str) -> str:
+    """The beginning of a long text."""
+    lines = text.splitlines()
+    if len(text) <= _MAX_TEXT and len(lines) <= _MAX_LINES:
+        return text
+    return "\n".join(lines[:_MAX_LINES])[:_MAX_TEXT] + f"\n... in all {len(lines)} lines, {len(text)} characters"
+
+
+def so_far(outputs: Sequence[str]) -> str:
+    """The end of what each rank has printed, in the form that the whole will have."""
+    texts = {}
+    for rank, output in enumerate(outputs):
+        lines = output[-_MAX_LIVE_TEXT:].rstrip("\n").splitlines()[-_MAX_LIVE_LINES:]
+        texts[rank] = "\n".join(lines)
+    return "\n".join(merged(texts))
+
+
+def merged(texts: Mapping[int, str]) -> list[str]:
+    """`ranks 0-2: text` for every distinct text, in order of the first rank; a text of many lines starts below."""
+    told = []
+    for text, ranks in same(texts).items():
+        lines = text.splitlines()
+        if len(lines) == 1:
+            told.append(f"{rank_names(ranks)}: {text}")
+        elif lines:
+            told += [f"{rank_names(ranks)}:", *(f"  {line}" for line in lines)]
+    return told
+
+
+def same(by_rank: Mapping) -> dict:
+    """Ranks with the same value, by value, in order of the first rank."""
+    groups: dict = {}
+    for rank, value in sorted(by_rank.items()):
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
+def fault_messages(faults: Mapping[int, Fault]) -> list[str]:
+    """One short message per distinct error."""
+    told = []
+    groups = same(faults)
+    for fault, ranks in list(groups.items())[:_MAX_FAULTS]:
+        first, *more = fault.message.strip().splitlines() or [""]
+        more = more[:_MAX_MESSAGE_LINES] + (["..."] if len(more) > _MAX_MESSAGE_LINES else [])
+        lines = [f"{rank_names(ranks)} raised {fault.kind}" + (f": {first}" if first else "")]
+        lines += [f"  {line}" for line in more]
+        lines += [f"  line {fault.line} of the cell: {fault.text}"] if fault.line else []
+        lines += [f"  raised at {fault.inside}"] if fault.inside else []
+        told.append("\n".join(lines))
+    return told + ([f"... and {len(groups) - _MAX_FAULTS} other errors"] if len(groups) > _MAX_FAULTS else [])
+
+
+def in_the_cell(text: str) -> str:
+    """A report of the board in the words of a notebook: cells end, they do not return."""
+    text = re.sub(r"\bcell (\S+):(\d+)", r"line \2 of cell \1", text)
+    text = text.replace(" returned without", " reached the end of the cell without")
+    text = text.replace("(returned)", "(reached the end of the cell)")
+    return text.replace(": returned", ": reached the end of the cell")
+
+
+def lines_of_cell(stacks: Mapping[int, str], ranks: Iterable[int]) -> list[str]:
+    """Where each of these ranks is, by its Python stack (innermost call first)."""
+    places = {}
+    for rank in ranks:
+        stack = stacks.get(rank, "")
+        found = re.search(r'File "cell ([^"]+)", line (\d+)', stack)
+        first = stack.strip().splitlines()
+        places[rank] = f"line {found[2]} of cell {found[1]}" if found else first[0].strip() if first else "no answer"
+    return [f"  {rank_names(who)}: {place}" for place, who in same(places).items()]

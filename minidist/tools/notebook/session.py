@@ -1,0 +1,241 @@
+"""Live ranks: processes that stay between the cells of a notebook and keep their variables."""
+
+import contextlib
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from minidist.errors import RunError, UserError
+from minidist.tools.deadlock.status_report import rank_names
+from minidist.tools.launch import RankServer
+from minidist.tools.launch.device import choose_device
+from minidist.tools.launch.live_job import LiveJob
+from minidist.tools.notebook.cell import Cell, serve
+from minidist.tools.notebook.result import CellResult, fault_messages, in_the_cell
+from minidist.tools.notebook.watch import Watch, balanced
+from minidist.tools.pieces import Pieces
+
+QUIET_S = 5.0
+_FREE_S = 0.8  # for ranks to hear an interrupt
+_AGAIN_S = 0.1
+_CUT_S = 0.25
+_TRIES = 3
+_REGROUP_S = 10.0
+
+
+class LiveRanks:
+    """`n` ranks and what they keep; a context manager. For one thread at a time.
+
+    device: as for `RankServer.start`. quiet_s: stop a cell after that long without an operation begun or ended and
+    without output on any rank that still runs it.
+    memory_gib: how much memory each rank's variables may take, on CPU; a share of what is free when None.
+    server: a warm rank server to use; one of our own when None.
+    pieces: the replacements made in this process; sources: their texts by name, and what
+    they stand beside, which the ranks are given too.
+    Raises UserError when `n` is no number of ranks or there is no such device.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        device: str = "cpu",
+        quiet_s: float = QUIET_S,
+        memory_gib: float | None = None,
+        server: RankServer | None = None,
+        pieces: Pieces | None = None,
+        sources: dict[str, tuple[str, tuple[str, ...]]] | None = None,
+    ):
+        self.n, self.quiet_s, self.last = n, quiet_s, None
+        self.device = device if device == "cpu" or choose_device(device, 0, n).type != "cpu" else "cpu"
+        self._memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
+        self._own = server is None
+        self._pieces = pieces if pieces is not None else Pieces()
+        self._sources = sources if sources is not None else {}
+        self._cells = self._generation = 0
+        self._server = server or RankServer()
+        self._job: LiveJob | None = None
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "LiveRanks":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return self._job.pids
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self._job is not None:
+            self._job.kill()
+        if self._own:
+            self._server.close()
+
+    def run(
+        self,
+        source: str,
+        *,
+        name: str | int | None = None,
+        first_line: int = 1,
+        quiet_s: float | None = None,
+        timeout_s: float | None = None,
+        show: Callable[[str], None] | None = None,
+    ) -> CellResult:
+        """Execute `source` on every rank and return what became of it. Never raises because of what the cell does.
+
+        name: the cell's number or name in messages, without spaces; first_line: the number of its first line there.
+        quiet_s: in place of the one given for all cells; timeout_s: the longest the cell may take; for ever when None.
+        show: called now and then, while a cell takes long, with what the ranks have printed so far.
+        """
+        self._cells += 1
+        cell = Cell(f"cell {self._cells if name is None else name}", "\n" * (first_line - 1) + source)
+        with _interrupts() as pressed:
+            notes = self._replaced()
+            watch = Watch(self._job, self.quiet_s if quiet_s is None else quiet_s, timeout_s, show)
+            kind, why = watch.ask(("run", cell), pressed)
+            if kind not in ("done", "died"):
+                self._free()
+            # Numbers tell earlier cells apart; of this one nobody needs it, and it is another in every run.
+            why = re.sub(rf" of {re.escape(cell.name)}\b", " of the cell", why)
+            self.last = self._concluded(kind, why, notes)
+        return self.last
+
+    def get(self, name: str) -> list[Any]:
+        """The value of a variable (or any expression) on every rank. Raises UserError when a rank has none."""
+        self._replaced()
+        kind, why = Watch(self._job, self.quiet_s, None).ask(("get", name), [])
+        answers = self._job.answers
+        faults = {rank: answer.fault for rank, answer in answers.items() if answer.fault}
+        if kind != "done" or faults:
+            raise UserError("\n".join([why] if why else fault_messages(faults)))
+        return [answers[rank].value for rank in range(self.n)]
+
+    def piece(self, name: str, source: str, beside: Collection[str] = ()) -> None:
+        """Give the symbol `name` this source, in this process and on every rank, also on ranks started later.
+
+        beside: as for `Pieces.replace`. Raises what `Pieces.replace` raises; nothing has changed then.
+        """
+        self._pieces.replace(name, source, f"piece {name}", beside=beside)
+        self._sources[name] = source, tuple(beside)
+        self._replaced()
+        self._give(name)
+
+    def reset(self, name: str | None = None) -> list[str]:
+        """Put the original back, everywhere; all of them without a name. Returns what had been replaced."""
+        names = self._pieces.reset(name)
+        for each in names:
+            self._sources.pop(each, None)
+        self._replaced()
+        self._tell(("reset", name))
+        return names
+
+    # How it works.
+
+    def _start(self) -> None:
+        for _ in range(_TRIES):  # a rank server that is just dying may take one more job
+            arguments = (self._memory_bytes,)
+            self._job = self._server.start(serve, self.n, arguments, backend=None, device=self.device, live=True)
+            if self._regroup():
+                for name in self._sources:
+                    self._give(name)
+                return
+            told = self._job.death() if self._job.died else "they do not answer"
+            self._job.kill()
+        raise RunError(f"{self.n} ranks could not be started: {told}")
+
+    def _give(self, name: str) -> None:
+        if not self._tell(("piece", name, f"piece {name}", *self._sources[name])):
+            faults = {n: answer.fault for n, answer in self._job.answers.items() if answer.fault}
+            raise UserError("\n".join([f"{name} could not be replaced on the ranks", *fault_messages(faults)]))
+
+    def _restart(self) -> None:
+        self._job.kill()
+        self._start()
+
+    def _tell(self, message: tuple) -> bool:
+        """Ask for something that cannot take long; False when not all ranks did it."""
+        kind, _ = Watch(self._job, _REGROUP_S, _REGROUP_S).ask(message, [])
+        return kind == "done" and all(answer.kind == "done" for answer in self._job.answers.values())
+
+    def _regroup(self) -> bool:
+        self._generation += 1
+        return self._tell(("regroup", self._generation))
+
+    def _replaced(self) -> list[str]:
+        """New ranks in place of ones that died since the last cell, and the line that says so."""
+        self._job.poll()
+        if not self._job.died:
+            return []
+        why = in_the_cell(self._job.death()).splitlines()[0]
+        self._restart()
+        return [f"{why}. {self._gone()}"]
+
+    def _gone(self) -> str:
+        return f"All ranks were restarted: the variables of {rank_names(range(self.n))} are gone."
+
+    def _free(self) -> None:
+        """Stop those that still run the cell, as far as they can be stopped."""
+        job, start_s = self._job, time.monotonic()
+        while not job.answered and not job.died and time.monotonic() - start_s < _FREE_S:
+            job.interrupt(cut=time.monotonic() - start_s > _CUT_S)
+            again_s = time.monotonic() + _AGAIN_S
+            while not job.answered and time.monotonic() < again_s:
+                job.poll(again_s - time.monotonic())
+
+    def _concluded(self, kind: str, why: str, notes: list[str]) -> CellResult:
+        """Read what the cell left, then see to it that the next one finds ranks that work."""
+        job = self._job
+        job.settle()
+        answers = dict(job.answers)
+        outputs = [rank.output for rank in job.ranks]
+        shown = [answers[n].shown if n in answers else "" for n in range(self.n)]
+        records = [answers[n].records if n in answers else () for n in range(self.n)]
+        faults = {n: answer.fault for n, answer in answers.items() if answer.fault}
+        # A broken connection is what the others see of a rank that died or left.
+        own = {n: fault for n, fault in faults.items() if not fault.network}
+        told = own if own or kind == "died" else faults
+        errors = [*fault_messages(told), *([why] if why else [])]
+        if kind == "done" and (left := [n for n, answer in answers.items() if answer.kind == "stopped"]):
+            kind, errors = "stopped", [*errors, f"{rank_names(left)} raised KeyboardInterrupt"]
+        alone = not all(answer.grouped for answer in answers.values())
+        ended = kind if kind != "deadlock" or not own else "error"  # the others wait for those that raised
+        ended = "error" if kind == "done" and faults else ended
+        if job.died:
+            self._restart()
+            notes = [*notes, self._gone()]
+        elif not job.answered:
+            stuck = [n for n in range(self.n) if n not in answers]
+            self._restart()
+            notes = [*notes, f"{rank_names(stuck)} could not be stopped. {self._gone()}"]
+        elif kind != "done" or alone or len(faults) > len(own) or (faults and not balanced(job.standing())):
+            if self._regroup():
+                notes = [*notes, "The ranks keep their variables and have a new process group."]
+            else:
+                self._restart()
+                notes = [*notes, f"The ranks could not be connected again. {self._gone()}"]
+        return CellResult(ended, outputs, shown, errors, notes, records)
+
+
+@contextlib.contextmanager
+def _interrupts():
+    """Ctrl-C puts something into the list instead of raising anywhere in the middle of a read."""
+    pressed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

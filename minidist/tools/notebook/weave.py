@@ -1,0 +1,91 @@
+"""Keep the `%%piece` cells of notebooks equal to the package, and their stored outputs to what they give.
+
+python -m minidist.tools.notebook.weave chapters          # cells that differ get the package's source
+python -m minidist.tools.notebook.weave --run chapters    # and every notebook is run and stored
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from minidist.errors import UserError
+from minidist.tools.pieces import source_of
+
+_MAGIC = "%%piece "
+_CELL_S = 120
+
+
+def pieces(notebook: Any) -> Iterator[tuple[int, str, str]]:
+    """(number of the cell, piece, source) of every `%%piece` cell of a notebook that nbformat has read."""
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type == "code" and cell.source.startswith(_MAGIC):
+            magic, _, source = cell.source.partition("\n")
+            yield number, magic.removeprefix(_MAGIC).strip(), source
+
+
+def stale(notebook: Any) -> list[tuple[int, str, str]]:
+    """(number of the cell, piece, source as it should be) of the cells that differ from the package.
+
+    Raises UserError for a piece that the package does not have.
+    """
+    wanted = ((number, name, source, source_of(name).rstrip("\n")) for number, name, source in pieces(notebook))
+    return [(number, name, now) for number, name, source, now in wanted if source != now]
+
+
+def weave(file: Path) -> list[str]:
+    """Put the package's source into the cells of a notebook file that differ from it; returns the pieces."""
+    import nbformat
+
+    notebook = nbformat.read(file, as_version=4)
+    changed = stale(notebook)
+    for number, name, source in changed:
+        notebook.cells[number].source = f"{_MAGIC}{name}\n{source}"
+    if changed:
+        nbformat.write(notebook, file)
+    return [name for _, name, _ in changed]
+
+
+def run(file: Path) -> None:
+    """Run a notebook in its folder and store its outputs, without what differs from run to run."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(file, as_version=4)
+    client = NotebookClient(
+        notebook, timeout=_CELL_S, kernel_name="python3", resources={"metadata": {"path": str(file.parent)}}
+    )
+    client.execute()
+    notebook.metadata.language_info = {"name": "python"}
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # when it ran
+    nbformat.write(notebook, file)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 when a folder holds no notebook or a cell names what the package does not have."""
+    parser = argparse.ArgumentParser(
+        prog="python -m minidist.tools.notebook.weave", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("folder", type=Path, help="where the notebooks are, at any depth")
+    parser.add_argument("--run", action="store_true", help="run each and store what it gives")
+    options = parser.parse_args(argv)
+    try:
+        files = [file for file in sorted(options.folder.rglob("*.ipynb")) if ".ipynb_checkpoints" not in file.parts]
+        if not files:
+            raise UserError(f"{options.folder} holds no notebook")
+        for file in files:
+            for name in weave(file):
+                print(f"{file}: {name}")
+            if options.run:
+                run(file)
+                print(f"{file}: run")
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

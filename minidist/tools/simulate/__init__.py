@@ -1,0 +1,1 @@
+"""Simulate a pipeline schedule: its timeline, its bubble, its drawing, the command."""

@@ -1,0 +1,130 @@
+"""`minidist simulate`: what one pipeline schedule costs, as numbers, a drawing, and JSON."""
+
+import json
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from minidist.errors import UserError
+from minidist.parallel.pipeline.actions import Schedule
+from minidist.parallel.pipeline.schedule_text import read
+from minidist.parallel.pipeline.schedules import KINDS, schedule
+from minidist.tools.simulate.draw import WIDTH, colored, picture, text
+from minidist.tools.simulate.timeline import Timeline, Times, simulate
+
+_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """Time one pipeline schedule: its bubble, the activations it keeps alive, and who does what when.
+
+    Kinds: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v. Times are for one micro-batch through all that a stage holds,
+    in any unit; one number is for every stage, several are one for each.
+    """
+
+    kind: str | None = None
+    """The schedule; 1f1b when not given."""
+    stages: int | None = None
+    """Ranks of the pipeline; 4 when not given."""
+    microbatches: int | None = None
+    """Micro-batches of a step; twice the stages when not given."""
+    chunks: int | None = None
+    """Parts of the model on each stage: interleaved takes 2 (when not given) or more, zb-v 2, the others 1."""
+    t_f: tuple[float, ...] = (1.0,)
+    """Time of a forward."""
+    t_b: tuple[float, ...] = (1.0,)
+    """Time of the gradient of a stage's input, the half of a backward that the stage before waits for."""
+    t_w: tuple[float, ...] = (1.0,)
+    """Time of the gradient of a stage's weights, the other half."""
+    t_comm: float = 0.0
+    """Time from the end of an operation until its result has arrived at another stage; both may compute meanwhile."""
+    file: Path | None = None
+    """A schedule written by hand instead of a kind: a line for each stage, as F0 F1 B0 B1 (F0.1: through chunk 1)."""
+    placement: Literal["loop", "v"] = "loop"
+    """Where chunks of a file are: chunk 1 goes on with stage 0 (loop), or with the stage where chunk 0 ended (v)."""
+    picture: Path | None = None
+    """File for the drawing as a picture: .png, .svg or .pdf."""
+    json: bool = False
+    """Print JSON (times in the unit of the options) instead of the drawing."""
+
+
+def main(options: SimulateOptions) -> int:
+    """Simulate, and print; returns the exit code. Raises UserError for what cannot be."""
+    if options.picture is not None:
+        _check_picture(options.picture)
+    timeline = simulate(chosen(options), Times(options.t_f, options.t_b, options.t_w, options.t_comm))
+    if options.picture is not None:
+        picture(timeline).savefig(options.picture)
+    if options.json:
+        print(json.dumps(as_json(timeline)))
+    else:
+        show(timeline)
+    return 0
+
+
+def chosen(options: SimulateOptions) -> Schedule:
+    """The schedule the options ask for."""
+    if options.file is None:
+        stages = 4 if options.stages is None else options.stages
+        micro_batches = 2 * stages if options.microbatches is None else options.microbatches
+        kind = "1f1b" if options.kind is None else options.kind
+        return schedule(kind, stages, micro_batches, options.chunks)
+    given = [name for name in ("kind", "stages", "microbatches", "chunks") if getattr(options, name) is not None]
+    if given:
+        raise UserError(f"--file {options.file} says itself what --{given[0]} is: leave --{given[0]} out.")
+    try:
+        return read(options.file.read_text(), str(options.file), options.placement)
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(
+            f"--file {options.file} cannot be read: {why}. Give a file with a line for each stage."
+        ) from None
+
+
+def as_json(timeline: Timeline) -> dict:
+    """What is to be said of a timeline: the bubble to four digits after the point, as papers have it, times to six."""
+    return {
+        "kind": timeline.schedule.kind,
+        "stages": timeline.schedule.stages,
+        "microbatches": timeline.schedule.micro_batches,
+        "chunks": timeline.schedule.chunks,
+        "total": round(timeline.total, _DIGITS),
+        "makespan": round(timeline.makespan, _DIGITS),
+        "bubble": round(timeline.bubble, 4),
+        "busy": [round(time, _DIGITS) for time in timeline.busy],
+        "peak_live": timeline.peak_live,
+    }
+
+
+def show(timeline: Timeline) -> None:
+    """Print the drawing, in colours on a terminal, and the numbers below it."""
+    from rich.console import Console
+
+    what = KINDS.get(timeline.schedule.kind)
+    unit = "" if timeline.schedule.chunks == 1 else f" (each 1/{timeline.schedule.chunks} of a stage)"
+    print(f"{timeline.schedule.kind}{f': {what}' if what else ''}\n")
+    Console(soft_wrap=True).print(colored(text(timeline)))
+    print(f"\ntotal      {timeline.total:.6g} from a stage's first operation to its last")
+    print(f"bubble     {timeline.bubble:.4f} of it, with nothing to do")
+    live = textwrap.wrap(f"peak live  {_by_stage(timeline.peak_live)}{unit}", WIDTH, subsequent_indent=" " * 11)
+    print("\n".join(live))
+
+
+def _by_stage(counts: list[int]) -> str:
+    if len(counts) > 1 and len(set(counts)) == 1:
+        return f"{counts[0]} micro-batches on each stage"
+    return f"{' '.join(map(str, counts))} micro-batches, stage by stage"
+
+
+def _check_picture(path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--picture {path}: there is no folder {path.absolute().parent}. Make it first.")
+    possible = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:] not in possible:
+        raise UserError(
+            f"--picture {path} is of no kind that can be drawn: give a name that ends in .png, .svg or .pdf."
+        )

@@ -1,0 +1,137 @@
+"""A timeline for people: as text in a terminal, and as a picture, in the colours the papers use."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from minidist.parallel.pipeline.actions import Op
+from minidist.tools.simulate.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.text import Text
+
+WIDTH = 100
+_POINTS = 720  # width of the picture's axes, 1/72 inch each
+_CELL = 4  # columns of the shortest operation, at most: enough for its name
+# Dark for chunk 0, with white numbers, and light for later chunks, with black ones (Qi et al. 2023, figure 8).
+COLORS = {"F": ("#2f5fa8", "#a9c6ee"), "B": ("#1b8a8f", "#a5dfe0"), "W": ("#5fa52a", "#c3e6ae")}
+_NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
+
+
+def text(timeline: Timeline, width: int = WIDTH) -> str:
+    """A line for each stage, time from left to right, `.` where it waits; no line is longer than `width`.
+
+    Operations show their names (F12), or, if the shortest of them is less than two columns wide, their letters (F-).
+    Where even that is too wide, a column has the letter of the operation at its middle. Lower case are chunks after the
+    first.
+    """
+    labels = [f"stage {stage} " for stage in range(timeline.schedule.stages)]
+    edge = len(labels[-1])
+    step, shortest = _scale(timeline, width - edge)
+    lines = [
+        label.rjust(edge) + _line(spans, round(timeline.makespan / step), step, shortest)
+        for label, spans in zip(labels, timeline.spans, strict=True)
+    ]
+    letters = "F forward, B input gradient, W weight gradient" if _splits(timeline) else "F forward, B backward"
+    lower = "; lower case: chunks after the first" if timeline.schedule.chunks > 1 else ""
+    return "\n".join([*lines, f"{letters}{lower}; . idle; a column is {step:.4g}"])
+
+
+def _splits(timeline: Timeline) -> bool:
+    return timeline.schedule.splits_backward
+
+
+def _scale(timeline: Timeline, columns: int) -> tuple[float, int]:
+    """The time of a column, and how many of them the shortest operation has: a whole number, 0 for less than one."""
+    shortest = min(span.end - span.start for spans in timeline.spans for span in spans if span.end > span.start)
+    whole = min(_CELL, int(columns * shortest / timeline.makespan * (1 + 1e-9)))
+    return shortest / whole if whole else timeline.makespan / columns, whole
+
+
+def _line(spans: Sequence[Span], columns: int, step: float, shortest: int) -> str:
+    starts = [span.start for span in spans]
+    seen: list[Op | None] = []
+    for column in range(columns):
+        middle = (column + 0.5) * step
+        index = bisect_right(starts, middle) - 1
+        seen.append(spans[index].op if index >= 0 and middle < spans[index].end else None)
+    return "".join(_cell(op, len(list(columns)), shortest) for op, columns in groupby(seen))
+
+
+def _cell(op: Op | None, width: int, shortest: int) -> str:
+    if op is None:
+        return "." * width
+    letter = op.kind.lower() if op.chunk else op.kind
+    name = f"{letter}{op.micro_batch}"
+    if not shortest:
+        return letter * width
+    return (name if shortest > 1 and len(name) <= width else letter).ljust(width, "-")
+
+
+def colored(drawing: str) -> "Text":
+    """What `text` drew in the picture's colours, for rich to print, which knows whether a terminal has them."""
+    from rich.text import Text
+
+    lines = [Text(line) for line in drawing.splitlines()]
+    for line in lines[:-1]:
+        for kind, (dark, light) in COLORS.items():
+            line.highlight_regex(rf"{kind}[\d-]*", f"white on {dark}")
+            line.highlight_regex(rf"{kind.lower()}[\d-]*", f"black on {light}")
+    return Text("\n").join(lines)
+
+
+def picture(timeline: Timeline, title: str | None = None) -> "Figure":
+    """The timeline as bars, a row for each stage, with the numbers of the micro-batches where they fit.
+
+    Save it with `.savefig(path)`; a notebook shows it. title: by default the kind, the bubble and the peak of live
+    micro-batches.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    schedule = timeline.schedule
+    figure = Figure(figsize=(11, 1.2 + 0.36 * schedule.stages), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for stage, spans in enumerate(timeline.spans):
+        bars = [(span.start, span.end - span.start) for span in spans]
+        axes.broken_barh(bars, (stage - 0.45, 0.9), facecolors=[_color(s.op) for s in spans], edgecolor="white", lw=0.3)
+        for span in spans:
+            _number(axes, stage, span, timeline)
+    axes.set(xlabel="time", ylabel="stage", yticks=range(schedule.stages), title=title or _title(timeline))
+    axes.set_xlim(0, timeline.makespan)
+    axes.set_ylim(schedule.stages - 0.45, -0.55)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    kinds = "FBW" if _splits(timeline) else "FB"
+    shades = [(kind, chunk) for kind in kinds for chunk in range(min(2, schedule.chunks))]
+    handles = [Patch(color=COLORS[kind][chunk], label=_label(kind, chunk, timeline)) for kind, chunk in shades]
+    figure.legend(handles=handles, loc="outside lower right", ncols=len(kinds), frameon=False, fontsize=8)
+    return figure
+
+
+def _color(op: Op) -> str:
+    return COLORS[op.kind][min(op.chunk, 1)]
+
+
+def _number(axes, stage: int, span: Span, timeline: Timeline) -> None:
+    """The micro-batch's number in its bar, as large as fits the longest number; none where nobody could read it."""
+    points = _POINTS * (span.end - span.start) / timeline.makespan
+    size = min(8.0, 1.2 * points / len(str(timeline.schedule.micro_batches - 1)))
+    if size >= 3.5:
+        color = "black" if span.op.chunk else "white"
+        middle = (span.start + span.end) / 2
+        axes.text(middle, stage, span.op.micro_batch, ha="center", va="center_baseline", fontsize=size, color=color)
+
+
+def _title(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    size = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
+    chunks = f", {schedule.chunks} chunks a stage" if schedule.chunks > 1 else ""
+    return f"{schedule.kind}, {size}{chunks}: bubble {timeline.bubble:.4f}, at most {max(timeline.peak_live)} alive"
+
+
+def _label(kind: str, chunk: int, timeline: Timeline) -> str:
+    name = "input gradient" if kind == "B" and _splits(timeline) else _NAMES[kind]
+    later = f"chunk {chunk}" if timeline.schedule.chunks <= 2 else ("chunk 0", "later chunks")[chunk]
+    return f"{kind} {name}" + (f", {later}" if timeline.schedule.chunks > 1 else "")

@@ -1,0 +1,196 @@
+"""The run folder: config.toml, metrics.jsonl, loss.png and checkpoints/. Only rank 0 writes here, checkpoints apart."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from minidist.config import Config
+from minidist.config_file import to_toml
+from minidist.errors import RunError, UserError
+from minidist.fault import folders
+
+CHECKPOINTS = "checkpoints"
+RUNS = Path("runs")
+
+
+def claim(config: Config) -> Path:
+    """Choose the folder of this run and make it: no other run gets it. Raises UserError when that cannot be.
+
+    It is the one asked for, that of the run to go on with, or the next free `runs/0001`.
+    """
+    folder = _asked_for(config)
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+        RUNS.mkdir(exist_ok=True)
+        while True:
+            taken = [int(path.name) for path in RUNS.iterdir() if path.name.isdigit()]
+            folder = RUNS / f"{max(taken, default=0) + 1:04d}"
+            with contextlib.suppress(FileExistsError):  # another run was faster
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise UserError(
+            f"the run folder {folder or RUNS.resolve()} cannot be made: {error.strerror}. "
+            "Give --folder a place where you may write."
+        ) from None
+
+
+def abandon(folder: Path) -> None:
+    """Give back a folder in which nothing was written."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _asked_for(config: Config) -> Path | None:
+    """The folder that the options name; None for a new one."""
+    folder = None if config.folder is None else Path(config.folder).expanduser()
+    resume, source = config.checkpoint.resume, None
+    if resume is not None:
+        at = folders.latest(checkpoints_of(resume))
+        source = run_of(at)
+        if source is not None and (folder is None or folder.resolve() == source):
+            _refuse_to_go_back(at, source)
+            return folder or source
+    if folder is None:
+        return None
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--folder {folder} is a file; give a folder that does not exist yet.")
+    if folder.is_dir() and (held := sorted(path.name for path in folder.iterdir())):
+        ours = folders.complete(folder / CHECKPOINTS)
+        instead = f", or go on with this one by --checkpoint.resume {folder}" if ours and resume is None else ""
+        more = f" and {len(held) - 4} more" if len(held) > 4 else ""
+        raise UserError(
+            f"--folder {folder} is not empty (it holds {', '.join(held[:4])}{more}), and a new run needs a folder of "
+            f"its own: give another one{instead}."
+        )
+    return folder
+
+
+def _refuse_to_go_back(at: Path, source: Path) -> None:
+    """A run cannot go on from an earlier checkpoint in a folder that holds later ones: two histories would mix."""
+    found = folders.complete(at.parent)
+    step = next((step for step, path in found.items() if path.resolve() == at.resolve()), None)
+    later = [] if step is None else [other for other in found if other > step]
+    if later:
+        raise UserError(
+            f"{at} is at step {step}, and its run has gone on to step {max(later)}: resume the latest with "
+            f"--checkpoint.resume {source}, or give the new run a folder of its own with --folder."
+        )
+
+
+def checkpoints_of(path: str | Path) -> Path:
+    """Where to look for checkpoints, given a run folder, its checkpoints folder, or one checkpoint."""
+    inner = Path(path) / CHECKPOINTS
+    return inner if inner.is_dir() else Path(path)
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder a checkpoint lies in; None when it lies somewhere else."""
+    parent = checkpoint.resolve().parent
+    return parent.parent if parent.name == CHECKPOINTS else None
+
+
+def last_checkpoint(folder: Path) -> str:
+    """What a run that failed leaves, in a sentence."""
+    found = folders.complete(folder / CHECKPOINTS)
+    if not found:
+        return "No checkpoint had been written yet."
+    return f"The last checkpoint is {found[max(found)]}: go on with --checkpoint.resume {folder}"
+
+
+class Metrics:
+    """metrics.jsonl: one JSON object per line, appended and flushed.
+
+    {"start": 0, "corpus": fingerprint, ...} when a run begins or goes on, {"step": 10, "loss": ...} per log step,
+    {"step": 100, "held_out_loss": ...} per evaluation. A run that goes on from step `start` keeps the lines up to
+    there, its own or those of the run `source`, and writes the later ones again.
+    Raises RunError when the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, config: Config, start: int, source: Path | None = None):
+        self.path = folder / "metrics.jsonl"
+        before = read_metrics((source or folder) / self.path.name) if start else []
+        self.rows = [row for row in before if row.get("step", start) <= start and row.get("start", -1) < start]
+        with writing(folder):
+            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
+            write_whole(folder / "config.toml", to_toml(config))
+
+    def write(self, row: dict) -> None:
+        self.rows.append(row)
+        with writing(self.path.parent), self.path.open("a") as stream:
+            stream.write(json.dumps(row) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The rows of a metrics file; a last line that a crash cut short is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+@contextlib.contextmanager
+def writing(folder: Path):
+    """Within this context the system's refusal to write in the run folder is one message."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"the run folder {folder} cannot be written: {error.strerror or error}. {last_checkpoint(folder)}"
+        ) from error
+
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_outputs(config: Config) -> None:
+    """Raise UserError when `--trace` or `--memory` names a file that could not be written, before there is anything to
+    write."""
+    if config.trace.file is not None:
+        _check_free("trace", config.trace.file, config.trace.file)
+    if (picture := config.memory.file) is not None:
+        if picture.suffix.lower() not in PICTURES:
+            raise UserError(f"--memory {picture} is to be a picture: give a name that ends in {', '.join(PICTURES)}.")
+        for file in (picture, picture.with_suffix(".json")):
+            _check_free("memory", picture, file)
+    if config.memory.file is not None and config.trace.file == config.memory.file.with_suffix(".json"):
+        raise UserError(
+            f"--memory {config.memory.file} writes its numbers to {config.trace.file}, and so does --trace: give one "
+            "of them another name."
+        )
+
+
+def _check_free(option: str, given: Path, path: Path) -> None:
+    if path.exists():
+        what = given if path == given else f"{given}: {path}, where its numbers go,"
+        whose = {"trace": "the trace", "memory": "the picture"}[option]
+        raise UserError(f"--{option} {what} is there already: remove it, or give {whose} another name.")
+    try:
+        _aside(path).write_bytes(b"")
+        _aside(path).unlink()
+    except OSError as error:
+        raise UserError(
+            f"--{option} {given} cannot be written: {error.strerror}. "
+            "Give a file in a folder that exists and where you may write."
+        ) from None
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file aside and give it its name, so that a reader never sees half of it. Raises OSError."""
+    try:
+        _aside(path).write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(_aside(path), path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            _aside(path).unlink()
+        raise
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")

@@ -1,0 +1,177 @@
+"""The notebooks as stored: their cells are the package, cover their room, and keep the rules of a chapter."""
+
+import ast
+import base64
+import io
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import nbformat
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from exercises.catalogue import ROOT, Catalogue
+from minidist.errors import UserError
+from minidist.tools.notebook import weave
+
+CHAPTERS = sorted(file.parent for file in (ROOT / "chapters").glob("*/chapter.toml"))
+CATALOGUE = Catalogue()
+MIN_PREDICTIONS = 4
+MAX_IGNORED = 0.2
+MIN_COLOUR = 0.2  # between the strongest and the weakest of red, green and blue
+MIN_COLOURED = 0.001
+IGNORED = {"nbval-ignore-output", "nbval-skip", "nbval-raises-exception"}
+READ_LATER = re.compile(r"^\| `(minidist[\w.]*:\w+)` \| (.+) \|$", re.MULTILINE)
+
+each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda folder: folder.name)
+
+
+@cache
+def notebooks(chapter: Path) -> list:
+    found = [nbformat.read(file, as_version=4) for file in sorted(chapter.glob("*.ipynb"))]
+    assert found
+    return found
+
+
+def code_cells(chapter: Path) -> list:
+    return [cell for notebook in notebooks(chapter) for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def exercises_of(chapter: Path) -> list:
+    return [exercise for exercise in CATALOGUE.values() if exercise.chapter == f"ch{chapter.name}"]
+
+
+def public_symbols(module: str) -> set[str]:
+    tree = ast.parse((ROOT / Path(*module.split("."))).with_suffix(".py").read_text())
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return {f"{module}:{name}" for name in names if not name.startswith("_")}
+
+
+def exercise_pieces(chapter: Path) -> set[str]:
+    return {piece for one in exercises_of(chapter) if one.kind == "piece" for piece in (*one.also, one.piece)}
+
+
+@each_chapter
+def test_piece_cells_are_the_package(chapter):
+    for notebook in notebooks(chapter):
+        assert list(weave.pieces(notebook)) and not weave.stale(notebook), "make weave"
+
+
+@each_chapter
+def test_every_public_symbol_of_the_room_is_a_cell_an_exercise_or_read_later(chapter):
+    room = tomllib.loads((chapter / "chapter.toml").read_text())
+    symbols = set().union(*map(public_symbols, room["modules"]))
+    cells = {name for notebook in notebooks(chapter) for _, name, _ in weave.pieces(notebook)}
+    later = {
+        name: reason
+        for notebook in notebooks(chapter)
+        for cell in notebook.cells
+        for name, reason in READ_LATER.findall(cell.source)
+    }
+    assert symbols == (cells | exercise_pieces(chapter) | later.keys()) & symbols
+    assert later.keys() <= symbols, "read later: not of this room"
+    assert not later.keys() & (cells | exercise_pieces(chapter)), "read later, and shown all the same"
+    assert all(len(reason) > 5 for reason in later.values())
+
+
+@each_chapter
+def test_a_piece_that_is_an_exercise_stands_once_folded_after_all_exercises(chapter):
+    pieces = exercise_pieces(chapter)
+    places = {piece: [] for piece in pieces}
+    for notebook in notebooks(chapter):
+        opened = [i for i, cell in enumerate(notebook.cells) if cell.source.startswith("%exercise ")]
+        for i, name, _ in weave.pieces(notebook):
+            if name in pieces:
+                folded = notebook.cells[i].metadata.get("jupyter", {}).get("source_hidden")
+                places[name].append(bool(folded) and i > max(opened))
+    assert all(found == [True] for found in places.values()), places
+
+
+@each_chapter
+def test_every_exercise_is_opened_where_it_belongs(chapter):
+    opened = [cell.source.split()[1] for cell in code_cells(chapter) if cell.source.startswith("%exercise ")]
+    assert sorted(opened) == sorted(exercise.name for exercise in exercises_of(chapter))
+
+
+@each_chapter
+def test_questions_are_asked_before_and_answered_by_a_measurement(chapter):
+    asked, answered = [], []
+    for cell in code_cells(chapter):
+        answered += re.findall(r'^measured\("([\w-]+)"', cell.source, re.MULTILINE)
+        asked += re.findall(r'^predict\(\s*"([\w-]+)"', cell.source, re.MULTILINE)
+        assert set(answered) <= set(asked), cell.source
+        assert "\npredict(" not in f"\n{cell.source}" or "answer=None" in cell.source, cell.source
+    assert asked == answered and len(set(asked)) == len(asked) >= MIN_PREDICTIONS
+
+
+def test_no_question_has_the_name_of_one_in_another_chapter():
+    """Answers of all chapters are kept in one file, by that name."""
+    code = [cell.source for chapter in CHAPTERS for cell in code_cells(chapter)]
+    asked = [id for source in code for id in re.findall(r'^predict\(\s*"([\w-]+)"', source, re.MULTILINE)]
+    assert len(asked) >= MIN_PREDICTIONS * len(CHAPTERS) and len(set(asked)) == len(asked)
+
+
+@each_chapter
+def test_outputs_are_stored_and_hold_no_error_and_no_place_of_a_machine(chapter):
+    for cell in code_cells(chapter):
+        assert cell.execution_count, cell.source
+        for output in cell.outputs:
+            text = str(output.get("text", output.get("data", {}).get("text/plain", "")))
+            assert output.output_type != "error" and "UsageError" not in text and "/tmp" not in text, cell.source
+            assert output.get("name") != "stderr", cell.source
+
+
+def coloured(png: str) -> float:
+    """The part of a picture that is not black, white or grey: axes, ticks and words are."""
+    pixels = imread(io.BytesIO(base64.b64decode(png)))[..., :3]
+    return float((pixels.max(-1) - pixels.min(-1) > MIN_COLOUR).mean())
+
+
+@each_chapter
+def test_pictures_are_not_empty(chapter):
+    pictures = [
+        output.data["image/png"]
+        for cell in code_cells(chapter)
+        for output in cell.outputs
+        if "image/png" in output.get("data", {})
+    ]
+    assert pictures and min(map(coloured, pictures)) > MIN_COLOURED
+
+
+def test_empty_axes_are_an_empty_picture():
+    figure = Figure(figsize=(7, 3))
+    figure.subplots().set(xlabel="step", ylabel="loss", title="nothing")
+    out = io.BytesIO()
+    figure.savefig(out)
+    assert coloured(base64.b64encode(out.getvalue()).decode()) <= MIN_COLOURED
+
+
+@each_chapter
+def test_at_most_a_fifth_of_the_cells_is_not_compared(chapter):
+    cells = code_cells(chapter)
+    ignored = [cell for cell in cells if IGNORED & set(cell.metadata.get("tags", []))]
+    assert len(ignored) <= MAX_IGNORED * len(cells)
+
+
+def test_weaving_mends_a_cell_and_nothing_else(tmp_path):
+    source = CHAPTERS[0] / f"{CHAPTERS[0].name}.ipynb"
+    notebook = nbformat.read(source, as_version=4)
+    number, name, _ = next(weave.pieces(notebook))
+    notebook.cells[number].source += "\n# another line"
+    nbformat.write(notebook, tmp_path / "one.ipynb")
+    assert [place for place, _, _ in weave.stale(notebook)] == [number]
+    assert weave.weave(tmp_path / "one.ipynb") == [name]
+    assert nbformat.read(tmp_path / "one.ipynb", as_version=4) == nbformat.read(source, as_version=4)
+    assert weave.weave(tmp_path / "one.ipynb") == []
+
+
+def test_weaving_tells_what_it_cannot_do(tmp_path, capsys):
+    assert weave.main([str(tmp_path)]) == 2
+    assert "holds no notebook" in capsys.readouterr().err
+    cells = [nbformat.v4.new_code_cell("%%piece minidist.data.partition:blocks\nx = 1")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "one.ipynb")
+    with pytest.raises(UserError, match="has no blocks"):
+        weave.weave(tmp_path / "one.ipynb")

@@ -1,0 +1,102 @@
+"""The pieces of chapter 03 reduce the gradients of a real run, and what is said about usual wrong answers."""
+
+import json
+
+import pytest
+
+from exercises import report, train
+from exercises.catalogue import Catalogue
+from exercises.check import check
+from exercises.train import Installed
+from minidist.errors import RunError
+from tests.helpers.small_run import run, small_config, write_text
+
+EXERCISES = Catalogue()
+ROUTED = {
+    "ring": ["ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"],
+    "tree": ["broadcast_tree"],
+    "doubling": ["recursive_doubling"],
+}
+
+
+def losses(folder) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def piece(name: str, change=lambda text: text) -> Installed:
+    """The solution of an exercise, changed."""
+    exercise = EXERCISES[name]
+    return Installed(name, exercise.pieces, "mine.py", change(exercise.solution.read_text()))
+
+
+@pytest.mark.parametrize("algorithm", ROUTED)
+def test_the_learners_pieces_reduce_the_gradients(ranks, tmp_path, algorithm):
+    text = write_text(tmp_path)
+
+    def config(name):
+        return small_config(tmp_path / name, text, train__steps=2, comm__algorithm=algorithm)
+
+    ranks(run, 3, config("package"))
+    ranks(train.train_with, 3, config("learner"), [piece(name) for name in ROUTED[algorithm]])
+    assert len(losses(tmp_path / "learner")) == 2 and losses(tmp_path / "learner") == losses(tmp_path / "package")
+    with pytest.raises(RunError, match="the run never called"):
+        backend = small_config(tmp_path / "backend", text, train__steps=1)
+        ranks(train.train_with, 2, backend, [piece(name) for name in ROUTED[algorithm]])
+
+
+# Exercise and wrong answer; the test that sees it, and what it says.
+TOLD = {
+    ("broadcast_tree", "wrong_flat"): (
+        "as_few_rounds_as_there_can_be",
+        [
+            "rounds until the last rank has it",
+            "  for       tree_broadcast(tensor=[100.0, 101.0, 102.0], src=0, group=<Group>)",
+            "  rank      0 of 4",
+            "  expected  2",
+            "  got       3",
+        ],
+    ),
+    ("ring_all_reduce", "wrong_rest_left_out"): (
+        "sizes_need_not_divide",
+        [
+            "the sum of 3 elements",
+            "  for       all_reduce(tensor=[0.0, 3.0, 6.0], group=<Group>, op='sum')",
+            "  rank      0 of 2",
+            "  expected  [1.0, 8.0, 15.0]",
+            "  got       [1.0, 8.0, 6.0]",
+        ],
+    ),
+    ("ring_all_reduce", "wrong_ready_made"): ("everybody_has_the_sum", None),
+    ("chunk_offset", "wrong_whole_row_in_each_round"): (
+        "round_the_ring",
+        [
+            "elements that all ranks send in a step",
+            "  for       main(...) with 241 parameters",
+            "  rank      0 of 3",
+            "  expected  964, or 972 with chunks of one length",
+            "  got       2892",
+        ],
+    ),
+    ("bucket_overlap", "wrong_early_bucket_overtakes"): (
+        "as_the_sink_launches",
+        [
+            "gradients that are ready when each bucket leaves (the sink was seen to launch after [10, 10, 12, 12])",
+            "  for       in_flight(full_s=[10, 9, 12, 11], lasts_s=[0, 0, 0, 0])",
+            "  rank      0 of 2",
+            "  expected  [10, 10, 12, 12]",
+            "  got       [10, 9, 12, 11]",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("exercise, answer", TOLD)
+def test_what_is_said(server, exercise, answer):
+    test, told = TOLD[exercise, answer]
+    [result] = check(EXERCISES[exercise], EXERCISES[exercise].answers / f"{answer}.py", server, only=[test]).results
+    message = report.message(result.finding)
+    if told is None:
+        assert result.finding.kind == "forbidden" and "calls torch.distributed.all_reduce" in message[0]
+    else:
+        assert message == told

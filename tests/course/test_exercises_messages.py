@@ -1,0 +1,115 @@
+"""What a learner is told about a file of a piece, word by word: right, wrong, and every way to be neither."""
+
+import json
+
+import pytest
+
+from exercises import report, stubs
+from exercises.catalogue import Catalogue
+from exercises.testing import Finding, Wrong, expect
+from tests.helpers.bad_blocks import BAD, HEAD
+
+CATALOGUE = Catalogue()
+BLOCK = CATALOGUE["block_partition"]
+
+
+def answer(exercise, name) -> str:
+    return (exercise.answers / f"{name}.py").read_text()
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_said_about_a_bad_answer(judge, name):
+    text, expected = BAD[name]
+    verdict = judge(BLOCK, text, only=["divides_evenly"])
+    assert report.message(verdict.results[0].finding) == expected
+    assert verdict.points == 0 and not verdict.passed
+
+
+@pytest.mark.parametrize(
+    "got, expected, told",
+    [
+        ([1, 2], [1, 2], None),
+        ([1.0, 2.0], [1, 2], None),
+        ([1, 2], [2, 1], ("sum", "[2, 1]", "[1, 2]")),
+        (None, [1], ("sum", "[1]", "None")),
+        (True, 1, ("sum", "1", "True")),
+        (float("nan"), 1.0, ("sum", "1.0", "nan")),
+        (list(range(200)), [*range(199), 0], ("sum, at [199]", "0", "199")),
+        ([[0] * 60, [0] * 60], [[0] * 60, [0] * 59 + [1]], ("sum, at [1][59]", "1", "0")),
+    ],
+)
+def test_what_is_expected_is_compared_and_the_first_difference_shown(got, expected, told):
+    if told is None:
+        return expect("sum", got, expected)
+    with pytest.raises(Wrong) as wrong:
+        expect("sum", got, expected)
+    assert (str(wrong.value), wrong.value.expected, wrong.value.got) == told
+
+
+def test_the_last_printed_line_is_shown(judge):
+    verdict = judge(BLOCK, HEAD + '    print("rank", rank)\n    return np.arange(n)\n', only=["divides_evenly"])
+    assert report.message(verdict.results[0].finding) == [
+        "a block of equal size",
+        "  for       block(n=2, world_size=2, rank=0)",
+        "  expected  [0]",
+        "  got       [0, 1]",
+        "  printed   rank 0",
+    ]
+
+
+def test_a_long_explanation_is_cut_and_the_facts_stay():
+    finding = Finding("deadlock", "\n".join("abcdefghijklmnopqrst"), call="f(1)", line=3, source="x")
+    told = report.message(finding, 6)
+    assert told == ["a", "b", "c", "...", "  for       f(1)", "  line      3: x"]
+
+
+def test_the_verdict_for_programs_is_stable(judge):
+    text = answer(BLOCK, "wrong_ceiling")
+    first, second = (json.dumps(report.as_json(judge(BLOCK, text))) for _ in range(2))
+    assert first == second
+    told = json.loads(first)
+    assert told.keys() == {"exercise", "kind", "passed", "points", "of", "tests"}
+    assert [test["id"] for test in told["tests"]] == [test.id for test in BLOCK.tests()]
+    assert sum(test["points"] for test in told["tests"]) == told["points"] < told["of"] == BLOCK.points
+    assert all(bool(test["message"]) == (test["points"] == 0) for test in told["tests"])
+
+
+def test_the_report_of_a_wrong_answer(judge):
+    verdict = judge(BLOCK, answer(BLOCK, "wrong_rest_to_last"))
+    assert report.text(verdict, 3) == "\n".join(
+        [
+            "block_partition: 5 of 10 points",
+            "passed: divides_evenly, each_index_once",
+            "failed: sizes_differ_by_at_most_one, more_ranks_than_samples, refuses_impossible_input",
+            "",
+            "sizes_differ_by_at_most_one: No rank has two samples more than another, and the longer blocks come first.",
+            "the sizes of the blocks",
+            "  for       n=1, world_size=2",
+            "  expected  [1, 0]",
+            "  got       [0, 1]",
+            "Next hint: python -m exercises hint block_partition (3 left)",
+        ]
+    )
+
+
+def test_a_stub_of_an_older_version_is_told(judge):
+    old = stubs.stub(BLOCK).replace(stubs.version(stubs.stub(BLOCK)), "00000000")
+    assert "Your file began as an older stub" in report.text(judge(BLOCK, old))
+    assert "older" not in report.text(judge(BLOCK, stubs.stub(BLOCK)))
+
+
+# How any file can be no program, and what the report says of it whatever the exercise is.
+NO_PROGRAM = {
+    "def main(:\n": "Python cannot read your file: invalid syntax",
+    "import sys\nsys.exit(3)\n": "your code ends the program (sys.exit)",
+    "x = 1\n": "your file defines no ",
+}
+
+
+@pytest.mark.parametrize("text", NO_PROGRAM)
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_file_that_is_no_program_is_told_as_that(judge, name, text):
+    exercise = CATALOGUE[name]
+    measured = {test.id: [] for test in exercise.tests()}
+    told = report.text(judge(exercise, text, measured=measured), 3).splitlines()
+    assert len(told) <= report.MAX_LINES and any(line.startswith(NO_PROGRAM[text]) for line in told)

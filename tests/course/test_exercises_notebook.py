@@ -1,0 +1,238 @@
+"""Exercises in a notebook: the file and the report are those of the shell, and nothing a learner wrote is lost."""
+
+import atexit
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("IPython")
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from exercises.__main__ import main
+from exercises.catalogue import ROOT, Catalogue
+from exercises.magics import ExerciseMagics
+from exercises.work import Work
+from minidist.data.partition import block as imported_before
+from minidist.tools.notebook.course import course_root, reach_course
+from minidist.tools.notebook.magics import RanksMagics
+
+CATALOGUE = Catalogue()
+BLOCK = CATALOGUE["block_partition"]
+STUB, RIGHT = BLOCK.stub.read_text(), (BLOCK.answers / "right_loop.py").read_text()
+WRONG = (BLOCK.answers / "wrong_rest_to_last.py").read_text()
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A learner's folder, and the notebook's own folder in it as the place where we are."""
+    work = Work(tmp_path / "mine")
+    work.update(CATALOGUE)
+    here = work.folder / "chapters" / "01_data_distribution"
+    here.mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(here)
+    return work
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    shell = InteractiveShell(config=Config({"HistoryManager": {"hist_file": ":memory:"}}))
+    yield shell
+    atexit.unregister(shell.atexit_operations)
+    shell.atexit_operations()
+    shell.builtin_trap.deactivate()
+
+
+@pytest.fixture
+def cell(shell, server, capsys):
+    """Runs a cell as a notebook would and returns what it printed."""
+    ranks = RanksMagics(shell, server)
+    shell.register_magics(ranks)
+    shell.register_magics(ExerciseMagics(shell, ranks))
+
+    def run(text: str) -> str:
+        capsys.readouterr()
+        ran = shell.run_cell(text, store_history=True)
+        if not isinstance(ran.error_in_exec, UsageError):
+            ran.raise_error()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return out + err
+
+    yield run
+    ranks.close()
+
+
+@pytest.fixture
+def offered(shell, monkeypatch):
+    """The cells that the notebook was asked to add, with a person in front of it."""
+    cells = []
+    shell.kernel = SimpleNamespace(get_parent=lambda: {"content": {"allow_stdin": True}})
+    monkeypatch.setattr(shell, "set_next_input", lambda text, replace: cells.append(text))
+    return cells
+
+
+def in_the_shell(work, capsys, *words) -> str:
+    main(["--work", str(work.folder), *words])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", [STUB, WRONG, RIGHT], ids=["stub", "wrong", "right"])
+def test_check_shows_the_report_of_the_shell_and_records_it(cell, work, capsys, answer):
+    work.file(BLOCK).write_text(answer)
+    told = cell("%check block_partition")
+    entry = work.entry(BLOCK)
+    assert told == in_the_shell(work, capsys, "check", "block_partition")
+    assert entry["attempts"] == 1 and entry["passed"] == (answer == RIGHT)
+    assert work.entry(BLOCK) == {**entry, "attempts": 2}
+
+
+def test_an_answer_in_a_cell_is_the_learners_file_and_its_lines_have_the_cells_numbers(cell, work, capsys):
+    told = cell(f"%%exercise block_partition\n{WRONG}raise ValueError('here')\n")
+    line = 2 + WRONG.count("\n")
+    assert f"  line      {line}: raise ValueError('here')" in told
+    assert work.file(BLOCK).read_text() == f"\n{WRONG}raise ValueError('here')\n"
+    assert told == in_the_shell(work, capsys, "check", "block_partition")
+    assert cell(f"%%exercise block_partition\n{RIGHT}").startswith("block_partition: passed, 10 of 10 points\n")
+    assert work.entry(BLOCK)["passed"] and [file.name for file in backups(work)] == []
+
+
+def test_an_untouched_stub_in_a_cell_stays_the_stub(cell, work):
+    assert "not written yet" in cell(f"%%exercise block_partition\n{STUB}")
+    assert work.file(BLOCK).read_text() == STUB
+
+
+def test_what_was_written_elsewhere_is_kept(cell, work):
+    cell(f"%%exercise block_partition\n{WRONG}")
+    work.file(BLOCK).write_text("by hand, for an hour\n")
+    told = cell(f"%%exercise block_partition\n{RIGHT}")
+    (kept,) = backups(work)
+    assert kept.read_text() == "by hand, for an hour\n" and kept.name in told
+    assert work.file(BLOCK).read_text() == f"\n{RIGHT}"
+    assert kept.name not in cell(f"%%exercise block_partition\n{WRONG}") and len(backups(work)) == 1
+
+
+def test_an_exercise_is_shown_and_its_file_becomes_one_cell(cell, work, offered):
+    told = cell("%exercise block_partition")
+    assert told.splitlines()[:2] == [
+        "Exercise 1.2: Consecutive blocks (block_partition)",
+        "difficulty 1 of 5, 10 minutes, 10 points, 3 of 3 hints left (%hint block_partition)",
+    ]
+    assert "Write the missing lines of block" in told and "Stub" not in told
+    assert told.endswith("Your file: work/exercises/ch01_data_distribution/block_partition.py\n")
+    assert offered == ["%%exercise block_partition\n" + STUB.rstrip("\n")]
+    cell("%exercise block_partition")
+    assert len(offered) == 1
+    cell(offered[0])
+    assert work.file(BLOCK).read_text() == STUB and not backups(work)
+
+
+def test_the_added_cell_has_the_learners_own_text(cell, work, offered):
+    work.file(BLOCK).write_text(RIGHT)
+    cell("%exercise block_partition")
+    assert offered == ["%%exercise block_partition\n" + RIGHT.rstrip("\n")]
+    assert "passed" in cell(offered[0]) and not backups(work)
+
+
+def test_a_notebook_that_has_the_cell_gets_no_second_one(cell, work, offered, tmp_path, monkeypatch):
+    notebook = tmp_path / "saved.ipynb"
+    notebook.write_text(json.dumps({"cells": [{"source": ["%%exercise block_partition\n", "mine"]}]}))
+    monkeypatch.setenv("JPY_SESSION_NAME", str(notebook))
+    cell("%exercise block_partition")
+    assert not offered
+    cell("%exercise strided_partition")
+    assert len(offered) == 1
+
+
+def test_a_program_that_runs_the_notebook_gets_no_cells_and_changes_nothing(cell, work, monkeypatch, shell):
+    monkeypatch.setattr(shell, "set_next_input", lambda *_, **__: pytest.fail("a cell was added"))
+    before = (work.folder / "progress.json").read_bytes()
+    assert "Exercise 1.2" in cell("%exercise block_partition")
+    assert (work.folder / "progress.json").read_bytes() == before
+
+
+def test_the_link_leads_from_the_notebook_to_the_file(work):
+    from exercises.card import Card
+
+    text = Card(BLOCK, work)._repr_markdown_()
+    link = text.rpartition("(")[2].rstrip(")")
+    assert Path(link).resolve() == work.file(BLOCK).resolve() and not Path(link).is_absolute()
+    assert link in Card(BLOCK, None)._repr_markdown_()
+
+
+def test_hints_are_counted_as_in_the_shell(cell, work, capsys):
+    assert cell("%hint block_partition") == f"hint 1 of 3: {BLOCK.hints[0]}\n"
+    assert in_the_shell(work, capsys, "hint", "block_partition").splitlines()[1] == f"hint 2 of 3: {BLOCK.hints[1]}"
+    assert "1 of 3 hints left" in cell("%exercise block_partition")
+
+
+def test_a_passed_piece_works_in_this_notebook_and_one_that_fails_does_not(cell, work):
+    original = imported_before(5, 2, 0).tolist()
+    work.file(BLOCK).write_text(WRONG)
+    cell("%check block_partition --install")
+    assert imported_before(5, 2, 0).tolist() == original
+    work.file(BLOCK).write_text(RIGHT + "\n\ndef block(*args, right=block):\n    return ['mine', *right(*args)]\n")
+    assert "replaced" not in cell("%check block_partition --install")
+    work.file(BLOCK).write_text(
+        RIGHT.replace("def block(", "def block(*args):\n    return _mine(*args)\n\n\ndef _mine(")
+    )
+    assert cell("%check block_partition --install").endswith("minidist.data.partition:block replaced here\n")
+    assert imported_before.__code__.co_names == ("_mine",)
+    cell("%piece --reset")
+    assert imported_before(5, 2, 0).tolist() == original
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("%check", "write %check and the name of an exercise: block_partition, "),
+        ("%check blok", "there is no exercise 'blok'; there are block_partition, "),
+        ("%exercise two words", "write %exercise and the name"),
+        ("%%exercise block_partition\n\n", "the cell is empty; %exercise block_partition adds one"),
+    ],
+)
+def test_wrong_use_is_answered_in_one_message(cell, work, line, said):
+    told = cell(line)
+    assert said.split("block_partition, ")[0] in told and len(told.splitlines()) < 5
+    assert work.file(BLOCK).read_text() == STUB
+
+
+def test_outside_of_a_learners_folder_nothing_is_written(cell, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for line in ("%check block_partition", "%hint block_partition", f"%%exercise block_partition\n{RIGHT}"):
+        assert "this notebook is not in your folder: python -m exercises start" in cell(line)
+    assert "Exercise 1.2" in cell("%exercise block_partition")
+    assert [path.name for path in tmp_path.iterdir()] == ["ipython"]
+
+
+def test_a_notebook_finds_the_course_it_lies_in(tmp_path, monkeypatch):
+    course = tmp_path / "course"
+    (course / "exercises").mkdir(parents=True)
+    (course / "exercises" / "__init__.py").touch()
+    notebook = course / "work" / "chapters" / "01_x"
+    (course / "work" / "exercises").mkdir(parents=True)
+    notebook.mkdir(parents=True)
+    assert course_root(notebook) == course.resolve()
+    assert course_root(tmp_path) == ROOT
+    monkeypatch.setattr(sys, "path", ["before"])
+    reach_course(notebook)
+    reach_course(notebook)
+    assert sys.path == ["before", str(course.resolve())]
+
+
+def test_the_extension_loads_what_it_needs(shell, work, capsys):
+    shell.run_line_magic("load_ext", "exercises")
+    shell.run_line_magic("hint", "block_partition")
+    assert "hint 1 of 3" in capsys.readouterr().out
+    shell.run_line_magic("unload_ext", "minidist.tools.notebook")
+
+
+def backups(work) -> list[Path]:
+    return sorted(work.file(BLOCK).parent.glob("*.backup-*"))

@@ -1,0 +1,208 @@
+"""The learner's folder, and the commands."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from exercises.__main__ import main
+from exercises.attempt import attempt
+from exercises.catalogue import ROOT, Catalogue
+from exercises.work import Work
+from minidist.errors import UserError
+from minidist.tools.launch import RankServer
+
+CATALOGUE = Catalogue()
+BLOCK = CATALOGUE["block_partition"]
+
+
+@pytest.fixture
+def work(tmp_path):
+    folder = Work(tmp_path / "mine")
+    folder.update(CATALOGUE)
+    return folder
+
+
+def tracked() -> dict[str, bytes]:
+    """Every file that a learner must never write."""
+    folders = (ROOT / "exercises", ROOT / "solutions", ROOT / "tests" / "answers")
+    return {str(path): path.read_bytes() for folder in folders for path in folder.rglob("*.*") if path.suffix != ".pyc"}
+
+
+# The learner's folder
+
+
+def test_start_copies_every_stub_and_a_second_time_nothing(work):
+    for exercise in CATALOGUE.values():
+        assert work.file(exercise).read_bytes() == exercise.stub.read_bytes()
+    assert not any(work.update(CATALOGUE).values())
+
+
+def test_update_renews_what_is_untouched_and_keeps_what_is_edited(work, tmp_path):
+    course = tmp_path / "course"
+    shutil.copytree(ROOT / "exercises" / BLOCK.chapter, course / "exercises" / BLOCK.chapter)
+    newer = Catalogue(course)
+    for name in ("block_partition", "strided_partition"):
+        newer[name].stub.write_text(CATALOGUE[name].stub.read_text() + "# newer\n")
+    work.file(BLOCK).write_text("mine\n")
+    done = work.update(newer)
+    assert done == {"added": [], "renewed": [work.file(newer["strided_partition"])], "kept": [work.file(BLOCK)]}
+    assert work.file(BLOCK).read_text() == "mine\n"
+    assert work.file(newer["strided_partition"]).read_text().endswith("# newer\n")
+
+
+def test_reset_keeps_every_earlier_file(work):
+    for text in ("first\n", "second\n"):
+        work.file(BLOCK).write_text(text)
+        assert work.reset(BLOCK).read_text() == text
+    assert work.file(BLOCK).read_bytes() == BLOCK.stub.read_bytes()
+    backups = sorted(work.file(BLOCK).parent.glob("block_partition.backup-*.py"))
+    assert [file.read_text() for file in backups] == ["first\n", "second\n"]
+
+
+def test_notebooks_come_without_outputs(tmp_path):
+    cells = [
+        {"cell_type": "code", "outputs": [{"text": "1"}], "execution_count": 3, "source": "1"},
+        {"cell_type": "markdown", "source": "text"},
+    ]
+    course = tmp_path / "course"
+    (course / "chapters" / "01_x").mkdir(parents=True)
+    (course / "chapters" / "01_x" / "01_x.ipynb").write_text(json.dumps({"cells": cells}))
+    work = Work(tmp_path / "mine")
+    (copied,) = work.update(Catalogue(course))["added"]
+    code, text = json.loads(copied.read_text())["cells"]
+    assert (code["outputs"], code["execution_count"], code["source"]) == ([], None, "1") and text == cells[1]
+
+
+def test_progress_keeps_the_best_and_what_others_wrote(work):
+    file = work.folder / "progress.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "predictions": {"a": 1}}))
+    for passed, points in [(True, 10), (False, 2)]:
+        work.record(BLOCK, passed, points, b"")
+    assert [work.next_hint(BLOCK) for _ in range(4)] == [1, 2, 3, 3]
+    entry = work.entry(BLOCK)
+    assert (entry["attempts"], entry["passed"], entry["points"], entry["hints"]) == (2, True, 10, 3)
+    assert json.loads(file.read_text())["predictions"] == {"a": 1}
+
+
+def test_damaged_progress_is_told_and_not_lost(work):
+    (work.folder / "progress.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged .* move it away to begin a new one"):
+        work.record(BLOCK, True, 10, b"")
+    assert (work.folder / "progress.json").read_text() == "{"
+
+
+def test_a_write_that_fails_leaves_the_old_file(work, monkeypatch):
+    before, names = (work.folder / "progress.json").read_bytes(), sorted(work.folder.iterdir())
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        work.record(BLOCK, True, 10, b"")
+    assert (work.folder / "progress.json").read_bytes() == before
+    assert sorted(work.folder.iterdir()) == names
+
+
+# The commands
+
+
+def test_a_learners_way_through_one_exercise(tmp_path, capfd):
+    """From the first command to a passed exercise, as a learner types it, and no file of the course is written."""
+    before, mine = tracked(), tmp_path / "mine"
+
+    def type_in(*words):
+        code = main(["--work", str(mine), *words])
+        return code, capfd.readouterr().out
+
+    code, out = type_in("start")
+    assert code == 0 and out.count(".py\n") == len(CATALOGUE)
+    code, out = type_in("check", "block_partition")
+    assert code == 1 and "not written yet: return the indices of this rank's block" in out
+    code, out = type_in("hint", "block_partition")
+    assert code == 0 and out == f"hint 1 of 3: {BLOCK.hints[0]}\n"
+    shutil.copy(BLOCK.answers / "right_loop.py", Work(mine).file(BLOCK))
+    code, out = type_in("check", "block_partition")
+    assert code == 0 and out.startswith("block_partition: passed, 10 of 10 points\n")
+    code, out = type_in("solution", "block_partition")
+    assert code == 0 and out == BLOCK.solution.read_text()
+    code, out = type_in("progress")
+    assert "block_partition           passed, 10 of 10 points, 2 attempts, 1 hints\n" in out
+    code, out = type_in("list")
+    assert len(out.splitlines()) == len(CATALOGUE) and "passed  Consecutive blocks" in out
+    code, out = type_in("reset", "strided_partition")
+    assert code == 0 and "strided_partition.py is the stub again\n" in out
+    assert not list(mine.rglob("strided_partition.backup*"))
+    code, out = type_in("reset", "block_partition")
+    assert code == 0 and "block_partition.backup-1.py" in out
+    assert tracked() == before
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["check", "blok"], "there is no exercise 'blok'"),
+        (["check", "block_partition"], "python -m exercises start copies the stubs"),
+        (["solution", "block_partition"], "you have not passed block_partition yet"),
+    ],
+)
+def test_impossible_commands_end_in_one_line_and_exit_2(tmp_path, capsys, words, told):
+    assert main(["--work", str(tmp_path / "mine"), *words]) == 2
+    out, err = capsys.readouterr()
+    assert told in err and len(err.splitlines()) == 1 and not out
+
+
+def test_the_command_runs_from_any_folder(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "exercises",
+        "--work",
+        str(tmp_path / "mine"),
+        "check",
+        "block_partition",
+        "--json",
+    ]
+    file = ["--file", str(BLOCK.answers / "wrong_list.py")]
+    ran = subprocess.run([*command, *file], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1 and not ran.stderr
+    verdict = json.loads(ran.stdout)
+    assert verdict["exercise"] == "block_partition" and not verdict["passed"]
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("words", [["list"], ["check", "block_partition", "--json"]])
+def test_a_reader_that_leaves_gets_no_traceback(tmp_path, words):
+    """As `| head -1` does, which is gone when the rest is written."""
+    mine = tmp_path / "mine"
+    Work(mine).update(CATALOGUE)
+    command = [sys.executable, "-m", "exercises", "--work", str(mine), *words]
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (141, "")
+
+
+def test_the_gate_command_says_what_it_checked(tmp_path, capsys):
+    assert main(["gate", "strided_partition"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("strided_partition         green") and out.endswith("1 exercises, all green\n")
+    assert main(["--root", str(tmp_path), "gate"]) == 1
+    assert capsys.readouterr().out == "no exercise was checked\n"
+
+
+def test_a_file_that_changes_while_it_is_judged_is_judged_as_it_was(work, monkeypatch, server):
+    """All tests see the file as it was when the check began, and that is what counts as passed."""
+    right = (BLOCK.answers / "right_loop.py").read_bytes()
+    work.file(BLOCK).write_bytes(right)
+
+    def start(*args, **options):
+        work.file(BLOCK).write_text("other = 1\n")
+        return RankServer.start(server, *args, **options)
+
+    monkeypatch.setattr(server, "start", start)
+    verdict, _ = attempt(BLOCK, work, server)
+    assert verdict.passed and verdict.content == right and not work.as_passed(BLOCK)
+    work.file(BLOCK).write_bytes(right)
+    assert work.as_passed(BLOCK)

@@ -1,0 +1,111 @@
+"""The folder of checkpoints: which is the latest, which may go, and what a killed process leaves there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minidist.errors import UserError
+from minidist.fault.folders import latest, prune
+from tests.helpers.checkpoint_cases import load_all, save_rows, targets
+
+
+def test_the_latest_checkpoint_is_the_complete_one_with_the_highest_step(tmp_path):
+    for step in (9, 100, 20):
+        save_rows(tmp_path, step)
+    (tmp_path / "step-00000200.partial").mkdir()
+    (tmp_path / "step-00000300").touch()
+    assert latest(tmp_path) == tmp_path / "step-00000100"
+    assert latest(tmp_path / "step-00000020") == tmp_path / "step-00000020"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda root: root.rmdir(), "does not exist"),
+        (lambda root: root.rmdir() or root.touch(), "is a file"),
+        (lambda root: None, "is empty"),
+        (lambda root: (root / "step-00000004.partial").mkdir(), r"holds 1 that was never .*step-00000004\.partial"),
+        (lambda root: (root / "a.pt").touch() or (root / "b").touch(), r"holds 2 entries that are no .*a\.pt, b"),
+        (lambda root: save_rows(root / "checkpoints", 5), r"checkpoints holds step-00000005; give one of them"),
+    ],
+)
+def test_a_folder_without_a_checkpoint_is_refused_with_what_it_holds(tmp_path, make, said):
+    root = tmp_path / "run"
+    root.mkdir()
+    make(root)
+    with pytest.raises(UserError, match=said):
+        latest(root)
+
+
+def test_an_unfinished_checkpoint_is_refused_with_the_complete_ones_beside_it(tmp_path):
+    save_rows(tmp_path, 1)
+    (tmp_path / "step-00000002.partial").mkdir()
+    with pytest.raises(UserError, match="step-00000002.partial was never finished.*holds step-00000001"):
+        latest(tmp_path / "step-00000002.partial")
+
+
+def test_pruning_keeps_the_newest_and_removes_what_is_unfinished_and_nothing_else(tmp_path):
+    for step in range(1, 6):
+        save_rows(tmp_path, step)
+    (tmp_path / "step-00000009.partial").mkdir()
+    (tmp_path / "notes.partial").mkdir()
+    gone = prune(tmp_path, keep=2)
+    assert [path.name for path in gone] == ["step-00000001", "step-00000002", "step-00000003"]
+    assert sorted(os.listdir(tmp_path)) == ["notes.partial", "step-00000004", "step-00000005"]
+    with pytest.raises(ValueError, match="cannot keep 0"):
+        prune(tmp_path, keep=0)
+
+
+def test_the_checkpoint_just_written_is_never_pruned(tmp_path):
+    for step in (300, 200, 100):
+        written = save_rows(tmp_path, step)
+    prune(tmp_path, keep=1, written=written)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000100", "step-00000300"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save_rows(tmp_path, 7, value=1.0)
+    tensors = targets()
+    load_all(save_rows(tmp_path, 7, value=5.0), tensors)
+    assert tensors["params/b"].tolist() == [-5, -5] and os.listdir(tmp_path) == ["step-00000007"]
+
+
+# A process that is killed
+
+
+def test_a_process_killed_at_any_step_of_a_save_leaves_the_previous_or_the_new_checkpoint(tmp_path):
+    program = Path(__file__).resolve().parents[1] / "helpers" / "checkpoint_killed.py"
+    done = subprocess.run([sys.executable, program, tmp_path], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert sorted(results) == ["keep one", "new step", "same step"]
+    for name, found in results.items():
+        values = [outcome["latest"] for outcome in found]
+        # First the previous one, from some rename on the new one: never back, and both happen.
+        assert set(values) == {10, 20} and values == sorted(values), (name, found)
+        assert len(values) > 8, "mkdir, write, chmod, three times fsync and a rename make at least eight moments"
+        assert all(len(outcome["all"]) >= 1 for outcome in found)
+
+
+def test_what_a_replacement_leaves_behind_never_counts_beside_the_new_one(tmp_path):
+    save_rows(tmp_path, 7)
+    (tmp_path / "step-00000007.replaced").mkdir()
+    assert latest(tmp_path) == tmp_path / "step-00000007"
+    prune(tmp_path, keep=1)
+    assert os.listdir(tmp_path) == ["step-00000007"]
+
+
+def test_a_process_killed_between_the_two_renames_of_a_replacement_leaves_the_one_replaced(tmp_path):
+    save_rows(tmp_path, 7, value=3.0)
+    os.rename(tmp_path / "step-00000007", tmp_path / "step-00000007.replaced")
+    tensors = targets()
+    load_all(latest(tmp_path), tensors)
+    assert tensors["params/b"].tolist() == [-3, -3]
+    prune(tmp_path, keep=1)
+    assert os.listdir(tmp_path) == ["step-00000007.replaced"]
+    save_rows(tmp_path, 7)
+    assert os.listdir(tmp_path) == ["step-00000007"]

@@ -1,0 +1,127 @@
+"""Compiled layers: one graph each, under every parallelism, with the numbers of layers that are not."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from minidist import compile as compiled
+from minidist.comm import Meter, World, bind
+from minidist.config import Config, DataConfig, MeshConfig, ParallelConfig, TrainConfig, ZeroConfig
+from minidist.data.loader import Batch
+from minidist.models import ModelConfig, Transformer, init_parameters
+from minidist.parallelize import parallelize, uses
+from minidist.tools.cli import main
+from minidist.train.engine import Engine
+
+SEQ_LEN = 24
+DEADLINE_S = 240.0  # a graph takes seconds to make, on a busy machine tens
+
+
+def configured(mesh: dict, parallel: dict | None = None, recompute: str = "none", stage: int = 0) -> Config:
+    return Config(
+        model=ModelConfig(56, 32, 44, 4, num_heads=4, num_kv_heads=2, dropout=0.1),
+        data=DataConfig(seq_len=SEQ_LEN),
+        mesh=MeshConfig(**mesh),
+        parallel=ParallelConfig(**(parallel or {})),
+        train=TrainConfig(global_batch=8, micro_batches=4),
+        zero=ZeroConfig(stage=stage),
+        compile=True,
+        recompute=recompute,
+    )
+
+
+def micro_batches(replica: int) -> list[Batch]:
+    """Four, of 2 samples each: compiled once."""
+    found = []
+    for number in range(4):
+        generator = torch.Generator().manual_seed(10 * replica + number)
+        tokens, labels = torch.randint(56, (2, 2, SEQ_LEN), generator=generator)
+        found.append(Batch(tokens.clone(), labels.clone(), torch.arange(2) + 2 * number + 8 * replica))
+    return found
+
+
+def stepped(world: World, configs: list[Config]) -> list[list]:
+    """Of every configuration with and without compiled layers: loss, norm, gradients and bytes sent of one step."""
+    compiled.BACKEND = "aot_eager"  # in this rank's process: graphs as of inductor, without its code
+    return [[step_of(world, dataclasses.replace(config, compile=on)) for on in (True, False)] for config in configs]
+
+
+def step_of(world: World, config: Config) -> tuple:
+    mesh = config.mesh_of(world.size)
+    groups = bind(world, mesh, uses(mesh, config), meter=Meter())
+    model = Transformer(config.model)
+    init_parameters(model, seed=1)
+    engine = Engine(parallelize(model.double(), groups, config), groups, config.optim, seed=1)
+    engine.model.train()
+    groups.meter.wire_bytes.clear()
+    batches, grads = micro_batches(mesh.coords(world.rank)["dp"]), {}
+
+    def look():
+        grads.update({name: grad.clone() for name, grad in engine.updates.gradients().items() if grad is not None})
+
+    before = counters["stats"]["unique_graphs"]
+    result = engine.step(0, batches, lr=0.1, inspect=look)
+    sent = dict(groups.meter.wire_bytes)
+    engine.model.eval()
+    engine.passes.next_logits(torch.zeros((1, 3), dtype=torch.int64))  # another shape, for which nothing is compiled
+    graphs = counters["stats"]["unique_graphs"] - before
+    groups.destroy()
+    return result.loss, result.grad_norm, grads, sent, graphs
+
+
+LAYOUTS = {
+    1: [configured({})],
+    2: [
+        configured({"tp": 2}),
+        configured({"dp": 2}, stage=3, recompute="block"),
+        configured({"tp": 2}, {"sequence": True}, "block"),
+        configured({"cp": 2}),
+        configured({"cp": 2}, {"context": "ulysses"}),
+        configured({"pp": 2}, recompute="block"),
+        configured({"pp": 2}, {"schedule": "interleaved"}),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_a_compiled_step_is_the_plain_one(ranks, world):
+    for found in ranks(stepped, world, LAYOUTS[world], deadline_s=DEADLINE_S):
+        for config, (on, off) in zip(LAYOUTS[world], found, strict=True):
+            # The same operations in float64; a compiler may add gradients of a tensor up in another order.
+            torch.testing.assert_close(on[:3], off[:3], rtol=1e-12, atol=1e-12)
+            assert on[2].keys() == off[2].keys() and len(on[2]) > 9
+            assert on[3] == off[3], config.mesh
+            # One graph for all layers and micro-batches; a layout whose layers are whole has that of the one before.
+            whole = config.mesh.tp == config.mesh.cp == 1
+            assert off[4] == 0 and (on[4] == 1 or (whole and world > 1 and on[4] == 0)), config
+
+
+def test_many_models_of_many_sizes_are_compiled_in_one_process(monkeypatch):
+    """Ranks of a notebook live on: torch's own limit is 8 graphs of one function, and then an error."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    for width in range(8, 40, 4):
+        model = Transformer(ModelConfig(16, width, 12, 1, num_heads=2, num_kv_heads=1))
+        compiled.compile_layers(model)
+        for samples in (2, 3):
+            tokens = torch.zeros((samples, 5), dtype=torch.int64)
+            assert model(tokens, tokens)[0].isfinite()
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("--mesh.pp 2 --train.micro-batches 4 --parallel.schedule zb-h1", "give --no-compile, or --parallel.schedule"),
+        ("--recompute selective", "give --recompute none or block, or --no-compile"),
+    ],
+)
+def test_what_does_not_go_with_compiled_layers_is_refused(capsys, words, told):
+    for command in ("train", "estimate"):
+        assert main([command, "--device", "cpu", "--ranks", "2", "--compile", *words.split()]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_the_estimate_says_that_the_compiler_decides(capsys):
+    assert main(["estimate", "--ranks", "2", "--compile"]) == 0
+    assert "compile: what a compiled layer keeps its compiler decides" in capsys.readouterr().out

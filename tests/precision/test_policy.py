@@ -1,0 +1,170 @@
+"""What a precision policy stands for, and which are refused: with what was given, and the one change to make."""
+
+import itertools
+import re
+import subprocess
+import sys
+from dataclasses import astuple
+from typing import get_args
+
+import pytest
+import torch
+
+from minidist.config import Config, Dtype, PrecisionConfig
+from minidist.errors import UserError
+from minidist.limits import check
+from minidist.precision.policy import BYTES, TORCH_NAMES, Policy, policy_of
+from tests.helpers.small_run import changed
+
+# compute, parameter, accumulate, reduce, state, master, scaled
+NAMED = {
+    "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32", "fp32", False),
+    "fp64": ("fp64", "fp64", "fp64", "fp64", "fp64", "fp64", False),
+    "bf16": ("bf16", "bf16", "fp32", "fp32", "fp32", "fp32", False),
+    "fp16": ("fp16", "fp16", "fp32", "fp32", "fp32", "fp32", True),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_policy_says_the_format_of_each_thing(name):
+    policy = policy_of(PrecisionConfig(policy=name))
+    assert astuple(policy) == NAMED[name]
+    assert policy.separate_masters == (name in ("bf16", "fp16"))
+
+
+def test_the_policies_here_are_all_that_there_are():
+    assert set(NAMED) == set(get_args(PrecisionConfig.__annotations__["policy"])) == set(BYTES)
+
+
+@pytest.mark.parametrize("name", get_args(Dtype))
+def test_names_and_sizes_are_torchs(name):
+    assert getattr(torch, TORCH_NAMES[name]).itemsize == BYTES[name]
+
+
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        ({"policy": "fp16", "grad_accum": "fp16"}, {"accumulate": "fp16", "reduce": "fp16"}),
+        ({"policy": "bf16", "grad_accum": "bf16", "reduce": "fp32"}, {"accumulate": "bf16"}),
+        ({"policy": "bf16", "reduce": "bf16"}, {"reduce": "bf16"}),
+        ({"policy": "bf16", "reduce": "fp16"}, {"reduce": "fp16", "scaled": True}),
+        ({"policy": "bf16", "master": "stochastic"}, {"master": None}),
+        ({"policy": "bf16", "master": "fp64"}, {"master": "fp64", "state": "fp64"}),
+        ({"policy": "fp32", "compute": "bf16"}, {"compute": "bf16", "parameter": "bf16"}),
+        ({"policy": "fp32", "loss_scale": "dynamic"}, {"scaled": True}),
+        ({"policy": "fp32", "master": "fp64"}, {"master": "fp64", "state": "fp64"}),
+        ({"policy": "fp64", "grad_accum": "fp32"}, {"accumulate": "fp32", "reduce": "fp32"}),
+    ],
+)
+def test_each_thing_can_be_said_by_itself(given, changes):
+    names = list(Policy.__dataclass_fields__)
+    assert astuple(policy_of(PrecisionConfig(**given))) == tuple(
+        changes.get(name, usual) for name, usual in zip(names, NAMED[given["policy"]], strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "separate"),
+    [
+        ({"policy": "bf16", "master": "stochastic"}, False),
+        ({"policy": "fp32", "master": "fp64"}, True),
+        ({"policy": "fp32", "compute": "bf16"}, True),
+    ],
+)
+def test_masters_are_a_copy_where_their_format_is_another(given, separate):
+    assert policy_of(PrecisionConfig(**given)).separate_masters is separate
+
+
+REFUSED = [
+    (
+        {"policy": "bf16", "parameter": "fp32"},
+        "precision.compute is bf16 and precision.parameter fp32: .* precision.master (fp32). "
+        "Give --precision.parameter bf16.",
+        {"parameter": "bf16"},
+    ),
+    (
+        {"compute": "fp16", "parameter": "fp64"},
+        "precision.compute is fp16 and precision.parameter fp64: .* Give --precision.parameter fp16.",
+        {"parameter": "fp16"},
+    ),
+    (
+        {"policy": "fp16", "master": "stochastic"},
+        "precision.master is stochastic and the parameters are fp16: .* Give --precision.policy bf16, or leave "
+        "--precision.master out.",
+        {"policy": "bf16"},
+    ),
+    (
+        {"policy": "fp32", "master": "stochastic"},
+        "precision.master is stochastic and the parameters are fp32: .* or leave --precision.master out.",
+        {"master": None},
+    ),
+    (
+        {"policy": "fp64", "master": "fp32"},
+        "precision.master is fp32 and precision.parameter fp64: a master is as wide as its parameter. "
+        "Give --precision.master fp64.",
+        {"master": "fp64"},
+    ),
+    (
+        {"policy": "fp32", "compute": "fp64"},
+        "precision.master is fp32 and precision.parameter fp64: .* Give --precision.master fp64.",
+        {"master": "fp64"},
+    ),
+    (
+        {"policy": "fp16", "loss_scale": "none"},
+        "precision.loss-scale is none, and gradients pass through fp16 (compute fp16, grad-accum fp32, reduce fp32), "
+        ".* Give --precision.loss-scale dynamic, or leave it out.",
+        {"loss_scale": "dynamic"},
+    ),
+    (
+        {"policy": "bf16", "reduce": "fp16", "loss_scale": "none"},
+        "gradients pass through fp16 (compute bf16, grad-accum fp32, reduce fp16), .* or leave it out.",
+        {"loss_scale": "auto"},
+    ),
+    (
+        {"policy": "fp32", "grad_accum": "fp16", "loss_scale": "none"},
+        "gradients pass through fp16 (compute fp32, grad-accum fp16, reduce fp16), .* or leave it out.",
+        {"loss_scale": "dynamic"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "message", "change"), REFUSED)
+def test_what_cannot_train_is_refused_and_the_change_it_names_mends_it(given, message, change):
+    pattern = "".join(".*" if part == ".*" else re.escape(part) for part in re.split(r"(\.\*)", message))
+    with pytest.raises(UserError, match=pattern + "$"):
+        policy_of(PrecisionConfig(**given))
+    policy_of(PrecisionConfig(**given | change))
+
+
+def test_whatever_is_accepted_can_train():
+    """Over all combinations: no gradient in fp16 without a scale, no master narrower than its parameter."""
+    formats, accepted = (None, *get_args(Dtype)), 0
+    masters = (None, "fp64", "fp32", "stochastic")
+    for name, compute, accum, reduce, master in itertools.product(NAMED, formats, formats, formats, masters):
+        for scale in ("auto", "dynamic", "none"):
+            given = PrecisionConfig(name, compute, None, accum, reduce, master, scale)
+            try:
+                policy = policy_of(given)
+            except UserError:
+                continue
+            accepted += 1
+            assert policy.compute == policy.parameter
+            assert policy.scaled or "fp16" not in (policy.compute, policy.accumulate, policy.reduce)
+            assert policy.scaled <= (scale != "none")
+            assert policy.master is None or BYTES[policy.master] >= BYTES[policy.parameter]
+            assert policy.state == (policy.master or "fp32")
+            assert policy.master is not None or policy.parameter == "bf16"
+    assert accepted > 500
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), 1e39, 1e-39])
+def test_a_first_scale_is_one_that_float32_can_hold(scale):
+    with pytest.raises(
+        UserError, match=re.escape(f"precision.initial-scale is {scale}; it must be from 1e-30 to 1e+30")
+    ):
+        check(changed(Config(), precision__initial_scale=scale), 1)
+
+
+def test_a_policy_needs_no_torch():
+    code = "import sys, minidist.precision.policy, minidist.precision.scaler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

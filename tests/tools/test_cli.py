@@ -1,0 +1,240 @@
+"""The command line: one message for whatever is wrong, the right exit code, and nothing left behind."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minidist.comm import World
+from minidist.fault.index import verify
+from minidist.tools.cli import main
+from tests.helpers.processes import AUTO
+from tests.helpers.small_run import OPTIONS, Command, all_gone, descendants, run, small_config, write_text
+
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2")
+
+
+def refused(capsys, *arguments) -> str:
+    """The one message with which `minidist ARGUMENTS` refuses, without having started a rank."""
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as end:  # tyro's own
+        code = end.code
+    told = capsys.readouterr()
+    text = (told.out + told.err).strip()
+    assert code == 2 and text and "Traceback" not in text
+    # Ours is one paragraph; tyro's is one box, which ends so.
+    assert (
+        text.count("minidist: ") == 1 and len(text.splitlines()) == 1 or len(re.findall("For full helptext", text)) == 1
+    )
+    return text
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run folder with checkpoints of steps 3 and 6, the last of the run; and its text."""
+    folder = tmp_path_factory.mktemp("finished")
+    text = write_text(folder)
+    run(World.single(), small_config(folder / "run", text))
+    return folder / "run", text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean train?"),
+        (["xyz"], "there is no command 'xyz'; possible: train, sample, parity, estimate, simulate, doctor"),
+        (["train", "--ranks", "0"], "--ranks is 0; at least 1 rank is needed"),
+        (["train", "--ranks", "3", "--mesh.dp", "2"], "needs 2 ranks, the world has 3: set --mesh.dp 3"),
+        (["train", "--ranks", "1", "--mesh.dp", "2"], r'needs 2 ranks, the world has 1: start with .* "--ranks 2"'),
+        (["train", "--ranks", "2", "--train.micro-batches", "20"], "dp=2 ranks x 20 micro-batches = 40 parts"),
+        (["train", "--train.steps", "0"], "train.steps is 0; it must be 1 or more"),
+        (["train", "--train.steps", "x"], r"Error parsing --train.steps(.|\n)*'x'"),
+        (["train", "--data.pth", "x"], r"Unrecognized options: --data.pth(.|\n)*--data.path"),
+        (["train", "--data.path", "no.txt"], r"--data.path no.txt does not exist"),
+        (["train", "--checkpoint.resume", "nowhere"], "no checkpoint to resume from: nowhere does not exist"),
+        (["train", "--config", "no.toml"], "--config no.toml cannot be read: No such file"),
+        (["sample", "--checkpoint", "nowhere"], "nowhere does not exist"),
+        (["sample", "--checkpoint", ".", "--temperature", "-1"], "--temperature is -1.0; it must be at least 0"),
+        (["sample", "--checkpoint", ".", "--prompt", ""], "--prompt is empty"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_message(place, capsys, arguments, message):
+    assert re.search(message, refused(capsys, *arguments))
+    assert not list(place.iterdir()), "a refused run leaves nothing"
+
+
+def test_texts_that_cannot_be_learned_from_are_refused(place, capsys):
+    Path("empty.txt").touch()
+    Path("short.txt").write_text("too short")
+    assert "--data.path empty.txt is empty (0 bytes)" in refused(capsys, "train", "--data.path", "empty.txt")
+    assert "9 bytes" in refused(capsys, "train", "--data.path", "short.txt")
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="there is a GPU here")
+def test_devices_and_backends_that_are_not_here_are_refused(place, capsys):
+    assert "--device cuda: torch sees 0 GPUs here" in refused(capsys, "train", "--device", "cuda")
+    assert "--device cuda:3: torch sees 0 GPUs here" in refused(capsys, "train", "--device", "cuda:3")
+    told = refused(capsys, "train", "--comm.backend", "nccl", "--ranks", "2")
+    assert "nccl needs a GPU of its own for each rank; here are 2 ranks on cpu and 0 GPUs" in told
+
+
+def test_a_folder_that_is_not_free_is_refused(place, capsys, finished):
+    folder, text = finished
+    Path("notes").mkdir()
+    Path("notes/a.txt").touch()
+    train = ("train", *OPTIONS, "--data.path", text, "--folder")
+    assert "--folder notes is not empty (it holds a.txt)" in refused(capsys, *train, "notes")
+    assert f"go on with this one by --checkpoint.resume {folder}" in refused(capsys, *train, folder)
+    assert "notes/a.txt is a file" in refused(capsys, *train, "notes/a.txt")
+    told = refused(capsys, *train, "notes/a.txt/run")
+    assert "notes/a.txt/run cannot be made: Not a directory. Give --folder a place where you may write" in told
+
+
+def test_checkpoints_that_cannot_be_gone_on_from_are_refused(place, capsys, finished):
+    folder, text = finished
+    resume = ("train", "--checkpoint.resume", folder)
+    assert "is at step 6, and the run ends at step 6: nothing is left to do" in refused(capsys, *resume)
+    more = (*resume, "--train.steps", "9")
+    other = refused(capsys, *more, "--data.path", write_text(place, seed=1))
+    assert "was trained on another corpus (text-0.txt:" in other and "than this run has (text-1.txt:" in other
+    assert "with --train.seed 1234, this run has 5" in refused(capsys, *more, "--train.seed", "5")
+    assert "with --data.seq-len 16, this run has 8" in refused(capsys, *more, "--data.seq-len", "8")
+    earlier = folder / "checkpoints" / "step-00000003"
+    told = refused(capsys, "train", "--checkpoint.resume", earlier)
+    assert f"{earlier} is at step 3, and its run has gone on to step 6: resume the latest with" in told
+    Path("toml").write_text(f"[checkpoint]\nresume = '{folder}'")
+    assert "is at step 6, and the run ends at step 6" in refused(capsys, "train", "--config", "toml")
+
+
+def test_empty_foreign_and_damaged_folders_are_refused(place, capsys, finished):
+    Path("empty").mkdir()
+    assert "empty is empty" in refused(capsys, "train", "--checkpoint.resume", "empty")
+    Path("foreign").mkdir()
+    Path("foreign/notes.txt").touch()
+    assert "1 entry that is no checkpoint (notes.txt)" in refused(capsys, "train", "--checkpoint.resume", "foreign")
+    run(World.single(), small_config(Path("hurt"), finished[1]))
+    capsys.readouterr()
+    index = Path("hurt/checkpoints/step-00000006/checkpoint.json")
+    index.write_text(index.read_text().replace('"step": 6', '"step": 7'))
+    told = refused(capsys, "train", "--checkpoint.resume", "hurt")
+    assert "is damaged: its sha256 is" in told and "hurt/checkpoints/step-00000003 instead" in told
+
+
+def test_help_and_refusals_do_not_wait_for_torch(place):
+    ask = """
+import sys
+from minidist.tools.cli import main
+for arguments in ("--help", "trian", "train --ranks 0", "train --data.path no", "train --help"):
+    try:
+        main(arguments.split())
+    except SystemExit:
+        pass
+print("torch" in sys.modules)
+"""
+    ended = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, cwd=place, timeout=60)
+    assert ended.stdout.splitlines()[-1] == "False", ended.stderr
+    assert "Ctrl-C or SIGTERM" in " ".join(ended.stdout.split()) and "--data.seq-len" in ended.stdout
+
+
+def test_the_command_trains_and_then_samples(place, capsys):
+    text = write_text(place)
+    arguments = (*OPTIONS, "--data.path", text, "--ranks", "2", "--train.steps", "4", "--train.log-every", "2")
+    with Command("train", *arguments, "--folder", "run", folder=place) as command:
+        assert command.end() == 0, command.output
+    lines = command.output.splitlines()
+    assert lines[0].startswith(f"2 ranks on cpu over {AUTO}, mesh pp=1 x dp=2 x cp=1 x tp=1; model of")
+    steps = [line for line in lines if re.match(r"step +\d+  loss [\d.]+  grad norm [\d.]+  lr", line)]
+    assert [int(line.split()[1]) for line in steps] == [1, 2, 4]
+    assert re.fullmatch(
+        r"held-out loss [\d.]+ nats per token \(unigram [\d.]+, bigram [\d.]+\): not below the bigram model", lines[-2]
+    )
+    assert sorted(os.listdir("run")) == ["checkpoints", "config.toml", "loss.png", "metrics.jsonl"]
+    assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert {"step", "tokens", "loss", "grad_norm", "lr", "step_time_s", "tokens_per_s", "comm_bytes", "memory"} <= set(
+        rows[1]
+    )
+    assert main(["sample", "--checkpoint", "run", "--tokens", "20", "--prompt", "that "]) == 0
+    first = capsys.readouterr().out
+    main(["sample", "--checkpoint", "run", "--tokens", "20", "--prompt", "that "])
+    assert first.startswith("that ") and first == capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+def test_a_killed_rank_is_named_all_go_and_the_last_checkpoint_is_whole(place):
+    arguments = (*OPTIONS, "--data.path", write_text(place), "--ranks", "2", "--train.steps", "100000")
+    with Command("train", *arguments, "--checkpoint.every", "5", "--folder", "run", folder=place) as command:
+        command.read_until("checkpoint: run/checkpoints")
+        below = descendants(command.process.pid)
+        ranks = [pid for pid, parent in below.items() if parent != command.process.pid]
+        assert len(ranks) == 2
+        os.kill(max(ranks), signal.SIGKILL)
+        assert command.end() == 1, command.output
+        assert all_gone(below)
+    told = command.output[command.output.index("minidist: ") :]
+    assert re.match(r"minidist: rank [01] died: killed by SIGKILL\nmeanwhile\n  rank [01]: ", told)
+    last = re.search(r"The last checkpoint is (\S+): go on with --checkpoint.resume run$", told.strip())
+    assert not verify(place / last[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+def test_nothing_is_left_of_a_command_that_is_killed(place):
+    arguments = (*OPTIONS, "--data.path", write_text(place), "--ranks", "2", "--train.steps", "100000")
+    with Command("train", *arguments, folder=place) as command:
+        command.read_until("step      1 ")
+        below = descendants(command.process.pid)
+        assert len(below) == 3
+        command.process.kill()
+        assert all_gone(below)
+
+
+def test_under_torchrun_rank_0_tells_once(place):
+    train = ("--standalone", "-m", "minidist", "train", *OPTIONS, "--data.path", write_text(place))
+    with Command(*train, "--mesh.dp", "3", module=TORCHRUN, folder=place) as command:
+        assert command.end() == 1
+    assert command.output.count("minidist: the mesh") == 1, command.output
+    assert "needs 3 ranks, the world has 2: set --mesh.dp 2" in command.output
+    # The traceback there is torchrun's own.
+    assert "exitcode  : 2" in command.output and "UserError" not in command.output
+
+
+def test_under_torchrun_port_0_is_refused(place):
+    train = ("-m", "minidist", "train", *OPTIONS, "--data.path", write_text(place))
+    with Command("--master-port", "0", *train, module=TORCHRUN, folder=place) as command:
+        assert command.end() == 1
+    assert command.output.count("minidist: MASTER_PORT is 0, so the 2 ranks cannot find each other") == 1
+
+
+def test_a_port_in_use_is_refused(place, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        with Command("train", *OPTIONS, "--data.path", write_text(place), folder=place) as command:
+            assert command.end() == 2
+    assert command.output.startswith(f"minidist: port {port} of 127.0.0.1, where the 2 ranks are to meet, is in use")
+    assert len(command.output.splitlines()) == 1
+
+
+def test_ranks_are_not_asked_for_twice(place, capsys, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert "--ranks 4 under torchrun" in refused(capsys, "train", "--ranks", "4")
+    finally:
+        signal.signal(signal.SIGTERM, before)

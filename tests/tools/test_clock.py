@@ -1,0 +1,89 @@
+"""Stretches of time, what they cover together, and one clock for all ranks."""
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minidist.comm import bind
+from minidist.mesh import Mesh
+from minidist.tools.trace.clock import DeviceClock, offset_from_first
+from minidist.tools.trace.intervals import both, lanes, length, union
+
+rows = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)).map(lambda row: (row[0], row[0] + row[1])))
+
+
+def cells(intervals):
+    """The units of time that are covered."""
+    return {unit for begin, end in intervals for unit in range(begin, end)}
+
+
+@given(rows, rows)
+def test_what_intervals_cover_is_what_their_units_cover(a, b):
+    assert cells(union(a)) == cells(a) and length(a) == len(cells(a))
+    assert cells(both(a, b)) == cells(a) & cells(b) and length(both(a, b)) == len(cells(a) & cells(b))
+    apart = union(a)
+    assert all(left[1] < right[0] for left, right in zip(apart, apart[1:], strict=False))
+
+
+@given(rows)
+def test_no_two_intervals_of_a_lane_overlap(intervals):
+    intervals = sorted(intervals)
+    for lane in set(chosen := lanes(intervals)):
+        mine = [interval for interval, at in zip(intervals, chosen, strict=True) if at == lane]
+        assert all(before[1] <= after[0] for before, after in zip(mine, mine[1:], strict=False))
+
+
+AHEAD_NS = 5_000_000_000
+
+
+def measured_offset(world):
+    """As if every rank were a host whose clock is ahead of the one before it."""
+    world = replace(world, node_rank=world.rank)
+    group = bind(world, Mesh(dp=world.size))["control"]
+    return offset_from_first(group, lambda: time.monotonic_ns() + world.rank * AHEAD_NS)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_clocks_of_hosts_are_aligned_within_the_error_that_is_told(ranks, size):
+    for rank, (offset, error) in enumerate(ranks(measured_offset, size)):
+        assert abs(offset + rank * AHEAD_NS) <= error < AHEAD_NS
+        assert (error == 0) == (rank == 0)
+
+
+def own_host(world):
+    return offset_from_first(bind(world, Mesh(dp=world.size))["control"])
+
+
+def test_ranks_of_one_host_have_one_clock(ranks):
+    assert ranks(own_host, 3) == [(0, 0)] * 3
+
+
+def test_moments_of_a_device_are_placed_by_its_events(monkeypatch):
+    """The queue of a device that is 2.5 ms behind at the second moment; no GPU is needed to place it."""
+    recorded = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_ms = 2.5 * len(recorded)
+            recorded.append(self)
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, later):
+            return later.at_ms - self.at_ms
+
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(Event=Event, synchronize=lambda: None))
+    before = time.monotonic_ns()
+    clock = DeviceClock()
+    first, second = clock.now(), clock.now()
+    assert clock.nanoseconds(second) - clock.nanoseconds(first) == 2_500_000
+    assert before + 2_500_000 <= clock.nanoseconds(first) <= time.monotonic_ns() + 2_500_000

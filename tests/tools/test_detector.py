@@ -1,0 +1,256 @@
+"""The judge of boards and the watchdog, without a process."""
+
+import threading
+from dataclasses import replace
+
+from minidist.tools.deadlock.detector import Observer, judge
+from minidist.tools.deadlock.status_page import Board, Channel
+from minidist.tools.deadlock.status_report import rank_names
+from minidist.tools.deadlock.watchdog import Watchdog
+from tests.helpers.status_pages import GRADS, returned, snapshots, waiting
+
+
+def test_a_rank_that_waits_for_one_that_returned_is_deadlocked():
+    verdict = judge(snapshots(r0=waiting(Board(), GRADS), r1=returned(), r2=waiting(Board(), GRADS)))
+    assert (verdict.kind, verdict.ranks) == ("deadlock", (0, 2))
+    assert verdict.text.splitlines() == [
+        "deadlock: ranks 0, 2 wait for something that can never happen",
+        "  ranks 0, 2: waiting in all_reduce #1 (4,) float32 of 'grads' (ranks 0-2) at train.py:7",
+        "  rank 1: returned",
+        "rank 1 returned without launching all_reduce #1 of 'grads'",
+    ]
+
+
+def test_a_rank_that_is_not_seen_may_still_come():
+    assert judge(snapshots(r0=waiting(Board(), GRADS), r1=waiting(Board(), GRADS))) is None
+
+
+def test_a_rank_that_runs_may_still_come():
+    running = Board()
+    running.resume()
+    assert judge(snapshots(r0=waiting(Board(), GRADS), r1=running, r2=waiting(Board(), GRADS))) is None
+
+
+def test_all_ranks_in_one_operation_are_the_networks_business():
+    assert judge(snapshots(**{f"r{r}": waiting(Board(), GRADS) for r in range(3)})) is None
+
+
+def test_a_rank_that_returned_with_its_part_launched_is_not_missed():
+    early = Board()
+    early.launch(GRADS, "all_reduce", (4,), "float32")
+    boards = snapshots(r0=waiting(Board(), GRADS), r1=returned(early), r2=waiting(Board(), GRADS))
+    assert judge(boards) is None
+
+
+def test_a_waiting_rank_that_will_be_served_can_still_come():
+    pair = Channel("collective", "pair", (1, 3))
+    boards = snapshots(r0=waiting(Board(), GRADS), r1=waiting(Board(), pair), r2=waiting(Board(), GRADS))
+    served = {**boards, 3: waiting(Board(), pair).snapshot()}
+    assert judge(served) is None
+
+
+def test_a_chain_of_waits_ends_at_the_rank_that_died():
+    pair = Channel("collective", "pair", (1, 3))
+    boards = snapshots(r0=waiting(Board(), GRADS), r1=waiting(Board(), pair), r2=waiting(Board(), GRADS))
+    verdict = judge({**boards, 3: replace(Board().snapshot(), state="died")})
+    assert verdict.ranks == (0, 1, 2)
+    assert verdict.text.endswith("rank 3 died without launching all_reduce #1 of 'pair'")
+
+
+def test_one_lost_member_is_enough_while_another_still_works():
+    boards = snapshots(r0=waiting(Board(), GRADS), r1=returned())  # rank 2 runs
+    assert judge(boards).ranks == (0,)
+
+
+def test_a_recv_is_served_by_the_send_of_its_tag_only():
+    def recv(tag):
+        return waiting(Board(), Channel("recv", "pp", (0, 1), 1, tag), "recv")
+
+    sender = Board()
+    sender.launch(Channel("send", "pp", (0, 1), 0, 3), "send", (4,), "float32")
+    sender.finish("returned")
+    assert judge(snapshots(r0=recv(3), r1=sender)) is None
+    assert "without launching send #1 to rank 0 of 'pp'" in judge(snapshots(r0=recv(4), r1=sender)).text
+
+
+def test_a_second_recv_needs_a_second_send():
+    receiver, channel = Board(), Channel("recv", "pp", (0, 1), 1)
+    receiver.launch(channel, "recv", (4,), "float32")
+    waiting(receiver, channel, "recv")
+    sender = Board()
+    sender.launch(Channel("send", "pp", (0, 1), 0), "send", (4,), "float32")
+    assert "send #2" in judge(snapshots(r0=receiver, r1=returned(sender))).text
+
+
+def test_another_shape_at_the_same_place_is_a_mismatch():
+    verdict = judge(snapshots(r0=waiting(Board(), GRADS), r1=waiting(Board(), GRADS, shape=(5,))))
+    assert (verdict.kind, verdict.ranks) == ("mismatch", (0, 1))
+    assert "rank 0: all_reduce (4,) float32" in verdict.text and "rank 1: all_reduce (5,) float32" in verdict.text
+
+
+def test_a_mismatch_is_found_although_one_rank_is_already_further():
+    ahead = Board()
+    ahead.launch(GRADS, "broadcast", (4,), "float32")
+    ahead.launch(GRADS, "all_reduce", (4,), "float32")
+    verdict = judge(snapshots(r0=waiting(Board(), GRADS), r1=returned(ahead)))
+    assert verdict.kind == "mismatch" and "operation #1 of 'grads'" in verdict.text
+
+
+def test_a_send_and_a_recv_of_as_many_elements_match():
+    send = waiting(Board(), Channel("send", "pp", (0, 1), 1), "send", (2, 4))
+    recv = waiting(Board(), Channel("recv", "pp", (0, 1), 0), "recv", (8,))
+    assert judge(snapshots(r0=send, r1=recv)) is None
+    short = waiting(Board(), Channel("recv", "pp", (0, 1), 0), "recv", (7,))
+    assert judge(snapshots(r0=send, r1=short)).kind == "mismatch"
+
+
+def test_unequal_shares_of_an_all_to_all_match():
+    boards = {f"r{r}": waiting(Board(), GRADS, "all_to_all", (r + 1, 2)) for r in range(3)}
+    assert judge(snapshots(**boards)) is None
+
+
+def test_a_circle_of_many_ranks_is_told_in_few_lines():
+    size = 40
+    ranks = tuple(range(size))
+    boards = {
+        f"r{r}": waiting(Board(), Channel("recv", "ring", ranks, (r - 1) % size), "recv", where=f"ring.py:{r}")
+        for r in ranks
+    }
+    verdict = judge(snapshots(**boards))
+    assert verdict.ranks == ranks and len(verdict.text.splitlines()) < 15
+
+
+def test_a_verdict_needs_two_equal_readings():
+    stuck, observer = waiting(Board(), GRADS), Observer()
+    gone = returned().snapshot()
+    assert observer.see({0: stuck.snapshot(), 1: gone}, 0.0) is None
+    stuck.resume()
+    waiting(stuck, GRADS)  # looks alike, but has moved
+    assert observer.see({0: stuck.snapshot(), 1: gone}, 1.0) is None
+    assert observer.see({0: stuck.snapshot(), 1: gone}, 2.0).ranks == (0,)
+
+
+def test_a_rank_about_to_join_a_deadlock_is_waited_for():
+    boards = {0: waiting(Board(), GRADS), 1: returned(), 2: Board()}
+    boards[2].resume()
+    observer = Observer()
+
+    def see(now_s):
+        return observer.see({rank: board.snapshot() for rank, board in boards.items()}, now_s)
+
+    assert [see(0.0), see(0.1), see(0.2)] == [None] * 3
+    waiting(boards[2], GRADS)
+    assert see(0.3) is None  # it has just moved
+    assert see(0.4).ranks == (0, 2)
+
+
+def test_a_deadlock_is_told_though_another_rank_works_on_and_on():
+    boards = {0: waiting(Board(), GRADS), 1: returned(), 2: Board()}
+    boards[2].resume()
+    observer, seen = Observer(), {rank: board.snapshot() for rank, board in boards.items()}
+    assert [observer.see(seen, now_s) for now_s in (0.0, 0.5, 1.4)] == [None] * 3
+    assert observer.see(seen, 1.6).ranks == (0,)
+
+
+def test_rank_names_are_merged_into_runs():
+    assert [rank_names(ranks) for ranks in ([3], [2, 0, 1, 5], [0, 2])] == ["rank 3", "ranks 0-2, 5", "ranks 0, 2"]
+
+
+# The watchdog: the same judge, over a store
+
+
+class Store(dict):
+    """What the watchdog needs of torch's store."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def set(self, key, value):
+        self[key] = value
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def multi_get(self, keys):
+        return [self[key] for key in keys]
+
+    def add(self, key, amount):
+        with self.lock:
+            self[key] = self.get(key, 0) + amount
+            return self[key]
+
+
+PAIR = Channel("collective", "grads", (0, 1))
+
+
+def test_the_lowest_waiting_rank_reports_once_for_all():
+    store, said, done = Store(), [], threading.Event()
+
+    def end(rank):
+        return lambda report: (said.append((rank, report)), done.set())
+
+    boards = [Board(), Board()]
+    dogs = [Watchdog(r, 2, boards[r], store, end=end(r)) for r in range(2)]
+    waiting(boards[1], PAIR)
+    waiting(boards[0], PAIR, name="broadcast")
+    assert done.wait(20)
+    boards[1].finish("returned")
+    boards[0].finish("returned")
+    for dog in dogs:
+        threading.Thread(target=dog.finish, daemon=True).start()
+    for dog in dogs:
+        dog._thread.join(20)
+    assert [rank for rank, _ in said] == [0] and "mismatch: operation #1" in said[0][1]
+
+
+def watched(rank, board, store, size=2):
+    """A watchdog whose thread has ended: the test calls what the thread would."""
+    dog = Watchdog(rank, size, board, store)
+    dog.stop()
+    return dog
+
+
+def test_a_board_posted_once_may_be_out_of_date():
+    store, boards = Store(), [waiting(Board(), PAIR), waiting(Board(), PAIR, shape=(9,))]
+    first, second = [watched(rank, board, store) for rank, board in enumerate(boards)]
+    for _ in range(3):  # rank 1 may have gone on since it posted: it has nothing to say while it runs
+        first._post()
+        assert first._read() is None
+    second._post()
+    first._post()
+    assert first._read().kind == "mismatch"
+
+
+def test_a_waiting_rank_leaves_the_word_to_a_lower_one():
+    store, boards = Store(), [waiting(Board(), PAIR), waiting(Board(), PAIR, shape=(9,))]
+    first, second = dogs = [watched(rank, board, store) for rank, board in enumerate(boards)]
+    for dog in dogs:
+        dog._read()
+    for dog in dogs:
+        dog._post()
+    assert first._read() is not None and second._read() is None
+
+
+def test_a_wait_longer_than_the_timeout_is_reported_by_its_own_rank():
+    said, done = [], threading.Event()
+    board = Board()
+    dog = Watchdog(0, 2, board, Store(), timeout_s=0.1, end=lambda report: (said.append(report), done.set()))
+    waiting(board, PAIR)  # rank 1 never shows
+    assert done.wait(20)
+    assert "after 0.1 s in one wait\n  rank 0: waiting in all_reduce #1" in said[0]
+    dog._thread.join(20)
+
+
+def test_the_watchdog_too_waits_for_a_rank_about_to_join():
+    store, boards = Store(), [waiting(Board(), GRADS), returned(), Board()]
+    boards[2].resume()
+    dogs = [watched(rank, board, store, size=3) for rank, board in enumerate(boards)]
+    for _ in range(3):
+        dogs[0]._post()
+        assert dogs[0]._read() is None
+    waiting(boards[2], GRADS)
+    for _ in range(2):
+        dogs[0]._post()
+        dogs[2]._post()
+        verdict = dogs[0]._read()
+    assert verdict.ranks == (0, 2)

@@ -1,0 +1,165 @@
+"""`minidist estimate` against real steps: what every rank holds, and what it sends for each use, to the byte."""
+
+import dataclasses
+from itertools import cycle
+
+import pytest
+
+from minidist.comm import Meter, World, bind
+from minidist.config import Config, PrecisionConfig
+from minidist.data.loader import Loader
+from minidist.data.synthetic import generate
+from minidist.models.transformer import Transformer
+from minidist.parallel.data import buckets
+from minidist.parallelize import parallelize, uses
+from minidist.tools.estimate import reduction
+from minidist.tools.estimate.estimate import estimate
+from minidist.tools.parity.cases import GRADIENTS, SWITCHES, Case
+from minidist.tools.parity.layouts import Layout, layouts
+from minidist.tools.parity.plan import switches_of
+from minidist.train.engine import Engine
+
+PLAIN = {name: values[0] for name, values in SWITCHES.items()}
+MEASURED = (
+    "samples",
+    "parameters",
+    "parameter_bytes",
+    "gradient_bytes",
+    "master_bytes",
+    "optimizer_bytes",
+    "wire_bytes",
+)
+
+
+def configured(layout: Layout, world: int, micro_batches: int = 4, **more) -> Config:
+    """A small model, buckets of 4 kB, and a batch of 29 samples, which no number of ranks divides."""
+    values = PLAIN | {"micro_batches": micro_batches, "gradients": "bucketed"}
+    values |= {name: more.pop(name) for name in list(more) if name in SWITCHES}
+    config = Case(world, max(2, layout.pp * layout.chunks), layout, **values).config()
+    parts = {name: dataclasses.replace(getattr(config, name), **changed) for name, changed in more.items()}
+    return dataclasses.replace(config, **parts)
+
+
+def measured(world: World, configs: list[Config]) -> list[dict]:
+    """What this rank has and has sent after one step of each: what the estimate says under the same names."""
+    found = []
+    for config in configs:
+        mesh = config.mesh_of(world.size)
+        groups = bind(world, mesh, uses(mesh, config), meter=Meter())
+        engine = Engine(parallelize(Transformer(config.model), groups, config), groups, config.optim, seed=1)
+        loader, at = Loader(generate(2000), config.data.seq_len, seed=1), mesh.coords(world.rank)["dp"]
+        train, shares = config.train, config.data.shares
+        batches = loader.micro_batches(0, train.global_batch, at, mesh.dp, train.micro_batches, shares)
+        groups.meter.wire_bytes.clear()  # of the start
+        seen = {}
+        engine.step(0, batches, lr=0.1, inspect=lambda engine=engine, seen=seen: seen.update(held(engine)))
+        states = [
+            tensor for state in engine.optimizer.state.values() for tensor in state.values() if tensor is not None
+        ]
+        sent = {use: count for use, count in groups.meter.wire_bytes.items() if count}
+        seen |= {"optimizer_bytes": size(states), "wire_bytes": sent, "samples": sum(len(b.samples) for b in batches)}
+        found.append(seen)
+        groups.destroy()
+    return found
+
+
+def held(engine: Engine) -> dict:
+    """The memory behind parameters, gradients and masters when backward is over."""
+    parameters, members = list(engine.parameters.values()), getattr(engine.sink, "members", [])
+    if members:
+        gradients = [member.gradients.result for member in members]
+        behind = [*parameters, *(member.unit.part for member in members)]
+    else:
+        gradients, behind = [parameter.grad for parameter in parameters], parameters
+    return {
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "parameter_bytes": storages(behind),
+        "gradient_bytes": storages(gradients),
+        "master_bytes": storages(member.unit.masters.tensor for member in members if member.unit.masters.separate),
+    }
+
+
+def storages(tensors) -> int:
+    """Bytes of the memory behind tensors, each piece counted once."""
+    behind = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in behind}.values())
+
+
+def size(tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def agree(ranks, world: int, configs: list[Config]) -> None:
+    by_rank = ranks(measured, world, configs)
+    for number, config in enumerate(configs):
+        for cost in estimate(config, world).ranks:
+            told = {name: getattr(cost, name) for name in MEASURED}
+            told["wire_bytes"] = {use: count for use, count in told["wire_bytes"].items() if count}
+            assert told == by_rank[cost.rank][number], (cost.at, config.parallel, config.comm)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_layout_holds_and_sends_what_was_said(ranks, world):
+    chosen = (
+        layouts(world) if world < 4 else [each for i, each in enumerate(layouts(4)) if not i % 5 or not each.schedule]
+    )
+    agree(ranks, world, [configured(layout, world) for layout in chosen])
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_layout_keeps_and_sends_what_was_said_under_zero_and_in_16_bits(ranks, world):
+    """Each layout meets some of the ways to share out, and each way some layouts and formats; parity has them all."""
+    chosen, configs = [layout for layout in layouts(world) if world < 4 or layout.schedule != "zb-h1"], []
+    kinds = cycle([kind for kind in GRADIENTS if kind.startswith("zero")])
+    formats, counts, optimizers = (
+        cycle(("float64", "bf16", "fp16", "float32")),
+        cycle((4, 1, 3)),
+        cycle(("adamw", "muon")),
+    )
+    for layout in [*chosen, *chosen]:
+        able = switches_of(layout)
+        kind = next(kinds)
+        while kind not in able["gradients"] and layout.dp * layout.cp > 1:
+            kind = next(kinds)
+        values = {"gradients": kind if layout.dp * layout.cp > 1 else "bucketed", "dtype": next(formats)}
+        optimizer = next(optimizers)
+        values["optimizer"] = optimizer if optimizer in able["optimizer"] else "adamw"
+        micro_batches = max(next(counts), 2 if layout.schedule else 1)
+        configs.append(configured(layout, world, micro_batches, **values))
+    agree(ranks, world, configs)
+
+
+SMALL = {"vocab_size": 48, "hidden_size": 24, "intermediate_size": 36, "num_heads": 4, "num_kv_heads": 1}
+ODD = {"num_layers": 3, "hidden_size": 10, "vocab_size": 129, "intermediate_size": 7, "num_heads": 5, "num_kv_heads": 1}
+SWITCHED = {
+    "one by one": (Layout(dp=2, tp=2, sequence=True), {"gradients": "naive"}),
+    "buckets that no ring cuts evenly": (Layout(dp=4), {"model": ODD}),
+    "untied": (Layout(pp=2, dp=2, schedule="zb-v"), {"tied": False}),
+    "tied over two": (Layout(pp=2, cp=2, schedule="1f1b", context="ring"), {"comm": {"algorithm": "ring"}}),
+    "uneven": (Layout(dp=4), {"data": {"shares": (0.0, 3.0, 1.0, 2.0)}}),
+    "fewer samples than parts": (Layout(dp=2, tp=2), {"train": {"global_batch": 9, "micro_batches": 4}}),
+    "sgd": (Layout(cp=2, tp=2, context="ulysses", sequence=False), {"optim": {"kind": "sgd", "momentum": 0.0}}),
+    "momentum": (Layout(dp=4), {"optim": {"kind": "sgd", "momentum": 0.9}}),
+    "one bucket": (Layout(pp=2, tp=2, schedule="gpipe", sequence=True), {"comm": {"bucket_mib": 25.0}}),
+    "one head": (Layout(dp=1, tp=4, sequence=False), {"model": SMALL}),
+    "one head for the sequence": (Layout(dp=1, tp=4, sequence=True), {"model": SMALL}),
+    "one head, ulysses": (Layout(cp=2, tp=2, sequence=True, context="ulysses"), {"model": SMALL}),
+    **{name: (Layout(dp=4), {"comm": {"algorithm": name}}) for name in ("naive", "tree", "doubling", "rabenseifner")},
+}
+
+
+def test_switches_change_what_was_said(ranks):
+    agree(ranks, 4, [configured(layout, 4, **more) for layout, more in SWITCHED.values()])
+
+
+@pytest.mark.parametrize("limit", [1, 7, 10, 1000])
+def test_buckets_are_cut_as_the_sink_cuts_them(limit):
+    sizes = [5, 3, 3, 12, 1, 1, 1, 6, 2]
+    for first in (4, 50):
+        cut = buckets.assign(dict(enumerate(sizes)), limit, first)
+        assert reduction.buckets(sizes, limit, first) == [sum(sizes[i] for i in bucket) for bucket in cut]
+
+
+@pytest.mark.parametrize("policy, dtype", [("fp32", "float32"), ("fp64", "float64"), ("bf16", "bfloat16")])
+def test_the_dtype_is_that_of_the_precision(policy, dtype):
+    assert estimate(Config(precision=PrecisionConfig(policy=policy)), 1).layout.dtype == dtype

@@ -1,0 +1,45 @@
+"""How much memory a rank may take: a share of what the machine or its container has left."""
+
+import pytest
+
+from minidist.tools.launch.memory import MemoryLimit, free_bytes
+
+
+@pytest.fixture
+def system(tmp_path):
+    """`system(meminfo kB, most, now)`: folders that stand for /proc and /sys/fs/cgroup; None: no such file."""
+
+    def make(free_kib=None, most=None, now=None):
+        for name, text in (
+            ("meminfo", None if free_kib is None else f"MemTotal: 9 kB\nMemAvailable:   {free_kib} kB\n"),
+            ("memory.max", most),
+            ("memory.current", now),
+        ):
+            if text is not None:
+                (tmp_path / name).write_text(f"{text}\n")
+        return {"proc": tmp_path, "cgroup": tmp_path}
+
+    return make
+
+
+def test_what_the_machine_has_left_counts(system):
+    assert free_bytes(**system(free_kib=2048)) == 2048 << 10
+
+
+def test_the_container_may_have_less(system):
+    assert free_bytes(**system(free_kib=2048, most=5000, now=2000)) == 3000
+    assert free_bytes(**system(free_kib=2048, most=5000, now=7000)) == 0
+
+
+def test_a_container_without_a_limit_has_what_the_machine_has(system):
+    assert free_bytes(**system(free_kib=2048, most="max", now=2000)) == 2048 << 10
+
+
+def test_where_nothing_is_known_nothing_is_limited(system):
+    assert free_bytes(**system()) is None
+
+
+@pytest.mark.skipif(free_bytes() is None, reason="tells free memory by /proc")
+def test_ranks_share_what_is_free():
+    two, eight = (MemoryLimit(ranks).more_bytes for ranks in (2, 8))
+    assert two >= eight >= 1 << 30 and 2 * two <= max(free_bytes(), 2 << 30)

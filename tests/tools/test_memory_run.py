@@ -1,0 +1,220 @@
+"""`--memory`: one step measured on every rank, drawn beside its estimate, and the run is what it would have been."""
+
+import json
+import sys
+
+import matplotlib.image
+import pytest
+import torch
+
+from minidist.errors import UserError
+from minidist.tools.cli import main, train_options
+from minidist.tools.estimate.estimate import MEMORY
+from minidist.tools.memory import tracker
+from minidist.tools.memory.storages import Peak
+from minidist.train.trainer import Trainer
+from tests.helpers.small_run import OPTIONS, Command, Stop, run, small_config, write_text
+
+TIMES = ("step_time_s", "tokens_per_s", "memory")
+KINDS = set(MEMORY.values())
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def measured(folder, text, **changes):
+    return small_config(folder / "run", text, **{"memory__file": folder / "memory.png", "train__steps": 3, **changes})
+
+
+def told(world, config, stop_after=None):
+    """Train; the last line about memory, and every number of the model."""
+    torch.set_num_threads(1)
+    trainer = Trainer(world, config)
+    trainer.run(Stop(stop_after))
+    return trainer.memory.line, {name: t.clone() for name, t in trainer.engine.updates.stored().items()}
+
+
+def numbers(config) -> dict:
+    return json.loads(config.memory.file.with_suffix(".json").read_text())
+
+
+def rows(config) -> list[dict]:
+    lines = (config.folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+LAYOUTS = [
+    (1, {}),
+    (2, {"comm__gradients": "naive"}),
+    (2, {"zero__stage": 3, "precision__policy": "bf16", "recompute": "block"}),
+    (2, {"mesh__tp": 2, "parallel__sequence": True, "model__num_kv_heads": 2}),
+    (2, {"mesh__cp": 2, "zero__stage": 1}),
+    (2, {"mesh__pp": 2, "model__num_layers": 2, "recompute": "selective"}),
+    (4, {"mesh__pp": 2, "model__num_layers": 2, "zero__stage": 2, "precision__policy": "fp16"}),
+]
+
+
+@pytest.mark.parametrize(("size", "changes"), LAYOUTS, ids=str)
+def test_a_measured_run_is_the_run_it_would_have_been(ranks, tmp_path, text, size, changes):
+    plain = small_config(tmp_path / "plain", text, train__steps=3, **changes)
+    config = measured(tmp_path, text, **changes)
+    before, after = ranks(told, size, plain), ranks(told, size, config)
+    for (_, values), (_, same) in zip(before, after, strict=True):
+        assert values.keys() == same.keys() and all(torch.equal(values[name], same[name]) for name in values)
+    assert rows(plain) == rows(config)
+    found = numbers(config)
+    assert found["step"] == 2 and [each["rank"] for each in found["ranks"]] == list(range(size))
+    for each in found["ranks"]:
+        seen, said = each["measured"], each["estimated"]
+        assert seen["total"] == sum(seen["parts"].values()) > 0 and set(seen["parts"]) <= KINDS == set(said["parts"])
+        assert said["total"] == sum(said["parts"].values()) and seen["allocator"] is None
+        for kind in ("parameters", "masters", "states"):
+            assert seen["largest"].get(kind, 0) == said["largest"][kind] == said["parts"][kind]
+    assert matplotlib.image.imread(config.memory.file).std() > 0.05
+
+
+def test_the_table_is_of_the_rank_that_holds_most(ranks, tmp_path, text):
+    config = measured(tmp_path, text, mesh__pp=2, model__num_layers=2, train__micro_batches=2)
+    (line, _), _ = ranks(told, 2, config)
+    found = numbers(config)["ranks"]
+    most = max(found, key=lambda each: each["measured"]["total"])
+    head, names, *body = line.splitlines()
+    assert head == f"memory of rank {most['rank']}, which holds most, at its peak in step 2, on cpu"
+    assert names.split() == ["measured", "estimated"]
+    assert body[-1] == f"picture: {config.memory.file}; all ranks in numbers: {config.memory.file.with_suffix('.json')}"
+    (together,) = [row for row in body if row.startswith("together")]
+    totals = most["measured"]["total"], most["estimated"]["total"]
+    assert together.split(maxsplit=1)[1].split("  ")[0].strip() == tracker.bytes_text(totals[0])
+    assert any(row.startswith("activations ") for row in body) and "allocator" not in line
+    if sys.platform == "linux":
+        assert any(row.startswith("mapped segments") for row in body)
+
+
+def test_the_allocators_figure_stands_beside_on_cuda():
+    peak = Peak(100, {"parameters": 60, "buffers": 40}, {"parameters": 60, "buffers": 40}, 0, allocator=128)
+    (cost,) = tracker.estimate(small_config(None, None), 1).ranks
+    said = tracker.table(2, "cuda", [peak], [cost])
+    assert said.splitlines()[-1].split() == ["allocator's", "peak", "128", "B"]
+    assert tracker.picture(2, "cuda", [peak], [cost], "svg").count(b"<!-- allocator's peak -->") == 1
+
+
+def test_it_can_be_another_step_and_a_trace_beside_it(ranks, tmp_path, text):
+    config = measured(tmp_path, text, memory__step=3, trace__file=tmp_path / "trace.json", trace__first=2)
+    (line, _), _ = ranks(told, 2, config)
+    assert "at its peak in step 3" in line and numbers(config)["step"] == 3
+    assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["steps"] == [2, 3]
+
+
+def test_a_run_that_goes_on_measures_its_own_second_step(ranks, tmp_path, text):
+    ranks(run, 1, small_config(tmp_path / "run", text, train__steps=3))
+
+    def going_on(name, steps, **changes):
+        again = {"checkpoint__resume": tmp_path / "run", "memory__file": tmp_path / name, "train__steps": steps}
+        return small_config(tmp_path / "run", text, **again, **changes)
+
+    config = going_on("memory.png", 6)
+    ((line, _),) = ranks(told, 1, config)
+    assert numbers(config)["step"] == 5 and "step 5" in line
+    assert "memory.png" not in (tmp_path / "run" / "config.toml").read_text()
+    ((line, _),) = ranks(told, 1, going_on("other.png", 7, memory__step=2))
+    assert line == "no memory measured: the run went on after step 6, past --memory.step 2"
+
+
+def test_a_run_that_ends_before_says_so(ranks, tmp_path, text):
+    (line, _), _ = ranks(told, 2, measured(tmp_path, text), 1)
+    assert line == "no memory measured: the run ended before step 2" and not (tmp_path / "memory.png").exists()
+
+
+def profiled(world, config, when):
+    """Another profiler on rank 1: all the time, or from within the measured step on."""
+    torch.set_num_threads(1)
+    trainer = Trainer(world, config)
+    other = torch.autograd.profiler.profile()
+    if world.rank == 1 and when == "before":
+        other.__enter__()
+    if world.rank == 1 and when == "meanwhile":
+        step = trainer.engine.step
+
+        def meanwhile(number, *args, **options):
+            if number == 1:
+                other.__enter__()
+            return step(number, *args, **options)
+
+        trainer.engine.step = meanwhile
+    done = trainer.run(Stop())["step"]
+    if world.rank == 1:
+        other.__exit__(None, None, None)
+    return done, trainer.memory.line
+
+
+@pytest.mark.parametrize(("when", "why"), [("before", "is recording"), ("meanwhile", "took the place of this one")])
+def test_a_second_profiler_is_told_of_and_the_run_goes_on(ranks, tmp_path, text, when, why):
+    config = measured(tmp_path, text)
+    (steps, line), _ = ranks(profiled, 2, config, when)
+    assert steps == 3 and sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    assert line == (
+        "no memory measured: it takes torch's profiler, which rank 1 cannot have in step 2 "
+        f"(another profiler of torch's {why}). Let no other profiler run then, or give another --memory.step."
+    )
+
+
+def test_under_torchrun_it_is_the_same(tmp_path):
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "minidist")
+    more = ("--train.steps", "2", "--folder", "run", "--memory", "m.svg", "--data.path", write_text(tmp_path))
+    with Command("train", *OPTIONS, *more, module=torchrun, folder=tmp_path) as command:
+        assert command.end() == 0, command.output
+    assert command.output.count("picture: m.svg; all ranks in numbers: m.json") == 1
+    assert len(json.loads((tmp_path / "m.json").read_text())["ranks"]) == 2 and (tmp_path / "m.svg").stat().st_size
+
+
+def test_what_cannot_be_written_or_measured_is_refused(tmp_path, capsys):
+    (tmp_path / "there.json").write_text("")
+    (tmp_path / "there.png").write_text("")
+    picture = str(tmp_path / "m.png")
+    for words, message in (
+        ([str(tmp_path / "m.txt")], "is to be a picture: give a name that ends in .png, .svg, .pdf"),
+        ([str(tmp_path / "there.png")], "there.png is there already: remove it, or give the picture another name"),
+        ([str(tmp_path / "there.svg")], f"{tmp_path / 'there.json'}, where its numbers go, is there already"),
+        ([str(tmp_path / "no" / "m.png")], "cannot be written: No such file or directory"),
+        ([picture, "--trace", str(tmp_path / "m.json")], "and so does --trace: give one of them another name"),
+        (
+            [picture, "--memory.step", "601"],
+            "memory.step is 601, and the run ends at step 600: nothing would be measured",
+        ),
+        ([picture, "--memory.step", "0"], "memory.step is 0; it must be 1 or more"),
+    ):
+        assert main(["train", "--device", "cpu", "--memory", *words]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+def refuse(world, config):
+    with pytest.raises(UserError) as error:
+        Trainer(world, config)
+    return str(error.value)
+
+
+def test_a_place_that_only_rank_0_needs_is_refused_on_all_ranks(ranks, tmp_path, text):
+    first, second = ranks(refuse, 2, measured(tmp_path, text, memory__file=tmp_path / "no" / "m.png"))
+    assert first == second and "rank 0: --memory" in first
+
+
+def test_the_short_option_is_the_long_one():
+    for words in (["--memory", "a.png"], ["--memory=a.png"], ["--memory.file", "a.png"]):
+        config, _ = train_options([*words, "--memory.step", "4"])
+        assert (str(config.memory.file), config.memory.step) == ("a.png", 4)
+
+
+@pytest.mark.parametrize("size", [1, 8, 16, 64])
+def test_the_picture_shows_every_rank_or_one_of_each_stage(size, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(tracker, "draw_bars", lambda axes, bars: drawn.append(bars))
+    changes = {"mesh__pp": 4 if size > 1 else 1, "model__num_layers": 4, "train__micro_batches": 4}
+    config = small_config(None, None, train__global_batch=64, **changes)
+    costs = tracker.estimate(config, size).ranks
+    peaks = [Peak(cost.memory_bytes + cost.rank, cost.peak, {}, 0) for cost in costs]
+    picture = tracker.picture(2, "cpu", peaks, costs, "svg").decode()
+    assert len(drawn[0]["measured"]) == len(drawn[0]["estimated"]) == (size if size <= 16 else 4)
+    assert ("of each stage the one that holds most" in picture) == (size > 16)

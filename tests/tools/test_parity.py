@@ -1,0 +1,264 @@
+"""Parity itself: its rows are green, its reference is independent, and its command says what it found."""
+
+import ast
+import contextlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import minidist.tools.parity.muon
+import minidist.tools.parity.reference
+from minidist.data.partition import block
+from minidist.errors import UserError
+from minidist.models.dropout import DropoutAddress
+from minidist.tools.parity import command
+from minidist.tools.parity.cases import GLOBAL_BATCH, HALF, SEED, TOLERANCES
+from minidist.tools.parity.command import ParityOptions, as_json, chosen, describe, main, table_lines
+from minidist.tools.parity.plan import cases_of, plan
+from minidist.tools.parity.run import run
+
+KEYS = (
+    *("layout", "dtype", "optimizer", "loss_diff", "grad_diff", "grad_norm_diff", "param_diff"),
+    *("worst_tensor", "first_wrong", "tolerance", "ok"),
+)
+ROW = dict.fromkeys(KEYS, 0.0) | {"layout": "dp=2 bucketed tied", "dtype": "float64", "optimizer": "sgd"}
+GOOD = ROW | {"first_wrong": None, "worst_tensor": "w", "tolerance": {"loss": 1e-10}, "ok": True}
+# 12 switches of two values: one rank has nobody to differ from, one replica nothing to share; two of the six schedules
+# refuse a single micro-batch.
+# All combinations for 2 ranks: six switches of two values and recomputation with everything; micro-batches, optimizers
+# (no Muon under tp), starts, shares, and reductions, of which two formats have 2 (7 where shards can be), two one less.
+_EVERY = 2**6 * 3
+LEFT_OUT = _EVERY * (2 * 3 * 6 + 2 * 3 * 26 * 4 + 2 * (2 * 2 * 2 * 6) + 2 * (2 * 3 * 2 * 26) + (4 * 2 + 2) * 3 * 2 * 6)
+COVERED = "every pair of their values is in a row that is"
+BAD = GOOD | {"first_wrong": "step 0 grad w", "grad_diff": math.inf, "ok": False}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A model this small is slower on every further thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# The rows
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_row_equals_one_process(server, world):
+    cases = [case for case in cases_of(plan(world)) if case.world == world]
+    outcomes = list(run(server, cases))
+    assert [case for case, _ in outcomes] == cases
+    for _, row in outcomes:
+        assert tuple(row) == KEYS
+        assert row["ok"] and row["first_wrong"] is None, row
+        assert all(row[f"{kind}_diff"] <= limit for kind, limit in row["tolerance"].items())
+        assert row["worst_tensor"]
+
+
+def test_every_mesh_of_four_ranks_equals_one_process(server):
+    """Of each mesh and way of its axes the first row; `minidist parity --ranks 4` runs all."""
+    first = {(c.plan.mesh, c.plan.sequence, c.plan.context): c for c in reversed(plan(4)[2].cases)}
+    cases = sorted(first.values(), key=plan(4)[2].cases.index)
+    assert len(cases) > 14
+    for _, row in run(server, cases):
+        assert row["ok"], row
+
+
+def test_tolerances_are_those_of_the_issue():
+    everything = {"loss": 1e-10, "grad": 1e-10, "grad_norm": 1e-10, "param": 1e-10}
+    rounded = {"loss": 2e-6, "grad": 1e-5, "grad_norm": 2e-6}
+    assert TOLERANCES["float64", "adamw"] == TOLERANCES["float64", "sgd"] == everything
+    assert TOLERANCES["float32", "sgd"] == rounded | {"param": 1e-5}
+    assert TOLERANCES["float32", "adamw"] == rounded
+    # In 16 bits a loss is judged by half an eps of the format, a gradient by 40.
+    assert TOLERANCES["bf16", "sgd"] == {"loss": 2**-9, "grad": 40 * 2**-8, "grad_norm": 2**-6}
+    assert TOLERANCES["fp16", "adamw"] == {"loss": 2**-12, "grad": 40 * 2**-11, "grad_norm": 2**-9}
+
+
+def run_off(world, cases, folder):
+    """In place of `run_cases`: the second rank fails in the second case."""
+    from minidist.tools.parity import ranks
+
+    real, left = ranks.run_case, [1]
+
+    def run_case(*args):
+        if not left and world.rank == 1:
+            raise RuntimeError("out of order")
+        left.pop()
+        return real(*args)
+
+    ranks.run_case = run_case
+    real_cases(world, cases, folder)
+
+
+real_cases = command.run.__globals__["run_cases"]
+
+
+def test_a_case_whose_ranks_fail_is_told_and_the_others_still_run(server, monkeypatch):
+    monkeypatch.setitem(command.run.__globals__, "run_cases", run_off)
+    cases = list(plan(2)[1].cases[:4])
+    outcomes = [outcome for _, outcome in run(server, cases)]
+    assert [isinstance(outcome, dict) for outcome in outcomes] == [True, False, True, False]
+    assert "rank 1 raised RuntimeError: out of order" in outcomes[1]
+
+
+# The reference
+
+
+@pytest.mark.parametrize("module", [minidist.tools.parity.reference, minidist.tools.parity.muon])
+def test_the_reference_is_short_and_imports_only_torch_and_the_models(module):
+    source = Path(module.__file__).read_text()
+    assert len(source.splitlines()) <= 80
+    modules = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            modules.append(node.module)
+        elif isinstance(node, ast.Name | ast.Attribute):
+            assert getattr(node, "id", getattr(node, "attr", "")) not in ("__import__", "import_module", "modules")
+    foreign = [
+        name
+        for name in modules
+        if name.split(".")[0] not in {"torch"} | set(sys.stdlib_module_names) and not name.startswith("minidist.models")
+    ]
+    assert modules and foreign == []
+    assert "importlib" not in modules
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_under_padding_a_mean_of_means_is_a_thousand_tolerances_off(tied, parts):
+    wanted = (True, tied, "float64")
+    case = next(c for c in cases_of(plan(1, full=True)) if (c.padding, c.tied, c.dtype) == wanted)
+    model, loader = case.model(), case.loader()
+    batch = case.shape_labels(0, loader.global_batch(0, GLOBAL_BATCH))
+
+    def loss_of(rows):
+        address = DropoutAddress(SEED, 0, batch.samples[rows], torch.arange(batch.tokens.shape[1]))
+        return model(batch.tokens[rows], batch.labels[rows], address=address)
+
+    sums, counts = zip(*(loss_of(torch.from_numpy(block(GLOBAL_BATCH, parts, i))) for i in range(parts)), strict=True)
+    right = sum(sums) / sum(counts)
+    mean_of_means = sum(s / n for s, n in zip(sums, counts, strict=True)) / parts
+    loosest = max(tolerance["loss"] for (dtype, _), tolerance in TOLERANCES.items() if dtype not in HALF)
+    assert abs(right - mean_of_means).item() / right.item() > 1000 * loosest
+
+
+# The command
+
+
+def fake(monkeypatch, *outcomes):
+    """Let the command find these outcomes instead of running ranks."""
+    monkeypatch.setattr(command, "RankServer", contextlib.nullcontext)
+    monkeypatch.setattr(command, "run", lambda server, cases: zip(cases, outcomes, strict=False))
+    monkeypatch.setattr(command, "cases_of", lambda parts: cases_of(parts)[: max(1, len(outcomes))])
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "last"),
+    [
+        ([GOOD, GOOD], 0, "2 of 2 rows equal one process ("),
+        ([GOOD, BAD], 1, "1 of 2 rows equal one process; 1 differ ("),
+        ([GOOD, "rank 1 died"], 1, "1 of 2 rows equal one process; 1 could not be run ("),
+        ([], 1, "0 of 1 rows equal one process ("),
+    ],
+)
+def test_the_exit_code_is_0_only_when_every_row_ran_and_is_ok(monkeypatch, capsys, tmp_path, outcomes, code, last):
+    fake(monkeypatch, *outcomes)
+    assert main(ParityOptions(json=tmp_path / "rows.json")) == code
+    assert capsys.readouterr().out.splitlines()[-1].startswith(last)
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert list(found) == ["rows", "not_run", "refused", "left_out"]
+    assert {entry["what"]: entry["why"].split(":")[0] for entry in found["refused"]} == {
+        "pp=2 interleaved micro-batches=1": "interleaved sends micro-batches through its chunks in groups of as many "
+        "as there are stages",
+        "pp=2 zb-h2 micro-batches=1": "zb-h2 has 2 x 2 stages - 1 = 3 micro-batches in flight, and was given 1",
+    }
+    assert len(found["rows"]) == sum(isinstance(outcome, dict) for outcome in outcomes)
+    assert found["not_run"] == [
+        {"what": cases_of(plan(2))[i].name, "why": o} for i, o in enumerate(outcomes) if isinstance(o, str)
+    ]
+    left_out = f"{LEFT_OUT - max(1, len(outcomes))} more combinations of layouts and switches"
+    assert found["left_out"] == [{"what": left_out, "why": COVERED}]
+
+
+def test_an_infinite_difference_is_the_largest_number_that_json_has():
+    (row,) = json.loads(as_json([BAD], [], {}, {}), parse_constant=pytest.fail)["rows"]
+    assert row == BAD | {"grad_diff": sys.float_info.max} and tuple(row) == KEYS
+
+
+def test_a_wrong_row_says_what_is_wrong_first_and_a_row_that_did_not_run_says_why(monkeypatch, capsys):
+    fake(monkeypatch, BAD, "deadlock: ranks 0-1 wait\n  rank 0: in all_reduce")
+    main(ParityOptions())
+    out = capsys.readouterr().out
+    assert "WRONG\n    wrong first: step 0 grad w\n" in out
+    assert "NOT RUN:\n    deadlock: ranks 0-1 wait\n      rank 0: in all_reduce\n" in out
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16])
+def test_the_table_fits_100_columns(ranks):
+    cases = cases_of(plan(ranks))
+    options = ParityOptions(ranks=ranks)
+    rows = [BAD | {"layout": case.layout, "dtype": case.dtype, "optimizer": case.optimizer} for case in cases]
+    lines = [line for row in rows for line in table_lines(row)] + describe(options, cases)
+    assert max(map(len, lines)) <= 100
+
+
+def test_the_plan_is_printed_with_its_rows_and_the_pairs_they_cover():
+    text = "\n".join(describe(ParityOptions(), cases_of(plan(2))))
+    assert "102 rows" in text and "1 rank: 16 rows; 356 of the 356 pairs" in text
+    assert "dp=2: 29 rows; 551 of the 551 pairs" in text
+    assert "all other layouts of 2 ranks: 57 rows on 3 meshes; 1111 of the 1111 pairs" in text
+    assert "refused: pp=2 zb-h2 micro-batches=1: zb-h2 has 2 x 2 stages - 1 = 3 micro-batches" in text
+
+
+def test_the_whole_product_can_be_described():
+    options = ParityOptions(ranks=2, full=True)
+    cases = chosen(options)
+    met = [line.split("; ")[1] for line in describe(options, cases) if " rows" in line and "pairs" in line]
+    assert len(cases) > 100_000 and met == [f"{n} of the {n} pairs of switch values" for n in (356, 551, 1111)]
+
+
+def test_only_takes_a_part_of_a_name_or_a_regular_expression():
+    everything = chosen(ParityOptions())
+    assert chosen(ParityOptions(only="dp=2 bucketed")) == [c for c in everything if c.name.startswith("dp=2 bucketed")]
+    wanted = (2, "sgd")
+    assert chosen(ParityOptions(only="dp=2.*sgd$")) == [c for c in everything if (c.plan.dp, c.optimizer) == wanted]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (ParityOptions(ranks=0), "--ranks is 0; parity needs at least 1 rank"),
+        (ParityOptions(ranks=-3), "--ranks is -3"),
+        (
+            ParityOptions(only="dp=7"),
+            "--only 'dp=7' matches none of the 102 rows of --ranks 2, which are named like",
+        ),
+        (ParityOptions(only="("), "--only '(' is not a regular expression"),
+        (ParityOptions(json=Path("/no/such/folder/rows.json")), "there is no folder /no/such/folder"),
+    ],
+)
+def test_bad_input_is_refused_with_the_numbers(options, said):
+    with pytest.raises(UserError) as error:
+        main(options)
+    assert said in str(error.value)
+
+
+def test_the_module_runs_as_a_command(tmp_path):
+    file = tmp_path / "rows.json"
+    name = cases_of(plan(2))[-1].name
+    command = [sys.executable, "-m", "minidist.tools.parity", "--ranks", "2", "--only", name, "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(file.read_text())["rows"]
+    assert f"{row['layout']} {row['dtype']} {row['optimizer']}" == name

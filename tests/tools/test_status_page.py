@@ -1,0 +1,83 @@
+"""The board's page: no process needed."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minidist.tools.deadlock.detector import judge
+from minidist.tools.deadlock.status_page import PAGE_BYTES, Board, Channel
+from tests.helpers.status_pages import GRADS, waiting
+
+# The page
+
+
+def test_another_reader_of_the_memory_sees_the_wait():
+    memory = bytearray(PAGE_BYTES)
+    waiting(Board(memory), GRADS, shape=(2, 3), where="/home/me/train.py:31")
+    seen = Board.read(memory)
+    assert (seen.state, seen.channel, seen.seq) == ("waiting", GRADS, 1)
+    assert (seen.operation, seen.where) == ("all_reduce (2, 3) float32", "/home/me/train.py:31")
+    assert seen.progress[GRADS].launched == 1
+
+
+def test_sequence_numbers_count_per_channel():
+    board, other = Board(), Channel("send", "grads", (0, 1, 2), 1, 5)
+    assert [board.launch(c, "x", (), "int64") for c in (GRADS, GRADS, other, GRADS)] == [1, 2, 1, 3]
+
+
+def test_every_write_changes_the_snapshot():
+    board = Board()
+    seen = [board.snapshot()]
+    for _ in range(2):
+        waiting(board, GRADS)
+        seen.append(board.snapshot())
+        board.resume()
+        seen.append(board.snapshot())
+    assert len({snapshot.version for snapshot in seen}) == len(seen)
+
+
+def test_a_page_being_written_is_not_read():
+    memory = bytearray(PAGE_BYTES)
+    waiting(Board(memory), GRADS)
+    memory[0] += 1  # the version while writing is odd
+    assert Board.read(memory) is None
+
+
+def test_the_image_reads_like_the_page():
+    board = waiting(Board(), GRADS)
+    assert Board.read(board.image()) == board.snapshot()
+    assert len(board.image()) < 1024
+
+
+def test_a_long_path_keeps_its_line():
+    board = waiting(Board(), GRADS, where="/a" * 300 + "/train.py:123")
+    assert board.snapshot().where.endswith("/train.py:123")
+
+
+def test_more_channels_than_the_page_holds_still_count():
+    board = Board()
+    channels = [Channel("send", "many", (0, 1), 1, tag) for tag in range(500)]
+    assert [board.launch(c, "send", (1,), "int8") for c in channels + channels] == [1] * 500 + [2] * 500
+    seen = waiting(board, channels[-1], "send").snapshot()
+    assert seen.channel is None and judge({0: seen}) is None
+
+
+@given(
+    st.sampled_from(["collective", "send", "recv"]),
+    st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20),
+    st.lists(st.integers(0, 5000), min_size=1, max_size=8, unique=True),
+    st.none() | st.integers(0, 5000),
+    st.integers(-1, 1 << 30),
+)
+def test_a_channel_reads_back_as_it_was_written(kind, use, ranks, peer, tag):
+    channel = Channel(kind, use, tuple(ranks), peer, tag)
+    assert waiting(Board(), channel).snapshot().channel == channel
+
+
+@pytest.mark.parametrize("ranks", [tuple(range(4096)), tuple(range(3, 4096, 8))])
+def test_large_regular_groups_fit(ranks):
+    channel = Channel("collective", "dp", ranks)
+    assert waiting(Board(), channel).snapshot().channel == channel
+
+
+# The judge

@@ -1,0 +1,212 @@
+"""What a trace is made of: stretches of time, a clock for all ranks, and events that other programs can open."""
+
+import json
+
+import pytest
+import torch
+
+from minidist.comm import Meter, Transfer, all_reduce, batch, bind
+from minidist.mesh import Mesh
+from minidist.tools.trace.chrome import COMMUNICATION, COMPUTE, WAITING, events
+from minidist.tools.trace.clock import HostClock
+from minidist.tools.trace.timed_meter import Flight, Recording, Span, TimedMeter
+from minidist.tools.trace.trace import Shares, shares, tell
+
+
+class Clock:
+    """Moments that a test names."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __call__(self) -> int:
+        return self.at
+
+
+def record(meter, name="all_reduce", seq=1, rank=0, use="grads", **more):
+    return meter.record(name, use, (0, 1), rank, seq, (8,), torch.float32, **more)
+
+
+def test_shares_are_of_the_recorded_time_and_add_up():
+    """100 units: 60 of forward and backward with a wait of 20 inside; 30 in flight, of which 10 beside computing."""
+    meter = Meter()
+    spans = [Span("step", 0, 100), Span("forward", 0, 30), Span("backward", 40, 70)]
+    waits = [Span("all_reduce", 50, 70, {"of": [record(meter)]})]
+    flights = [Flight(meter.records[0], 40, {}, reported=None, waited=70)]
+    found = shares(Recording(0, 100, spans, waits, flights))
+    assert found == Shares(compute=0.4, exposed=0.2, other=pytest.approx(0.4), hidden=pytest.approx(1 / 3))
+    assert shares(Recording(0, 100, spans, [], [])) == Shares(0.6, 0.0, 0.4, None)
+    told = tell("t.json", (3, 4), [found] * 9)
+    assert "steps 3 to 4: t.json" in told and "rank 0 40% / 20% / 40% (33% of communication hidden), " in told
+    assert told.endswith("; 1 more ranks in the file") and told.count("\n") == 0
+
+
+def test_a_meter_keeps_times_only_when_told_to():
+    clock, meter = Clock(), TimedMeter()
+    with meter.span("before"):
+        early = record(meter, seq=1)
+    meter.begin(HostClock(clock))
+    clock.at = 10
+    with meter.span("step", step=1):
+        clock.at = 12
+        mine = record(meter, seq=2)
+        with meter.waiting([mine]):
+            clock.at = 15
+        meter.waited(early)
+        meter.waited(mine)
+    record(meter, seq=3)
+    clock.at = 20
+    kept = meter.end(offset_ns=100)
+    record(meter, seq=4)
+    assert (kept.begin, kept.end) == (100, 120) and not meter.records and meter.operations["grads", "all_reduce"] == 4
+    assert early.waited and mine.waited  # the order of events is kept as ever
+    assert kept.spans == [Span("step", 110, 115, {"step": 1})]
+    assert kept.waits == [Span("all_reduce", 112, 115, {"step": 1, "of": [mine]})]
+    assert [(f.record.seq, f.launched, f.completed, f.what) for f in kept.flights] == [
+        (2, 112, 115, {"step": 1}),
+        (3, 115, None, {}),
+    ]
+
+
+def test_a_meter_without_times_makes_nothing_of_them():
+    meter = Meter()
+    assert meter.span("a") is meter.waiting([]) is meter.span("b", step=1)
+    assert meter.started([], []) is None
+
+
+class Work:
+    """torch's handle of an operation whose end this backend does, or does not, tell."""
+
+    def __init__(self, tells: bool):
+        self.future = torch.futures.Future() if tells else None
+
+    def get_future(self):
+        if self.future is None:
+            raise RuntimeError("Work::getFuture not implemented.")
+        return self.future
+
+
+def test_an_operation_is_over_when_the_backend_says_so_and_not_when_somebody_waits():
+    clock, meter, works = Clock(), TimedMeter(), [Work(True), Work(False)]
+    meter.begin(HostClock(clock))
+    both_launched = [record(meter), record(meter, "send", peer=1)]
+    meter.started(both_launched, works)
+    clock.at = 3
+    works[0].future.set_result(None)
+    clock.at = 7
+    for one in both_launched:
+        meter.waited(one)
+    assert [(flight.launched, flight.completed) for flight in meter.end().flights] == [(0, 3), (0, 7)]
+
+
+def told_to_the_meter(world):
+    """What the door tells of each launch (operations and their tags, handles of torch's) and of each wait."""
+    meter = TimedMeter()
+    group = bind(world, Mesh(dp=world.size), meter=meter)["control"]
+    launched, waited = [], []
+
+    started, waiting = meter.started, meter.waiting
+
+    def note_start(records, works):
+        launched.append(([(r.name, r.tag) for r in records], len(works)))
+        started(records, works)
+
+    def note_wait(records):
+        waited.append([r.name for r in records])
+        return waiting(records)
+
+    meter.started, meter.waiting = note_start, note_wait
+    first, second = torch.ones(2), torch.ones(2)
+    handle = all_reduce(first, group, async_op=True)
+    batch([Transfer("send", first, 1 - world.rank, 3), Transfer("recv", second, 1 - world.rank, 3)], group)
+    handle.wait()
+    meter.begin(HostClock())
+    all_reduce(first, group)
+    [flight] = meter.end().flights
+    return launched, waited, flight.reported is not None and flight.reported <= flight.waited
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_the_door_tells_every_launch_and_every_wait(ranks, backend):
+    for launched, waited, reported in ranks(told_to_the_meter, 2, backend=backend):
+        reduced = [("all_reduce", 0)], 1
+        assert launched == [reduced, ([("send", 3), ("recv", 3)], 2), reduced]
+        assert waited == [["send", "recv"], ["all_reduce"], ["all_reduce"]]
+        assert reported or backend == "shm"  # whose handle wakes who waits before it tells anybody else
+
+
+def recordings():
+    """Two ranks: an all-reduce that rank 1 joins later, another at the same time, a transfer, and an unfinished one."""
+    meters = [Meter(), Meter()]
+    made = []
+    for rank, meter in enumerate(meters):
+        late = 1000 * rank
+        first, second = record(meter, seq=1, rank=rank), record(meter, seq=2, rank=rank)
+        other = record(meter, ["send", "recv"][rank], rank=rank, peer=1 - rank, tag=5)
+        last = record(meter, "barrier", seq=9, rank=rank, use="control")
+        flights = [
+            Flight(first, 2000 + late, {"step": 1}, waited=6000),
+            Flight(second, 4000 + late, {}, reported=8000, waited=9000),
+            Flight(other, 10_000 - late, {}, waited=11_000),
+            Flight(last, 11_500, {}) if rank else Flight(last, 11_600, {}, waited=11_700),
+        ]
+        wait = Span("all_reduce", 5000, 6000, {"step": 1, "of": [first]})
+        spans = [Span("step", 1000, 9500, {"step": 1}), Span("forward", 1000, 3000, {"step": 1, "micro_batch": 0})]
+        made.append(Recording(1000, 12_000, spans, [wait], flights))
+    return made
+
+
+def test_every_operation_and_every_wait_is_an_event():
+    made = events(recordings(), ["one", "two"])
+    for rank in range(2):
+        mine = [event for event in made if event["pid"] == rank + 1 and event["ph"] == "X"]
+        flights = [event for event in mine if event["cat"] == "communication"]
+        assert [(e["name"], e["tid"], e["ts"]) for e in flights if "all_reduce" in e["name"]] == [
+            ("all_reduce grads", COMMUNICATION, 1.0 + rank),
+            ("all_reduce grads", COMMUNICATION + 1, 3.0 + rank),
+        ]
+        first, second = flights[:2]
+        assert first["dur"] == 4.0 - rank and first["args"]["completion"] == "when its wait had ended"
+        assert second["dur"] == 4.0 - rank and second["args"]["completion"] == "reported by the backend"
+        assert first["args"]["step"] == 1 and first["args"]["sequence number"] == 1
+        assert first["args"]["wire bytes"] == first["args"]["payload bytes"] == 32
+        [wait] = [event for event in mine if event["tid"] == WAITING]
+        assert (wait["name"], wait["ts"], wait["dur"]) == ("wait for all_reduce grads", 4.0, 1.0)
+        assert wait["args"] == {"step": 1, "operations": ["all_reduce grads #1"]}
+        assert [event["name"] for event in mine if event["tid"] == COMPUTE] == ["step 1", "forward"]
+    [unfinished] = [e for e in made if e["ph"] == "X" and e["name"].startswith("barrier") and e["pid"] == 2]
+    assert unfinished["ts"] + unfinished["dur"] == 11.0 and "not seen" in unfinished["args"]["completion"]
+
+
+def test_an_arrow_leads_from_the_rank_that_launched_first_to_the_last():
+    made = events(recordings(), ["one", "two"])
+    arrows = {}
+    for event in made:
+        if event["ph"] in "stf":
+            arrows.setdefault(event["id"], []).append((event["ph"], event["name"], event["pid"], event["ts"]))
+    assert list(arrows.values()) == [
+        [("s", "all_reduce grads", 1, 1.0), ("f", "all_reduce grads", 2, 2.0)],
+        [("s", "all_reduce grads", 1, 3.0), ("f", "all_reduce grads", 2, 4.0)],
+        [("s", "transfer grads", 2, 8.0), ("f", "transfer grads", 1, 9.0)],
+        [("s", "barrier control", 2, 10.5), ("f", "barrier control", 1, 10.6)],
+    ]
+
+
+def test_the_events_have_the_form_of_those_that_torch_exports(tmp_path):
+    """Our keys are among those of its events of the same kind, and what all of those have is there."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        (torch.ones(4, requires_grad=True) * 2).sum().backward()
+    profiler.export_chrome_trace(str(tmp_path / "torch.json"))
+    theirs = json.loads((tmp_path / "torch.json").read_text())["traceEvents"]
+    ours = json.loads(json.dumps(events(recordings(), ["one", "two"])))
+    assert {event["ph"] for event in ours} == {"M", "X", "s", "f"} <= {event["ph"] for event in theirs}
+    for phase in ("M", "X", "s", "f"):
+        keys = [event.keys() for event in theirs if event["ph"] == phase]
+        for event in ours:
+            if event["ph"] == phase:
+                assert set.intersection(*map(set, keys)) <= event.keys() <= set().union(*keys)
+                for key, value in event.items():
+                    kinds = {type(other[key]) for other in theirs if other["ph"] == phase and key in other}
+                    assert type(value) in kinds | ({int, float} if kinds & {int, float} else set()), (phase, key)
+    named = {event["name"] for event in theirs if event["ph"] == "M"}
+    assert {event["name"] for event in ours if event["ph"] == "M"} <= named

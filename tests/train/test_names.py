@@ -1,0 +1,101 @@
+"""A row of parity is found by its name, and a name that is nearly one is refused with the right one."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minidist.errors import UserError
+from minidist.fit import check
+from minidist.tools.parity import command
+from minidist.tools.parity.cases import SWITCHES
+from minidist.tools.parity.command import ParityOptions, chosen, describe, left_out
+from minidist.tools.parity.layouts import Layout, layouts
+from minidist.tools.parity.names import case_named
+from minidist.tools.parity.plan import case_with, cases_of, plan, switches_of
+
+NAME = "dp=2 naive micro-batches=4 untied clip empty-step float64 sgd"
+
+
+@given(ranks=st.integers(1, 8), seed=st.integers(0, 2**32))
+def test_any_combination_is_found_by_its_name(ranks, seed):
+    """Or its name is refused, for the reason for which it cannot run."""
+    draw = random.Random(seed)
+    layout = draw.choice([Layout(), *layouts(ranks)])
+    case = case_with(layout, {switch: draw.choice(values) for switch, values in switches_of(layout).items()})
+    try:
+        check(case.config(), case.world)
+    except UserError as error:
+        with pytest.raises(UserError) as refused:
+            case_named(case.name, ranks)
+        assert str(refused.value) == str(error)
+    else:
+        assert case_named(case.name, ranks) == case
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_row_of_the_plan_is_found_by_its_name(ranks):
+    for case in cases_of(plan(ranks)):
+        assert case_named(case.name, ranks) == case
+
+
+@given(layout=st.sampled_from(layouts(4)), seed=st.integers(0, 2**32))
+def test_two_combinations_never_have_one_name(layout, seed):
+    """Counted over the values of one switch, with the others at random."""
+    draw = random.Random(seed)
+    values = {switch: draw.choice(possible) for switch, possible in SWITCHES.items()}
+    for switch, possible in SWITCHES.items():
+        names = {case_with(layout, values | {switch: value}).name for value in possible}
+        assert len(names) == len(possible)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dp=2 naive tied clip padding float64 sgd", "this one is named 'dp=2 naive tied padding clip float64 sgd'"),
+        ("dp=2 naive float64 sgd", "this one is named 'dp=2 naive tied float64 sgd'"),
+        ("dp=2 naive tied untied float64 sgd", "this one is named 'dp=2 naive untied float64 sgd'"),
+        ("dp=2  naive tied float64 sgd", "this one is named 'dp=2 naive tied float64 sgd'"),
+        ("dp=2 naiv tied float64 sgd", "'naiv' is no word of a row on dp=2; 'naive' is one"),
+        ("dp=2 naive tied dropout=0.2 float64 sgd", "'dropout=0.2' is no word of a row on dp=2; 'dropout=0.1' is one"),
+        ("dp=2 gpipe naive tied float64 sgd", "'gpipe' is no word of a row on dp=2; its words are bucketed, tied, "),
+        ("dp=3 naive tied float64 sgd", "begins with none of the layouts of 2 ranks, which are like 'pp=2 zb-v'"),
+        ("pp=2 naive tied float64 sgd", "begins with none of the layouts of 2 ranks"),
+        ("tp=2 naive tied float64 muon", "optimizer is muon, and on tp=2 it can only be adamw, sgd"),
+        ("tp=2 zero1 tied float64 sgd", "gradients is zero1, and on tp=2 it can only be bucketed, naive"),
+        ("dp=2 zero1-hybrid tied float64 sgd", "gradients is zero1-hybrid, and on dp=2 it can only be bucketed, "),
+        ("dp=2 naive tied bf16 sgd", "comm.gradients is naive, which is for zero.stage 0"),
+        (
+            "pp=2 zb-h2 naive tied float64 sgd",
+            "zb-h2 has 2 x 2 stages - 1 = 3 micro-batches in flight, and was given 1",
+        ),
+    ],
+)
+def test_a_name_that_is_nearly_one_is_refused_with_what_is_wrong(name, said):
+    with pytest.raises(UserError) as error:
+        case_named(name, 2)
+    assert said in str(error.value)
+    with pytest.raises(UserError) as error:
+        chosen(ParityOptions(only=name))
+    assert f"--only {name!r} matches none of the" in str(error.value) and said in str(error.value)
+
+
+def test_only_takes_several_each_a_name_or_a_pattern():
+    rows = [case for case in cases_of(plan(2)) if case.name.startswith("tp=2 ")]
+    found = chosen(ParityOptions(only=f"{NAME}; ^tp=2 ; {rows[1].name}; {NAME}"))
+    assert [case.name for case in found] == [NAME, *(case.name for case in rows)]
+
+
+def test_a_name_does_not_build_a_plan(monkeypatch):
+    monkeypatch.setattr(command, "plan", pytest.fail)
+    assert [case.name for case in chosen(ParityOptions(only=NAME))] == [NAME]
+
+
+def test_a_row_outside_of_the_plan_is_counted_with_its_part():
+    options = ParityOptions(only=NAME)
+    cases = chosen(options)
+    assert not set(cases) & set(cases_of(plan(2)))
+    assert [line for line in describe(options, cases) if line.startswith("  dp=2: 1 rows; 78 of the 551 pairs")]
+    everything = sum(part.product for part in plan(2))
+    assert list(left_out(options, cases)) == [f"{everything - 1} more combinations of layouts and switches"]

@@ -1,0 +1,222 @@
+"""The optimizer of a run: its groups, and that slices of a parameter get what the whole gets."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from minidist.config import OptimConfig
+from minidist.models import ModelConfig, Transformer
+from minidist.parameters import named_parameters, replicated
+from minidist.train.optimizer import ALIGNED, make_optimizer, set_learning_rate
+
+MODEL = ModelConfig(
+    vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=False
+)
+KINDS = [
+    OptimConfig(lr=0.01, weight_decay=0.1),
+    OptimConfig(kind="sgd", lr=0.01, weight_decay=0.1),
+    OptimConfig(kind="sgd", lr=0.01, weight_decay=0.1, momentum=0.9),
+]
+IDS = ["adamw", "sgd", "momentum"]
+
+
+def drawn(n, seed, dtype=torch.float32):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def model():
+    made = Transformer(MODEL)
+    return named_parameters(made), replicated(made, (0,))
+
+
+def names_of(optimizer, masters):
+    by_id = {id(master): name for name, master in masters.items()}
+    return [[by_id[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+
+
+def one_spec(shape, name="w"):
+    holder = torch.nn.Module()
+    holder.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+    return replicated(holder, (0,))[name]
+
+
+@pytest.fixture
+def one_thread():
+    """A kernel on several threads cuts a tensor by their number, which is no business of these tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def trained(optim, dtype, n, cuts, steps):
+    """(values, state) after so many steps: of the whole parameter, and of its slices, joined again."""
+    whole, memory = drawn(n, 1, dtype).requires_grad_(), drawn(n, 1, dtype)
+    places = [slice(a, b) for a, b in itertools.pairwise(cuts)]
+    parts = {f"w{i}": memory[place].requires_grad_() for i, place in enumerate(places)}
+    one = make_optimizer(optim, {"w": whole}, {"w": one_spec((n,))})
+    many = make_optimizer(optim, parts, {name: one_spec((n,)) for name in parts})
+    for step in range(steps):
+        whole.grad = drawn(n, 10 + step, dtype)
+        for place, part in zip(places, parts.values(), strict=True):
+            part.grad = whole.grad[place]
+        for optimizer in (one, many):
+            set_learning_rate(optimizer, 0.01 * (step + 1))
+            optimizer.step()
+    of_whole = {key: value for key, value in one.state[whole].items() if torch.is_tensor(value) and value.dim()}
+    of_parts = {key: torch.cat([many.state[part][key] for part in parts.values()]) for key in of_whole}
+    return (whole.detach(), of_whole), (memory, of_parts)
+
+
+@pytest.mark.parametrize("optim", KINDS, ids=IDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("n", "cuts"), [(1, [0]), (64, [0]), (1000, [0, 64, 64, 960]), (4099, [0, 64, 2048, 4096])])
+def test_aligned_slices_get_bit_for_bit_what_the_whole_gets(optim, dtype, n, cuts, one_thread):
+    assert all(cut % ALIGNED == 0 for cut in cuts)
+    (whole, of_whole), (parts, of_parts) = trained(optim, dtype, n, [*cuts, n], 10)
+    assert torch.equal(whole, parts) and all(torch.equal(of_whole[key], of_parts[key]) for key in of_whole)
+    assert len(of_whole) == {"adamw": 2}.get(optim.kind, int(optim.momentum > 0))
+
+
+@pytest.mark.parametrize("optim", KINDS, ids=IDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [1, 7, 1000, 4099])
+def test_slices_anywhere_get_the_same_to_the_last_bits(optim, dtype, n, one_thread):
+    """Also where a vector of the kernel ends inside a slice, and where a slice begins in the middle of one."""
+    steps, eps = 10, torch.finfo(dtype).eps
+    for cuts in ([0, n // 3, n], [0, 1, n // 2 + 1, n], [0, *range(0, n, max(1, n // 5)), n]):
+        (whole, of_whole), (parts, of_parts) = trained(optim, dtype, n, cuts, steps)
+        # Rounded once or twice a step: the second moment differs by a bit a step, its root by half of that, an update
+        # (at most lr * 10 for AdamW with these betas) and so the value by the sum of them.
+        for key, value in of_whole.items():
+            slack = steps * eps * value.abs() if key == "exp_avg_sq" else 0.0
+            assert ((value - of_parts[key]).abs() <= slack).all(), key
+        lr = 0.01 * steps
+        slack = steps * (steps * eps * 10 * lr + eps * whole.abs()) if optim.kind == "adamw" else torch.zeros(())
+        assert ((whole - parts).abs() <= slack).all()
+
+
+@pytest.mark.parametrize("optim", [*KINDS, OptimConfig(kind="muon", weight_decay=0.1)], ids=[*IDS, "muon"])
+def test_a_parameter_without_a_gradient_is_left_alone_with_its_state(optim):
+    masters, specs = model()
+    optimizer = make_optimizer(optim, masters, specs)
+    idle = ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+    for step in range(3):
+        for number, (name, master) in enumerate(masters.items()):
+            used = step != 1 or name not in idle
+            master.grad = drawn(master.numel(), 100 * step + number).view_as(master) if used else None
+        before = {name: master.detach().clone() for name, master in masters.items()}
+        states = {
+            name: {key: value.clone() for key, value in optimizer.state[masters[name]].items() if value is not None}
+            for name in idle
+        }
+        optimizer.step()
+        for name, master in masters.items():
+            assert torch.equal(master.detach(), before[name]) == (step == 1 and name in idle), (step, name)
+        if step == 1:
+            for name in idle:
+                after = {k: v for k, v in optimizer.state[masters[name]].items() if v is not None}
+                assert after.keys() == states[name].keys()
+                assert all(torch.equal(after[key], value) for key, value in states[name].items())
+
+
+@pytest.mark.parametrize("optim", [*KINDS, OptimConfig(kind="muon")], ids=[*IDS, "muon"])
+def test_a_parameter_may_be_used_late(optim):
+    masters, specs = model()
+    optimizer = make_optimizer(optim, masters, specs)
+    late = ["model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
+    for step in range(2):
+        for name, master in masters.items():
+            master.grad = None if step == 0 and name in late else torch.ones_like(master)
+        before = {name: masters[name].detach().clone() for name in late}
+        optimizer.step()
+    assert not any(torch.equal(before[name], masters[name].detach()) for name in late)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
+def test_a_rank_with_nothing_to_update_steps_too(kind):
+    optimizer = make_optimizer(OptimConfig(kind=kind, decay="matrices"), {}, {})
+    set_learning_rate(optimizer, 0.1)
+    optimizer.step()
+    assert optimizer.param_groups and not optimizer.state
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_weight_decay_holds_for_all_or_for_matrices(kind):
+    masters, specs = model()
+    every = make_optimizer(OptimConfig(kind=kind, weight_decay=0.3), masters, specs)
+    assert names_of(every, masters) == [list(masters)] and every.param_groups[0]["weight_decay"] == 0.3
+    some = make_optimizer(OptimConfig(kind=kind, weight_decay=0.3, decay="matrices"), masters, specs)
+    assert names_of(some, masters) == [
+        [name for name, master in masters.items() if master.dim() == 2],
+        [name for name, master in masters.items() if master.dim() == 1],
+    ]
+    assert [group["weight_decay"] for group in some.param_groups] == [0.3, 0.0]
+
+
+def test_what_is_a_matrix_is_decided_by_the_unsplit_parameter():
+    masters, specs = model()
+    flat = {name: master.detach().flatten()[:3] for name, master in masters.items()}
+    whole, cut = (make_optimizer(OptimConfig(decay="matrices"), each, specs) for each in (masters, flat))
+    assert names_of(whole, masters) == names_of(cut, flat)
+
+
+def test_muon_is_for_the_matrices_of_layers_and_adamw_for_all_else():
+    masters, specs = model()
+    optim = OptimConfig(
+        kind="muon", weight_decay=0.3, decay="matrices", muon_lr_ratio=5.0, muon_momentum=0.8, muon_steps=3
+    )
+    optimizer = make_optimizer(optim, masters, specs)
+    embedding, norms, hidden = names_of(optimizer, masters)
+    assert embedding == ["model.embed_tokens.weight", "lm_head.weight"]
+    assert all("norm" in name for name in norms) and len(norms) == 5
+    assert all(name.endswith("_proj.weight") for name in hidden) and len(hidden) == 2 * 7
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0, 0.3]
+    group = optimizer.param_groups[-1]
+    assert (group["momentum"], group["steps"]) == (0.8, 3)
+    assert group["shapes"] == [tuple(masters[name].shape) for name in hidden]
+
+
+def test_the_learning_rate_of_a_group_is_its_part_of_that_of_the_step():
+    masters, specs = model()
+    optimizer = make_optimizer(OptimConfig(kind="muon", lr=2.0, muon_lr_ratio=5.0), masters, specs)
+    assert [group["lr"] for group in optimizer.param_groups] == [2.0, 10.0]
+    set_learning_rate(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.5]
+
+
+def test_muon_refuses_part_of_a_matrix():
+    masters, specs = model()
+    name = "model.layers.0.mlp.up_proj.weight"
+    part = {name: masters[name].detach().flatten()[:40]}
+    with pytest.raises(ValueError, match=rf"{name}: Muon needs the whole matrix \(24, 16\), and 40 elements .* here"):
+        make_optimizer(OptimConfig(kind="muon"), part, specs)
+    make_optimizer(OptimConfig(kind="adamw"), part, specs)
+
+
+@pytest.mark.parametrize("optim", KINDS, ids=IDS)
+def test_its_steps_are_torchs_own(optim):
+    masters, specs = model()
+    theirs = [master.detach().clone().requires_grad_() for master in masters.values()]
+    ours = make_optimizer(optim, masters, specs)
+    if optim.kind == "adamw":
+        reference = torch.optim.AdamW(theirs, 0.01, betas=optim.betas, eps=optim.eps, weight_decay=0.1, fused=True)
+    else:
+        reference = torch.optim.SGD(theirs, 0.01, optim.momentum, weight_decay=0.1, fused=optim.momentum == 0)
+    for step in range(3):
+        for number, (mine, other) in enumerate(zip(masters.values(), theirs, strict=True)):
+            mine.grad = other.grad = drawn(mine.numel(), 50 * step + number).view_as(mine)
+        ours.step()
+        reference.step()
+    assert all(map(torch.equal, masters.values(), theirs))
+
+
+def test_the_kernel_is_fused_where_that_is_right():
+    masters, specs = model()
+    for optim, fused in zip(
+        [*KINDS, dataclasses.replace(KINDS[0], kind="muon")], (True, True, False, True), strict=True
+    ):
+        groups = make_optimizer(optim, masters, specs).param_groups
+        assert all(bool(group["fused"]) == fused for group in groups), optim

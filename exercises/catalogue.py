@@ -93,7 +93,7 @@ class Exercise:
 
     @property
     def root(self) -> Path:
-        """The folder that holds `exercises/`, `solutions/` and `tests/answers/`."""
+        """The folder that holds `exercises/` and `solutions/`."""
         return self.folder.parents[1]
 
     @property
@@ -110,7 +110,8 @@ class Exercise:
 
     @property
     def answers(self) -> Path:
-        return self.root / "tests" / "answers" / self.chapter / self.name
+        """The file with right and wrong answers: see `exercises.answers`."""
+        return self.folder / "answers" / f"{self.name}.toml"
 
     @property
     def pieces(self) -> tuple[str, ...]:

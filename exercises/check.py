@@ -164,7 +164,7 @@ def _results(tests: Sequence[TestCase], findings: dict[str, Finding]) -> list[Te
 
 def _secret(exercise: Exercise, answer: Path) -> tuple[str, ...]:
     """Files and folders that hold the answer or the judge: nobody reads them during a check."""
-    secret = [exercise.root / "solutions", exercise.root / "tests" / "answers", exercise.root / "chapters"]
+    secret = [exercise.root / "solutions", exercise.root / "chapters", *exercise.folder.parent.glob("*/answers")]
     secret += [exercise.test_file, *exercise.sources]
     secret += [Path(importlib.util.cache_from_source(str(source))) for source in exercise.sources]
     if len(answer.parents) > 2:  # the learner's own notebooks, which stand beside work/exercises

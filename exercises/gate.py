@@ -15,8 +15,8 @@ Three wrong answers nobody may be paid for, so every exercise has them, each nam
   every rank do everything by itself, a clinic hides the symptom and leaves the fault, a prediction changes the scenario
   until it fits.
 
-A wrong answer that is broken (it raises, cannot be read, ...) might fail any test, so it must say so:
-`test (raised): ...`.
+A wrong answer that is broken (it raises, cannot be read, ...) might fail any test, so it must say so with the key
+`finding`. The answers are in `exercises/<chapter>/answers/`: see `exercises.answers`.
 """
 
 import ast
@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exercises import report, stubs
+from exercises.answers import Answer, read_answers
 from exercises.catalogue import Exercise
 from exercises.check import Verdict, check
 from exercises.measure import measure
+from minidist.errors import UserError
 
 if TYPE_CHECKING:
     from minidist.tools.launch import RankServer
@@ -86,44 +88,60 @@ class Gate:
                 self._problem(exercise, f"the stub must fail {result.id} for its fault, and it is told: {kind}")
 
     def _right(self, exercise: Exercise) -> None:
-        right = sorted(exercise.answers.glob("right_*.py"))
+        right = read_answers(exercise).right
         if len(right) < _MIN_RIGHT:
             self._problem(
                 exercise, f"{len(right)} right answers besides the solution; at least {_MIN_RIGHT} are needed"
             )
-        seen: dict[str, Path] = {}
-        for file in [exercise.solution, *right]:
-            code = _code(file)
-            if code in seen:
-                self._problem(exercise, f"{file.name} is the same program as {seen[code].name}")
-            seen[code] = file
-            for result in self._verdict(exercise, file).results:
-                if result.finding is not None:
-                    told = " / ".join(report.message(result.finding))
-                    self._problem(exercise, f"{file.name} is right and fails {result.id}: {told}")
+        seen: dict[str, str] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            files = [self._written(exercise, answer, folder) for answer in right]
+            for file in [exercise.solution, *filter(None, files)]:
+                code = _code(file)
+                if code in seen:
+                    self._problem(exercise, f"{file.stem} is the same program as {seen[code]}")
+                seen[code] = file.stem
+                for result in self._verdict(exercise, file).results:
+                    if result.finding is not None:
+                        told = " / ".join(report.message(result.finding))
+                        self._problem(exercise, f"{file.stem} is right and fails {result.id}: {told}")
 
     def _wrong(self, exercise: Exercise) -> None:
-        wrong = {file.stem: file for file in sorted(exercise.answers.glob("wrong_*.py"))}
+        wrong = {answer.name: answer for answer in read_answers(exercise).wrong}
         for name in _ALWAYS_WRONG:
             if name not in wrong:
-                self._problem(exercise, f"{name}.py is missing")
+                self._problem(exercise, f"{name} is missing")
         if len(wrong.keys() - set(_ALWAYS_WRONG)) < _MIN_WRONG:
             self._problem(
                 exercise, f"at least {_MIN_WRONG} wrong answers are needed besides {', '.join(_ALWAYS_WRONG)}"
             )
         ids = [test.id for test in exercise.tests()]
-        for file, test, kind, says in stubs.wrong_answers(exercise):
-            if test not in ids or not says:
-                self._problem(exercise, f"{file.name} must begin with `<test that catches it>: <what is wrong>`")
-                continue
-            caught = {r.id: r.finding.kind for r in self._verdict(exercise, file, [test]).results if r.finding}
-            if caught.get(test, "skipped") == "skipped":
-                self._problem(exercise, f"{file.name} is wrong and passes {test}, which must catch it")
-            elif caught[test] != kind and (kind or caught[test] in _BROKEN):
-                told = f"it must say {test} ({caught[test]}) if that is its fault"
-                self._problem(exercise, f"{file.name} is caught as {caught[test]}; {told}")
-            elif file.stem.startswith("wrong_cheat") and exercise.kind == "piece" and caught[test] != "forbidden":
-                self._problem(exercise, f"{file.name} is caught as {caught[test]}, not as forbidden")
+        with tempfile.TemporaryDirectory() as folder:
+            for answer in wrong.values():
+                if answer.caught_by not in ids or not answer.note:
+                    self._problem(exercise, f"{answer.name} must name the test that catches it, and what is wrong")
+                elif file := self._written(exercise, answer, folder):
+                    self._caught(exercise, answer, file)
+
+    def _caught(self, exercise: Exercise, answer: Answer, file: Path) -> None:
+        """A wrong answer fails the test that it names, and with the finding that it names."""
+        test, kind, name = answer.caught_by, answer.finding, answer.name
+        caught = {r.id: r.finding.kind for r in self._verdict(exercise, file, [test]).results if r.finding}
+        if caught.get(test, "skipped") == "skipped":
+            self._problem(exercise, f"{name} is wrong and passes {test}, which must catch it")
+        elif caught[test] != kind and (kind or caught[test] in _BROKEN):
+            told = f'it must have finding = "{caught[test]}" if that is its fault'
+            self._problem(exercise, f"{name} is caught as {caught[test]}; {told}")
+        elif name.startswith("wrong_cheat") and exercise.kind == "piece" and caught[test] != "forbidden":
+            self._problem(exercise, f"{name} is caught as {caught[test]}, not as forbidden")
+
+    def _written(self, exercise: Exercise, answer: Answer, folder: str) -> Path | None:
+        """The answer as a file; None, and a problem, when its edits do not fit."""
+        try:
+            return stubs.write_answer(exercise, answer.name, Path(folder))
+        except UserError as error:
+            self._problem(exercise, str(error))
+            return None
 
     def _verdict(self, exercise: Exercise, file: Path, only: list[str] | None = None) -> Verdict:
         if exercise.kind == "predict" and exercise.name not in self._measured:  # once for all answers

@@ -1,13 +1,12 @@
 """Whether an exercise's tests see small mistakes: each mutant of its solution must fail one of them.
 
 A mutant that passes is a mistake that the tests let through, or it means the same as the solution. What is known to
-mean the same stands, with the reason, in `equivalent.toml` among the exercise's answers, as a list of tables
-`[[equivalent]]` with the keys `was`, `becomes` and `why`. An entry whose mutant is gone, or fails after all, is wrong.
+mean the same stands, with the reason, in the exercise's file of answers, as a list of tables `[[equivalent]]` with the
+keys `was`, `becomes` and `why`. An entry whose mutant is gone, or fails after all, is wrong.
 """
 
 import tempfile
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exercises import stubs
+from exercises.answers import read_answers
 from exercises.catalogue import Exercise
 from exercises.check import HANG_S, check
 from exercises.mutants import Mutant, blanks, mutants
-from minidist.errors import UserError
 
 if TYPE_CHECKING:
     from minidist.tools.launch import RankServer
 
 LEAST_KILLED = 0.95
 _HANG_S = 2.0  # a busy machine may stop for so long; of what is to survive, more is asked
-_KEYS = {"was", "becomes", "why"}
 _FATES = ("killed", "equivalent", "survived")
 
 
@@ -64,7 +62,7 @@ class Mutation:
     def run(self, exercise: Exercise) -> Tally:
         """Try every mutant of one exercise."""
         start_s, tally = time.perf_counter(), Tally()
-        known = equivalents(exercise)
+        known = read_answers(exercise).equivalents
         left = dict(known)
         for mutant in mutants_of(exercise):
             entry = (mutant.was, mutant.becomes)
@@ -78,7 +76,7 @@ class Mutation:
             elif fate == "survived":
                 self._problem(exercise, f"line {mutant.line} of the solution, {mutant.kind}: {_told(mutant)}")
         for was, becomes in left:
-            self._problem(exercise, f"equivalent.toml names what is no mutant: {was}  ->  {becomes}")
+            self._problem(exercise, f"{exercise.answers.name} names what is no mutant: {was}  ->  {becomes}")
         if not tally.fates:
             self._problem(exercise, "there is no mutant")
         tally.time_s = time.perf_counter() - start_s
@@ -108,21 +106,6 @@ def mutants_of(exercise: Exercise) -> list[Mutant]:
     """The mutants of an exercise's solution, inside the lines that its learner writes."""
     solution = stubs.solution(exercise)
     return mutants(solution, blanks(stubs.stub(exercise), solution))
-
-
-def equivalents(exercise: Exercise) -> dict[tuple[str, str], str]:
-    """Why each known mutant means the same as the solution, by (was, becomes). Raises UserError for a bad file."""
-    file = exercise.answers / "equivalent.toml"
-    if not file.exists():
-        return {}
-    try:
-        tables = tomllib.loads(file.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{file} is not TOML: {error}") from None
-    entries = tables.pop("equivalent", [])
-    if tables or not all(entry.keys() == _KEYS and all(map(str.strip, entry.values())) for entry in entries):
-        raise UserError(f"{file} must hold tables [[equivalent]] with the keys {', '.join(sorted(_KEYS))}, none empty")
-    return {(entry["was"], entry["becomes"]): entry["why"] for entry in entries}
 
 
 def run(exercises: Sequence[Exercise], server: "RankServer") -> bool:

@@ -11,26 +11,14 @@ import hashlib
 import re
 import textwrap
 from pathlib import Path
-from typing import NamedTuple
 
+from exercises import generated_answers
+from exercises.answers import Answer, Answers, apply_edits, program, read_answers
 from exercises.catalogue import Change, Exercise, file_of
 from minidist.errors import UserError
 
 _WIDTH = 118
 _STUB = re.compile(r"^Stub ([0-9a-f]{8})\.$", re.MULTILINE)
-
-
-class WrongAnswer(NamedTuple):
-    """What the first line of its docstring says: `test: says`, or `test (kind): says`.
-
-    test: the one that must catch it. kind: of the finding, for an answer that is not wrong but broken. says: what is
-    wrong with it.
-    """
-
-    file: Path
-    test: str
-    kind: str
-    says: str
 
 
 def stub(exercise: Exercise) -> str:
@@ -66,8 +54,8 @@ def fault_line(exercise: Exercise) -> int:
 def solution(exercise: Exercise) -> str:
     """The text of the solution."""
     where = f", as it stands in {' and '.join(exercise.modules)}" * bool(exercise.piece)
-    usual = [each for each in wrong_answers(exercise) if not each.file.stem.startswith("wrong_cheat_")]
-    wrong = [f"* {each.says}" for each in usual if each.says]
+    usual = [each for each in read_answers(exercise).wrong if not each.name.startswith("wrong_cheat_")]
+    wrong = [f"* {each.note}" for each in usual if each.note]
     told = [
         f"{exercise.title}: the solution{where}.",
         "",
@@ -76,21 +64,41 @@ def solution(exercise: Exercise) -> str:
         "Usual wrong answers:",
         *(line for each in wrong for line in textwrap.wrap(each, _WIDTH, subsequent_indent="  ")),
     ]
-    return _docstring(told) + "\n\n" + _joined(exercise, _sources(exercise)) + "\n"
+    return _docstring(told) + "\n\n" + right_text(exercise)
 
 
-def wrong_answers(exercise: Exercise) -> list[WrongAnswer]:
-    """All wrong answers of the exercise."""
-    found = []
-    for file in sorted(exercise.answers.glob("wrong_*.py")):
-        try:
-            docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
-        except SyntaxError:
-            docstring = ""
-        told, _, says = " ".join(docstring.split()).partition(": ")
-        test, _, kind = told.removesuffix(")").partition(" (")
-        found.append(WrongAnswer(file, test, kind, says))
-    return found
+def right_text(exercise: Exercise) -> str:
+    """The code of the solution, without its docstring."""
+    return _joined(exercise, _sources(exercise)) + "\n"
+
+
+def answer(exercise: Exercise, name: str) -> str:
+    """The text of one of the exercise's answers. Raises UserError when its edits do not fit the solution any more."""
+    answers = read_answers(exercise)
+    return program(answers[name], _answer_code(exercise, answers, answers[name]))
+
+
+def write_answer(exercise: Exercise, name: str, folder: Path) -> Path:
+    """Write one of the exercise's answers to `folder/<exercise>/<name>.py`; returns the file."""
+    file = folder / exercise.name / f"{name}.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(answer(exercise, name))
+    return file
+
+
+def _answer_code(exercise: Exercise, answers: Answers, chosen: Answer) -> str:
+    where = f"{answers.file}: {chosen.name}"
+    if chosen.text:
+        return chosen.text
+    if chosen.edits:
+        base = answers[chosen.of] if chosen.of else None
+        if base and (base.of or not base.is_right):
+            raise UserError(f"{where} may be edits of the solution, or of a right answer that is not `of` another")
+        code = _answer_code(exercise, answers, base) if base else right_text(exercise)
+        return apply_edits(code, chosen.edits, where)
+    if chosen.name == "wrong_cheat":
+        return generated_answers.cheat(exercise)
+    raise UserError(f"{where} has neither edits nor a text, and only cheat is generated")
 
 
 def version(text: str) -> str | None:

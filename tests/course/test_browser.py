@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from exercises import stubs
 from exercises.catalogue import ROOT, Catalogue
 from exercises.work import Work
 from minidist.tools.pieces import source_of
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the browser test needs
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
-RIGHT = (BLOCK.answers / "right_loop.py").read_text()
+RIGHT = stubs.answer(BLOCK, "right_loop")
 # An answer in which every rank first waits for the next one, which waits as well.
 WAITS = """    def finish(self) -> None:
         from minidist.comm import recv

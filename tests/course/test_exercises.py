@@ -13,10 +13,6 @@ BLOCK, GRADIENTS = CATALOGUE["block_partition"], CATALOGUE["gradient_sum"]
 HEAD = "import numpy as np\n\n\ndef block(n, world_size, rank):\n"
 
 
-def answer(exercise, name) -> str:
-    return (exercise.answers / f"{name}.py").read_text()
-
-
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_a_solution_has_all_points(server, name):
     verdict = check(CATALOGUE[name], CATALOGUE[name].solution, server)
@@ -36,7 +32,7 @@ def test_an_answer_that_hangs_is_not_asked_again_and_what_passed_before_counts(j
 
 
 def test_a_deadlock_is_told_with_who_waits_where(judge):
-    text = answer(GRADIENTS, "wrong_mean").replace("import all_reduce", "import all_reduce, recv")
+    text = stubs.answer(GRADIENTS, "wrong_mean").replace("import all_reduce", "import all_reduce, recv")
     text = text.replace("all_reduce(total, group)", "recv(total, 1 - group.rank, group)")
     verdict = judge(GRADIENTS, text, only=["parameters_stay"])
     finding = verdict.results[0].finding
@@ -50,7 +46,7 @@ def test_a_deadlock_is_told_with_who_waits_where(judge):
 
 
 def test_the_rank_that_loops_is_told_from_those_that_wait_for_it(judge):
-    text = answer(GRADIENTS, "wrong_mean")
+    text = stubs.answer(GRADIENTS, "wrong_mean")
     text = text.replace("all_reduce(total, group)", "while group.rank == 1: pass\n            all_reduce(total, group)")
     finding = judge(GRADIENTS, text, only=["parameters_stay"]).results[0].finding
     assert (finding.kind, finding.rank, finding.size) == ("hang", 1, 2)
@@ -59,7 +55,7 @@ def test_the_rank_that_loops_is_told_from_those_that_wait_for_it(judge):
 
 
 def test_the_rank_that_dies_is_told_and_not_the_broken_connection(judge):
-    text = answer(GRADIENTS, "wrong_mean").replace(
+    text = stubs.answer(GRADIENTS, "wrong_mean").replace(
         "all_reduce(total, group)",
         "if group.rank == 1: import faulthandler; faulthandler._sigsegv()\n            all_reduce(total, group)",
     )
@@ -69,7 +65,7 @@ def test_the_rank_that_dies_is_told_and_not_the_broken_connection(judge):
 
 
 def test_ranks_that_call_different_things_are_told(judge):
-    text = answer(GRADIENTS, "wrong_mean").replace(
+    text = stubs.answer(GRADIENTS, "wrong_mean").replace(
         "total = self", "total = torch.ones(group.rank + 1) if group.rank else self"
     )
     verdict = judge(GRADIENTS, text, only=["parameters_stay"])
@@ -78,7 +74,7 @@ def test_ranks_that_call_different_things_are_told(judge):
 
 
 def test_the_rank_is_named_on_which_it_is_wrong(judge):
-    verdict = judge(GRADIENTS, answer(GRADIENTS, "wrong_last_rank_keeps_its_own"), only=["sums_over_ranks"])
+    verdict = judge(GRADIENTS, stubs.answer(GRADIENTS, "wrong_last_rank_keeps_its_own"), only=["sums_over_ranks"])
     assert (verdict.results[0].finding.rank, verdict.results[0].finding.size) == (2, 4)
     assert report.message(verdict.results[0].finding) == [
         "the float32 gradient of weight, at [0]",
@@ -89,7 +85,7 @@ def test_the_rank_is_named_on_which_it_is_wrong(judge):
 
 
 def test_a_class_of_the_package_may_not_be_inherited(judge):
-    verdict = judge(GRADIENTS, answer(GRADIENTS, "wrong_cheat"), only=["sums_over_ranks"])
+    verdict = judge(GRADIENTS, stubs.answer(GRADIENTS, "wrong_cheat"), only=["sums_over_ranks"])
     told = "your code uses minidist.parallel.data.reducer.NaiveSink: that is what you are to write"
     assert report.message(verdict.results[0].finding) == [told]
 
@@ -103,7 +99,7 @@ def test_except_does_not_hide_what_was_tried(judge):
 def test_what_is_skipped_printed_or_left_in_the_folder_stays_there(judge, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
-    judge(BLOCK, 'print("hello")\n' + answer(BLOCK, "right_loop"))
+    judge(BLOCK, 'print("hello")\n' + stubs.answer(BLOCK, "right_loop"))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "block_partition.py"])
 
 

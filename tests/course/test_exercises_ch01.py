@@ -2,7 +2,7 @@
 
 import pytest
 
-from exercises import report
+from exercises import report, stubs
 from exercises.catalogue import Catalogue
 from exercises.check import check
 
@@ -60,9 +60,10 @@ TOLD = {
 
 
 @pytest.mark.parametrize("exercise, answer", TOLD)
-def test_what_is_said(server, exercise, answer):
+def test_what_is_said(server, tmp_path, exercise, answer):
     test, told = TOLD[exercise, answer]
-    [result] = check(EXERCISES[exercise], EXERCISES[exercise].answers / f"{answer}.py", server, only=[test]).results
+    file = stubs.write_answer(EXERCISES[exercise], answer, tmp_path)
+    [result] = check(EXERCISES[exercise], file, server, only=[test]).results
     assert report.message(result.finding) == told
 
 
@@ -77,9 +78,9 @@ def test_a_bucket_that_is_never_launched_on_one_rank_is_named(judge):
     assert told[0] == f"your code raised RuntimeError: nothing to wait for: {what}" and "bucket.handle.wait" in told[-1]
 
 
-def test_ranks_that_launch_in_different_orders_are_told_so_and_nothing_of_the_judge(server):
+def test_ranks_that_launch_in_different_orders_are_told_so_and_nothing_of_the_judge(server, tmp_path):
     exercise, test = EXERCISES["bucketed_sink"], "launched_in_index_order"
-    answer = exercise.answers / "wrong_order_of_readiness.py"
+    answer = stubs.write_answer(exercise, "wrong_order_of_readiness", tmp_path)
     told = report.message(check(exercise, answer, server, only=[test]).results[0].finding)
     assert "is not the same on ranks 0 and 1" in told[0] and "in the same order" in told[3]
     assert not any(word in " ".join(told) for word in ("Found", "rankside", "SIGABRT"))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from exercises import report, train
+from exercises import report, stubs, train
 from exercises.catalogue import Catalogue
 from exercises.check import PRELOAD, check, preload
 from exercises.train import Installed, options_of
@@ -132,7 +132,8 @@ TOLD = {
 
 
 @pytest.mark.parametrize("exercise, answer", TOLD)
-def test_what_is_said(server, exercise, answer):
+def test_what_is_said(server, tmp_path, exercise, answer):
     test, told = TOLD[exercise, answer]
-    [result] = check(EXERCISES[exercise], EXERCISES[exercise].answers / f"{answer}.py", server, only=[test]).results
+    file = stubs.write_answer(EXERCISES[exercise], answer, tmp_path)
+    [result] = check(EXERCISES[exercise], file, server, only=[test]).results
     assert report.message(result.finding)[: len(told)] == told

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from exercises import report, train
+from exercises import report, stubs, train
 from exercises.catalogue import Catalogue
 from exercises.check import check
 from exercises.train import Installed
@@ -141,16 +141,18 @@ TOLD = {
 
 
 @pytest.mark.parametrize("exercise, answer", TOLD)
-def test_what_is_said(server, exercise, answer):
+def test_what_is_said(server, tmp_path, exercise, answer):
     test, told = TOLD[exercise, answer]
-    [result] = check(EXERCISES[exercise], EXERCISES[exercise].answers / f"{answer}.py", server, only=[test]).results
+    file = stubs.write_answer(EXERCISES[exercise], answer, tmp_path)
+    [result] = check(EXERCISES[exercise], file, server, only=[test]).results
     assert report.message(result.finding) == told
 
 
 @pytest.mark.parametrize("answer", ["wrong_named_only", "wrong_cheat"])
-def test_states_that_are_not_shared_out_are_counted_in_bytes(server, answer):
+def test_states_that_are_not_shared_out_are_counted_in_bytes(server, tmp_path, answer):
     exercise = EXERCISES["sharded_nothing"]
-    [first, *_] = check(exercise, exercise.answers / f"{answer}.py", server, only=["states_are_shared_out"]).results
+    file = stubs.write_answer(exercise, answer, tmp_path)
+    [first, *_] = check(exercise, file, server, only=["states_are_shared_out"]).results
     what, case, _, expected, got = report.message(first.finding)
     assert what == "KiB that a rank keeps between two steps" and case.endswith("parameters of 1875 KiB, 2 ranks")
     assert "at most 7500" in expected and int(got.split()[-1]) > 8400

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from exercises import report, train
+from exercises import report, stubs, train
 from exercises.catalogue import Catalogue
 from exercises.check import check
 from exercises.train import Installed
@@ -93,14 +93,15 @@ TOLD = {
 
 
 @pytest.mark.parametrize("exercise, answer", TOLD)
-def test_what_is_said(server, exercise, answer):
+def test_what_is_said(server, tmp_path, exercise, answer):
     test, told = TOLD[exercise, answer]
-    [result] = check(EXERCISES[exercise], EXERCISES[exercise].answers / f"{answer}.py", server, only=[test]).results
+    file = stubs.write_answer(EXERCISES[exercise], answer, tmp_path)
+    [result] = check(EXERCISES[exercise], file, server, only=[test]).results
     assert report.message(result.finding) == told
 
 
-def test_torchs_own_recomputation_is_refused(server):
+def test_torchs_own_recomputation_is_refused(server, tmp_path):
     for answer in ("wrong_ready_made", "wrong_partial_of_torchs"):
-        file = EXERCISES["recomputed_block"].answers / f"{answer}.py"
+        file = stubs.write_answer(EXERCISES["recomputed_block"], answer, tmp_path)
         [result] = check(EXERCISES["recomputed_block"], file, server, only=["same_numbers"]).results
         assert "torch.utils.checkpoint" in report.message(result.finding)[0]

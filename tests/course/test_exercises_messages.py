@@ -13,10 +13,6 @@ CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
 
 
-def answer(exercise, name) -> str:
-    return (exercise.answers / f"{name}.py").read_text()
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_said_about_a_bad_answer(judge, name):
     text, expected = BAD[name]
@@ -64,7 +60,7 @@ def test_a_long_explanation_is_cut_and_the_facts_stay():
 
 
 def test_the_verdict_for_programs_is_stable(judge):
-    text = answer(BLOCK, "wrong_ceiling")
+    text = stubs.answer(BLOCK, "wrong_ceiling")
     first, second = (json.dumps(report.as_json(judge(BLOCK, text))) for _ in range(2))
     assert first == second
     told = json.loads(first)
@@ -75,7 +71,7 @@ def test_the_verdict_for_programs_is_stable(judge):
 
 
 def test_the_report_of_a_wrong_answer(judge):
-    verdict = judge(BLOCK, answer(BLOCK, "wrong_rest_to_last"))
+    verdict = judge(BLOCK, stubs.answer(BLOCK, "wrong_rest_to_last"))
     assert report.text(verdict, 3) == "\n".join(
         [
             "block_partition: 5 of 10 points",

@@ -14,6 +14,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
+from exercises import stubs
 from exercises.__main__ import main
 from exercises.catalogue import ROOT, Catalogue
 from exercises.magics import ExerciseMagics
@@ -24,8 +25,8 @@ from minidist.tools.notebook.magics import RanksMagics
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
-STUB, RIGHT = BLOCK.stub.read_text(), (BLOCK.answers / "right_loop.py").read_text()
-WRONG = (BLOCK.answers / "wrong_rest_to_last.py").read_text()
+STUB, RIGHT = BLOCK.stub.read_text(), stubs.answer(BLOCK, "right_loop")
+WRONG = stubs.answer(BLOCK, "wrong_rest_to_last")
 
 
 @pytest.fixture

@@ -48,10 +48,6 @@ BAD = {
 }
 
 
-def answer(exercise, name) -> str:
-    return (exercise.answers / f"{name}.py").read_text()
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_said_about_a_program_that_is_no_answer(judge, name):
     does, kind, what, source = BAD[name]
@@ -118,7 +114,7 @@ def test_the_first_fault_of_the_script_is_told_as_what_it_is(judge):
 
 
 def test_ranks_that_wait_for_one_that_has_ended_are_told_with_their_line(judge):
-    text = answer(CLINIC, "wrong_rank_0_left_out")
+    text = stubs.answer(CLINIC, "wrong_rank_0_left_out")
     verdict = judge(CLINIC, text, only=["replicas_stay_equal"])
     finding = verdict.results[0].finding
     line = 1 + next(number for number, told in enumerate(text.splitlines()) if "dist.all_reduce(tensor)" in told)
@@ -130,7 +126,9 @@ def test_ranks_that_wait_for_one_that_has_ended_are_told_with_their_line(judge):
 def test_raw_calls_of_a_piece_are_on_the_board(judge):
     """A rank that leaves a collective of torch itself out is found by what the boards show, not by waiting."""
     gradients = CATALOGUE["gradient_sum"]
-    text = answer(gradients, "wrong_mean").replace("import torch\n", "import torch\nimport torch.distributed as dist\n")
+    text = stubs.answer(gradients, "wrong_mean").replace(
+        "import torch\n", "import torch\nimport torch.distributed as dist\n"
+    )
     assert "all_reduce(total, group)" in text
     text = text.replace("all_reduce(total, group)", "dist.all_reduce(total) if group.rank else None")
     verdict = judge(gradients, text, only=["parameters_stay"], hang_s=3600.0)
@@ -157,7 +155,7 @@ def test_what_is_missing_in_a_clinic_is_said_and_not_given_away(judge):
     assert [result.id for result in failed] == ["names_the_invariant", "names_the_line"] == tests[-2:]
     told = "\n".join(line for result in failed for line in report.message(result.finding))
     assert "gradient" not in told and CLINIC.fault not in told
-    unmended = judge(CLINIC, answer(CLINIC, "wrong_named_only"))
+    unmended = judge(CLINIC, stubs.answer(CLINIC, "wrong_named_only"))
     assert {result.id for result in unmended.results if not result.finding} >= {"names_the_invariant", "names_the_line"}
 
 

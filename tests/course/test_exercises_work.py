@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from exercises import stubs
 from exercises.__main__ import main
 from exercises.attempt import attempt
 from exercises.catalogue import ROOT, Catalogue
@@ -28,7 +29,7 @@ def work(tmp_path):
 
 def tracked() -> dict[str, bytes]:
     """Every file that a learner must never write."""
-    folders = (ROOT / "exercises", ROOT / "solutions", ROOT / "tests" / "answers")
+    folders = (ROOT / "exercises", ROOT / "solutions")
     return {str(path): path.read_bytes() for folder in folders for path in folder.rglob("*.*") if path.suffix != ".pyc"}
 
 
@@ -121,7 +122,7 @@ def test_a_learners_way_through_one_exercise(tmp_path, capfd):
     assert code == 1 and "not written yet: return the indices of this rank's block" in out
     code, out = type_in("hint", "block_partition")
     assert code == 0 and out == f"hint 1 of 3: {BLOCK.hints[0]}\n"
-    shutil.copy(BLOCK.answers / "right_loop.py", Work(mine).file(BLOCK))
+    Work(mine).file(BLOCK).write_text(stubs.answer(BLOCK, "right_loop"))
     code, out = type_in("check", "block_partition")
     assert code == 0 and out.startswith("block_partition: passed, 10 of 10 points\n")
     code, out = type_in("solution", "block_partition")
@@ -163,7 +164,7 @@ def test_the_command_runs_from_any_folder(tmp_path):
         "block_partition",
         "--json",
     ]
-    file = ["--file", str(BLOCK.answers / "wrong_list.py")]
+    file = ["--file", str(stubs.write_answer(BLOCK, "wrong_list", tmp_path))]
     ran = subprocess.run([*command, *file], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1 and not ran.stderr
     verdict = json.loads(ran.stdout)
@@ -194,7 +195,7 @@ def test_the_gate_command_says_what_it_checked(tmp_path, capsys):
 
 def test_a_file_that_changes_while_it_is_judged_is_judged_as_it_was(work, monkeypatch, server):
     """All tests see the file as it was when the check began, and that is what counts as passed."""
-    right = (BLOCK.answers / "right_loop.py").read_bytes()
+    right = stubs.answer(BLOCK, "right_loop").encode()
     work.file(BLOCK).write_bytes(right)
 
     def start(*args, **options):

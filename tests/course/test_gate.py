@@ -1,16 +1,20 @@
 """The gate is green on what is there, and turns red for each thing that it is there to see."""
 
+import json
+import re
 import shutil
 
 import pytest
 
-from exercises import check, report
+from exercises import check, report, stubs
+from exercises.answers import read_answers
 from exercises.catalogue import ROOT, Catalogue
 from exercises.gate import Gate
 from exercises.testing import Finding
 
 CHAPTERS = ("ch00_first_run", "ch01_data_distribution")
-FOLDERS = [f"{folder}/{chapter}" for folder in ("exercises", "solutions", "tests/answers") for chapter in CHAPTERS]
+WRONG = [answer.name for answer in read_answers(Catalogue()["block_partition"]).wrong]
+FOLDERS = [f"{folder}/{chapter}" for folder in ("exercises", "solutions") for chapter in CHAPTERS]
 
 
 @pytest.fixture
@@ -19,6 +23,25 @@ def course(tmp_path):
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return lambda name="block_partition": Catalogue(tmp_path)[name]
+
+
+def tables(exercise) -> list[str]:
+    """The file of answers, cut before each of its tables."""
+    return re.split(r"(?m)^(?=\[(?:right|wrong)\.\w+\]$|\[\[equivalent\]\]$)", exercise.answers.read_text())
+
+
+def remove(exercise, *names):
+    """Take these answers out of the file."""
+    heads = tuple(f"[{name.replace('_', '.', 1)}]\n" for name in names)
+    exercise.answers.write_text("".join(table for table in tables(exercise) if not table.startswith(heads)))
+
+
+def put(exercise, name, **keys):
+    """Write one answer, in the place of one with that name."""
+    remove(exercise, name)
+    with open(exercise.answers, "a") as file:
+        lines = [f"{key} = {json.dumps(value)}\n" for key, value in keys.items()]
+        file.write("".join([f"\n[{name.replace('_', '.', 1)}]\n", *lines]))
 
 
 def problems(server, exercise) -> str:
@@ -37,12 +60,12 @@ def test_a_copy_of_the_course_is_green(server, course):
     assert not problems(server, course())
 
 
-@pytest.mark.parametrize("wrong", sorted(file.stem for file in Catalogue()["block_partition"].answers.glob("wrong_*")))
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_answer_in_the_solutions_place_is_red(server, course, wrong):
     exercise = course()
-    shutil.copy(exercise.answers / f"{wrong}.py", exercise.solution)
+    exercise.solution.write_text(stubs.answer(exercise, wrong))
     told = problems(server, exercise)
-    assert "block_partition.py is right and fails" in told
+    assert "block_partition is right and fails" in told
     assert "block_partition.py of ch01_data_distribution is not what the package generates now" in told
 
 
@@ -60,44 +83,42 @@ def test_a_stub_that_gives_the_answer_away_is_red(server, course):
     )
 
 
-def test_an_emptied_folder_of_answers_is_red(server, course):
+def test_an_exercise_without_answers_is_red(server, course):
     exercise = course()
-    shutil.rmtree(exercise.answers)
+    exercise.answers.unlink()
     told = problems(server, exercise)
-    assert "0 right answers" in told and "at least 4 wrong answers" in told and "wrong_cheat.py is missing" in told
+    assert "0 right answers" in told and "at least 4 wrong answers" in told and "wrong_cheat is missing" in told
 
 
 def test_a_right_answer_among_the_wrong_ones_is_red(server, course):
     exercise = course()
-    right = (exercise.answers / "right_loop.py").read_text()
-    (exercise.answers / "wrong_loop.py").write_text(right.replace('"""', '"""each_index_once: ', 1))
-    assert "wrong_loop.py is wrong and passes each_index_once, which must catch it" in problems(server, exercise)
+    put(exercise, "wrong_loop", caught_by="each_index_once", note="-", text=read_answers(exercise)["right_loop"].text)
+    assert "wrong_loop is wrong and passes each_index_once, which must catch it" in problems(server, exercise)
 
 
 def test_a_wrong_answer_that_names_no_test_is_red(server, course):
     exercise = course()
-    file = exercise.answers / "wrong_ceiling.py"
-    file.write_text(file.read_text().replace("sizes_differ_by_at_most_one", "some_test"))
-    assert "wrong_ceiling.py must begin with" in problems(server, exercise)
+    put(exercise, "wrong_ceiling", caught_by="some_test", note="-", text="def block(*_):\n    return 3\n")
+    assert "wrong_ceiling must name the test that catches it" in problems(server, exercise)
 
 
 def test_a_wrong_answer_that_is_only_broken_is_red_unless_it_says_so(server, course):
     exercise = course()
-    file = exercise.answers / "wrong_ceiling.py"
-    file.write_text('"""divides_evenly: the sizes are rounded up"""\n\n\ndef block(*_):\n    return ceiling\n')
-    told = "wrong_ceiling.py is caught as raised; it must say divides_evenly (raised) if that is its fault"
+    keys = {"caught_by": "divides_evenly", "note": "-", "text": "def block(*_):\n    return ceiling\n"}
+    put(exercise, "wrong_ceiling", **keys)
+    told = 'wrong_ceiling is caught as raised; it must have finding = "raised" if that is its fault'
     assert told in problems(server, exercise)
-    file.write_text(file.read_text().replace("divides_evenly:", "divides_evenly (raised):"))
+    put(exercise, "wrong_ceiling", **keys, finding="raised")
     assert "is caught as" not in problems(server, exercise)
-    file.write_text(file.read_text().replace("return ceiling", "return 3"))
-    assert "wrong_ceiling.py is caught as type" in problems(server, exercise)
+    put(exercise, "wrong_ceiling", **{**keys, "text": "def block(*_):\n    return 3\n"}, finding="raised")
+    assert "wrong_ceiling is caught as type" in problems(server, exercise)
 
 
 def test_a_cheat_that_is_not_seen_as_one_is_red(server, course):
     exercise = course()
-    file = exercise.answers / "wrong_cheat_alias.py"
-    file.write_text('"""divides_evenly: no cheat"""\n\n\ndef block(*_):\n    return 3\n')
-    assert "wrong_cheat_alias.py is caught as type, not as forbidden" in problems(server, exercise)
+    text = "def block(*_):\n    return 3\n"
+    put(exercise, "wrong_cheat_alias", caught_by="divides_evenly", note="no cheat", text=text)
+    assert "wrong_cheat_alias is caught as type, not as forbidden" in problems(server, exercise)
 
 
 def test_a_report_that_shows_nothing_found_is_red(server, course, monkeypatch):
@@ -112,8 +133,19 @@ def skipped(verdict):
 
 def test_a_copy_is_no_second_right_answer(server, course):
     exercise = course()
-    shutil.copy(exercise.solution, exercise.answers / "right_again.py")
-    assert "right_again.py is the same program as block_partition.py" in problems(server, exercise)
+    put(exercise, "right_again", note="-", text=stubs.right_text(exercise))
+    assert "right_again is the same program as block_partition" in problems(server, exercise)
+
+
+def test_an_edit_that_does_not_fit_the_solution_is_red(server, course):
+    exercise = course()
+    for find in ("no such text", "n"):
+        put(exercise, "right_again", note="-", edits=[])
+        exercise.answers.write_text(
+            exercise.answers.read_text().replace("edits = []", f'edits = [{{ find = "{find}", replace = "" }}]')
+        )
+        told = problems(server, exercise)
+        assert "right_again: the text to be edited must occur once, and occurs" in told and told.endswith(f":\n{find}")
 
 
 def test_a_test_that_lets_everything_pass_is_red(server, course):
@@ -140,12 +172,9 @@ def test_a_gate_that_checked_nothing_is_red(server):
 
 def few(exercise):
     """The exercise with one of its usual wrong answers, which is enough to see how its gate turns red."""
-    usual = sorted(exercise.answers.glob("wrong_*.py"))
     keep = {"wrong_zero", "wrong_constant", "wrong_cheat", "wrong_rank_0_of_4", "wrong_named_only", "wrong_one_sender"}
-    for file in usual:
-        if file.stem not in keep:
-            file.unlink()
-    next(exercise.answers.glob("right_*.py")).unlink()
+    answers = read_answers(exercise)
+    remove(exercise, *{answer.name for answer in answers.wrong} - keep, answers.right[0].name)
     return exercise
 
 
@@ -153,9 +182,9 @@ def few(exercise):
 def test_each_kind_is_red_with_a_wrong_solution_and_a_stub_that_gives_it_away(server, course, name):
     exercise = few(course(name))
     shutil.copy(exercise.solution, exercise.stub)
-    shutil.copy(exercise.answers / "wrong_cheat.py", exercise.solution)
+    exercise.solution.write_text(stubs.answer(exercise, "wrong_cheat"))
     told = problems(server, exercise)
-    assert f"{name}.py is right and fails" in told
+    assert f"{name} is right and fails" in told
     test, reason = (exercise.fails, "for its fault") if exercise.fails else (exercise.tests()[0].id, "as unwritten")
     assert f"the stub must fail {test} {reason}, and it is told: nothing wrong" in told
 
@@ -183,5 +212,5 @@ def test_what_stubs_must_do_depends_on_the_kind(server, course):
 @pytest.mark.parametrize("name", ["wrong_zero", "wrong_constant", "wrong_cheat"])
 def test_three_wrong_answers_are_asked_of_every_kind(server, course, name):
     exercise = course("which_rank_hangs")
-    (exercise.answers / f"{name}.py").unlink()
-    assert f"{name}.py is missing" in problems(server, exercise)
+    remove(exercise, name)
+    assert f"{name} is missing" in problems(server, exercise)

@@ -69,7 +69,7 @@ def texts(chapter: Path) -> dict[str, str]:
 def rebuilt(folder: Path, pieces: dict[str, str]) -> None:
     """A copy of the package and its tests, with these pieces in the place of the package's own text."""
     for name in ("minidist", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "answers", "faults"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "faults"))
     (folder / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-q -p no:cacheprovider"\n')
     for piece, text in pieces.items():
         module, _, path = piece.partition(":")

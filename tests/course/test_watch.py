@@ -1,7 +1,6 @@
 """`python -m exercises watch`: what is saved is judged, a pass leads on, and Ctrl-C leaves nothing behind."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from exercises import stubs
 from exercises.catalogue import ROOT, Catalogue
 from exercises.watch import Watcher
 from exercises.work import Work
@@ -39,7 +39,7 @@ def watcher(server, work, said):
 def save(work, exercise, answer):
     """As an editor does: another file takes the place of the first."""
     file = work.file(exercise)
-    shutil.copy(exercise.answers / answer, file.with_suffix(".new"))
+    file.with_suffix(".new").write_text(stubs.answer(exercise, answer))
     os.replace(file.with_suffix(".new"), file)
 
 
@@ -49,9 +49,9 @@ def test_nothing_is_judged_before_something_is_saved(watcher, said):
 
 
 def test_a_saved_file_is_judged_once_it_is_no_longer_written(watcher, work, said):
-    save(work, BLOCK, "wrong_rest_to_last.py")
+    save(work, BLOCK, "wrong_rest_to_last")
     assert watcher.step() == []  # somebody may still be writing
-    save(work, BLOCK, "wrong_rest_to_last.py")
+    save(work, BLOCK, "wrong_rest_to_last")
     assert watcher.step() == []
     assert watcher.step() == [BLOCK] and watcher.step() == []
     assert said[-1].startswith("\nblock_partition: 5 of 10 points\n") and watcher.current is BLOCK
@@ -61,7 +61,7 @@ def test_a_saved_file_is_judged_once_it_is_no_longer_written(watcher, work, said
 
 def test_a_pass_leads_to_the_next_that_is_not_passed(watcher, work, said):
     following = next(e for e in CATALOGUE.values() if not work.entry(e).get("passed") and e is not BLOCK)
-    save(work, BLOCK, "right_loop.py")
+    save(work, BLOCK, "right_loop")
     assert [watcher.step(), watcher.step()] == [[], [BLOCK]]
     assert said[1].startswith("\nblock_partition: passed, 10 of 10 points\n")
     assert said[-1].startswith(f"next: {following.section} {following.title}")
@@ -69,7 +69,7 @@ def test_a_pass_leads_to_the_next_that_is_not_passed(watcher, work, said):
 
 
 def test_another_exercise_that_is_saved_is_judged_too(watcher, work, said):
-    save(work, STRIDED, "right_slice.py")
+    save(work, STRIDED, "right_slice")
     assert [watcher.step(), watcher.step()] == [[], [STRIDED]]
     assert "strided_partition: passed" in said[-1] and watcher.current is BLOCK
 
@@ -80,7 +80,7 @@ def test_after_the_last_exercise_there_is_none(server, work, said):
             work.record(exercise, True, exercise.points, b"")
     watcher = Watcher(CATALOGUE, work, server, say=said.append)
     assert watcher.current is BLOCK
-    save(work, BLOCK, "right_loop.py")
+    save(work, BLOCK, "right_loop")
     assert [watcher.step(), watcher.step()] == [[], [BLOCK]]
     assert said[-1] == "\nyou have passed every exercise"
     with pytest.raises(UserError, match="you have passed every exercise; to watch one all the same"):
@@ -90,7 +90,7 @@ def test_after_the_last_exercise_there_is_none(server, work, said):
 def test_a_file_that_is_taken_away_ends_nothing(watcher, work, said):
     work.file(BLOCK).unlink()
     assert [watcher.step(), watcher.step()] == [[], []]
-    save(work, BLOCK, "right_loop.py")
+    save(work, BLOCK, "right_loop")
     assert [watcher.step(), watcher.step()] == [[], [BLOCK]]
 
 

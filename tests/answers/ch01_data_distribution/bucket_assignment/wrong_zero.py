@@ -1,5 +1,0 @@
-"""every_name_once: no bucket at all"""
-
-
-def assign(sizes, limit, first=None):
-    return []

@@ -1,7 +1,0 @@
-"""a_tree_down: the package's own formula"""
-
-from minidist.comm import cost as formulas
-
-
-def cost(name, algorithm, size, n):
-    return formulas.cost(name, algorithm, size, n)

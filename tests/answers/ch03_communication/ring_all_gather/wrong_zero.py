@@ -1,6 +1,0 @@
-"""everybody_has_every_part: zeros"""
-
-
-def travel(parts, group):
-    for part in parts:
-        part.zero_()

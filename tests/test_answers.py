@@ -1,0 +1,107 @@
+"""Files of answers: what they may hold, and how edits of a solution become a program."""
+
+import ast
+import json
+
+import pytest
+
+from exercises import stubs
+from exercises.answers import Edit, apply_edits, read_answers
+from exercises.catalogue import Catalogue
+from minidist.errors import UserError
+
+CATALOGUE = Catalogue()
+BLOCK = CATALOGUE["block_partition"]
+
+
+@pytest.fixture
+def exercise(tmp_path):
+    """`exercise(text)`: an exercise of a course of its own whose file of answers has that text."""
+    copy = tmp_path / "exercises" / BLOCK.chapter
+    copy.mkdir(parents=True)
+    (copy / "exercise.toml").write_text((BLOCK.folder / "exercise.toml").read_text())
+    for file in BLOCK.folder.glob("test_*.py"):
+        (copy / file.name).write_text(file.read_text())
+
+    def written(text):
+        found = Catalogue(tmp_path)[BLOCK.name]
+        found.answers.parent.mkdir(exist_ok=True)
+        found.answers.write_text(text)
+        return found
+
+    return written
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_answer_is_a_program_and_no_two_are_the_same(name):
+    answers = read_answers(CATALOGUE[name])
+    texts = {answer: stubs.answer(CATALOGUE[name], answer) for answer in answers.by_name}
+    assert len(set(texts.values())) == len(texts)
+    for answer, text in texts.items():
+        if answers[answer].finding != "syntax":
+            assert ast.get_docstring(ast.parse(text)), answer
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("[right.a]\nnote = ", "is not TOML"),
+        ("[wright.a]\nnote = 'x'\n", "has unknown tables ['wright']"),
+        ("[right.a]\nnotes = 'x'\n", "[right.a] has unknown keys ['notes']; the keys of a right answer are"),
+        ("[right.a]\ncaught_by = 'x'\n", "[right.a] has unknown keys ['caught_by']"),
+        ("[right]\na = 'x'\n", "[right.a] is not a table"),
+        ("[wrong.a]\nnote = 3\n", "every key but edits must be a text"),
+        ("[wrong.a]\nedits = [{ find = 'x' }]\n", "edits must be a list of"),
+        ("[wrong.a]\nedits = [{ find = '', replace = 'x' }]\n", "find must not be empty"),
+        ("[wrong.a]\ntext = 'x'\nedits = [{ find = 'a', replace = 'x' }]\n", "has both edits and a text"),
+    ],
+)
+def test_a_wrong_file_is_refused(exercise, text, told):
+    with pytest.raises(UserError) as error:
+        read_answers(exercise(text))
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, name, told",
+    [
+        ("[right.a]\nnote = 'x'\n", "right_b", "has no answer 'right_b'; it has right_a"),
+        ("[right.a]\nnote = 'x'\n", "right_a", "right_a has neither edits nor a text"),
+        ("[right.a]\nedits = [{ find = 'no such', replace = '' }]\n", "right_a", "must occur once, and occurs 0 times"),
+        ("[right.a]\nof = 'right_b'\nedits = [{ find = 'x', replace = 'y' }]\n", "right_a", "has no answer 'right_b'"),
+        (
+            "[wrong.b]\ntext = 'x = 1'\n[right.a]\nof = 'wrong_b'\nedits = [{ find = 'x', replace = 'y' }]\n",
+            "right_a",
+            "may be edits of the solution, or of a right answer",
+        ),
+    ],
+)
+def test_an_answer_that_cannot_be_built_is_refused(exercise, text, name, told):
+    with pytest.raises(UserError) as error:
+        stubs.answer(exercise(text), name)
+    assert told in str(error.value)
+
+
+def test_edits_are_exact_and_independent_of_their_order():
+    edits = (Edit("two", "2"), Edit("one", "two"))
+    assert apply_edits("one, two\n", edits, "here") == apply_edits("one, two\n", edits[::-1], "here") == "two, 2\n"
+    for find, told in (("n", "occurs 2 times:\nn"), ("x", "occurs 0 times:\nx")):
+        with pytest.raises(UserError, match=told):
+            apply_edits("none\n", (Edit(find, ""),), "here")
+    with pytest.raises(UserError, match="here: two edits overlap"):
+        apply_edits("one, two\n", (Edit("one, t", ""), Edit("two", "")), "here")
+
+
+def test_answers_may_be_edits_of_a_right_answer_and_have_their_note_as_docstring(exercise):
+    text = json.dumps("def block(n, world_size, rank):\n    return 1\n")
+    tables = f"[right.a]\ntext = {text}\n[wrong.b]\nnote = 'two'\nof = 'right_a'\n"
+    found = exercise(tables + "edits = [{ find = 'return 1', replace = 'return 2' }]\n")
+    assert stubs.answer(found, "wrong_b") == '"""two"""\n\n\ndef block(n, world_size, rank):\n    return 2\n'
+
+
+@pytest.mark.parametrize("name", ["gradient_sum", "weighted_loss"])
+def test_the_generated_cheat_uses_every_symbol_of_the_package(name):
+    text = stubs.answer(CATALOGUE[name], "wrong_cheat")
+    for piece in CATALOGUE[name].pieces:
+        module, _, symbol = piece.partition(":")
+        assert f"import {module} as own_" in text and f".{symbol}" in text

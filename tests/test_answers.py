@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 
 import pytest
 
@@ -18,14 +19,10 @@ BLOCK = CATALOGUE["block_partition"]
 def exercise(tmp_path):
     """`exercise(text)`: an exercise of a course of its own whose file of answers has that text."""
     copy = tmp_path / "exercises" / BLOCK.chapter
-    copy.mkdir(parents=True)
-    (copy / "exercise.toml").write_text((BLOCK.folder / "exercise.toml").read_text())
-    for file in BLOCK.folder.glob("test_*.py"):
-        (copy / file.name).write_text(file.read_text())
+    shutil.copytree(BLOCK.folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
 
     def written(text):
         found = Catalogue(tmp_path)[BLOCK.name]
-        found.answers.parent.mkdir(exist_ok=True)
         found.answers.write_text(text)
         return found
 

@@ -4,7 +4,7 @@ Write the missing lines of rank_and_world; the docstring says what is asked.
 You may call: whole_number, Place, UserError.
 Check it with: python -m exercises check rank_and_world
 
-Stub 1b07c1b1.
+Stub 07fb8d1c.
 """
 
 from collections.abc import Mapping

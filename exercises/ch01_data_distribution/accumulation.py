@@ -4,7 +4,7 @@ Write the missing lines of collect; the docstring says what is asked.
 You may call: sink.add, sink.ready, last.
 Check it with: python -m exercises check accumulation
 
-Stub 53a2dcbf.
+Stub a1db3bdb.
 """
 
 from collections.abc import Callable, Mapping

@@ -4,7 +4,7 @@ Write the missing lines of gpipe; the docstring says what is asked.
 You may call: play, in_turn, Op.
 Check it with: python -m exercises check gpipe_schedule
 
-Stub 283dcc7f.
+Stub c0778530.
 """
 
 from minidist.parallel.pipeline.actions import Op

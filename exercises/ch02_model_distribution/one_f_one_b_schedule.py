@@ -4,7 +4,7 @@ Write the missing lines of one_f_one_b; the docstring says what is asked.
 You may call: play, in_turn, Op, min, max.
 Check it with: python -m exercises check one_f_one_b_schedule
 
-Stub f1117381.
+Stub 15ad98e2.
 """
 
 from minidist.parallel.pipeline.actions import Op

@@ -4,7 +4,7 @@ Write the missing lines of split; the docstring says what is asked.
 You may call: operators, replace.
 Check it with: python -m exercises check sequence_parallel_norm
 
-Stub a317a769.
+Stub 9eb2504c.
 """
 
 from dataclasses import replace

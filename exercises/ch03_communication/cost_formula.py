@@ -4,7 +4,7 @@ Write the missing lines of cost; the docstring says what is asked.
 You may call: Cost, depth.
 Check it with: python -m exercises check cost_formula
 
-Stub 85871753.
+Stub 6ed257c2.
 """
 
 from minidist.comm.cost import NOTHING, Cost, _by_seats, depth

@@ -5,7 +5,7 @@ You may call: Block.launch, Block.need, Block.release, Unit.launch_gather, Unit.
 Tensor.clone, Tensor.register_hook, torch.is_grad_enabled.
 Check it with: python -m exercises check gather_and_free
 
-Stub a18d3f6d.
+Stub 37b17c30.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,7 +4,7 @@ Write the missing lines of row_of and model_states; the docstring says what is a
 You may call: Row, ModelStates, sum, FORMAT_BYTES, ZeroConfig.shares_gradients, Policy.separate_masters.
 Check it with: python -m exercises check memory_formula
 
-Stub c8c9b488.
+Stub bdea19a4.
 """
 
 from collections.abc import Iterable

@@ -225,8 +225,10 @@ def _case(name: str) -> tuple[int, str]:
     return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name.lower())
 
 
-def _import_order(statement: str) -> tuple[bool, str]:
-    return statement.startswith("from"), re.split(r" ", statement)[1]
+def _import_order(statement: str) -> tuple[bool, str, tuple[int, str]]:
+    """`import` before `from`, then by module, and imports of one module by the first name."""
+    words = statement.replace(",", "").split()
+    return words[0] == "from", words[1], _case(words[-1] if len(words) < 4 else words[3])
 
 
 def _wrapped(text: str) -> list[str]:

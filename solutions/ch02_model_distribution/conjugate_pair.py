@@ -26,8 +26,8 @@ Usual wrong answers:
 import torch
 from torch import Tensor
 
-from minidist.comm import functional as ops
 from minidist.comm import Group
+from minidist.comm import functional as ops
 
 
 class _Copied(torch.autograd.Function):

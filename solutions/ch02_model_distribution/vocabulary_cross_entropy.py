@@ -29,8 +29,8 @@ Usual wrong answers:
 import torch
 from torch import Tensor
 
-from minidist.comm import functional as ops
 from minidist.comm import Group
+from minidist.comm import functional as ops
 from minidist.parallel.tensor.vocabulary import IGNORE
 
 

@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := $(shell $(PYTHON) -c "import hashlib; print(hashlib.sha256(open('pyproject.toml', 'rb').read()).hexdigest()[:16])")
 
-.PHONY: train lab weave test bench clean
+.PHONY: train lab weave test test-all bench clean
 
 train: .venv/train-$(STAMP)
 	$(BIN)/minidist train
@@ -23,6 +23,10 @@ weave: .venv/course-$(STAMP)
 # Two workers: while the ranks of one wait for each other, those of the other compute.
 test: .venv/test-$(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -rs --durations=10
+
+# Also what is exhaustive: every fault in every row that shows it, every layout of four ranks, all mutants.
+test-all: .venv/test-$(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -rs --durations=10 -m ""
 
 bench: .venv/test-$(STAMP)
 	$(BIN)/python -m bench dp

@@ -1,6 +1,7 @@
 """Every test that needs ranks gets them from one warm server; the end of the session finds nothing left behind."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -8,6 +9,13 @@ import hypothesis
 import pytest
 
 from minidist.tools.launch import RankServer
+
+pytest_plugins = ["tests.helpers.deadline"]
+
+# A shell that starts a background job makes it ignore SIGINT, and so would every process that a test starts and wants
+# to interrupt. A handler is not inherited: these processes get the default action.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run, and no clock: the machine may be busy.
 hypothesis.settings.register_profile("minidist", deadline=None, derandomize=True, max_examples=60)

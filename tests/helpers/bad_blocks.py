@@ -73,8 +73,9 @@ BAD = {
         ],
     ),
     "an endless loop": (
-        HEAD + "    while True:\n        pass\n",
-        ["your code does not come to an end", FIRST, "  line      5: while True:"],
+        # On one line, which is the line reported wherever in the loop the process is stopped.
+        HEAD + "    while True: pass\n",
+        ["your code does not come to an end", FIRST, "  line      5: while True: pass"],
     ),
     "os._exit": (
         "import os\n\n\ndef block(n, world_size, rank):\n    os._exit(0)\n",

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -157,11 +158,13 @@ def test_a_killed_parent_leaves_no_process(tmp_path):
 def test_an_interrupted_wait_leaves_no_rank(server):
     job = server.start(loop_for_ever, 2, (False,))
     assert until(lambda: not job.poll(0.01) and all(job.pids))
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    before = signal.signal(signal.SIGUSR2, signal.default_int_handler)
+    timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR2))
+    timer.start()
     with pytest.raises(KeyboardInterrupt):
         job.wait()
-    signal.signal(signal.SIGALRM, before)
+    timer.join()
+    signal.signal(signal.SIGUSR2, before)
     assert not any(map(alive, job.pids))
 
 

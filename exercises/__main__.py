@@ -1,4 +1,7 @@
-"""The command line: `python -m exercises start`, `check block_partition`, ...; the project's are gate and generate."""
+"""The command line: `python -m exercises start`, `check block_partition`, ...
+
+The commands gate, new and generate are for those who write exercises.
+"""
 
 import argparse
 import json
@@ -8,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from exercises import mutate, report, stubs
+from exercises import mutate, new, report, stubs
 from exercises.attempt import attempt, hint, hints_left
 from exercises.catalogue import ROOT, Catalogue
 from exercises.check import PRELOAD, check, preload
@@ -164,6 +167,13 @@ def _generate(options, catalogue: Catalogue, work: Work) -> int:
     return 0
 
 
+def _new(options, catalogue: Catalogue, work: Work) -> int:
+    for file in new.create(catalogue, options.name, options.chapter, options.piece):
+        print(file)
+    print(f"python -m exercises gate {options.name} says what is still missing; then name it in chapters/README.md")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m exercises", description="The exercises of the course.")
     parser.add_argument("--work", type=Path, default=ROOT / "work", help="the learner's folder")
@@ -196,6 +206,10 @@ def _parser() -> argparse.ArgumentParser:
     gate = command("gate", _gate, "the project's check of its own checks")
     gate.add_argument("names", nargs="*", help="exercises; all when none is named")
     gate.add_argument("--mutate", action="store_true", help="whether small mistakes in the solutions are seen")
+    create = command("new", _new, "write every file of a new exercise about a piece of the package")
+    create.add_argument("name", help="of the exercise and its files")
+    create.add_argument("--chapter", required=True, help="its folder in exercises/, as ch03_communication")
+    create.add_argument("--piece", required=True, metavar="MODULE:SYMBOL", help="what the learner writes")
     command("generate", _generate, "write stubs and solutions from the package's source")
     return parser
 

@@ -31,6 +31,7 @@ from exercises.answers import Answer, read_answers
 from exercises.catalogue import Exercise
 from exercises.check import Verdict, check
 from exercises.measure import measure
+from exercises.new import unwritten
 from minidist.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Gate:
     def _generated(self, exercise: Exercise) -> None:
         for file in stubs.drift(exercise):
             self._problem(exercise, f"{file.name} of {file.parent.name} is not what the package generates now")
+        for text in unwritten(exercise):
+            self._problem(exercise, text)
         self._stub(exercise)
         with tempfile.TemporaryDirectory() as folder:
             nothing = Path(folder, f"{exercise.name}.py")

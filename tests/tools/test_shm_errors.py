@@ -1,5 +1,6 @@
 """What `shm` says when ranks do not do the same, when one is gone, and when something cannot be done."""
 
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm import World
+from minidist.tools.shm.neighbours import Neighbours
 from minidist.tools.shm.reduce import Reduction
 from tests.helpers.processes import until
 
@@ -253,3 +255,58 @@ def leaves_while_another_connects(world: World) -> str:
 
 def test_a_rank_that_leaves_while_another_connects_is_not_waited_for(ranks):
     assert "rank 1 has left group" in ranks(leaves_while_another_connects, 2, backend="gloo")[0]
+
+
+class SlowToSend:
+    """A socket whose messages leave only after `seconds`, as those of a rank that gets no core do."""
+
+    def __init__(self, sock, seconds: float):
+        self._sock, self._seconds = sock, seconds
+
+    def send(self, *args):
+        time.sleep(self._seconds)
+        return self._sock.send(*args)
+
+    def __getattr__(self, name: str):
+        return getattr(self._sock, name)
+
+
+def finishes_after_another_has_left(world: World) -> list:
+    """Rank 1 is slow to reach rank 2. Rank 0, which has everything it needs, is long gone from the group by then."""
+    group, x = dist.new_group(backend="shm"), torch.ones(3)
+    meeting = group._members.meeting
+    if world.rank == 1:
+        meeting.others = [(other, SlowToSend(sock, 1.5) if other == 2 else sock) for other, sock in meeting.others]
+    dist.all_reduce(x, group=group)
+    told = sorted(meeting.gone)
+    if world.rank == 0:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    return [x.tolist(), told]
+
+
+def test_an_operation_survives_ranks_that_have_finished_it_and_left(ranks):
+    assert ranks(finishes_after_another_has_left, 3, backend="gloo") == [
+        [[3.0] * 3, []], [[3.0] * 3, [0]], [[3.0] * 3, [0]]
+    ]  # fmt: skip
+
+
+def test_forgetting_a_process_that_has_ended_leaves_the_next_one_watched():
+    """Its descriptor is closed when it ends, and the next file that is opened gets the same number."""
+    here, ended = Neighbours(), []
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    try:
+        first = here.watch_process(children[0].pid, lambda: ended.append("first"))
+        children[0].kill()
+        assert until(lambda: ended == ["first"])
+        second = here.watch_process(children[1].pid, lambda: ended.append("second"))
+        assert second.fd == first.fd
+        here.forget_process(first)
+        children[1].kill()
+        assert until(lambda: ended == ["first", "second"])
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+        here.enter()
+        here.leave()

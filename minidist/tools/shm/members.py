@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from minidist.tools.shm.collectives import Collectives
 from minidist.tools.shm.lane import Lane
-from minidist.tools.shm.neighbours import Neighbours, patience
+from minidist.tools.shm.neighbours import Neighbours, ProcessDescriptor
 from minidist.tools.shm.rendezvous import Meeting, ShmError
 from minidist.tools.shm.transfer import Transfers
 
@@ -28,13 +28,11 @@ class Members:
         self.collectives = Collectives(here, meeting, [here.memory(token) for token in tokens])
         self.transfers = Transfers(here, meeting, tokens, name)
         self._channels: dict[tuple[str, int, int], Lane] = {}
-        self._descriptors: list[int | None] = []
+        self._processes: list[ProcessDescriptor | None] = []
         here.enter()
         for other, sock in meeting.others:
             here.watch(sock, lambda other=other: self._lost(other, "has left"))
-            self._descriptors.append(
-                here.watch_process(pids[other], lambda other=other: self._lost(other, "has ended"))
-            )
+            self._processes.append(here.watch_process(pids[other], lambda other=other: self._lost(other, "has ended")))
 
     def collective(self, call: Callable[[], None]) -> None:
         """Run one collective. An error of any kind ends the group: its ranks are no longer at the same place."""
@@ -58,9 +56,7 @@ class Members:
             raise ShmError(f"{self.meeting} was destroyed")
 
     def set_timeout(self, seconds: float) -> None:
-        self.meeting.timeout_s = seconds
-        for _, sock in self.meeting.others:
-            patience(sock, seconds)
+        self.meeting.set_timeout(seconds)
 
     def _lost(self, other: int, how: str) -> None:
         name = f"rank {self.meeting.ranks[other]}"
@@ -80,8 +76,8 @@ class Members:
         for _, sock in self.meeting.others:
             with contextlib.suppress(OSError):
                 self._here.forget(sock.fileno())
-        for descriptor in self._descriptors:
-            self._here.forget(descriptor)
+        for process in self._processes:
+            self._here.forget_process(process)
         self.meeting.cut()
         self.transfers.close()
         self._let_end(lanes, _LINGER_S)

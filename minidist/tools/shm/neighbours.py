@@ -14,16 +14,22 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from minidist.tools.shm.arena import Arena, map_memory
 from minidist.tools.shm.lane import Workers, in_worker
 
-GRACE_S = 1.0
 _HELLO_S = 10.0
 _MESSAGE_BYTES = 4096
 _GIVE_WAY_S = 1e-4
+
+
+class ProcessDescriptor(NamedTuple):
+    """A watched process. Its number is given to another file once it is closed, so it is compared by identity."""
+
+    fd: int
 
 
 class Neighbours:
@@ -37,8 +43,7 @@ class Neighbours:
         self._arrived: dict[tuple, tuple[socket.socket, int]] = {}
         self._arenas: dict[str, Tensor] = {self.token: self.arena.memory}
         self._watched: dict[int, Callable[[], None]] = {}
-        self._descriptors: set[int] = set()  # of processes
-        self._due: list[tuple[float, Callable[[], None]]] = []
+        self._processes: dict[int, ProcessDescriptor] = {}  # by file descriptor
         self._retired: list[tuple[list[socket.socket], list[tuple[int, int]]]] = []
         self._users = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -107,33 +112,32 @@ class Neighbours:
         self._poll.register(sock.fileno(), select.POLLRDHUP)
         self._ring()
 
-    def watch_process(self, pid: int, gone: Callable[[], None]) -> int | None:
-        """Call `gone`, once, when the process has ended. Returns what `forget` takes."""
+    def watch_process(self, pid: int, gone: Callable[[], None]) -> "ProcessDescriptor | None":
+        """Call `gone`, once, when the process has ended. Returns what `forget_process` takes."""
         try:
             fd = os.pidfd_open(pid)
         except (AttributeError, OSError):  # an old kernel, a sandbox, a process that has ended: its sockets tell too
             return None
+        process = ProcessDescriptor(fd)
         with self.changed:
-            self._watched[fd] = gone
-            self._descriptors.add(fd)
+            self._watched[fd], self._processes[fd] = gone, process
         self._poll.register(fd, select.POLLIN)
         self._ring()
-        return fd
+        return process
 
-    def forget(self, fd: int | None) -> None:
+    def forget(self, fd: int) -> None:
         """Watch this no longer."""
         with self.changed:
             if self._watched.pop(fd, None) is not None:
                 self._poll.unregister(fd)
-            if fd in self._descriptors:
-                self._descriptors.remove(fd)
-                os.close(fd)
 
-    def later(self, call: Callable[[], None], after_s: float = GRACE_S) -> None:
-        """Have the watching thread call this after a while."""
+    def forget_process(self, process: "ProcessDescriptor | None") -> None:
+        """Watch this process no longer. Does nothing once it has ended: another may have its descriptor's number."""
         with self.changed:
-            self._due.append((time.monotonic() + after_s, call))
-        self._ring()
+            if process is not None and self._processes.get(process.fd) is process:
+                self.forget(process.fd)
+                del self._processes[process.fd]
+                os.close(process.fd)
 
     def _ring(self) -> None:
         with contextlib.suppress(OSError):
@@ -141,16 +145,7 @@ class Neighbours:
 
     def _watch(self) -> None:
         while self._open:
-            now_s = time.monotonic()
-            with self.changed:
-                ready = [call for at_s, call in self._due if at_s <= now_s]
-                self._due = [(at_s, call) for at_s, call in self._due if at_s > now_s]
-                next_s = min((at_s for at_s, _ in self._due), default=None)
-            for call in ready:
-                call()
-            if ready:
-                continue
-            for fd, _ in self._poll.poll(None if next_s is None else 1 + 1000 * (next_s - now_s)):
+            for fd, _ in self._poll.poll():
                 if fd == self._listener.fileno():
                     self._accept()
                 elif fd == self._bell.fileno():
@@ -164,10 +159,10 @@ class Neighbours:
         again = select.poll()
         with self.changed:  # the number may have been given to another while we looked; from here on it is not
             gone = self._watched.get(fd)
-            again.register(fd, select.POLLIN if fd in self._descriptors else select.POLLRDHUP)
+            again.register(fd, select.POLLIN if fd in self._processes else select.POLLRDHUP)
             if gone is None or not again.poll(0):
                 return
-            self.forget(fd)
+            self.forget_process(self._processes[fd]) if fd in self._processes else self.forget(fd)
         gone()
 
     # -- coming and going of groups -----------------------------------------------------------------------------------
@@ -249,9 +244,10 @@ def receive(sock: socket.socket, size: int) -> bytes:
     return sock.recv(size)
 
 
-def patience(sock: socket.socket, seconds: float) -> None:
-    """How long a blocking call on this socket may take; Python's own time-out would need two calls instead of one."""
-    whole = int(seconds)
-    packed = struct.pack("ll", whole, int((seconds - whole) * 1e6))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+def patience(sock: socket.socket, seconds: float, receive_s: float | None = None) -> None:
+    """Set how long a blocking send or receive on this socket may take. receive_s: for receives, `seconds` when None.
+
+    Python's own `settimeout` would need two system calls for each message instead of one.
+    """
+    for option, limit_s in ((socket.SO_SNDTIMEO, seconds), (socket.SO_RCVTIMEO, receive_s or seconds)):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6)))

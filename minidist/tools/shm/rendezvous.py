@@ -16,6 +16,7 @@ from minidist.tools.shm.neighbours import Neighbours, patience, receive
 
 EAGER_MESSAGE_BYTES = 1 << 16
 _MESSAGE_BYTES = 1 << 12
+_LOOK_S = 1.0  # how often a blocked receive looks whether a rank that it needs has left
 _GAVE_UP = b"!"  # first byte of a rank's last message
 _PLAIN = b"."
 
@@ -38,12 +39,18 @@ class Meeting:
         self._here, self._socks = here, list(socks)
         self.others = [(i, sock) for i, sock in enumerate(socks) if sock is not None]
         self.gone: dict[int, str] = {}
-        for _, sock in self.others:
-            patience(sock, timeout_s)
+        self._unheard: set[int] = set()  # ranks whose message the running `meet` still waits for
+        self.set_timeout(timeout_s)
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks)) if self.size <= 8 else f"{self.ranks[0]} ... {self.ranks[-1]}"
         return f"group '{self.name}' (ranks {ranks})"
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long one operation may wait for a rank. A receive wakes earlier, to look for ranks that left."""
+        self.timeout_s = seconds
+        for _, sock in self.others:
+            patience(sock, seconds, receive_s=min(seconds, _LOOK_S))
 
     # -- meeting ------------------------------------------------------------------------------------------------------
 
@@ -77,8 +84,10 @@ class Meeting:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # what it said last is still there
                     sock.send(said)
             heard = [message] * self.size
+            self._unheard = {other for other, _ in self.others}
             for other, sock in self.others:
                 heard[other] = self._hear(other, sock)
+                self._unheard.discard(other)
             return heard
         except BaseException as error:
             # This rank cannot go on, so none can: tell them why instead of leaving them to wait.
@@ -86,10 +95,23 @@ class Meeting:
             raise
 
     def _hear(self, other: int, sock: socket.socket) -> bytes:
-        try:
-            heard = receive(sock, _MESSAGE_BYTES)
-        except OSError as error:
-            heard = self._late(other, sock, error)
+        """Wait for the next message of rank `other`. Raises ShmError when a message of this operation cannot come."""
+        begun_s = time.monotonic()
+        while True:
+            try:
+                heard = receive(sock, _MESSAGE_BYTES)
+                break
+            except BlockingIOError:
+                if time.monotonic() - begun_s >= self.timeout_s:
+                    text = f"rank {self.ranks[other]} did not come to operation {self.count} of {self} in time"
+                    raise ShmError(text) from None
+                self._check_unheard()
+            except ConnectionResetError:
+                heard = receive_rest(sock)
+                break
+        return self._read(other, heard)
+
+    def _read(self, other: int, heard: bytes) -> bytes:
         if heard[:1] == _PLAIN:
             return heard[1:]
         if heard:
@@ -97,8 +119,19 @@ class Meeting:
         why = "; ".join(self.gone.values())  # in the order of going: the first is the reason, others may have followed
         raise ShmError(why or f"rank {self.ranks[other]} has left {self} or ended")
 
-    def _late(self, other: int, sock: socket.socket, error: OSError) -> bytes:
-        return after(error, sock, f"rank {self.ranks[other]} did not come to operation {self.count} of {self}")
+    def _check_unheard(self) -> None:
+        """Raise ShmError if a rank gave up, or went without sending its message for this operation.
+
+        A rank that sent it and then left is no obstacle: the messages of the others still come, however late.
+        """
+        for other in sorted(self._unheard):
+            sock = self._socks[other]
+            with contextlib.suppress(BlockingIOError):  # nothing has come yet
+                try:
+                    first = sock.recv(_MESSAGE_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                except ConnectionResetError:
+                    first = receive_rest(sock, socket.MSG_PEEK)
+                self._read(other, first)
 
     def monitored(self, timeout_s: float, all_missing: bool) -> None:
         """A barrier that names who did not come in time: the first such rank, or all. Only rank 0 looks.
@@ -116,13 +149,13 @@ class Meeting:
         for other, sock in self.others:
             patience(sock, max(1e-3, end_s - time.monotonic()))
             try:
-                self._hear(other, sock)
-            except ShmError:
+                if receive(sock, _MESSAGE_BYTES)[:1] != _PLAIN:
+                    missing.append(self.ranks[other])
+            except OSError:
                 missing.append(self.ranks[other])
-            finally:
-                patience(sock, self.timeout_s)
             if missing and not all_missing:
                 break
+        self.set_timeout(self.timeout_s)
         if missing:
             names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
             self.break_off(f"{names} failed to pass monitored_barrier in {1000 * timeout_s:g} ms")
@@ -145,12 +178,11 @@ class Meeting:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def lose(self, other: int, why: str) -> None:
-        """Rank `other` is gone. What it has said is still heard; after a moment nobody can be waiting for good."""
+        """Rank `other` is gone. What it has sent is still received; operations that it has not begun fail."""
         if other not in self.gone:
             self.gone[other] = why
             with contextlib.suppress(OSError):
                 self._socks[other].shutdown(socket.SHUT_RDWR)
-            self._here.later(self._hang_up)
 
     def break_off(self, why: str) -> None:
         """No operation of this group can be done any more: say so here and to the others."""
@@ -160,24 +192,18 @@ class Meeting:
                 with contextlib.suppress(OSError):
                     sock.send(_GAVE_UP + why.encode()[:1000], socket.MSG_DONTWAIT)
 
-    def _hang_up(self) -> None:
+    def cut(self) -> None:
+        """Wake whoever of this process waits here."""
+        self.broken = self.broken or "the group was destroyed"
         for _, sock in self.others:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RD)
 
-    def cut(self) -> None:
-        """Wake whoever of this process waits here."""
-        self.broken = self.broken or "the group was destroyed"
-        self._hang_up()
 
-
-def after(error: OSError, sock: socket.socket, late: str) -> bytes:
-    """What a failed `recv` stands for: the next message after all, b"" for none. Raises ShmError when it is late."""
-    if isinstance(error, BlockingIOError):
-        raise ShmError(f"{late} in time") from None
-    if not isinstance(error, ConnectionResetError):
-        raise error
-    try:  # the other has closed without reading all; what it had said comes now
-        return sock.recv(EAGER_MESSAGE_BYTES)
+def receive_rest(sock: socket.socket, flags: int = 0) -> bytes:
+    """The next message of a connection that the peer has reset, or b"": it closed without reading what we had sent,
+    and what it had sent before comes now."""
+    try:
+        return sock.recv(EAGER_MESSAGE_BYTES, flags)
     except OSError:
         return b""

@@ -14,7 +14,7 @@ import struct
 from torch import Tensor
 
 from minidist.tools.shm.neighbours import Neighbours, patience, receive
-from minidist.tools.shm.rendezvous import EAGER_MESSAGE_BYTES, Meeting, ShmError, after
+from minidist.tools.shm.rendezvous import EAGER_MESSAGE_BYTES, Meeting, ShmError, receive_rest
 from minidist.tools.shm.sizes import EAGER_BYTES, PIECE_BYTES
 
 _PIECE = struct.Struct("<QQ")
@@ -134,9 +134,12 @@ class Transfers:
     def _hear(self, sock: socket.socket, peer: int, what: str) -> bytes:
         try:
             heard = receive(sock, EAGER_MESSAGE_BYTES)
-        except OSError as error:
-            late = f"{what} of {self._meeting}: rank {self._meeting.ranks[peer]} did not come"
-            heard = after(error, sock, late)
+        except BlockingIOError:
+            raise ShmError(
+                f"{what} of {self._meeting}: rank {self._meeting.ranks[peer]} did not come in time"
+            ) from None
+        except ConnectionResetError:
+            heard = receive_rest(sock)
         if not heard:
             raise ShmError(f"{self._why(peer)} ({what})")
         return heard

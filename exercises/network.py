@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from exercises.testing import Wrong
 from minidist.comm import Meter, Use, World, bind
+from minidist.comm.status import Channel
 from minidist.mesh import Mesh
-from minidist.tools.deadlock.status_page import Channel
 from minidist.tools.launch.device import prefer_loopback
 from minidist.tools.recording import mount
 
@@ -35,7 +35,7 @@ class Network:
         self._before = self._events_before = 0
         if world.size > 1:
             prefer_loopback()
-            backend = mount(self._meter, world.board, use="world")
+            backend = mount(self._meter, world.status, use="world")
             store = dist.PrefixStore("check", world.store)
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
 
@@ -78,7 +78,7 @@ class Torchrun:
         self.joined = self.ended = False
         self.backend, self.machines = "", 1
         prefer_loopback()
-        self._recorded = mount(self._meter, world.board, use="world")
+        self._recorded = mount(self._meter, world.status, use="world")
         self._store = world.store or dist.TCPStore(_HERE, 0, 1, is_master=True, wait_for_workers=False)
         self._torch_init, dist.init_process_group = dist.init_process_group, self._init
         self._torch_end, dist.destroy_process_group = dist.destroy_process_group, self._end
@@ -112,7 +112,7 @@ class Torchrun:
 
     def _init(self, backend=None, init_method=None, timeout=_TIMEOUT, world_size=-1, rank=-1, store=None, **more):
         """torch's init_process_group, which never returns to a process that gives a wrong place: this one tells."""
-        world, board = self._world, self._world.board
+        world, board = self._world, self._world.status
         place = (int(os.environ["RANK"]) if rank < 0 else rank, world.size if world_size < 0 else world_size)
         if place != (world.rank, world.size):
             raise Wrong(
@@ -145,13 +145,13 @@ class Torchrun:
         keys = [f"{name}/{self._met}/{rank}" for rank in range(self._world.size)]
         self._store.set(keys[self._world.rank], json.dumps(value))
         values = [json.loads(self._store.get(key)) for key in keys]
-        self._world.board.resume()
+        self._world.status.resume()
         return values
 
     def _meet(self, name: str) -> None:
         """Say on the board that this rank waits from now on for all others to come here, for the _met-th time."""
         self._met += 1
-        board, channel = self._world.board, Channel("collective", "world", tuple(range(self._world.size)))
+        board, channel = self._world.status, Channel("collective", "world", tuple(range(self._world.size)))
         board.wait(channel, board.launch(channel, name, (), ""), name, (), "", _line())
 
 

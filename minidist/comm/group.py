@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from minidist.comm.group_specs import CONTROL, Use
 from minidist.comm.meter import Meter
+from minidist.comm.status import Channel
 from minidist.comm.world import World
 from minidist.mesh import Mesh
-from minidist.tools.deadlock.caller import caller_line
-from minidist.tools.deadlock.status_page import Channel
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -140,7 +139,7 @@ def bind(
             continue
         group = Group(use.name, mine, mine.index(world.rank), made, world, groups.meter)
         groups._groups[use.name] = _LIVE[group.key] = group
-    world.board.resume()
+    world.status.resume()
     return groups
 
 
@@ -148,6 +147,6 @@ def _announce(world: World, mesh: Mesh, uses: list[Use]) -> None:
     """Say on the board that this rank waits for all others to bind the same: making groups blocks like an operation."""
     what = ", ".join(f"{use.name} over {'/'.join(use.axes)}" for use in uses)
     channel, told = Channel("collective", "bind", tuple(range(world.size))), f"on {mesh}: {what}"
-    seq = world.board.launch(channel, "bind", (), told)
+    seq = world.status.launch(channel, "bind", (), told)
     if world.size > 1:
-        world.board.wait(channel, seq, "bind", (), told, caller_line())
+        world.status.wait(channel, seq, "bind", (), told)

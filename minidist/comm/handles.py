@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minidist.comm.group import Group
+from minidist.comm.hints import wait_follows
 from minidist.comm.meter import Record
+from minidist.comm.status import Channel
 from minidist.errors import RunError
-from minidist.tools.deadlock.caller import caller_line
-from minidist.tools.deadlock.status_page import Channel
-from minidist.tools.shm.lane import waited_for_at_once
 
 
 class CommError(RunError):
@@ -55,13 +54,12 @@ class Handle:
         """
         if not self._works:
             return
-        board, meter = self._group.world.board, self._group.meter
-        where = caller_line()
+        status, meter = self._group.world.status, self._group.meter
         with meter.waiting([at.record for at in self._launched]):
             for i, work in enumerate(self._works):
                 # A backend may batch several transfers into one work: the last launched one then stands for all.
                 at = self._launched[i if len(self._works) == len(self._launched) else -1]
-                board.wait(at.channel, at.seq, at.name, at.shape, at.dtype, where)
+                status.wait(at.channel, at.seq, at.name, at.shape, at.dtype)
                 try:
                     work.wait()
                     if host and any(tensor.is_cuda for tensor in self._tensors):
@@ -69,7 +67,7 @@ class Handle:
                 except RuntimeError as error:
                     raise CommError(failure(at, self._group, error)) from error
                 finally:
-                    board.resume()
+                    status.resume()
         if self._then is not None:
             self._then()
         for at in self._launched:
@@ -103,7 +101,7 @@ def launch(
     """
     launched = announce(group, name, tensor, channel or group.collective, detail, **count)
     try:
-        with contextlib.nullcontext() if async_op else waited_for_at_once():
+        with contextlib.nullcontext() if async_op else wait_follows():
             works = start()
     except RuntimeError as error:
         raise CommError(failure(launched, group, error)) from error
@@ -116,7 +114,7 @@ def announce(group: Group, name: str, tensor: Tensor, channel: Channel, detail: 
     """Put the operation on the board and into the meter; see `launch`."""
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     told = f"{name} {detail}".rstrip()
-    seq = group.world.board.launch(channel, told, shape, dtype)
+    seq = group.world.status.launch(channel, told, shape, dtype)
     record = group.meter.record(
         name,
         group.use,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from minidist.tools.deadlock.status_page import Board
+from minidist.comm.status import RankStatus
 
 
 @dataclass
@@ -15,7 +15,7 @@ class World:
     rank, size: among all ranks. local_rank, local_size: among those of this machine; node_rank: which machine.
     device: where this rank computes. backend: of the default process group; None when there is no process group, which
     is so for one rank unless the caller asked for one.
-    board: where this rank says what it is doing. store: where ranks meet to make groups, on ranks of the rank server.
+    status: where this rank reports its operations. store: where ranks meet to make groups, on ranks of the rank server.
     """
 
     rank: int
@@ -24,7 +24,7 @@ class World:
     local_size: int
     device: torch.device
     backend: str | None
-    board: Board
+    status: RankStatus
     node_rank: int = 0
     store: dist.Store | None = field(default=None, repr=False)  # its own repr asks the name service, for seconds
 
@@ -36,4 +36,4 @@ class World:
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> "World":
         """The world of a process on its own."""
-        return cls(0, 1, 0, 1, torch.device(device), None, Board())
+        return cls(0, 1, 0, 1, torch.device(device), None, RankStatus())

@@ -2,7 +2,7 @@
 
 Everything built on torch.distributed goes through it (a raw `dist` call, DDP, FSDP2, DTensor), so traffic can be judged
 whose code never heard of the door. `mount(meter)` makes the backend known to torch as "recorded"; groups made with
-`backend="recorded"` then write the door's own record type, and announce themselves on the board, so that a deadlock of
+`backend="recorded"` then write the door's own record type, and report to the rank status, so that a deadlock of
 raw calls is explained too.
 
 torch calls a group by method names that differ between releases (`_allgather_base` is `all_gather_single` from 2.13
@@ -20,8 +20,7 @@ from torch._C import _distributed_c10d as c10d  # the options are not in torch.d
 from minidist.comm.collectives import REDUCE_OPS
 from minidist.comm.meter import Meter, Record
 from minidist.comm.network import over_network
-from minidist.tools.deadlock.caller import caller_line
-from minidist.tools.deadlock.status_page import Board, Channel
+from minidist.comm.status import Channel, RankStatus
 
 NAME = "recorded"
 _NO_DESCRIPTION = ("undefined", "default_pg")  # what torch says of a group when nobody has said anything
@@ -31,18 +30,18 @@ _NO_DESCRIPTION = ("undefined", "default_pg")  # what torch says of a group when
 Wait = Callable[[dist.Work, timedelta], bool]
 
 
-def mount(meter: Meter, board: Board | None = None, use: str = "torch", wait: Wait | None = None) -> str:
+def mount(meter: Meter, status: RankStatus | None = None, use: str = "torch", wait: Wait | None = None) -> str:
     """Make the backend "recorded" known to torch in this process and return its name. Call it once, before the groups.
 
-    meter: receives the records; board: where the operations announce themselves; use: the records' group use.
+    meter: receives the records; status: where the operations are reported; use: the records' group use.
     wait: how to wait, for ranks that must be able to stop waiting; by default inside torch until it is done.
     """
-    board = board if board is not None else Board()
+    status = status if status is not None else RankStatus()
 
     def create(options, _backend_options) -> RecordingGroup:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         inner = over_network(options.store, options.group_rank, options.group_size, options.timeout)
-        return RecordingGroup(inner, ranks, meter, board, use, options.group_id, wait or _wait)
+        return RecordingGroup(inner, ranks, meter, status, use, options.group_id, wait or _wait)
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     return NAME
@@ -53,19 +52,19 @@ def _wait(work: dist.Work, timeout: timedelta) -> bool:
 
 
 class _RecordedWork(dist.Work):
-    """torch's work, with the wait shown on the board and marked in the meter."""
+    """torch's work, with the wait reported to the rank status and marked in the meter."""
 
-    def __init__(self, work: dist.Work, board: Board, meter: Meter, at: tuple, record: Record, wait: Wait):
+    def __init__(self, work: dist.Work, status: RankStatus, meter: Meter, at: tuple, record: Record, wait: Wait):
         super().__init__()
-        self._work, self._board, self._meter, self._at, self._record = work, board, meter, at, record
+        self._work, self._status, self._meter, self._at, self._record = work, status, meter, at, record
         self._wait = wait
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._board.wait(*self._at, caller_line())
+        self._status.wait(*self._at)
         try:
             done = self._wait(self._work, timeout)
         finally:
-            self._board.resume()
+            self._status.resume()
         self._meter.waited(self._record)
         return done
 
@@ -105,13 +104,13 @@ class RecordingGroup(dist.ProcessGroup):
         inner: dist.ProcessGroup,
         ranks: tuple[int, ...],
         meter: Meter,
-        board: Board,
+        status: RankStatus,
         use: str,
         name: str,
         wait: Wait = _wait,
     ):
         super().__init__(inner.rank(), inner.size())
-        self._inner, self.ranks, self._meter, self._board = inner, ranks, meter, board
+        self._inner, self.ranks, self._meter, self._status = inner, ranks, meter, status
         self._name, self._wait = name, wait
         self._call(use)
 
@@ -145,7 +144,7 @@ class RecordingGroup(dist.ProcessGroup):
         for tensor in counted:
             shape = tuple(tensor.shape) if numel is None else (numel,)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            seq = self._board.launch(channel, told, shape, dtype)
+            seq = self._status.launch(channel, told, shape, dtype)
             record = self._meter.record(
                 name,
                 self._use,
@@ -162,7 +161,7 @@ class RecordingGroup(dist.ProcessGroup):
         work = call()
         # Some backends do a small operation at once and have nothing to wait for.
         at = (channel, seq, told, shape, dtype)
-        return work and _RecordedWork(work, self._board, self._meter, at, record, self._wait)
+        return work and _RecordedWork(work, self._status, self._meter, at, record, self._wait)
 
     def _root(self, opts) -> dict:
         return {"root": opts.rootRank, "detail": f"root {self.ranks[opts.rootRank]}"}
@@ -268,7 +267,7 @@ class RecordingGroup(dist.ProcessGroup):
         return self._transfer("recv", tensors, peer, tag, lambda: self._inner.recv(tensors, peer, tag))
 
     def recv_anysource(self, tensors, tag=0):
-        # Whom it waits for is not known, so no channel of the board can stand for it; it sends nothing.
+        # Whom it waits for is not known, so no channel of the status can stand for it; it sends nothing.
         return self._inner.recv_anysource(tensors, tag)
 
     # -- the group itself ---------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Boards written by hand."""
 
-from minidist.tools.deadlock.status_page import Board, Channel
+from minidist.comm.status import Channel
+from minidist.tools.deadlock.status_page import StatusPage
 
 GRADS = Channel("collective", "grads", (0, 1, 2))
 
@@ -16,6 +17,6 @@ def snapshots(**boards):
 
 
 def returned(board=None):
-    board = board or Board()
+    board = board or StatusPage()
     board.finish("returned")
     return board

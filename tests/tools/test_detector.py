@@ -3,15 +3,16 @@
 import threading
 from dataclasses import replace
 
+from minidist.comm.status import Channel
 from minidist.tools.deadlock.detector import Observer, judge
-from minidist.tools.deadlock.status_page import Board, Channel
+from minidist.tools.deadlock.status_page import StatusPage
 from minidist.tools.deadlock.status_report import rank_names
 from minidist.tools.deadlock.watchdog import Watchdog
 from tests.helpers.status_pages import GRADS, returned, snapshots, waiting
 
 
 def test_a_rank_that_waits_for_one_that_returned_is_deadlocked():
-    verdict = judge(snapshots(r0=waiting(Board(), GRADS), r1=returned(), r2=waiting(Board(), GRADS)))
+    verdict = judge(snapshots(r0=waiting(StatusPage(), GRADS), r1=returned(), r2=waiting(StatusPage(), GRADS)))
     assert (verdict.kind, verdict.ranks) == ("deadlock", (0, 2))
     assert verdict.text.splitlines() == [
         "deadlock: ranks 0, 2 wait for something that can never happen",
@@ -22,51 +23,51 @@ def test_a_rank_that_waits_for_one_that_returned_is_deadlocked():
 
 
 def test_a_rank_that_is_not_seen_may_still_come():
-    assert judge(snapshots(r0=waiting(Board(), GRADS), r1=waiting(Board(), GRADS))) is None
+    assert judge(snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), GRADS))) is None
 
 
 def test_a_rank_that_runs_may_still_come():
-    running = Board()
+    running = StatusPage()
     running.resume()
-    assert judge(snapshots(r0=waiting(Board(), GRADS), r1=running, r2=waiting(Board(), GRADS))) is None
+    assert judge(snapshots(r0=waiting(StatusPage(), GRADS), r1=running, r2=waiting(StatusPage(), GRADS))) is None
 
 
 def test_all_ranks_in_one_operation_are_the_networks_business():
-    assert judge(snapshots(**{f"r{r}": waiting(Board(), GRADS) for r in range(3)})) is None
+    assert judge(snapshots(**{f"r{r}": waiting(StatusPage(), GRADS) for r in range(3)})) is None
 
 
 def test_a_rank_that_returned_with_its_part_launched_is_not_missed():
-    early = Board()
+    early = StatusPage()
     early.launch(GRADS, "all_reduce", (4,), "float32")
-    boards = snapshots(r0=waiting(Board(), GRADS), r1=returned(early), r2=waiting(Board(), GRADS))
+    boards = snapshots(r0=waiting(StatusPage(), GRADS), r1=returned(early), r2=waiting(StatusPage(), GRADS))
     assert judge(boards) is None
 
 
 def test_a_waiting_rank_that_will_be_served_can_still_come():
     pair = Channel("collective", "pair", (1, 3))
-    boards = snapshots(r0=waiting(Board(), GRADS), r1=waiting(Board(), pair), r2=waiting(Board(), GRADS))
-    served = {**boards, 3: waiting(Board(), pair).snapshot()}
+    boards = snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), pair), r2=waiting(StatusPage(), GRADS))
+    served = {**boards, 3: waiting(StatusPage(), pair).snapshot()}
     assert judge(served) is None
 
 
 def test_a_chain_of_waits_ends_at_the_rank_that_died():
     pair = Channel("collective", "pair", (1, 3))
-    boards = snapshots(r0=waiting(Board(), GRADS), r1=waiting(Board(), pair), r2=waiting(Board(), GRADS))
-    verdict = judge({**boards, 3: replace(Board().snapshot(), state="died")})
+    boards = snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), pair), r2=waiting(StatusPage(), GRADS))
+    verdict = judge({**boards, 3: replace(StatusPage().snapshot(), state="died")})
     assert verdict.ranks == (0, 1, 2)
     assert verdict.text.endswith("rank 3 died without launching all_reduce #1 of 'pair'")
 
 
 def test_one_lost_member_is_enough_while_another_still_works():
-    boards = snapshots(r0=waiting(Board(), GRADS), r1=returned())  # rank 2 runs
+    boards = snapshots(r0=waiting(StatusPage(), GRADS), r1=returned())  # rank 2 runs
     assert judge(boards).ranks == (0,)
 
 
 def test_a_recv_is_served_by_the_send_of_its_tag_only():
     def recv(tag):
-        return waiting(Board(), Channel("recv", "pp", (0, 1), 1, tag), "recv")
+        return waiting(StatusPage(), Channel("recv", "pp", (0, 1), 1, tag), "recv")
 
-    sender = Board()
+    sender = StatusPage()
     sender.launch(Channel("send", "pp", (0, 1), 0, 3), "send", (4,), "float32")
     sender.finish("returned")
     assert judge(snapshots(r0=recv(3), r1=sender)) is None
@@ -74,38 +75,38 @@ def test_a_recv_is_served_by_the_send_of_its_tag_only():
 
 
 def test_a_second_recv_needs_a_second_send():
-    receiver, channel = Board(), Channel("recv", "pp", (0, 1), 1)
+    receiver, channel = StatusPage(), Channel("recv", "pp", (0, 1), 1)
     receiver.launch(channel, "recv", (4,), "float32")
     waiting(receiver, channel, "recv")
-    sender = Board()
+    sender = StatusPage()
     sender.launch(Channel("send", "pp", (0, 1), 0), "send", (4,), "float32")
     assert "send #2" in judge(snapshots(r0=receiver, r1=returned(sender))).text
 
 
 def test_another_shape_at_the_same_place_is_a_mismatch():
-    verdict = judge(snapshots(r0=waiting(Board(), GRADS), r1=waiting(Board(), GRADS, shape=(5,))))
+    verdict = judge(snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), GRADS, shape=(5,))))
     assert (verdict.kind, verdict.ranks) == ("mismatch", (0, 1))
     assert "rank 0: all_reduce (4,) float32" in verdict.text and "rank 1: all_reduce (5,) float32" in verdict.text
 
 
 def test_a_mismatch_is_found_although_one_rank_is_already_further():
-    ahead = Board()
+    ahead = StatusPage()
     ahead.launch(GRADS, "broadcast", (4,), "float32")
     ahead.launch(GRADS, "all_reduce", (4,), "float32")
-    verdict = judge(snapshots(r0=waiting(Board(), GRADS), r1=returned(ahead)))
+    verdict = judge(snapshots(r0=waiting(StatusPage(), GRADS), r1=returned(ahead)))
     assert verdict.kind == "mismatch" and "operation #1 of 'grads'" in verdict.text
 
 
 def test_a_send_and_a_recv_of_as_many_elements_match():
-    send = waiting(Board(), Channel("send", "pp", (0, 1), 1), "send", (2, 4))
-    recv = waiting(Board(), Channel("recv", "pp", (0, 1), 0), "recv", (8,))
+    send = waiting(StatusPage(), Channel("send", "pp", (0, 1), 1), "send", (2, 4))
+    recv = waiting(StatusPage(), Channel("recv", "pp", (0, 1), 0), "recv", (8,))
     assert judge(snapshots(r0=send, r1=recv)) is None
-    short = waiting(Board(), Channel("recv", "pp", (0, 1), 0), "recv", (7,))
+    short = waiting(StatusPage(), Channel("recv", "pp", (0, 1), 0), "recv", (7,))
     assert judge(snapshots(r0=send, r1=short)).kind == "mismatch"
 
 
 def test_unequal_shares_of_an_all_to_all_match():
-    boards = {f"r{r}": waiting(Board(), GRADS, "all_to_all", (r + 1, 2)) for r in range(3)}
+    boards = {f"r{r}": waiting(StatusPage(), GRADS, "all_to_all", (r + 1, 2)) for r in range(3)}
     assert judge(snapshots(**boards)) is None
 
 
@@ -113,7 +114,7 @@ def test_a_circle_of_many_ranks_is_told_in_few_lines():
     size = 40
     ranks = tuple(range(size))
     boards = {
-        f"r{r}": waiting(Board(), Channel("recv", "ring", ranks, (r - 1) % size), "recv", where=f"ring.py:{r}")
+        f"r{r}": waiting(StatusPage(), Channel("recv", "ring", ranks, (r - 1) % size), "recv", where=f"ring.py:{r}")
         for r in ranks
     }
     verdict = judge(snapshots(**boards))
@@ -121,7 +122,7 @@ def test_a_circle_of_many_ranks_is_told_in_few_lines():
 
 
 def test_a_verdict_needs_two_equal_readings():
-    stuck, observer = waiting(Board(), GRADS), Observer()
+    stuck, observer = waiting(StatusPage(), GRADS), Observer()
     gone = returned().snapshot()
     assert observer.see({0: stuck.snapshot(), 1: gone}, 0.0) is None
     stuck.resume()
@@ -131,7 +132,7 @@ def test_a_verdict_needs_two_equal_readings():
 
 
 def test_a_rank_about_to_join_a_deadlock_is_waited_for():
-    boards = {0: waiting(Board(), GRADS), 1: returned(), 2: Board()}
+    boards = {0: waiting(StatusPage(), GRADS), 1: returned(), 2: StatusPage()}
     boards[2].resume()
     observer = Observer()
 
@@ -145,7 +146,7 @@ def test_a_rank_about_to_join_a_deadlock_is_waited_for():
 
 
 def test_a_deadlock_is_told_though_another_rank_works_on_and_on():
-    boards = {0: waiting(Board(), GRADS), 1: returned(), 2: Board()}
+    boards = {0: waiting(StatusPage(), GRADS), 1: returned(), 2: StatusPage()}
     boards[2].resume()
     observer, seen = Observer(), {rank: board.snapshot() for rank, board in boards.items()}
     assert [observer.see(seen, now_s) for now_s in (0.0, 0.5, 1.4)] == [None] * 3
@@ -189,7 +190,7 @@ def test_the_lowest_waiting_rank_reports_once_for_all():
     def end(rank):
         return lambda report: (said.append((rank, report)), done.set())
 
-    boards = [Board(), Board()]
+    boards = [StatusPage(), StatusPage()]
     dogs = [Watchdog(r, 2, boards[r], store, end=end(r)) for r in range(2)]
     waiting(boards[1], PAIR)
     waiting(boards[0], PAIR, name="broadcast")
@@ -211,7 +212,7 @@ def watched(rank, board, store, size=2):
 
 
 def test_a_board_posted_once_may_be_out_of_date():
-    store, boards = Store(), [waiting(Board(), PAIR), waiting(Board(), PAIR, shape=(9,))]
+    store, boards = Store(), [waiting(StatusPage(), PAIR), waiting(StatusPage(), PAIR, shape=(9,))]
     first, second = [watched(rank, board, store) for rank, board in enumerate(boards)]
     for _ in range(3):  # rank 1 may have gone on since it posted: it has nothing to say while it runs
         first._post()
@@ -222,7 +223,7 @@ def test_a_board_posted_once_may_be_out_of_date():
 
 
 def test_a_waiting_rank_leaves_the_word_to_a_lower_one():
-    store, boards = Store(), [waiting(Board(), PAIR), waiting(Board(), PAIR, shape=(9,))]
+    store, boards = Store(), [waiting(StatusPage(), PAIR), waiting(StatusPage(), PAIR, shape=(9,))]
     first, second = dogs = [watched(rank, board, store) for rank, board in enumerate(boards)]
     for dog in dogs:
         dog._read()
@@ -233,7 +234,7 @@ def test_a_waiting_rank_leaves_the_word_to_a_lower_one():
 
 def test_a_wait_longer_than_the_timeout_is_reported_by_its_own_rank():
     said, done = [], threading.Event()
-    board = Board()
+    board = StatusPage()
     dog = Watchdog(0, 2, board, Store(), timeout_s=0.1, end=lambda report: (said.append(report), done.set()))
     waiting(board, PAIR)  # rank 1 never shows
     assert done.wait(20)
@@ -242,7 +243,7 @@ def test_a_wait_longer_than_the_timeout_is_reported_by_its_own_rank():
 
 
 def test_the_watchdog_too_waits_for_a_rank_about_to_join():
-    store, boards = Store(), [waiting(Board(), GRADS), returned(), Board()]
+    store, boards = Store(), [waiting(StatusPage(), GRADS), returned(), StatusPage()]
     boards[2].resume()
     dogs = [watched(rank, board, store, size=3) for rank, board in enumerate(boards)]
     for _ in range(3):

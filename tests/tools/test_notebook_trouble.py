@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from minidist.tools.deadlock.status_page import Board, Channel
+from minidist.comm.status import Channel
+from minidist.tools.deadlock.status_page import StatusPage
 from minidist.tools.notebook import LiveRanks
 from tests.helpers.cells import LATER_S, run, works
 from tests.helpers.processes import alive, needs_proc, until
@@ -258,7 +259,7 @@ def test_ranks_die_with_the_kernel(tmp_path):
 
 
 def test_a_cleared_board_counts_from_one_again():
-    board, channel = Board(), Channel("collective", "world", (0, 1))
+    board, channel = StatusPage(), Channel("collective", "world", (0, 1))
     board.launch(channel, "barrier", (0,), "float32")
     board.wait(channel, 1, "barrier", (0,), "float32", "cell 1:1")
     before = board.snapshot()

@@ -199,7 +199,7 @@ def test_every_operation_that_torch_has_is_overridden():
 
 
 def deadlocked(world: World) -> None:
-    group = dist.new_group(backend=mount(Meter(), world.board))
+    group = dist.new_group(backend=mount(Meter(), world.status))
     if world.rank == 0:
         dist.all_reduce(torch.ones(3), group=group)
 
@@ -214,7 +214,7 @@ def test_a_deadlock_of_raw_calls_is_explained(server):
 
 
 def crossed(world: World) -> None:
-    name = mount(Meter(), world.board)
+    name = mount(Meter(), world.status)
     groups = [dist.new_group(backend=name) for _ in range(2)]
     for group in groups if world.rank else reversed(groups):
         dist.all_reduce(torch.ones(2), group=group)

@@ -20,9 +20,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; el
 pytestmark = linux
 
 ORDERS = {
-    "minidist first": "import sys, minidist; assert 'torch' not in sys.modules; import torch.distributed as dist",
-    "torch first": "import torch.distributed as dist, minidist",
-    "torch of one's own": "import minidist, torch; import torch.distributed as dist",
+    "shm first": "import sys, minidist.tools.shm; assert 'torch' not in sys.modules; import torch.distributed as dist",
+    "torch first": "import torch.distributed as dist, minidist.tools.shm",
+    "torch of one's own": "import minidist.tools.shm, torch; import torch.distributed as dist",
 }
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from minidist import comm
 from minidist.comm import World
+from minidist.comm.hints import wait_follows
 from minidist.mesh import Mesh
 from minidist.tools.shm import start
-from minidist.tools.shm.lane import waited_for_at_once
 from minidist.tools.shm.rendezvous import Meeting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; elsewhere it is gloo")
@@ -244,6 +244,6 @@ def test_a_wait_with_a_time_limit_needs_a_worker(ranks):
 
 def limited(world: World) -> bool:
     group = dist.new_group(backend="shm")
-    with waited_for_at_once():
+    with wait_follows():
         work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
     return work.wait(timedelta(seconds=30))

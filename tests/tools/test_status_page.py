@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minidist.comm.status import Channel
 from minidist.tools.deadlock.detector import judge
-from minidist.tools.deadlock.status_page import PAGE_BYTES, Board, Channel
+from minidist.tools.deadlock.status_page import PAGE_BYTES, StatusPage
 from tests.helpers.status_pages import GRADS, waiting
 
 # The page
@@ -13,20 +14,20 @@ from tests.helpers.status_pages import GRADS, waiting
 
 def test_another_reader_of_the_memory_sees_the_wait():
     memory = bytearray(PAGE_BYTES)
-    waiting(Board(memory), GRADS, shape=(2, 3), where="/home/me/train.py:31")
-    seen = Board.read(memory)
+    waiting(StatusPage(memory), GRADS, shape=(2, 3), where="/home/me/train.py:31")
+    seen = StatusPage.read(memory)
     assert (seen.state, seen.channel, seen.seq) == ("waiting", GRADS, 1)
     assert (seen.operation, seen.where) == ("all_reduce (2, 3) float32", "/home/me/train.py:31")
     assert seen.progress[GRADS].launched == 1
 
 
 def test_sequence_numbers_count_per_channel():
-    board, other = Board(), Channel("send", "grads", (0, 1, 2), 1, 5)
+    board, other = StatusPage(), Channel("send", "grads", (0, 1, 2), 1, 5)
     assert [board.launch(c, "x", (), "int64") for c in (GRADS, GRADS, other, GRADS)] == [1, 2, 1, 3]
 
 
 def test_every_write_changes_the_snapshot():
-    board = Board()
+    board = StatusPage()
     seen = [board.snapshot()]
     for _ in range(2):
         waiting(board, GRADS)
@@ -38,24 +39,24 @@ def test_every_write_changes_the_snapshot():
 
 def test_a_page_being_written_is_not_read():
     memory = bytearray(PAGE_BYTES)
-    waiting(Board(memory), GRADS)
+    waiting(StatusPage(memory), GRADS)
     memory[0] += 1  # the version while writing is odd
-    assert Board.read(memory) is None
+    assert StatusPage.read(memory) is None
 
 
 def test_the_image_reads_like_the_page():
-    board = waiting(Board(), GRADS)
-    assert Board.read(board.image()) == board.snapshot()
+    board = waiting(StatusPage(), GRADS)
+    assert StatusPage.read(board.image()) == board.snapshot()
     assert len(board.image()) < 1024
 
 
 def test_a_long_path_keeps_its_line():
-    board = waiting(Board(), GRADS, where="/a" * 300 + "/train.py:123")
+    board = waiting(StatusPage(), GRADS, where="/a" * 300 + "/train.py:123")
     assert board.snapshot().where.endswith("/train.py:123")
 
 
 def test_more_channels_than_the_page_holds_still_count():
-    board = Board()
+    board = StatusPage()
     channels = [Channel("send", "many", (0, 1), 1, tag) for tag in range(500)]
     assert [board.launch(c, "send", (1,), "int8") for c in channels + channels] == [1] * 500 + [2] * 500
     seen = waiting(board, channels[-1], "send").snapshot()
@@ -71,13 +72,13 @@ def test_more_channels_than_the_page_holds_still_count():
 )
 def test_a_channel_reads_back_as_it_was_written(kind, use, ranks, peer, tag):
     channel = Channel(kind, use, tuple(ranks), peer, tag)
-    assert waiting(Board(), channel).snapshot().channel == channel
+    assert waiting(StatusPage(), channel).snapshot().channel == channel
 
 
 @pytest.mark.parametrize("ranks", [tuple(range(4096)), tuple(range(3, 4096, 8))])
 def test_large_regular_groups_fit(ranks):
     channel = Channel("collective", "dp", ranks)
-    assert waiting(Board(), channel).snapshot().channel == channel
+    assert waiting(StatusPage(), channel).snapshot().channel == channel
 
 
 # The judge

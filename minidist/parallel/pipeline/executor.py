@@ -21,10 +21,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minidist.comm import Group, Handle, recv, send
 from minidist.parallel.data.reducer import GradSink, trainable
+from minidist.parallel.pipeline.action_times import unit_times
 from minidist.parallel.pipeline.actions import Op, Place, Schedule, last_backward
 from minidist.parallel.pipeline.split_backward import Half, WeightsLater, weight_gradient
 from minidist.parallel.pipeline.transfers import Program, Transfer, rendezvous, with_transfers
-from minidist.tools.simulate.timeline import Times, simulate
 
 # Runs one part of the model: (chunk, micro-batch, what the part before gave or None) -> what the part after needs, or,
 # of the last part, this micro-batch's share of the loss.
@@ -69,7 +69,7 @@ class Executor:
         self._end = end
         self._groups = dict(zip("FB", groups, strict=True))
         self._meter = groups[0].meter
-        programs = with_transfers(simulate(schedule, Times()))
+        programs = with_transfers(unit_times(schedule))
         rendezvous(schedule, programs)
         self._halved = schedule.splits_backward or in_halves
         given = programs[self.stage]

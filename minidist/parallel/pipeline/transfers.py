@@ -2,17 +2,18 @@
 
 A send may last until it is matched (a rendezvous). If every stage sent right after an operation and received right
 before the next, 1F1B would deadlock: stage s sends an activation on while stage s + 1 sends a gradient back. Here every
-transfer has one place in one order of all that happens anywhere, the order of the timeline, and both its ends stand in
-their stages' programs where that order has them. The first transfer that has not happened can then always happen.
+transfer has one place in a single order of all actions and transfers, derived from the times of the actions
+(`action_times`), and both of its ends stand at that place in their stages' programs. The first transfer that has not
+happened can then always happen.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from minidist.errors import UserError
+from minidist.parallel.pipeline.action_times import ActionTimes
 from minidist.parallel.pipeline.actions import Op, Place, Schedule
 from minidist.parallel.pipeline.check import in_order
-from minidist.tools.simulate.timeline import Timeline
 
 
 class Transfer(NamedTuple):
@@ -32,18 +33,18 @@ class Transfer(NamedTuple):
 Program = Sequence[Op | Transfer]
 
 
-def with_transfers(timeline: Timeline) -> list[list[Op | Transfer]]:
+def with_transfers(times: ActionTimes) -> list[list[Op | Transfer]]:
     """For every stage what it does, in order: its operations, and what it sends and receives between them.
 
     `rendezvous` proves the result, even when every send and receive holds up its stage until the other end is there.
     Stages that send and receive while they compute start each transfer there, and wait for it where they need it.
     """
-    schedule = timeline.schedule
+    schedule = times.schedule
     programs: list[list[Op | Transfer]] = [[] for _ in range(schedule.stages)]
     rank = {place: number for number, place in enumerate(in_order(schedule))}
     # An operation counts from its start, a transfer from the end of the operation whose result it carries.
     events: list[tuple[float, int, int, Place]] = []
-    for stage, spans in enumerate(timeline.spans):
+    for stage, spans in enumerate(times.spans):
         for span in spans:
             place = Place(stage, span.op)
             events += [(span.start, rank[place], 0, place), (span.end, rank[place], 1, place)]

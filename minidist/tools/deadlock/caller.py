@@ -1,20 +1,24 @@
-"""The line a person would look for when an operation waits."""
+"""The line of a program that is waiting for communication."""
 
+import functools
 import os
 import sys
 
-import torch
 
-import minidist.comm
-import minidist.tools
+@functools.cache
+def _internal_folders() -> tuple[str, ...]:
+    """Folders whose frames are never the line that a reader looks for."""
+    import torch  # here: whoever only reads status pages starts without torch
 
-# A line of these packages is never the line that a reader looks for.
-_INSIDE = tuple(os.path.dirname(os.path.abspath(p.__file__)) + os.sep for p in (minidist.comm, minidist.tools, torch))
+    import minidist.comm
+    import minidist.tools
+
+    return tuple(os.path.dirname(os.path.abspath(p.__file__)) + os.sep for p in (minidist.comm, minidist.tools, torch))
 
 
 def caller_line() -> str:
-    """`file:line` of the innermost frame outside this folder and torch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+    """Return `file:line` of the innermost frame outside `minidist.comm`, `minidist.tools` and torch."""
+    frame, internal = sys._getframe(1), _internal_folders()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(internal):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

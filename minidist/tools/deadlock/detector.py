@@ -12,7 +12,8 @@ reported although it could go on.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from minidist.tools.deadlock.status_page import Channel, Progress, Snapshot
+from minidist.comm.status import Channel
+from minidist.tools.deadlock.status_page import Progress, Snapshot
 from minidist.tools.deadlock.status_report import describe, group_name, place, rank_names
 
 ENDED = ("returned", "failed", "died")

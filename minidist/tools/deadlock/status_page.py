@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from minidist.comm.status import Channel, RankStatus
+from minidist.tools.deadlock.caller import caller_line
+
 PAGE_BYTES = 65536  # a whole number of memory pages everywhere; untouched ones cost nothing
 STATES = ("idle", "running", "waiting", "returned", "failed")
 
@@ -32,20 +35,6 @@ _NAME_BYTES = 184
 _ENTRY_BYTES = _NAME_AT + _NAME_BYTES
 _MAX_CHANNELS = (PAGE_BYTES - _CHANNELS_AT) // _ENTRY_BYTES
 _NO_CHANNEL = 0xFFFF
-
-
-class Channel(NamedTuple):
-    """An ordered sequence of operations: the collectives of a group, or the transfers one way between two ranks.
-
-    kind: "collective", "send" or "recv"; use: the group's purpose; ranks: its global ranks; peer: the other global rank
-    of a transfer.
-    """
-
-    kind: str
-    use: str
-    ranks: tuple[int, ...]
-    peer: int | None = None
-    tag: int = 0
 
 
 class Progress(NamedTuple):
@@ -83,7 +72,7 @@ class Snapshot:
         return channels[self._entry] if self.operation and self._entry < len(channels) else None
 
 
-class Board:
+class StatusPage(RankStatus):
     """The page of one rank; this process is its only writer.
 
     buffer: PAGE_BYTES of zeroed writable memory, shared with a reader; private memory when None.
@@ -110,12 +99,17 @@ class Board:
             self._end()
         return launched
 
-    def wait(self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, where: str) -> None:
-        """Record that this rank blocks from now on until operation `seq` of the channel is done."""
+    def wait(
+        self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, where: str | None = None
+    ) -> None:
+        """Record that this rank blocks until operation `seq` of the channel has completed.
+
+        where: `file:line` of the call; None: the innermost frame outside minidist's communication code and torch.
+        """
         known = self._channels.get(channel) or self._add(channel)
         entry = known[0] if known[0] >= 0 else _NO_CHANNEL
         text, _ = self._signature(channel.kind, name, shape, dtype)
-        place = where.encode()[-160:]  # the end of a long path holds the file and the line
+        place = (where or caller_line()).encode()[-160:]  # the end of a long path holds the file and the line
         self._begin()
         _HEADER.pack_into(self._page, _HEADER_AT, 2, entry, self._listed, seq, text, place)
         self._end()
@@ -139,7 +133,7 @@ class Board:
 
     def snapshot(self) -> Snapshot:
         """What a reader sees now."""
-        return Board.read(self._page)
+        return StatusPage.read(self._page)
 
     def image(self) -> bytes:
         """The written part of the page, which `read` understands as well."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
-from minidist.tools.deadlock.status_page import Channel, Snapshot
+from minidist.comm.status import Channel
+from minidist.tools.deadlock.status_page import Snapshot
 
 _MAX_LINES = 6
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from minidist.tools.deadlock.detector import ENDED, Joining, Verdict, judge
-from minidist.tools.deadlock.status_page import Board, Snapshot
+from minidist.tools.deadlock.status_page import Snapshot, StatusPage
 from minidist.tools.deadlock.status_report import describe
 
 _PERIOD_S = 0.1
@@ -31,7 +31,7 @@ class Watchdog:
         self,
         rank: int,
         size: int,
-        board: Board,
+        board: StatusPage,
         store,
         *,
         timeout_s: float = 1800.0,
@@ -94,7 +94,7 @@ class Watchdog:
             return None
         seen = {}
         for rank, data in enumerate(self._store.multi_get(self._keys)):
-            snapshot = Board.read(bytes(data)[8:])
+            snapshot = StatusPage.read(bytes(data)[8:])
             if snapshot is not None:
                 seen[rank] = (struct.unpack_from("<Q", bytes(data))[0], snapshot)
         before, self._seen = self._seen, seen

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+import minidist.tools.shm  # noqa: F401  registers the backend "shm" with torch
 from minidist.errors import UserError
 
 

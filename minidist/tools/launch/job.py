@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minidist.tools.deadlock.detector import Observer
-from minidist.tools.deadlock.status_page import PAGE_BYTES, Board, Snapshot
+from minidist.tools.deadlock.status_page import PAGE_BYTES, Snapshot, StatusPage
 from minidist.tools.launch.failure import RankFailure
 from minidist.tools.launch.failure_report import deadline_report, death_report, error_report
 from minidist.tools.launch.remote_rank import RemoteRank
@@ -98,7 +98,7 @@ class Job:
     def boards(self) -> list[Snapshot | None]:
         """What each rank is doing; None where it was writing just then. Not after the end of the job."""
         pages = memoryview(self._pages)
-        return [Board.read(pages[PAGE_BYTES * rank : PAGE_BYTES * (rank + 1)]) for rank in range(self.size)]
+        return [StatusPage.read(pages[PAGE_BYTES * rank : PAGE_BYTES * (rank + 1)]) for rank in range(self.size)]
 
     def output(self, rank: int) -> str:
         """What the rank has printed so far."""

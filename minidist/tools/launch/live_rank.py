@@ -28,7 +28,7 @@ class Seat:
         self.world, self.meter = world, Meter()
         self._control = control
         self._abandoned: list[Any] = []
-        self._backend = mount(self.meter, world.board, use="world", wait=_wait)
+        self._backend = mount(self.meter, world.status, use="world", wait=_wait)
         world.backend = self._backend
 
     def receive(self) -> Any:
@@ -49,7 +49,7 @@ class Seat:
             groups = list(dist.distributed_c10d._world.pg_map)
             self._abandoned.append(groups)
             dist.destroy_process_group()
-        world.board.clear()
+        world.status.clear()
         dist.init_process_group(
             self._backend,
             store=dist.PrefixStore(f"live/{generation}", self.world.store),

@@ -80,10 +80,10 @@ def _take_over(job: dict) -> None:
 def _run(job: dict, board_fd: int, listen_fd: int, control: socket.socket) -> tuple[str, object]:
     """("value", pickled result), ("error", RankError) or ("exit", code)."""
     # Imported here: a spawned rank must first be able to say what goes wrong.
-    from minidist.tools.deadlock.status_page import PAGE_BYTES, Board
+    from minidist.tools.deadlock.status_page import PAGE_BYTES, StatusPage
 
     page = mmap.mmap(board_fd, PAGE_BYTES * job["size"])
-    board = Board(memoryview(page)[PAGE_BYTES * job["rank"] : PAGE_BYTES * (job["rank"] + 1)])
+    board = StatusPage(memoryview(page)[PAGE_BYTES * job["rank"] : PAGE_BYTES * (job["rank"] + 1)])
     try:
         world = _join(job, board, listen_fd)
         function = resolve(job["function"])

@@ -105,7 +105,7 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
     import torch.distributed as dist
 
     from minidist.comm.world import World
-    from minidist.tools.deadlock.status_page import Board
+    from minidist.tools.deadlock.status_page import StatusPage
     from minidist.tools.deadlock.watchdog import Watchdog
     from minidist.tools.launch.device import choose_backend, choose_device, init_group, prefer_loopback
 
@@ -120,7 +120,7 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
     torch.set_num_threads(threads_per_rank(local_size, _own_environ()))
     chosen = choose_device(device, local_rank, local_size)
     talks = choose_backend(backend, chosen, device, size)
-    world = World(rank, size, local_rank, local_size, chosen, talks, Board(), node_rank)
+    world = World(rank, size, local_rank, local_size, chosen, talks, StatusPage(), node_rank)
     if talks is None:
         yield world
         return
@@ -130,17 +130,17 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
     init_group(talks, _store(rank, size, address, port, timeout_s), rank, size, chosen, timeout_s)
     own = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # boards of an earlier attempt must not be judged
-    watchdog = Watchdog(rank, size, world.board, dist.PrefixStore(f"minidist/{attempt}", own), timeout_s=timeout_s)
-    world.board.resume()
+    watchdog = Watchdog(rank, size, world.status, dist.PrefixStore(f"minidist/{attempt}", own), timeout_s=timeout_s)
+    world.status.resume()
     try:
         yield world
     except BaseException:
         if isinstance(held, Held):
             signal.signal(signal.SIGTERM, held)
-        world.board.finish("failed")
+        world.status.finish("failed")
         watchdog.stop()
         raise
-    world.board.finish("returned")
+    world.status.finish("returned")
     watchdog.finish()
     dist.destroy_process_group()
 

@@ -109,7 +109,7 @@ class Resident:
     def guarded(self, method, *arguments) -> Answer:
         """Call a method; what it raises becomes an answer. Only within it does an interrupt stop anything."""
         del self._seat.meter.records[:-_MAX_KEPT]
-        board, first = self._world.board, len(self._seat.meter.records)
+        board, first = self._world.status, len(self._seat.meter.records)
         board.resume()
         signal.signal(signal.SIGINT, self._interrupt)  # for every cell: the one before may have put another there
         try:

@@ -1,6 +1,7 @@
 """The backend `shm`: collectives and transfers between the processes of one Linux machine, in pure Python.
 
-    import minidist, torch.distributed as dist
+    import minidist.tools.shm               # registers the backend with torch
+    import torch.distributed as dist
     dist.init_process_group("shm")          # everything built on torch.distributed then runs on it
 
 **Memory.** Every process makes one *arena* of 8 MiB: anonymous memory that no name leads to and that is gone with its
@@ -41,3 +42,7 @@ of a group and its error messages; `slots` and `collectives` the algorithms; `tr
 and threads; `group` torch's interface; `gpu` and `staged` what becomes of tensors on GPUs;
 `start` how the ranks find each other, and when it is gloo instead.
 """
+
+from minidist.tools.shm.register import register_soon
+
+register_soon()

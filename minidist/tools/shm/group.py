@@ -17,8 +17,8 @@ from minidist.tools.shm.device import by_device
 from minidist.tools.shm.flat import as_bytes, check_parts, flat, named, parts_of, rows, split_rows
 from minidist.tools.shm.lane import Lane
 from minidist.tools.shm.members import Members
+from minidist.tools.shm.name import NAME
 from minidist.tools.shm.reduce import Reduction
-from minidist.tools.shm.register import NAME
 from minidist.tools.shm.unsupported import refusing
 from minidist.tools.shm.work import Work
 

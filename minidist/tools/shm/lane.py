@@ -4,7 +4,6 @@ Whoever waits for an operation that is next in its lane runs it himself: a synch
 leaves its thread. All others are run by worker threads, which are kept for the next operation and sleep in between.
 """
 
-import contextlib
 import queue
 import threading
 from collections import deque
@@ -12,22 +11,14 @@ from collections.abc import Callable
 
 import torch
 
+from minidist.comm.hints import HINTS
+
 _thread = threading.local()
 
 
 def in_worker() -> bool:
     """Whether this is a worker thread, so that another does what the process is there for."""
     return getattr(_thread, "works", False)
-
-
-@contextlib.contextmanager
-def waited_for_at_once():
-    """Within this context this thread launches what it waits for next: no worker need be woken for it."""
-    _thread.waits = True
-    try:
-        yield
-    finally:
-        _thread.waits = False
 
 
 class Workers:
@@ -85,7 +76,7 @@ class Lane:
                 task.hold()
                 first = not self._queue and not self._running
                 self._queue.append(task)
-                if not (first and getattr(_thread, "waits", False)):
+                if not (first and HINTS.wait_follows):
                     self._man()
         if here:
             self._finish(task)

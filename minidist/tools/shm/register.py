@@ -1,13 +1,15 @@
-"""Torch learns of the backend as soon as both are there, in whichever order they are imported.
+"""Registration of the backend with torch, whether torch or `minidist.tools.shm` is imported first.
 
-minidist is imported in moments and torch in seconds, so `import minidist` must not import torch. If torch is there, the
-backend is registered at once; else a finder waits on `sys.meta_path` for the import of torch.distributed, adds the
-registration to the end of it, and is gone. What the backend itself needs is imported when its first group is made.
+Importing torch takes seconds, so `import minidist.tools.shm` must not import it. If torch.distributed has been
+imported, `register_soon` registers the backend at once. Otherwise it places a finder on `sys.meta_path`; when
+torch.distributed is imported later, the finder appends the registration to that import and removes itself. The modules
+of the backend are imported when its first group is made.
 """
 
 import sys
 
-NAME = "shm"
+from minidist.tools.shm.name import NAME
+
 _TORCH = "torch.distributed.distributed_c10d"
 
 
@@ -25,7 +27,7 @@ class _Awaits:
     def find_spec(self, fullname, path=None, target=None):
         if fullname != _TORCH:
             return None
-        import importlib.util  # some milliseconds that `import minidist` need not take
+        import importlib.util  # some milliseconds that importing this package need not take
 
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)

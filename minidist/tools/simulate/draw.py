@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from minidist.parallel.pipeline.action_times import Span
 from minidist.parallel.pipeline.actions import Op
-from minidist.tools.simulate.timeline import Span, Timeline
+from minidist.tools.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

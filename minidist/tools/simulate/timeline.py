@@ -1,18 +1,17 @@
 """When every operation of a schedule begins and ends, and how much of the pipeline's time nobody works.
 
-A stage runs its operations in their order, each as soon as the stage is free and what it needs is there. What comes
-from another stage is there `comm` after that stage has ended it, and on its way while both compute (Qi et al. 2023,
-appendix G, equations 4 to 6).
+`parallel.pipeline.action_times` computes start and end of every operation; this module validates the given times and
+derives step time, bubble and peak activations.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.actions import Op, Place, Schedule
-from minidist.parallel.pipeline.check import in_order, peak_live
+from minidist.parallel.pipeline.action_times import ActionTimes, compute_spans
+from minidist.parallel.pipeline.actions import Schedule
+from minidist.parallel.pipeline.check import peak_live
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,9 @@ class Times:
         return [times[stage if len(times) > 1 else 0] / schedule.chunks for stage in owners]
 
 
-class Span(NamedTuple):
-    """One operation, and from when to when it runs."""
-
-    op: Op
-    start: float
-    end: float
-
-
 @dataclass(frozen=True)
-class Timeline:
-    """A schedule with its times. spans: for every stage its operations, in order."""
-
-    schedule: Schedule
-    spans: Sequence[Sequence[Span]]
+class Timeline(ActionTimes):
+    """A schedule with the times of its operations, and what follows from them: step time, bubble, peak activations."""
 
     @property
     def total(self) -> float:
@@ -105,17 +93,7 @@ class Timeline:
 
 def simulate(schedule: Schedule, times: Times) -> Timeline:
     """The timeline of a schedule. Raises UserError for one that cannot run, and for times that cannot be."""
-    takes = times.of(schedule)
-    ends: dict[Place, float] = {}
-    spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
-    for place in in_order(schedule):
-        stage, op = place
-        start = spans[stage][-1].end if spans[stage] else 0.0
-        for need in schedule.needs(stage, op):
-            start = max(start, ends[need] + (times.comm if need.stage != stage else 0.0))
-        ends[place] = start + takes[op.kind][schedule.position(stage, op.chunk)]
-        spans[stage].append(Span(op, start, ends[place]))
-    return Timeline(schedule, spans)
+    return Timeline(schedule, compute_spans(schedule, times.of(schedule), times.comm))
 
 
 def _is_time(value: float) -> bool:

@@ -1,0 +1,3 @@
+"""The name under which torch knows the backend."""
+
+NAME = "shm"

@@ -52,6 +52,14 @@ _ANSWERS = """# Right and wrong answers to `{name}`: exercises/answers.py descri
 [wrong.cheat]
 caught_by = "equals_the_reference"
 note = "the package's own"
+
+[wrong.constant]
+caught_by = "equals_the_reference"
+note = "the same number, whatever is asked"
+
+[wrong.zero]
+caught_by = "equals_the_reference"
+note = "zeros"
 """
 
 

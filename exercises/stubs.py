@@ -98,7 +98,9 @@ def _answer_code(exercise: Exercise, answers: Answers, chosen: Answer) -> str:
         return apply_edits(code, chosen.edits, where)
     if chosen.name == "wrong_cheat":
         return generated_answers.cheat(exercise)
-    raise UserError(f"{where} has neither edits nor a text, and only cheat is generated")
+    if chosen.name in generated_answers.NUMBERS:
+        return generated_answers.filled(exercise, right_text(exercise), chosen.name)
+    raise UserError(f"{where} has neither edits nor a text; only wrong cheat, zero and constant are generated")
 
 
 def version(text: str) -> str | None:

@@ -5,8 +5,9 @@ import json
 import shutil
 
 import pytest
+import torch
 
-from exercises import stubs
+from exercises import generated_answers, stubs
 from exercises.answers import Edit, apply_edits, read_answers
 from exercises.catalogue import Catalogue
 from minidist.errors import UserError
@@ -94,6 +95,30 @@ def test_answers_may_be_edits_of_a_right_answer_and_have_their_note_as_docstring
     tables = f"[right.a]\ntext = {text}\n[wrong.b]\nnote = 'two'\nof = 'right_a'\n"
     found = exercise(tables + "edits = [{ find = 'return 1', replace = 'return 2' }]\n")
     assert stubs.answer(found, "wrong_b") == '"""two"""\n\n\ndef block(n, world_size, rank):\n    return 2\n'
+
+
+def test_generated_answers_have_one_number_in_the_place_of_each(exercise):
+    found = exercise("[wrong.zero]\n[wrong.constant]\n")
+    for name, number in (("wrong_zero", 0), ("wrong_constant", 3)):
+        defined = {}
+        exec(stubs.answer(found, name), defined)
+        assert defined["block"](7, 2, 0).tolist() == [number] * 4
+        state = {"tensor": torch.ones(2), "of": [(1, 2.5), True]}
+        assert defined["_filled"](state["of"]) == [(number, float(number)), bool(number)]
+        assert defined["_filled"](state)["tensor"].tolist() == [number] * 2
+
+        def add(tensors, other):
+            tensors[0].add_(other)
+
+        changed, unchanged = torch.ones(2), torch.full((2,), 7.0)
+        defined["_with_filled_results"](add)([changed], other=unchanged)
+        assert changed.tolist() == [number] * 2 and unchanged.tolist() == [7, 7]
+
+
+def test_classes_and_programs_have_no_generated_zero():
+    for name in ("gradient_sum", "repaired_script"):
+        with pytest.raises(UserError, match="only an exercise about a function of the package has a generated wrong_"):
+            generated_answers.filled(CATALOGUE[name], "", "wrong_zero")
 
 
 @pytest.mark.parametrize("name", ["gradient_sum", "weighted_loss"])

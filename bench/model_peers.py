@@ -28,9 +28,9 @@ from bench.workload import Share, Workload, kernel_of
 from minidist.comm import Meter, World, bind
 from minidist.config import Config, MeshConfig, ParallelConfig, TrainConfig
 from minidist.data.loader import Loader
-from minidist.fit import pipeline
 from minidist.mesh import Mesh
 from minidist.models.transformer import token_loss
+from minidist.parallel.pipeline.schedules import pipeline_schedule
 from minidist.parallelize import parallelize, stage_parts, uses
 from minidist.train.engine import Engine
 
@@ -179,7 +179,7 @@ class TorchPipeline:
         config = Config(
             model=work.model, parallel=ParallelConfig(schedule=kind), train=TrainConfig(micro_batches=micro_batches)
         )
-        made, model = pipeline(config, Mesh(pp=world.size)), work.build()
+        made, model = pipeline_schedule(config, Mesh(pp=world.size)), work.build()
         parts = stage_parts(work.model, made, work.seq_len)
         positions = [made.position(world.rank, chunk) for chunk in range(made.chunks)]
         self.parts = [_Part(model, parts[position], work.seq_len) for position in positions]

@@ -13,6 +13,8 @@ from minidist.errors import UserError
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 
+ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"]
+
 
 @dataclass(frozen=True)
 class MeshConfig:
@@ -32,7 +34,7 @@ class MeshConfig:
 class ParallelConfig:
     """How the axes of the mesh do their work."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
+    schedule: ScheduleKind = "1f1b"
     """In which order pipeline stages work; `minidist simulate` shows each."""
     chunks: int | None = None
     """Parts of the model on each stage: interleaved takes 2 (when not given) or more, zb-v 2, the others 1."""
@@ -65,6 +67,10 @@ class ZeroConfig:
     def shares_gradients(self) -> bool:
         """Whether a rank keeps gradients of its shards only, and so reduces them in every micro-batch."""
         return self.stage == 3 or (self.stage == 2 and not self.keep_gradients)
+
+    def shard_group_size(self, mesh: Mesh) -> int:
+        """Number of ranks that one set of shards is divided over; 1 at stage 0, which shards nothing."""
+        return (self.shard or mesh.dp * mesh.cp) if self.stage else 1
 
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]

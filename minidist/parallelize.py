@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from minidist import fit
 from minidist.comm import Group, Groups
 from minidist.comm.algorithms import ALGORITHMS, Chosen
 from minidist.compile import compile_layers
@@ -17,6 +16,7 @@ from minidist.parallel.data.replicate import gradient_sink, synchronize
 from minidist.parallel.data.updates import InPlace, Updates
 from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.executor import Executor
+from minidist.parallel.pipeline.schedules import pipeline_schedule
 from minidist.parallel.pipeline.split import EMBEDDING
 from minidist.parallel.pipeline.split import split as split_stages
 from minidist.parallel.tensor.split import Held
@@ -67,7 +67,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
     ties = ties_of(model)
     shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}
     stages = dict.fromkeys(shapes, (mesh.coords(groups.world.rank)["pp"],))
-    schedule, parts, used_by = fit.pipeline(config, mesh), [], {}
+    schedule, parts, used_by = pipeline_schedule(config, mesh), [], {}
     if schedule is not None:
         parts = stage_parts(config.model, schedule, config.data.seq_len)
         used_by = split_stages(model, schedule, groups["activations"].rank, parts)

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from itertools import product
 
-from minidist import fit
 from minidist.comm.group_specs import Use
 from minidist.config import Config
 from minidist.mesh import AXES, Mesh
 from minidist.models.config import ModelConfig
 from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.balance import balance
-from minidist.zero import fit as shards
+from minidist.parallel.pipeline.schedules import pipeline_schedule
 
 # Who talks to whom in a step of every layout. "grads": replicas of a parameter that saw other tokens; under ZeRO those
 # of them that share out its shards. "loss": ranks that see other tokens.
@@ -34,7 +33,7 @@ def uses(mesh: Mesh, config: Config) -> list[Use]:
         found.append(Use("context", ("cp",)))
     if mesh.pp > 1:
         found += [Use("activations", ("pp",)), Use("gradients", ("pp",))]
-        both = ends(fit.pipeline(config, mesh))
+        both = ends(pipeline_schedule(config, mesh))
         if config.model.tie_embeddings and len(both) > 1:
             found.append(Use("tied", ("pp", *summing.axes), (("pp", (both,)), *summing.among)))
     return found
@@ -47,7 +46,7 @@ def _reduction(mesh: Mesh, config: Config) -> tuple[Use, Use]:
     """
     if config.zero.stage == 0:
         return USES[0], Use("copies", USES[0].axes)
-    inner = shards.sharing(config, mesh) // mesh.cp  # places on the dp axis that share
+    inner = config.zero.shard_group_size(mesh) // mesh.cp  # places on the dp axis that share
     if inner == mesh.dp:
         return USES[0], Use("copies", ())
     sharing = tuple(tuple(range(first, first + inner)) for first in range(0, mesh.dp, inner))

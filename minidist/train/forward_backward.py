@@ -13,8 +13,8 @@ from torch import Tensor
 from minidist.comm import Groups, all_gather, broadcast
 from minidist.data.loader import Batch
 from minidist.models.dropout import DropoutAddress
+from minidist.parallel.context.chunks import DEFAULT_LAYOUT
 from minidist.parallel.context.layout import cut, positions
-from minidist.parallel.context.sizes import NATURAL
 from minidist.parallel.context.split import whole_sequences
 from minidist.parallel.data.reducer import collect
 from minidist.parallelize import Parallel
@@ -55,7 +55,7 @@ class Passes:
     def _positions(self, seq_len: int) -> Tensor:
         """Of this rank's tokens in a whole sequence, (seq_len / cp,) int64."""
         if seq_len not in self._where:
-            layout = NATURAL[self._parallel.context]
+            layout = DEFAULT_LAYOUT[self._parallel.context]
             self._where = {seq_len: positions(layout, seq_len, self._mesh.cp, self._at["cp"]).to(self.device)}
         return self._where[seq_len]
 

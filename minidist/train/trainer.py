@@ -15,7 +15,6 @@ from minidist.data.loader import Loader, evaluation
 from minidist.errors import UserError
 from minidist.fault import checkpoint, folders
 from minidist.fault.signals import StopRequest
-from minidist.fit import check, remarks
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import parallelize, uses
@@ -35,6 +34,7 @@ from minidist.train.agree import StepResult
 from minidist.train.engine import Engine
 from minidist.train.resume import check_resumable
 from minidist.train.schedule import learning_rate
+from minidist.validation import find_warnings, validate
 
 Made = TypeVar("Made")
 
@@ -78,7 +78,7 @@ class Trainer:
 
     def __init__(self, world: World, config: Config):
         self.world, self.config = world, config
-        self.mesh = check(config, world.size)
+        self.mesh = validate(config, world.size)
         meter = make_meter(config.trace)
         self.groups = comm.bind(world, self.mesh, uses(self.mesh, config), meter=meter, timeout_s=config.comm.timeout_s)
         self.control = self.groups["control"]
@@ -107,8 +107,8 @@ class Trainer:
             begun = {"start": self.progress.step, "corpus": self.corpus.fingerprint, "ranks": world.size}
             self.metrics.write(begun | {"text": self.corpus.describe()})
         self.reporter = make_reporter(world, config, self.mesh, self.corpus.describe(), self.folder, self.progress.step)
-        for remark in remarks(config, self.mesh):
-            self.reporter.note(remark)
+        for warning in find_warnings(config, self.mesh):
+            self.reporter.note(warning)
 
     def _open_corpus(self) -> Corpus:
         data, model = self.config.data, self.config.model

@@ -30,10 +30,10 @@ from torch import nn
 from minidist.comm import Group
 from minidist.parallel.tensor.linear import ColumnLinear
 from minidist.parallel.tensor.operators import operators
-from minidist.parallel.tensor.sizes import check
 from minidist.parallel.tensor.split import Held, _attention, _Cutter, _enter_once, _feed_forward, _own_positions
 from minidist.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyLoss
 from minidist.parameters import Box, named_parameters
+from minidist.validation import validate_tensor_parallel
 
 
 def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, Held]:
@@ -41,14 +41,15 @@ def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, H
 
     model: a Transformer, or a pipeline stage's part of one. All ranks begin with the same and see the same batches.
     Afterwards its loss is that of the whole model on every rank, and without labels it gives this rank's columns of the
-    logits, (b, s, vocab / ranks). Norms stay whole. Raises ValueError when the sizes do not divide (`check`).
+    logits, (b, s, vocab / ranks). Norms stay whole. Raises ValueError when the sizes do not divide
+    (`validate_tensor_parallel`).
 
     sequence: between the operators each rank holds an equal part of the sequence (Korthikanti et al. 2022, arXiv
     2205.05198, section 4.2.2): as many bytes pass, and what norms, dropout and residual stream keep for backward is
     shared out. A norm then sees a part of the tokens, so its gradients are contributions.
     """
     config, size = model.config, group.size
-    check(config, size)
+    validate_tensor_parallel(config, size)
     everyone = tuple(range(size))
     held = {name: Held(Box.whole(tuple(p.shape)), everyone) for name, p in named_parameters(model).items()}
     if size == 1:

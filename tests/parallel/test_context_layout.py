@@ -10,9 +10,10 @@ import torch
 from minidist.models import ModelConfig
 from minidist.parallel.context import kernels
 from minidist.parallel.context.causal import efficiency, part, work
+from minidist.parallel.context.chunks import resolve_layout
 from minidist.parallel.context.layout import cut, positions
 from minidist.parallel.context.merge import merge
-from minidist.parallel.context.sizes import check, chosen
+from minidist.validation import validate_context_parallel
 
 CONFIG = ModelConfig(48, 24, 36, 1, 12, 2, 64)
 
@@ -62,39 +63,39 @@ def test_zigzag_keeps_every_rank_as_busy_as_the_others(size):
 
 
 def test_unknown_forms_and_layouts_are_refused():
-    for call in (lambda: chosen("star", None), lambda: check(CONFIG, 24, 2, "star")):
-        with pytest.raises(ValueError, match="no context parallelism 'star': there are ring, ulysses"):
+    for call in (lambda: resolve_layout("star", None), lambda: validate_context_parallel(CONFIG, 24, 2, "star")):
+        with pytest.raises(ValueError, match="there is no context parallelism 'star'; possible: ring, ulysses"):
             call()
-    for call in (lambda: chosen("ring", "snake"), lambda: positions("snake", 24, 2, 0)):
-        with pytest.raises(ValueError, match="no layout 'snake': there are contiguous, zigzag"):
+    for call in (lambda: resolve_layout("ring", "snake"), lambda: positions("snake", 24, 2, 0)):
+        with pytest.raises(ValueError, match="there is no layout 'snake'; possible: contiguous, zigzag"):
             call()
-    assert (chosen("ring", None), chosen("ulysses", None)) == ("zigzag", "contiguous")
+    assert (resolve_layout("ring", None), resolve_layout("ulysses", None)) == ("zigzag", "contiguous")
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    ((20, 4, "ring"), "seq_len=20 cannot be shared by cp=4 ranks in the zigzag layout, two equal chunks a rank; "
-     "possible cp: 1, 2, 5, 10; or seq_len=24"),
-    ((10, 4, "ring", "contiguous"), "seq_len=10 cannot be shared by cp=4 ranks in the contiguous layout, "
-     "an equal part a rank; possible cp: 1, 2, 5, 10; or seq_len=12"),
-    ((9, 2, "ulysses"), "seq_len=9 cannot be shared by cp=2 ranks in the contiguous layout"),
-    ((40, 8, "ulysses"), "num_heads=12 over tp=1 leaves 12 query heads, which cp=8 ranks cannot share equally in "
-     "ulysses; possible cp: 1, 2, 3, 4, 6, 12; or ring"),
-    ((40, 4, "ulysses", None, 2), "num_heads=12 over tp=2 leaves 6 query heads, which cp=4 ranks cannot share"),
-    ((24, 4, "ring", None, 4, True), "seq_len=24 over cp=4 leaves 6 tokens a rank, which tp=4 ranks cannot share "
-     "equally under sequence parallelism; seq_len=32 would"),
+    ((20, 4, "ring"), "seq_len=20 is not divisible into 8 equal chunks, as cp=4 needs in the zigzag layout "
+     "(two chunks per rank); possible cp: 1, 2, 5, 10; or seq_len=24"),
+    ((10, 4, "ring", "contiguous"), "seq_len=10 is not divisible into 4 equal chunks, as cp=4 needs in the "
+     "contiguous layout (one chunk per rank); possible cp: 1, 2, 5, 10; or seq_len=12"),
+    ((9, 2, "ulysses"), "seq_len=9 is not divisible into 2 equal chunks, as cp=2 needs in the contiguous layout"),
+    ((40, 8, "ulysses"), "num_heads=12 over tp=1 leaves 12 query heads per rank, not divisible by cp=8 "
+     "as ulysses needs; possible cp: 1, 2, 3, 4, 6, 12; or ring"),
+    ((40, 4, "ulysses", None, 2), "num_heads=12 over tp=2 leaves 6 query heads per rank, not divisible by cp=4 "),
+    ((24, 4, "ring", None, 4, True), "seq_len=24 over cp=4 leaves 6 tokens per rank, not divisible by tp=4 "
+     "as sequence parallelism needs; seq_len=32 works"),
 ])  # fmt: skip
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do(arguments, said):
     with pytest.raises(ValueError) as caught:
-        check(CONFIG, *arguments)
+        validate_context_parallel(CONFIG, *arguments)
     assert said in str(caught.value)
 
 
 def test_sizes_that_divide_are_accepted():
-    check(CONFIG, 7, 1, "ring")
-    check(CONFIG, 8, 4, "ring")
-    check(replace(CONFIG, num_kv_heads=1), 12, 4, "ulysses", None, 3)
-    check(CONFIG, 32, 4, "ring", None, 4, True)
-    check(CONFIG, 24, 4, "ring", None, 4)
+    validate_context_parallel(CONFIG, 7, 1, "ring")
+    validate_context_parallel(CONFIG, 8, 4, "ring")
+    validate_context_parallel(replace(CONFIG, num_kv_heads=1), 12, 4, "ulysses", None, 3)
+    validate_context_parallel(CONFIG, 32, 4, "ring", None, 4, True)
+    validate_context_parallel(CONFIG, 24, 4, "ring", None, 4)
 
 
 def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:

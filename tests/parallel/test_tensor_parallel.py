@@ -156,8 +156,8 @@ def test_huge_logits_and_ignored_labels(ranks):
 
 
 @pytest.mark.parametrize(("change", "size", "said"), [
-    ({"num_heads": 4, "num_kv_heads": 2}, 3, "num_heads=4 cannot be shared equally by tp=3 ranks; possible tp: 1, 2"),
-    ({"intermediate_size": 30}, 4, "intermediate_size=30 cannot be shared equally by tp=4"),
+    ({"num_heads": 4, "num_kv_heads": 2}, 3, "num_heads=4 is not divisible by tp=3; possible tp: 1, 2"),
+    ({"intermediate_size": 30}, 4, "intermediate_size=30 is not divisible by tp=4"),
     ({"vocab_size": 25}, 2, "by tp=2 ranks; possible tp: 1, 5; or vocab_size=26"),
     ({"num_heads": 12, "num_kv_heads": 3}, 2, "num_kv_heads=3 and tp=2: one must divide the other"),
 ])  # fmt: skip

@@ -12,8 +12,8 @@ import torch
 
 from minidist.config import Config, Dtype, PrecisionConfig
 from minidist.errors import UserError
-from minidist.limits import check
 from minidist.precision.policy import BYTES, TORCH_NAMES, Policy, policy_of
+from minidist.validation import validate
 from tests.helpers.small_run import changed
 
 # compute, parameter, accumulate, reduce, state, master, scaled
@@ -162,7 +162,7 @@ def test_a_first_scale_is_one_that_float32_can_hold(scale):
     with pytest.raises(
         UserError, match=re.escape(f"precision.initial-scale is {scale}; it must be from 1e-30 to 1e+30")
     ):
-        check(changed(Config(), precision__initial_scale=scale), 1)
+        validate(changed(Config(), precision__initial_scale=scale), 1)
 
 
 def test_a_policy_needs_no_torch():

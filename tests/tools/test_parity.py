@@ -181,7 +181,7 @@ def test_the_exit_code_is_0_only_when_every_row_ran_and_is_ok(monkeypatch, capsy
     assert {entry["what"]: entry["why"].split(":")[0] for entry in found["refused"]} == {
         "pp=2 interleaved micro-batches=1": "interleaved sends micro-batches through its chunks in groups of as many "
         "as there are stages",
-        "pp=2 zb-h2 micro-batches=1": "zb-h2 has 2 x 2 stages - 1 = 3 micro-batches in flight, and was given 1",
+        "pp=2 zb-h2 micro-batches=1": "zb-h2 needs 2 x 2 stages - 1 = 3 micro-batches in flight, but there are only 1",
     }
     assert len(found["rows"]) == sum(isinstance(outcome, dict) for outcome in outcomes)
     assert found["not_run"] == [

@@ -9,13 +9,13 @@ import pytest
 from minidist.config import Config
 from minidist.config_file import from_text, from_toml, to_toml
 from minidist.errors import UserError
-from minidist.limits import check
+from minidist.validation import validate
 from tests.helpers.small_run import changed
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 32])
 def test_the_default_configuration_runs_on_any_number_of_ranks(ranks):
-    assert check(Config(), ranks).dp == ranks
+    assert validate(Config(), ranks).dp == ranks
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,13 @@ def test_the_default_configuration_runs_on_any_number_of_ranks(ranks):
         (
             2,
             {"train__global_batch": 5, "train__micro_batches": 3},
-            r"of 5 samples .* dp=2 ranks x 3 micro-batches = 6 parts \(world size 2, mesh pp=1 x dp=2 x cp=1 x tp=1\): "
+            r"of 5 samples .* dp=2 ranks x 3 micro-batches = 6 \(world size 2, mesh pp=1 x dp=2 x cp=1 x tp=1\): "
             r"give --train.global-batch 6 or more, or --train.micro-batches 2 or fewer",
         ),
         (
             9,
             {"train__global_batch": 8},
-            r"of 8 samples cannot fill dp=9 .* --train.global-batch 9 or more, or --mesh.dp 8 or",
+            r"of 8 samples is too small for dp=9 .* --train.global-batch 9 or more, or --mesh.dp 8 or",
         ),
         (1, {"train__steps": 0}, r"train.steps is 0; it must be 1 or more: change --train.steps"),
         (1, {"checkpoint__keep": 0}, r"checkpoint.keep is 0; it must be 1 or more"),
@@ -44,23 +44,27 @@ def test_the_default_configuration_runs_on_any_number_of_ranks(ranks):
         (1, {"optim__min_lr_fraction": 2.0}, r"optim.min-lr-fraction is 2.0; it must be from 0 to 1"),
         (1, {"optim__clip_norm": 0.0}, r"optim.clip-norm is 0.0; it must be above 0"),
         (1, {"optim__betas": (0.9, 1.0)}, r"optim.betas is \(0.9, 1.0\); both must be 0 or more and below 1"),
-        (1, {"data__seq_len": 2048}, r"data.seq-len is 2048, the model accepts at most 1024 tokens"),
+        (1, {"data__seq_len": 2048}, r"data.seq-len is 2048, but the model accepts at most 1024 tokens"),
         (1, {"data__min_length": 200}, r"data.min-length is 200; it must be from 1 to data.seq-len \(128\)"),
-        (2, {"data__shares": (1.0,)}, r"data.shares is 1.0 \(1 numbers\): it needs one per data-parallel rank \(2\)"),
-        (2, {"data__weights": (1.0, -1.0)}, r"data.weights is 1.0 -1.0 .* none below 0"),
+        (
+            2,
+            {"data__shares": (1.0,)},
+            r"data.shares is 1.0 \(1 numbers\); it needs one number per",
+        ),
+        (2, {"data__weights": (1.0, -1.0)}, r"data.weights is 1.0 -1.0 .* none of them below 0"),
         (2, {"data__weights": (0.0, 0.0)}, r"at least one above 0"),
         (2, {"data__shares": (1.0, float("inf"))}, r"data.shares is 1.0 inf"),
         (1, {"model__num_heads": 3}, r"model.num_heads=3 does not divide hidden_size=128; possible: 1, 2"),
-        (1, {"device": "tpu"}, r"device is 'tpu'; possible: auto, cpu, cuda, or one GPU for all ranks: cuda:0"),
+        (1, {"device": "tpu"}, r"device is 'tpu'; possible: auto, cpu, cuda \(one GPU per rank\), cuda:0"),
     ],
 )
 def test_what_cannot_run_is_refused_with_its_numbers(ranks, changes, message):
     with pytest.raises(UserError, match=message):
-        check(changed(Config(), **changes), ranks)
+        validate(changed(Config(), **changes), ranks)
 
 
 def test_no_clipping_is_a_choice():
-    check(changed(Config(), optim__clip_norm=None), 1)
+    validate(changed(Config(), optim__clip_norm=None), 1)
 
 
 @pytest.mark.parametrize("path", ["plain.txt", 'a "quoted" \\ path', "tab\tand\nline", "del\x7f", "höhe"])

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist.errors import UserError
-from minidist.fit import check
 from minidist.tools.parity import command
 from minidist.tools.parity.cases import SWITCHES
 from minidist.tools.parity.command import ParityOptions, chosen, describe, left_out
 from minidist.tools.parity.layouts import Layout, layouts
 from minidist.tools.parity.names import case_named
 from minidist.tools.parity.plan import case_with, cases_of, plan, switches_of
+from minidist.validation import validate
 
 NAME = "dp=2 naive micro-batches=4 untied clip empty-step float64 sgd"
 
@@ -25,7 +25,7 @@ def test_any_combination_is_found_by_its_name(ranks, seed):
     layout = draw.choice([Layout(), *layouts(ranks)])
     case = case_with(layout, {switch: draw.choice(values) for switch, values in switches_of(layout).items()})
     try:
-        check(case.config(), case.world)
+        validate(case.config(), case.world)
     except UserError as error:
         with pytest.raises(UserError) as refused:
             case_named(case.name, ranks)
@@ -65,10 +65,10 @@ def test_two_combinations_never_have_one_name(layout, seed):
         ("tp=2 naive tied float64 muon", "optimizer is muon, and on tp=2 it can only be adamw, sgd"),
         ("tp=2 zero1 tied float64 sgd", "gradients is zero1, and on tp=2 it can only be bucketed, naive"),
         ("dp=2 zero1-hybrid tied float64 sgd", "gradients is zero1-hybrid, and on dp=2 it can only be bucketed, "),
-        ("dp=2 naive tied bf16 sgd", "comm.gradients is naive, which is for zero.stage 0"),
+        ("dp=2 naive tied bf16 sgd", "comm.gradients is naive, which needs zero.stage 0"),
         (
             "pp=2 zb-h2 naive tied float64 sgd",
-            "zb-h2 has 2 x 2 stages - 1 = 3 micro-batches in flight, and was given 1",
+            "zb-h2 needs 2 x 2 stages - 1 = 3 micro-batches in flight, but there are only 1",
         ),
     ],
 )

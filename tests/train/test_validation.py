@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from minidist.config import Config
 from minidist.errors import UserError
-from minidist.fit import check, pipeline, remarks
+from minidist.parallel.pipeline.schedules import pipeline_schedule
+from minidist.validation import find_warnings, validate
 from tests.helpers.small_run import changed
 
 
@@ -17,33 +19,33 @@ from tests.helpers.small_run import changed
         (
             8,
             {"mesh__pp": 8},
-            r"mesh.pp is 8: 8 stages need a layer each, and the model has 4: give --mesh.pp 4, or --model.num-layers 8",
+            r"mesh.pp is 8: 8 stages need at least one layer each, but the model has 4: give --mesh.pp 4, or .*layers 8",
         ),
         (
             4,
             {"mesh__pp": 4, "parallel__schedule": "interleaved", "train__micro_batches": 4},
-            r"4 stages x 2 chunks = 8 parts need a layer each, and the model has 4: give --mesh.pp 2, or .*layers 8",
+            r"4 stages x 2 chunks = 8 model chunks need .* the model has 4: give --mesh.pp 2, or .*layers 8",
         ),
         (
             2,
             {"mesh__pp": 2, "parallel__schedule": "interleaved", "parallel__chunks": 3, "train__micro_batches": 2},
-            r"2 stages x 3 chunks = 6 parts need a layer each, and the model has 4: give --mesh.pp 1, or .*layers 6",
+            r"2 stages x 3 chunks = 6 model chunks need .* the model has 4: give --mesh.pp 1, or .*layers 6",
         ),
         (
             2,
             {"mesh__pp": 2, "parallel__schedule": "zb-h2", "train__micro_batches": 2},
-            r"zb-h2 has 2 x 2 stages - 1 = 3 micro-batches in flight, and was given 2: give 3 micro-batches or more",
+            r"zb-h2 needs 2 x 2 stages - 1 = 3 micro-batches in flight, but there are only 2: give 3 micro",
         ),
         (
             2,
             {"mesh__pp": 2, "parallel__schedule": "interleaved", "train__micro_batches": 5},
-            r"5 micro-batches are no multiple of 2 stages. Give 4 or 6 micro-batches, or take 1f1b",
+            r"5 is not a multiple of 2. Give 4 or 6 micro-batches, or choose 1f1b",
         ),
-        (2, {"mesh__pp": 2, "parallel__chunks": 2}, r"1f1b has 1 chunk a stage, and was given 2: leave the chunks out"),
+        (2, {"mesh__pp": 2, "parallel__chunks": 2}, r"1f1b needs 1 chunk per stage, but chunks is 2: leave it out"),
         (
             2,
             {"mesh__tp": 2, "optim__kind": "muon"},
-            r"optim.kind is muon and mesh.tp is 2: .* needs all of it.* Give --mesh.tp 1, or --optim.kind adamw\.$",
+            r"optim.kind is muon and mesh.tp is 2: .* the full matrix.* Give --mesh.tp 1, or --optim.kind adamw\.$",
         ),
         (2, {"optim__muon_steps": 0}, r"optim.muon-steps is 0; it must be from 1 to 20: change --optim.muon-steps\.$"),
         (2, {"optim__muon_momentum": 1.5}, r"optim.muon-momentum is 1.5; it must be from 0 to 1: change"),
@@ -51,17 +53,17 @@ from tests.helpers.small_run import changed
         (
             4,
             {"zero__stage": 1, "zero__shard": 3},
-            r"zero.shard is 3: dp=4 x cp=1 = 4 ranks cannot be cut into sets of 3 .* --zero.shard 1 or 2 or 4\.",
+            r"zero.shard is 3: dp=4 x cp=1 = 4 ranks cannot be divided into groups of 3 .* --zero.shard 1 or 2 or 4\.",
         ),
         (
             8,
             {"zero__stage": 3, "zero__shard": 2, "mesh__cp": 4},
-            r"dp=2 x cp=4 = 8 ranks cannot be cut into sets of 2 .* Possible: --zero.shard 4 or 8\.",
+            r"dp=2 x cp=4 = 8 ranks cannot be divided into groups of 2 .* Possible: --zero.shard 4 or 8\.",
         ),
         (
             2,
             {"zero__shard": 2},
-            r"zero.shard is 2, and with zero.stage 0 nothing is shared out: give --zero.stage 1, 2",
+            r"zero.shard is 2, but zero.stage 0 shards nothing: give --zero.stage 1, 2",
         ),
         (
             2,
@@ -71,50 +73,50 @@ from tests.helpers.small_run import changed
         (
             2,
             {"zero__stage": 1, "comm__algorithm": "ring"},
-            r"comm.algorithm is ring, an all-reduce, and zero.stage 1 sends .* or give --zero.stage 0\.",
+            r"comm.algorithm is ring, an all-reduce, and zero.stage 1 reduces .* or give --zero.stage 0\.",
         ),
         (
             2,
             {"precision__policy": "bf16", "comm__gradients": "naive"},
-            r"comm.gradients is naive, which is for zero.stage 0 \(here 0\) and .* \(precision.policy bf16\)",
+            r"comm.gradients is naive, which needs zero.stage 0 \(given: 0\) and .* \(given: precision.policy bf16\)",
         ),
         (
             2,
             {"zero__offload": True, "device": "cpu"},
-            r"zero.offload moves states from a GPU to the host, and device is",
+            r"zero.offload true has no effect: it moves master weights .* device is cpu. Leave --zero.offload out",
         ),
         (2, {"precision__policy": "fp16", "precision__loss_scale": "none"}, r"precision.loss-scale is none, and grad"),
-        (3, {"mesh__tp": 3}, r"model.num_heads=4 cannot be shared equally by tp=3 ranks; possible tp: 1, 2, 4"),
+        (3, {"mesh__tp": 3}, r"model.num_heads=4 is not divisible by tp=3; possible tp: 1, 2, 4"),
         (
             3,
             {"mesh__tp": 3, "model__num_heads": 6, "model__hidden_size": 96},
-            r"model.vocab_size=256 cannot be shared equally by tp=3 ranks; possible tp: 1, 2, 4, 8; or vocab_size=258",
+            r"model.vocab_size=256 is not divisible by tp=3; possible tp: 1, 2, 4, 8; or vocab_size=258",
         ),
         (
             2,
             {"mesh__cp": 2, "data__seq_len": 66},
-            r"data.seq_len=66 cannot be shared by cp=2 ranks in the zigzag layout.*possible cp: 1, 3.*or seq_len=68\.",
+            r"data.seq_len=66 is not divisible into 4 equal chunks, .* zigzag layout.*possible cp: 1, 3.*or seq_len=68\.",
         ),
         (
             2,
             {"mesh__cp": 2, "parallel__context": "ulysses", "data__seq_len": 65},
-            r"data.seq_len=65 cannot be shared by cp=2 ranks in the contiguous layout.*or seq_len=66\.",
+            r"data.seq_len=65 is not divisible into 2 equal chunks, .* contiguous layout.*or seq_len=66\.",
         ),
         (
             4,
             {"mesh__cp": 2, "mesh__tp": 2, "model__num_heads": 2, "parallel__context": "ulysses"},
-            r"model.num_heads=2 over tp=2 leaves 1 query heads, which cp=2 ranks cannot share equally in ulysses",
+            r"model.num_heads=2 over tp=2 leaves 1 query heads per rank, not divisible by cp=2 as ulysses",
         ),
         (
             2,
             {"mesh__tp": 2, "parallel__sequence": True, "data__seq_len": 65},
-            r"data.seq_len=65 over cp=1 leaves 65 tokens a rank, which tp=2 ranks cannot share .*seq_len=66 would",
+            r"data.seq_len=65 over cp=1 leaves 65 tokens per rank, not divisible by tp=2 .*seq_len=66 works",
         ),
     ],
 )
 def test_a_layout_that_cannot_run_is_refused_with_its_numbers(ranks, changes, message):
     with pytest.raises(UserError, match=message):
-        check(changed(Config(), **changes), ranks)
+        validate(changed(Config(), **changes), ranks)
 
 
 @pytest.mark.parametrize(
@@ -128,45 +130,104 @@ def test_a_layout_that_cannot_run_is_refused_with_its_numbers(ranks, changes, me
     ],
 )
 def test_what_can_run_is_not_refused(ranks, changes):
-    assert check(changed(Config(), **changes), ranks).world_size == ranks
+    assert validate(changed(Config(), **changes), ranks).world_size == ranks
 
 
 def test_without_a_pipeline_there_is_no_schedule():
     config = Config()
-    assert pipeline(config, check(config, 3)) is None
+    assert pipeline_schedule(config, validate(config, 3)) is None
     staged = changed(config, mesh__pp=2, train__micro_batches=3)
-    assert pipeline(staged, check(staged, 4)).micro_batches == 3
+    assert pipeline_schedule(staged, validate(staged, 4)).micro_batches == 3
 
 
-def test_whoever_checks_does_not_wait_for_torch():
-    ran = subprocess.run(
-        [sys.executable, "-c", "import sys, minidist.fit; sys.exit('torch' in sys.modules)"], timeout=60, check=False
-    )
+def test_validation_does_not_import_torch():
+    code = "import sys, minidist.validation; sys.exit('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     assert ran.returncode == 0
+
+
+def test_schedules_that_split_the_backward_pass_are_known_without_building_them():
+    built = {kind: schedule(kind, 2, 4) for kind in SCHEDULES}
+    assert {kind for kind, made in built.items() if made.splits_backward} == set(SPLIT_BACKWARD)
+    assert set(SCHEDULES) == set(KINDS)
 
 
 def test_muon_runs_where_matrices_are_whole():
     for ranks, axes in [(1, {}), (4, {"mesh__dp": 2, "mesh__pp": 2, "train__micro_batches": 2}), (2, {"mesh__cp": 2})]:
-        check(changed(Config(), optim__kind="muon", **axes), ranks)
+        validate(changed(Config(), optim__kind="muon", **axes), ranks)
 
 
 @pytest.mark.parametrize(
     ("ranks", "changes", "said"),
     [
         (2, {"zero__stage": 2}, []),
-        (1, {"zero__stage": 2}, ["nothing to share out"]),
-        (2, {"zero__stage": 3, "mesh__tp": 2}, ["nothing to share out"]),
+        (1, {"zero__stage": 2}, ["shards nothing here"]),
+        (2, {"zero__stage": 3, "mesh__tp": 2}, ["shards nothing here"]),
         (4, {"zero__stage": 1, "mesh__pp": 2, "train__micro_batches": 4}, []),
         (
             4,
             {"zero__stage": 2, "mesh__pp": 2, "train__micro_batches": 4},
-            ["in each of 4 micro-batches; stage 1 sends"],
+            ["in each of 4 micro-batches; stage 1 reduces"],
         ),
         (4, {"zero__stage": 3, "mesh__pp": 2, "train__micro_batches": 4}, ["gathers every layer twice in each of 4"]),
-        (2, {"zero__stage": 2, "zero__keep_gradients": True}, ["holds and sends what stage 1 does"]),
+        (2, {"zero__stage": 2, "zero__keep_gradients": True}, ["the memory and the communication of stage 1"]),
     ],
 )
-def test_what_is_of_little_use_is_said_and_not_refused(ranks, changes, said):
+def test_pointless_zero_stages_are_noted_and_not_refused(ranks, changes, said):
     config = changed(Config(), **changes)
-    found = remarks(config, check(config, ranks))
+    found = find_warnings(config, validate(config, ranks))
     assert len(found) == len(said) and all(part in line for part, line in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel__schedule": "gpipe"}, "parallel.schedule gpipe has no effect: mesh.pp is 1"),
+        ({"parallel__chunks": 2}, "parallel.chunks 2 has no effect: mesh.pp is 1"),
+        ({"parallel__sequence": True}, "parallel.sequence true has no effect: mesh.tp is 1"),
+        ({"parallel__context": "ulysses"}, "parallel.context ulysses has no effect: mesh.cp is 1"),
+        ({"zero__prefetch": False}, "zero.prefetch false has no effect: zero.stage is 0; it is for stage 3."),
+        ({"optim__momentum": 0.9}, "optim.momentum 0.9 has no effect: optim.kind is adamw; it is for sgd."),
+        ({"optim__kind": "sgd", "optim__betas": (0.9, 0.99)}, "optim.betas 0.9 0.99 has no effect: optim.kind is sgd"),
+        ({"optim__muon_steps": 4}, "optim.muon-steps 4 has no effect: optim.kind is adamw; it is for muon."),
+        ({"optim__decay_fraction": 0.5}, "optim.decay-fraction 0.5 has no effect: optim.schedule is cosine"),
+        ({"precision__initial_scale": 8.0}, "precision.initial-scale 8.0 has no effect: the loss is not scaled"),
+        ({"comm__algorithm": "ring"}, "comm.algorithm ring has no effect: dp x cp is 1"),
+        (
+            {"optim__warmup_steps": 900, "train__steps": 300},
+            "optim.warmup-steps is 900 and the run has 300 steps: the learning rate ends at 0.001 and never reaches",
+        ),
+    ],
+)
+def test_an_option_without_effect_is_noted(changes, message):
+    config = changed(Config(), **changes)
+    (warning,) = find_warnings(config, validate(config, 1))
+    assert warning.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory__step": 3}, r"memory.step 3 has no effect: .* give --memory FILE. Leave --memory.step out."),
+        ({"trace__steps": 3}, r"trace.steps 3 has no effect: .* give --trace FILE. Leave --trace.steps out."),
+        (
+            {"data__source": "synthetic", "data__path": Path("a.txt")},
+            r"data.source synthetic has no effect: data.path is a.txt: .* Leave --data.source out.",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        validate(changed(Config(), **changes), 1)
+
+
+def test_options_that_have_an_effect_are_not_noted():
+    config = changed(
+        Config(),
+        mesh__pp=2,
+        parallel__schedule="gpipe",
+        optim__kind="sgd",
+        optim__momentum=0.9,
+        optim__warmup_steps=600,
+    )
+    assert find_warnings(config, validate(config, 2)) == []

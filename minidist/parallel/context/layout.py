@@ -14,16 +14,17 @@ position in the whole sequence, and nothing else in the model asks where a token
 import torch
 from torch import Tensor
 
-from minidist.parallel.context.sizes import check_length, parts
+from minidist.parallel.context.chunks import num_chunks
+from minidist.validation import validate_sequence_length
 
 
 def positions(layout: str, seq_len: int, size: int, rank: int) -> Tensor:
     """Where the tokens of `rank` of `size` stand in the unsplit sequence: (seq_len / size,) int64, ascending.
 
-    Raises ValueError when there is no such layout, or it cannot share the sequence equally (`check_length`).
+    Raises ValueError for an unknown layout, or one that cannot divide the sequence (`validate_sequence_length`).
     """
-    check_length(layout, seq_len, size)
-    chunks = torch.arange(seq_len).view(parts(layout, size), -1)
+    validate_sequence_length(layout, seq_len, size)
+    chunks = torch.arange(seq_len).view(num_chunks(layout, size), -1)
     return chunks[rank] if len(chunks) == size else torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
 
 

@@ -12,8 +12,8 @@ from functools import partial
 from torch import nn
 
 from minidist.comm import Group
+from minidist.parallel.context.chunks import resolve_layout
 from minidist.parallel.context.ring import ring_attention
-from minidist.parallel.context.sizes import chosen
 from minidist.parallel.context.ulysses import ulysses_attention
 
 
@@ -26,9 +26,10 @@ def split(model: nn.Module, group: Group, kind: str, layout: str | None = None) 
 
     Afterwards the sum of the ranks' losses is that of the whole sequences. Every rank holds every parameter, and its
     gradient is a contribution: the sum over the group is the gradient. Raises ValueError for no such kind or layout;
-    whether sizes divide, `layout.check` says beforehand.
+    `validate_context_parallel` tells
+    beforehand whether the sizes divide.
     """
-    layout = chosen(kind, layout)
+    layout = resolve_layout(kind, layout)
     if group.size == 1:
         return
     for attention in _attentions(model):

@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from minidist import fit
 from minidist import process_groups as roles
 from minidist.config import Config
 from minidist.data.partition import block, weighted
 from minidist.mesh import Mesh
 from minidist.parallel.pipeline.actions import Schedule
+from minidist.parallel.pipeline.schedules import pipeline_schedule
 from minidist.precision.policy import BYTES as FORMAT_BYTES
 from minidist.precision.policy import TORCH_NAMES, Policy, policy_of
+from minidist.validation import validate
 
 # Of an element, by torch's name of its dtype.
 BYTES = {TORCH_NAMES[name]: size for name, size in FORMAT_BYTES.items()} | {"int64": 8, "int32": 4, "bool": 1}
@@ -73,5 +74,5 @@ class Layout:
 
 def layout_of(config: Config, world_size: int) -> Layout:
     """The layout of a run on so many ranks. Raises UserError, as `minidist train` does, for what cannot run."""
-    mesh = fit.check(config, world_size)
-    return Layout(config, mesh, fit.pipeline(config, mesh), policy_of(config.precision))
+    mesh = validate(config, world_size)
+    return Layout(config, mesh, pipeline_schedule(config, mesh), policy_of(config.precision))

@@ -1,9 +1,9 @@
 """What the numbers of an estimate mean, and what is not in them: said with them."""
 
-from minidist import fit
 from minidist.tools.estimate import activations, blocks
 from minidist.tools.estimate.estimate import Estimate
 from minidist.tools.estimate.layout import Layout
+from minidist.validation import find_warnings
 
 _AGAIN = {"none": "nothing", "block": "the forward of every layer", "selective": "the core of attention"}
 
@@ -22,7 +22,7 @@ def notes(found: Estimate) -> list[str]:
         "FLOPs: those of the model, forward and backward, attention counted whole; MFU is of them. HFU is of those and "
         f"of what is computed again: {_AGAIN[layout.config.recompute]}.",
     ]
-    said += fit.remarks(layout.config, layout.mesh)
+    said += find_warnings(layout.config, layout.mesh)
     if any(cost.segment_bytes for cost in found.ranks):
         said.append(
             "mapped segments: this rank's part of the shared memory through which ranks of one machine talk (shm), "

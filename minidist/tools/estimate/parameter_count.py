@@ -6,7 +6,6 @@ import math
 import textwrap
 from dataclasses import dataclass
 
-from minidist import limits
 from minidist.config import Config
 from minidist.errors import UserError
 from minidist.mesh import Mesh
@@ -15,7 +14,7 @@ from minidist.precision.policy import Policy, policy_of
 from minidist.tools.estimate.states import ModelStates, model_states, moments_of, row_of
 from minidist.tools.estimate.table import scaled, table
 from minidist.tools.simulate.draw import WIDTH
-from minidist.zero.fit import check_sharing, sharing
+from minidist.validation import validate_numbers, validate_shard_group
 
 _NOTE = (
     "Model states are what there is before an update; activations, messages and FLOPs need a model's shape "
@@ -40,7 +39,7 @@ class Counted:
 def counted(config: Config, world_size: int, parameters: float) -> Counted:
     """The model states of each rank, the model being cut evenly over tp and pp. Raises UserError for what cannot be."""
     mesh = config.mesh_of(world_size)
-    limits.check_numbers(config)
+    validate_numbers(config)
     if not (1 <= parameters < math.inf and parameters == int(parameters)):
         raise UserError(f"--parameters is {parameters:g}; it is a whole number, 1 or more: --parameters 7.5e9, say.")
     if config.model != ModelConfig():
@@ -53,8 +52,8 @@ def counted(config: Config, world_size: int, parameters: float) -> Counted:
             "optim.kind is muon, which keeps one number for each element of a layer's matrix and two for all else, and "
             "--parameters does not say which are which. Describe the model with --model..., or give --optim.kind adamw."
         )
-    check_sharing(config, mesh)
-    policy, shards = policy_of(config.precision), sharing(config, mesh)
+    validate_shard_group(config, mesh)
+    policy, shards = policy_of(config.precision), config.zero.shard_group_size(mesh)
     held = -(-int(parameters) // (mesh.tp * mesh.pp))
     row = row_of(held, shards, moments_of(config.optim, hidden_matrix=False))
     states = model_states([row], config.zero, policy)

@@ -39,7 +39,7 @@ class Sizes:
         return sizes
 
     def shape(self, formula: str) -> tuple[int, ...]:
-        """The shape on one rank. Sizes divide evenly (`fit.check`), but for heads fewer than ranks: none is cut."""
+        """The shape on one rank. Sizes divide evenly (`validate`), but for heads fewer than ranks: none is cut."""
         return tuple(self._size(word) for word in formula.split())
 
     def numel(self, formula: str) -> int:

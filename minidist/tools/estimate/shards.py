@@ -15,7 +15,6 @@ from minidist.tools.estimate.layout import Layout
 from minidist.tools.estimate.reduction import MIB, Groups, buckets, contributors
 from minidist.tools.estimate.states import Weight, weights
 from minidist.zero import layout as rows_of
-from minidist.zero.fit import sharing
 from minidist.zero.grouping import REST, block_of, gathers, passing_row
 
 Operation = tuple[str, str, int, int]
@@ -43,7 +42,7 @@ def apart(layout: Layout) -> bool:
 def rows(layout: Layout, groups: Groups, rank: int) -> list[Row]:
     """The rows on a rank, in the order of backward."""
     stage, zero = layout.mesh.coords(rank)["pp"], layout.config.zero
-    size, limit, found = sharing(layout.config, layout.mesh), _limit(layout, stage), []
+    size, limit, found = layout.config.zero.shard_group_size(layout.mesh), _limit(layout, stage), []
     for block, held in _by_block(layout, stage):
         kinds: dict[tuple, list[Weight]] = {}
         for weight in held:

@@ -12,7 +12,6 @@ from minidist.process_groups import is_hidden_matrix
 from minidist.tools.estimate import shards, states
 from minidist.tools.estimate.layout import Layout
 from minidist.tools.estimate.shards import Row
-from minidist.zero.fit import sharing
 from minidist.zero.grouping import REST
 
 # Places beside the layers, which are numbers: head and last norm, the embedding, and when the backward is over.
@@ -92,7 +91,7 @@ class Passing:
 
     def _sending(self, chunk: int, launched: Sequence[Row], most: int) -> int:
         """Bytes of the rows that are on their way, so many at most, and of their shards. Of one rank alone none is."""
-        if sharing(self.layout.config, self.layout.mesh) == 1:
+        if self.layout.config.zero.shard_group_size(self.layout.mesh) == 1:
             return 0
         earlier = self._rows(chunk) if self.many else []  # of the micro-batch before
         rows = [*earlier, *launched][-most:]
@@ -139,7 +138,7 @@ class Passing:
     def _sent(self, row: Row) -> int:
         """Bytes of a row that is reduced: itself, or copies of it and of its result in the format of the wire. A rank
         that shares with nobody sends nothing, and has it no longer."""
-        whole = row.layout.numel if sharing(self.layout.config, self.layout.mesh) > 1 else 0
+        whole = row.layout.numel if self.layout.config.zero.shard_group_size(self.layout.mesh) > 1 else 0
         if self.wire == self.full:
             return whole * self.full
         return (whole + row.layout.shard) * self.wire

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from minidist.config import Config
 from minidist.data.corpus import open_corpus
 from minidist.errors import RunError, UserError
-from minidist.fit import check
 from minidist.tools.launch import RankFailure, RankServer
 from minidist.tools.launch.torchrun import (
     meeting_port,
@@ -25,6 +24,7 @@ from minidist.tools.launch.torchrun import (
 )
 from minidist.train import run_folder as runfolder
 from minidist.train.resume import check_before
+from minidist.validation import validate
 
 if TYPE_CHECKING:
     from minidist.tools.launch.job import Job
@@ -108,7 +108,7 @@ def start(config: Config, ranks: int | None, program: Callable | None = None, mo
 
 def train_here(config: Config, ranks: int, program: Callable | None = None, more: Sequence = ()) -> None:
     """Train on fresh ranks of this machine. Raises UserError before any of them starts, RunError when the run fails."""
-    check(config, ranks)
+    validate(config, ranks)
     place = choose_place(config, ranks)
     runfolder.check_outputs(config)
     check_before(config, open_corpus(config.data.source, config.data.path, config.data.seq_len))
@@ -183,7 +183,7 @@ def _whole_terminal() -> Iterator[None]:
 def train_under_torchrun(config: Config, program: Callable | None = None, more: Sequence = ()) -> None:
     """Train as one of the ranks that torchrun has started."""
     meeting_port()
-    check(config, torchrun_size())
+    validate(config, torchrun_size())
     choose_place(config, torchrun_local_size())
     from minidist.train.trainer import train
 

@@ -4,10 +4,10 @@ import dataclasses
 import difflib
 
 from minidist.errors import UserError
-from minidist.fit import check
 from minidist.tools.parity.cases import SWITCHES, Case
 from minidist.tools.parity.layouts import Layout, layouts
 from minidist.tools.parity.plan import case_with, switches_of
+from minidist.validation import validate
 
 
 def case_named(name: str, ranks: int) -> Case:
@@ -33,7 +33,7 @@ def case_named(name: str, ranks: int) -> Case:
         if (value := getattr(case, switch)) not in possible:
             values = ", ".join(map(str, possible))
             raise UserError(f"{switch} is {value}, and on {layout} it can only be {values}.")
-    check(case.config(), case.world)
+    validate(case.config(), case.world)
     return case
 
 

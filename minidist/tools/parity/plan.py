@@ -8,10 +8,10 @@ from itertools import product
 from typing import Any
 
 from minidist.errors import UserError
-from minidist.fit import check
 from minidist.tools.parity.cases import HALF, SWITCHES, Case
 from minidist.tools.parity.cover import Family, Switches, covered, pairs, pairwise
 from minidist.tools.parity.layouts import Layout, layouts
+from minidist.validation import validate
 
 # Every schedule meets every number of stages; it need not meet every mesh.
 _APART = tuple(frozenset(names) for names in (("mesh", "schedule"), ("mesh", "stages")))
@@ -129,7 +129,7 @@ def _refusal(layout: Layout, micro_batches: int) -> str | None:
     """Why a layout cannot run with that many micro-batches, None when it can."""
     plain = {name: values[0] for name, values in SWITCHES.items()}
     try:
-        check(case_with(layout, plain | {"micro_batches": micro_batches}).config(), layout.mesh.world_size)
+        validate(case_with(layout, plain | {"micro_batches": micro_batches}).config(), layout.mesh.world_size)
     except UserError as error:
         return str(error)
     return None

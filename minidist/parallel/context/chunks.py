@@ -1,0 +1,26 @@
+"""How context parallelism divides a sequence into chunks, and which layout each form of attention uses. No torch."""
+
+LAYOUTS = ("contiguous", "zigzag")
+# The layout that suits each form of attention: see `ring` and `ulysses`.
+DEFAULT_LAYOUT = {"ring": "zigzag", "ulysses": "contiguous"}
+
+
+def resolve_layout(kind: str, layout: str | None) -> str:
+    """The layout to use with a form of attention: the given one, or the default of `kind` if it is None.
+
+    kind: "ring" or "ulysses". Raises ValueError for an unknown kind or layout.
+    """
+    if kind not in DEFAULT_LAYOUT:
+        raise ValueError(f"there is no context parallelism {kind!r}; possible: {', '.join(DEFAULT_LAYOUT)}")
+    layout = layout or DEFAULT_LAYOUT[kind]
+    if layout not in LAYOUTS:
+        raise ValueError(f"there is no layout {layout!r}; possible: {', '.join(LAYOUTS)}")
+    return layout
+
+
+def num_chunks(layout: str, cp: int) -> int:
+    """Number of equal chunks that `cp` ranks divide a sequence into: 2 per rank for zigzag, else 1.
+
+    A single rank keeps the sequence undivided, whatever its length.
+    """
+    return 2 * cp if layout == "zigzag" and cp > 1 else cp

@@ -1,0 +1,504 @@
+"""Validation: refuse every run that cannot work before a rank starts, and warn about settings that have no effect.
+
+`validate` checks a whole configuration for a number of ranks and returns its mesh; the functions below it check one
+concern each. Every message says what was given, what is possible and one change to make, with the numbers involved.
+`find_warnings` lists settings that are valid but pointless. Nothing here needs torch.
+"""
+
+import difflib
+import math
+import re
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from minidist.config import Config, ScheduleKind
+from minidist.errors import UserError
+from minidist.mesh import Mesh
+from minidist.models.config import ModelConfig
+from minidist.parallel.context.chunks import LAYOUTS, num_chunks, resolve_layout
+from minidist.precision.policy import policy_of
+
+SCHEDULES: tuple[str, ...] = typing.get_args(ScheduleKind)
+# Schedules that compute the gradients of a stage's input and of its weights separately.
+SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v")
+
+# Smallest and largest value of each option that is a number.
+_RANGES: dict[str, tuple[float, float]] = {
+    "train.steps": (1, math.inf),
+    "train.global-batch": (1, math.inf),
+    "train.micro-batches": (1, math.inf),
+    "train.seed": (0, 2**63 - 1),
+    "train.log-every": (1, math.inf),
+    "train.eval-every": (0, math.inf),
+    "train.eval-samples": (1, math.inf),
+    "train.sample-tokens": (0, math.inf),
+    "checkpoint.every": (0, math.inf),
+    "checkpoint.keep": (1, math.inf),
+    "precision.initial-scale": (1e-30, 1e30),  # float32 can represent the scales around these bounds too
+    "precision.growth-interval": (1, math.inf),
+    "precision.max-overflows": (1, math.inf),
+    "zero.shard": (1, math.inf),
+    "trace.first": (1, math.inf),
+    "trace.steps": (1, math.inf),
+    "memory.step": (1, math.inf),
+    "data.seq-len": (1, math.inf),
+    "optim.lr": (0, math.inf),
+    "optim.weight-decay": (0, math.inf),
+    "optim.momentum": (0, 1),
+    "optim.muon-momentum": (0, 1),
+    "optim.muon-steps": (1, 20),
+    "optim.warmup-steps": (0, math.inf),
+    "optim.min-lr-fraction": (0, 1),
+    "optim.decay-fraction": (0, 1),
+}
+_POSITIVE = ("optim.eps", "optim.clip-norm", "optim.muon-lr-ratio", "comm.bucket-mib", "comm.timeout-s")
+
+
+def validate(config: Config, world_size: int) -> Mesh:
+    """Raise UserError if `config` cannot run on `world_size` ranks; return the mesh of the run."""
+    mesh = config.mesh_of(world_size)
+    validate_model(config.model)
+    validate_numbers(config)
+    validate_data(config, mesh)
+    validate_steps(config)
+    validate_pipeline(config, mesh)
+    validate_compile(config, mesh)
+    validate_zero(config, mesh)
+    validate_optimizer(config, mesh)
+    how = config.parallel
+    try:
+        validate_tensor_parallel(config.model, mesh.tp)
+        validate_context_parallel(
+            config.model, config.data.seq_len, mesh.cp, how.context, tp=mesh.tp, sequence=how.sequence
+        )
+    except ValueError as error:
+        section = "data" if str(error).startswith("seq_len") else "model"
+        raise UserError(f"{section}.{error}.") from None
+    for option in find_unused_options(config, mesh):
+        if option.refuse:
+            raise UserError(option.message)
+    return mesh
+
+
+# -- numbers, data and steps ------------------------------------------------------------------------------------------
+
+
+def validate_model(model: ModelConfig) -> None:
+    """Raise UserError for a shape that no model has."""
+    try:
+        model.validate()
+    except ValueError as error:
+        raise UserError(f"model.{error}.") from None
+
+
+def validate_numbers(config: Config) -> None:
+    """Raise UserError for a number outside its range, whatever the mesh, and for an unknown device."""
+    for name, (least, most) in _RANGES.items():
+        value = _value_of(config, name)
+        if value is not None and not (least <= value <= most and abs(value) < math.inf):
+            needed = f"from {least} to {most}" if most < math.inf else f"{least} or more"
+            raise UserError(f"{name} is {value}; it must be {needed}: change --{name}.")
+    for name in _POSITIVE:
+        value = _value_of(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name} is {value}; it must be above 0: change --{name}.")
+    if not all(0 <= beta < 1 for beta in config.optim.betas):
+        raise UserError(
+            f"optim.betas is {config.optim.betas}; both must be 0 or more and below 1: change --optim.betas."
+        )
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
+        raise UserError(
+            f"device is {config.device!r}; possible: auto, cpu, cuda (one GPU per rank), cuda:0 (one for all)."
+        )
+
+
+def validate_data(config: Config, mesh: Mesh) -> None:
+    """Raise UserError if sequences are too long for the model, or the global batch cannot be divided over the ranks."""
+    train, data = config.train, config.data
+    if data.seq_len > config.model.max_seq_len:
+        raise UserError(
+            f"data.seq-len is {data.seq_len}, but the model accepts at most {config.model.max_seq_len} tokens: "
+            f"give --data.seq-len {config.model.max_seq_len} or less, or --model.max-seq-len {data.seq_len}."
+        )
+    if data.min_length is not None and not 1 <= data.min_length <= data.seq_len:
+        raise UserError(f"data.min-length is {data.min_length}; it must be from 1 to data.seq-len ({data.seq_len}).")
+    needed = mesh.dp * train.micro_batches
+    if train.global_batch < needed:
+        fewer = train.global_batch // mesh.dp
+        raise UserError(
+            f"a global batch of {train.global_batch} samples is too small for dp={mesh.dp} ranks x "
+            f"{train.micro_batches} micro-batches = {needed} (world size {mesh.world_size}, {mesh}): "
+            f"give --train.global-batch {needed} or more"
+            + (
+                f", or --train.micro-batches {fewer} or fewer."
+                if fewer
+                else f", or --mesh.dp {train.global_batch} or fewer."
+            )
+        )
+    for name, values in (("shares", data.shares), ("weights", data.weights)):
+        if values is not None and (
+            len(values) != mesh.dp or not all(0 <= v < math.inf for v in values) or not any(values)
+        ):
+            raise UserError(
+                f"data.{name} is {' '.join(map(str, values))} ({len(values)} numbers); it needs one number per "
+                f"data-parallel rank ({mesh.dp}), none of them below 0 and at least one above 0."
+            )
+
+
+def validate_steps(config: Config) -> None:
+    """Raise UserError if a trace or a memory measurement would begin after the last step."""
+    steps = config.train.steps
+    for name, verb in (("trace.first", "recorded"), ("memory.step", "measured")):
+        if (_value_of(config, name) or 0) > steps:
+            raise UserError(
+                f"{name} is {_value_of(config, name)}, but the run ends at step {steps}: no step would be {verb}. "
+                f"Give --{name} {steps} or less."
+            )
+
+
+# -- pipeline, tensor and context parallelism -------------------------------------------------------------------------
+
+
+def validate_pipeline(config: Config, mesh: Mesh) -> None:
+    """Raise UserError if the model has too few layers for the pipeline, or the step too few micro-batches."""
+    if mesh.pp == 1:
+        return
+    chunks = validate_schedule(config.parallel.schedule, mesh.pp, config.train.micro_batches, config.parallel.chunks)
+    layers, needed = config.model.num_layers, mesh.pp * chunks
+    if layers < needed:
+        each = f" x {chunks} chunks = {needed} model chunks" if chunks > 1 else ""
+        raise UserError(
+            f"mesh.pp is {mesh.pp}: {mesh.pp} stages{each} need at least one layer each, but the model has {layers}: "
+            f"give --mesh.pp {max(1, layers // chunks)}, or --model.num-layers {needed}."
+        )
+
+
+def validate_schedule(kind: str, stages: int, micro_batches: int, chunks: int | None = None) -> int:
+    """Raise UserError if a pipeline schedule is impossible; return its number of model chunks per stage.
+
+    chunks: None for the schedule's own default.
+    """
+    if kind not in SCHEDULES:
+        raise UserError(f"there is no schedule {kind!r}; {suggest(kind, SCHEDULES)}.")
+    for name, number in (("stages", stages), ("micro-batches", micro_batches)):
+        if number < 1:
+            raise UserError(f"{kind} with {number} {name}: a pipeline needs at least 1. Give 1 or more {name}.")
+    fixed = {"interleaved": None, "zb-v": 2}.get(kind, 1)
+    if chunks is None:
+        chunks = fixed or 2
+    if (fixed and chunks != fixed) or chunks < 1 or (kind == "interleaved" and chunks < 2):
+        takes = f"{fixed} chunk{'s' * (fixed > 1)}" if fixed else "2 or more chunks"
+        other = "" if kind == "interleaved" else ", or choose interleaved"
+        raise UserError(f"{kind} needs {takes} per stage, but chunks is {chunks}: leave it out{other}.")
+    if kind == "interleaved" and micro_batches % stages:
+        low = micro_batches // stages * stages
+        near = f"{low} or {low + stages}" if low else f"{stages}"
+        raise UserError(
+            f"interleaved needs a number of micro-batches that is a multiple of the number of stages, and "
+            f"{micro_batches} is not a multiple of {stages}. Give {near} micro-batches, or choose 1f1b."
+        )
+    if kind == "zb-h2" and micro_batches < 2 * stages - 1:
+        fits = (micro_batches + 1) // 2
+        raise UserError(
+            f"zb-h2 needs 2 x {stages} stages - 1 = {2 * stages - 1} micro-batches in flight, but there are only "
+            f"{micro_batches}: give {2 * stages - 1} micro-batches or more, {fits} stage{'s' * (fits > 1)} or fewer, "
+            f"or choose zb-h1."
+        )
+    return chunks
+
+
+def validate_compile(config: Config, mesh: Mesh) -> None:
+    """Raise UserError for options that need to look inside a layer, which compilation makes opaque."""
+    if not config.compile:
+        return
+    if mesh.pp > 1 and config.parallel.schedule in SPLIT_BACKWARD:
+        raise UserError(
+            f"compile is on and parallel.schedule is {config.parallel.schedule}, which splits the backward pass into "
+            "input and weight gradients; a compiled layer computes both at once: give --no-compile, or "
+            "--parallel.schedule 1f1b or interleaved."
+        )
+    if config.recompute == "selective":
+        raise UserError(
+            "compile is on and recompute is selective: inside a compiled layer the compiler decides which activations "
+            "to recompute: give --recompute none or block, or --no-compile."
+        )
+
+
+def validate_tensor_parallel(model: ModelConfig, tp: int) -> None:
+    """Raise ValueError, with the sizes that work, if the operators of `model` cannot be sharded over `tp` ranks."""
+    for name in ("num_heads", "intermediate_size", "vocab_size"):
+        size = getattr(model, name)
+        if size % tp:
+            possible = _fitting(lambda n, size=size: size % n == 0, min(size, 4 * tp))
+            larger = "" if name == "num_heads" else f"; or {name}={-(-size // tp) * tp}"
+            raise ValueError(f"{name}={size} is not divisible by tp={tp}; possible tp: {possible}{larger}")
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    if kv_heads % tp and tp % kv_heads:
+        possible = _fitting(lambda n: not heads % n and not (kv_heads % n and n % kv_heads), heads)
+        raise ValueError(
+            f"num_kv_heads={kv_heads} and tp={tp}: one must divide the other, or a head would be split; "
+            f"possible tp: {possible}"
+        )
+
+
+def validate_context_parallel(
+    model: ModelConfig, seq_len: int, cp: int, kind: str, layout: str | None = None, tp: int = 1, sequence: bool = False
+) -> None:
+    """Raise ValueError, with the sizes that work, if sequences of `seq_len` tokens cannot be sharded over `cp` ranks.
+
+    model: the unsplit one. kind: "ring" or "ulysses". layout: None for the default layout of the kind. tp: the size of
+    tensor parallelism, which shards the heads. sequence: whether sequence parallelism shards each rank's tokens over
+    tp as well.
+    """
+    layout = resolve_layout(kind, layout)
+    validate_sequence_length(layout, seq_len, cp)
+    heads = model.num_heads // tp
+    if kind == "ulysses" and heads % cp:
+        raise ValueError(
+            f"num_heads={model.num_heads} over tp={tp} leaves {heads} query heads per rank, not divisible by cp={cp} "
+            f"as ulysses needs; possible cp: {_fitting(lambda n: heads % n == 0, heads)}; or ring, for any heads"
+        )
+    if sequence and seq_len // cp % tp:
+        raise ValueError(
+            f"seq_len={seq_len} over cp={cp} leaves {seq_len // cp} tokens per rank, not divisible by tp={tp} as "
+            f"sequence parallelism needs; seq_len={_next_multiple(seq_len, num_chunks(layout, cp), cp * tp)} works"
+        )
+
+
+def validate_sequence_length(layout: str, seq_len: int, cp: int) -> None:
+    """Raise ValueError, with the sizes that work, if a sequence cannot be divided evenly over `cp` ranks."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"there is no layout {layout!r}; possible: {', '.join(LAYOUTS)}")
+    count = num_chunks(layout, cp)
+    if seq_len % count:
+        per_rank = "two chunks per rank" if layout == "zigzag" else "one chunk per rank"
+        possible = _fitting(lambda n: seq_len % num_chunks(layout, n) == 0, min(seq_len, 4 * cp))
+        raise ValueError(
+            f"seq_len={seq_len} is not divisible into {count} equal chunks, as cp={cp} needs in the {layout} layout "
+            f"({per_rank}); possible cp: {possible}; or seq_len={_next_multiple(seq_len, count)}"
+        )
+
+
+# -- ZeRO and the optimizer -------------------------------------------------------------------------------------------
+
+
+def validate_zero(config: Config, mesh: Mesh) -> None:
+    """Raise UserError if the ZeRO stage does not work with the other options or with the mesh."""
+    zero, policy = config.zero, policy_of(config.precision)
+    validate_shard_group(config, mesh)
+    if zero.keep_gradients and zero.stage != 2:
+        raise UserError(
+            f"zero.keep-gradients is for stage 2, and zero.stage is {zero.stage}: stages 0 and 1 always keep unsharded "
+            "gradients, stage 3 never does. Leave --zero.keep-gradients out."
+        )
+    if config.comm.algorithm != "backend" and zero.stage:
+        raise UserError(
+            f"comm.algorithm is {config.comm.algorithm}, an all-reduce, and zero.stage {zero.stage} reduces gradients "
+            "by reduce-scatter. Leave --comm.algorithm out, or give --zero.stage 0."
+        )
+    if config.comm.gradients == "naive" and (zero.stage or not policy.uniform):
+        raise UserError(
+            f"comm.gradients is naive, which needs zero.stage 0 (given: {zero.stage}) and one dtype for all tensors "
+            f"(given: precision.policy {config.precision.policy}). Leave --comm.gradients out."
+        )
+
+
+def validate_shard_group(config: Config, mesh: Mesh) -> None:
+    """Raise UserError if the data-parallel ranks cannot be divided into groups of `zero.shard`."""
+    shard, ranks = config.zero.shard, f"dp={mesh.dp} x cp={mesh.cp} = {mesh.dp * mesh.cp} ranks"
+    if shard is None:
+        return
+    if config.zero.stage == 0:
+        raise UserError(
+            f"zero.shard is {shard}, but zero.stage 0 shards nothing: give --zero.stage 1, 2 or 3, or leave "
+            "--zero.shard out."
+        )
+    possible = [mesh.cp * n for n in range(1, mesh.dp + 1) if mesh.dp % n == 0]
+    if shard not in possible:
+        raise UserError(
+            f"zero.shard is {shard}: {ranks} cannot be divided into groups of {shard} that hold complete sequences. "
+            f"Possible: --zero.shard {' or '.join(map(str, possible))}."
+        )
+
+
+def validate_optimizer(config: Config, mesh: Mesh) -> None:
+    """Raise UserError if the optimizer needs matrices that tensor parallelism has sharded."""
+    if config.optim.kind == "muon" and mesh.tp > 1:
+        raise UserError(
+            f"optim.kind is muon and mesh.tp is {mesh.tp}: Muon's update needs the full matrix, and each tp rank holds "
+            "a shard of it. Give --mesh.tp 1, or --optim.kind adamw."
+        )
+
+
+# -- settings that are valid but pointless ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unused:
+    """An option that was given and has no effect in this run.
+
+    message: why, and what to change. refuse: whether that ends the command; otherwise it is a note.
+    """
+
+    message: str
+    refuse: bool = False
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """When an option has an effect, and what to say of one that was given and has none.
+
+    reason: may contain {value}, the option's value, and fields of the configuration and the mesh, as {c.optim.kind} or
+    {m.pp}.
+    """
+
+    option: str
+    has_effect: Callable[[Config, Mesh], bool]
+    reason: str
+    refuse: bool = False
+
+
+def _adam(config: Config, _: Mesh) -> bool:
+    return config.optim.kind != "sgd"
+
+
+def _muon(config: Config, _: Mesh) -> bool:
+    return config.optim.kind == "muon"
+
+
+def _scaled(config: Config, _: Mesh) -> bool:
+    return policy_of(config.precision).scaled
+
+
+_RULES = (
+    _Rule("parallel.schedule", lambda c, m: m.pp > 1, "mesh.pp is 1, and only a pipeline has a schedule"),
+    _Rule("parallel.chunks", lambda c, m: m.pp > 1, "mesh.pp is 1, and only pipeline stages are divided into chunks"),
+    _Rule("parallel.sequence", lambda c, m: m.tp > 1, "mesh.tp is 1, and sequence parallelism works across tp ranks"),
+    _Rule("parallel.context", lambda c, m: m.cp > 1, "mesh.cp is 1, so every rank has complete sequences"),
+    _Rule("zero.keep_last_block", lambda c, m: c.zero.stage == 3, "zero.stage is {c.zero.stage}; it is for stage 3"),
+    _Rule("zero.prefetch", lambda c, m: c.zero.stage == 3, "zero.stage is {c.zero.stage}; it is for stage 3"),
+    _Rule(
+        "zero.offload",
+        lambda c, m: c.device != "cpu",
+        "it moves master weights and optimizer states from a GPU to the host, and device is cpu",
+        refuse=True,
+    ),
+    _Rule("precision.initial_scale", _scaled, "the loss is not scaled (precision.loss-scale {c.precision.loss_scale})"),
+    _Rule(
+        "precision.growth_interval", _scaled, "the loss is not scaled (precision.loss-scale {c.precision.loss_scale})"
+    ),
+    _Rule("precision.max_overflows", _scaled, "the loss is not scaled (precision.loss-scale {c.precision.loss_scale})"),
+    _Rule(
+        "data.source",
+        lambda c, m: c.data.path is None,
+        "data.path is {c.data.path}: a run reads one or the other",
+        refuse=True,
+    ),
+    _Rule("optim.betas", _adam, "optim.kind is {c.optim.kind}; it is for adamw and muon"),
+    _Rule("optim.eps", _adam, "optim.kind is {c.optim.kind}; it is for adamw and muon"),
+    _Rule("optim.momentum", lambda c, m: c.optim.kind == "sgd", "optim.kind is {c.optim.kind}; it is for sgd"),
+    _Rule("optim.muon_momentum", _muon, "optim.kind is {c.optim.kind}; it is for muon"),
+    _Rule("optim.muon_lr_ratio", _muon, "optim.kind is {c.optim.kind}; it is for muon"),
+    _Rule("optim.muon_steps", _muon, "optim.kind is {c.optim.kind}; it is for muon"),
+    _Rule("optim.decay", lambda c, m: c.optim.weight_decay > 0, "optim.weight-decay is 0"),
+    _Rule(
+        "optim.min_lr_fraction",
+        lambda c, m: c.optim.schedule != "constant",
+        "optim.schedule is constant, so the learning rate does not decay",
+    ),
+    _Rule(
+        "optim.decay_fraction",
+        lambda c, m: c.optim.schedule == "wsd",
+        "optim.schedule is {c.optim.schedule}; it is for wsd",
+    ),
+    _Rule("comm.bucket_mib", lambda c, m: c.comm.gradients == "bucketed", "comm.gradients is naive, without buckets"),
+    _Rule("comm.algorithm", lambda c, m: m.dp * m.cp > 1, "dp x cp is 1, so no gradients are reduced"),
+    _Rule("comm.gradients", lambda c, m: m.dp * m.cp > 1, "dp x cp is 1, so no gradients are reduced"),
+    _Rule("trace.first", lambda c, m: c.trace.file is not None, "no trace is written: give --trace FILE", refuse=True),
+    _Rule("trace.steps", lambda c, m: c.trace.file is not None, "no trace is written: give --trace FILE", refuse=True),
+    _Rule("memory.step", lambda c, m: c.memory.file is not None, "no memory is measured: give --memory FILE", True),
+)
+
+
+def find_unused_options(config: Config, mesh: Mesh) -> list[Unused]:
+    """List the options that differ from their default and have no effect in this run."""
+    found, default = [], Config()
+    for rule in _RULES:
+        value = _value_of(config, rule.option)
+        if value != _value_of(default, rule.option) and not rule.has_effect(config, mesh):
+            name = rule.option.replace("_", "-")
+            reason = rule.reason.format(value=value, c=config, m=mesh)
+            end = f". Leave --{name} out." if rule.refuse else "."
+            found.append(Unused(f"{name} {_shown(value)} has no effect: {reason}{end}", rule.refuse))
+    return found
+
+
+def find_warnings(config: Config, mesh: Mesh) -> list[str]:
+    """Warn about settings that are valid but pointless: one sentence or two for each."""
+    found = [option.message for option in find_unused_options(config, mesh) if not option.refuse]
+    warmup, steps = config.optim.warmup_steps, config.train.steps
+    if warmup > steps and config.optim.warmup_steps != Config().optim.warmup_steps:
+        found.append(
+            f"optim.warmup-steps is {warmup} and the run has {steps} steps: the learning rate ends at "
+            f"{config.optim.lr * steps / warmup:.3g} and never reaches optim.lr {config.optim.lr:g}."
+        )
+    return found + find_zero_warnings(config, mesh)
+
+
+def find_zero_warnings(config: Config, mesh: Mesh) -> list[str]:
+    """Warn about ZeRO stages that cost communication and save little memory on this mesh."""
+    zero, found, ranks = config.zero, [], config.zero.shard_group_size(mesh)
+    if zero.stage and ranks == 1:
+        found.append(
+            f"zero.stage {zero.stage} shards nothing here: dp x cp = 1, so each part of the model is on one rank only. "
+            "It costs nothing and saves nothing."
+        )
+    micro_batches = config.train.micro_batches
+    if zero.stage == 2 and mesh.pp > 1 and not zero.keep_gradients and ranks > 1:
+        found.append(
+            f"zero.stage 2 under a pipeline reduces gradients in each of {micro_batches} micro-batches; stage 1 "
+            "reduces them once per step and keeps them unsharded."
+        )
+    if zero.stage == 2 and zero.keep_gradients:
+        found.append("zero.stage 2 with zero.keep-gradients needs the memory and the communication of stage 1.")
+    if zero.stage == 3 and mesh.pp > 1 and ranks > 1:
+        found.append(
+            f"zero.stage 3 under a pipeline gathers every layer twice in each of {micro_batches} micro-batches; "
+            "stages 1 and 2 communicate far less, and the pipeline has already divided the parameters."
+        )
+    return found
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def suggest(given: str, possible: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the closest possible one, if any, and all that there are."""
+    names = list(possible)
+    close = difflib.get_close_matches(given, names, 1)
+    guess = f"did you mean {close[0]}? " if close else ""
+    return f"{guess}possible: {', '.join(names)}"
+
+
+def _value_of(config: Config, name: str) -> Any:
+    section, field_name = name.replace("-", "_").split(".")
+    return getattr(getattr(config, section), field_name)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _next_multiple(number: int, *factors: int) -> int:
+    """The smallest multiple of all the factors that is at least `number`."""
+    step = math.lcm(*factors)
+    return -(-number // step) * step
+
+
+def _fitting(fits: Callable[[int], bool], most: int) -> str:
+    """The numbers from 1 to `most` that fit, as text."""
+    return ", ".join(str(n) for n in range(1, most + 1) if fits(n))

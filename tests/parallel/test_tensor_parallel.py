@@ -9,9 +9,10 @@ from minidist.comm import Meter, Use, World, bind
 from minidist.mesh import Mesh
 from minidist.models import IGNORE, DropoutAddress, ModelConfig, Transformer, init_parameters
 from minidist.models.transformer import token_loss
-from minidist.parallel.tensor.split import check, split
+from minidist.parallel.tensor.split import split
 from minidist.parallel.tensor.vocabulary import VocabularyLoss
 from minidist.parameters import named_parameters
+from minidist.validation import validate_tensor_parallel
 
 LENGTH = 12
 
@@ -158,13 +159,13 @@ def test_huge_logits_and_ignored_labels(ranks):
 @pytest.mark.parametrize(("change", "size", "said"), [
     ({"num_heads": 4, "num_kv_heads": 2}, 3, "num_heads=4 is not divisible by tp=3; possible tp: 1, 2"),
     ({"intermediate_size": 30}, 4, "intermediate_size=30 is not divisible by tp=4"),
-    ({"vocab_size": 25}, 2, "by tp=2 ranks; possible tp: 1, 5; or vocab_size=26"),
+    ({"vocab_size": 25}, 2, "vocab_size=25 is not divisible by tp=2; possible tp: 1, 5; or vocab_size=26"),
     ({"num_heads": 12, "num_kv_heads": 3}, 2, "num_kv_heads=3 and tp=2: one must divide the other"),
 ])  # fmt: skip
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do(change, size, said):
     config = replace(SHAPES["grouped"], **change)
     with pytest.raises(ValueError) as caught:
-        check(config, size)
+        validate_tensor_parallel(config, size)
     assert said in str(caught.value)
 
 

@@ -168,10 +168,10 @@ def test_offloaded_states_are_said_to_be_elsewhere(capsys):
         ("--parameters 10 --precision.policy fp16 --precision.loss-scale none", "precision.loss-scale is none, and"),
         (
             "--parameters 10 --mesh.dp 6 --zero.stage 1 --zero.shard 4",
-            "zero.shard is 4: dp=6 x cp=1 = 6 ranks cannot be cut into sets of 4 that hold whole sequences. Possible: "
-            "--zero.shard 1 or 2 or 3 or 6.",
+            "zero.shard is 4: dp=6 x cp=1 = 6 ranks cannot be divided into groups of 4 that hold complete sequences. "
+            "Possible: --zero.shard 1 or 2 or 3 or 6.",
         ),
-        ("--parameters 10 --mesh.dp 2 --zero.shard 2", "zero.shard is 2, and with zero.stage 0 nothing is shared out"),
+        ("--parameters 10 --mesh.dp 2 --zero.shard 2", "zero.shard is 2, but zero.stage 0 shards nothing"),
         ("--parameters 10 --mesh.cp 2 --mesh.dp 2 --zero.stage 1 --zero.shard 1", "Possible: --zero.shard 2 or 4."),
         ("--parameters 10 --block gpt", "tells the memory of model states alone, and --block gpt"),
         ("--parameters 10 --step-time-s 1 --peak-tflops 1", "leave --parameters out, or them."),

@@ -175,46 +175,48 @@ def _estimate(argv: list[str]) -> int:
     import tyro
 
     from minidist.config import Config
-    from minidist.tools.estimate import gpt
-    from minidist.tools.estimate import parameter_count as counted
+    from minidist.tools.estimate import gpt, parameter_count
     from minidist.tools.estimate.command import main
-    from minidist.tools.estimate.utilisation import measured
+    from minidist.tools.estimate.flops import parse_measured_step
     from minidist.tools.launch.start import chosen_ranks
 
     @dataclass(frozen=True)
     class EstimateOptions:
-        """What a training run costs each rank: parameters, activations, states, bytes sent, FLOPs, the bubble.
+        """Estimate the cost of a training run on every rank: memory, bytes sent, FLOPs and the pipeline's bubble.
 
-        It takes the options of `minidist train`, starts nothing and reads no data.
+        Takes the options of `minidist train`; starts no rank and reads no data.
         """
 
         run: Annotated[Config, tyro.conf.arg(name="")]
         ranks: int | None = None
-        """Ranks of the run; as many as `minidist train` would start when not given."""
+        """Ranks of the run; by default as many as `minidist train` would start."""
         config: Path | None = None
         """A TOML file with options; those on the command line win."""
         t_comm: float = 0.0
-        """Time of a transfer between stages, for the bubble; 1 is a forward of the costliest stage's micro-batch."""
+        """Time of a transfer between stages, for the bubble, in forwards of the costliest stage."""
         json: bool = False
         """Print JSON, with every rank in it, instead of a table."""
         parameters: float | None = None
-        """Parameters of a model of which no more is known, 7.5e9 say: the memory of its model states."""
+        """Estimate the model states from a parameter count alone, for example 7.5e9."""
         block: Literal["llama", "gpt"] = "llama"
-        """llama: the model that is trained. gpt: Megatron's, of which a layer and the FLOPs are published."""
+        """llama: the package's own model. gpt: one layer and the FLOPs of Megatron's GPT, as published."""
         step_time_s: float | None = None
-        """Measured time of a step: with --peak-tflops, how much of the peak it takes (MFU and HFU)."""
+        """Measured time of a step; together with --peak-tflops it gives MFU and HFU."""
         peak_tflops: float | None = None
-        """Dense peak of one accelerator in TFLOP/s: an A100 has 312 in 16 bits."""
+        """Dense peak of one accelerator in TFLOP/s; an A100 has 312 in 16 bits."""
 
     options = _parse(EstimateOptions, "estimate", argv, default=EstimateOptions(_base_config(argv)))
-    ranks, step = chosen_ranks(options.run, options.ranks), measured(options.step_time_s, options.peak_tflops)
+    ranks, step = (
+        chosen_ranks(options.run, options.ranks),
+        parse_measured_step(options.step_time_s, options.peak_tflops),
+    )
     if options.parameters is not None and (step or options.block == "gpt"):
         raise UserError(
-            f"--parameters {options.parameters:g} tells the memory of model states alone, and --block gpt, "
-            "--step-time-s and --peak-tflops ask for FLOPs: leave --parameters out, or them."
+            f"--parameters {options.parameters:g} estimates model states only, while --block gpt, --step-time-s and "
+            "--peak-tflops need FLOPs: leave --parameters out, or them."
         )
     if options.parameters is not None:
-        return counted.main(options.run, ranks, options.parameters, options.json)
+        return parameter_count.main(options.run, ranks, options.parameters, options.json)
     if options.block == "gpt":
         return gpt.main(options.run, ranks, options.json, step)
     return main(options.run, ranks, options.t_comm, options.json, step)

@@ -15,7 +15,7 @@ from minidist.models.config import ModelConfig
 from minidist.models.transformer import Transformer
 from minidist.parallelize import parallelize, uses
 from minidist.precision.policy import TORCH_NAMES
-from minidist.tools.estimate import activations, blocks
+from minidist.tools.estimate import activations, saved_tensors
 from minidist.tools.estimate.estimate import estimate
 from minidist.tools.estimate.layout import Layout, layout_of
 from minidist.train.engine import Engine
@@ -80,8 +80,8 @@ def saved_by(engine: Engine, samples: int) -> Counter:
 
 
 def described(layout: Layout, samples: int) -> Counter:
-    (part,) = layout.parts
-    tensors = activations.on_a_rank(layout, activations.kept(layout, part), samples)
+    (chunk,) = layout.model_chunks
+    tensors = activations.local_tensors(layout, activations.saved_by_chunk(layout, chunk), samples)
     return Counter((tensor.dtype, tensor.bytes) for tensor in tensors)
 
 
@@ -173,12 +173,12 @@ CONSTANT = ("tokens", "labels", "cos", "sin")
 
 
 def predicted(config: Config, stage: int, monkeypatch) -> int:
-    """`activations.peak` without what is constant."""
+    """`peak_activation_bytes` without the batch and the rotary tables."""
     layout = layout_of(config, 2)
     with monkeypatch.context() as patch:
-        for name in ("positions", "embedding", "end"):
-            patch.setattr(blocks, name, without_constants(getattr(blocks, name)))
-        return activations.peak(layout, stage, SAMPLES)
+        for name in ("rotary_tables", "saved_by_embedding", "saved_by_head"):
+            patch.setattr(saved_tensors, name, without_constants(getattr(saved_tensors, name)))
+        return activations.peak_activation_bytes(layout, stage, SAMPLES)
 
 
 def without_constants(described):
@@ -190,7 +190,7 @@ def test_as_many_bytes_are_alive_as_the_schedule_says(ranks, monkeypatch):
     for stage, found in enumerate(ranks(alive, 2, configs)):
         for config, (most, _, live) in zip(configs, found, strict=True):
             assert most == predicted(config, stage, monkeypatch), (stage, config.parallel.schedule)
-            assert live == estimate(config, 2).timeline.peak_live[stage]
+            assert live == estimate(config, 2).pipeline.peak_live[stage]
 
 
 def test_between_the_halves_of_a_backward_lives_what_weight_gradients_are_made_of(ranks, monkeypatch):
@@ -198,14 +198,14 @@ def test_between_the_halves_of_a_backward_lives_what_weight_gradients_are_made_o
     for stage, found in enumerate(ranks(alive, 2, configs)):
         for config, (_, both, live) in zip(configs, found, strict=True):
             assert both == predicted(config, stage, monkeypatch), (stage, config.parallel.schedule)
-            assert live == estimate(config, 2).timeline.peak_live[stage]
+            assert live == estimate(config, 2).pipeline.peak_live[stage]
 
 
 def test_tables_count_once_and_accumulation_keeps_one_micro_batch_at_a_time():
     layout = layout_of(piped("gpipe"), 2)
     tables = 2 * SEQ_LEN * MODEL["hidden_size"] // MODEL["num_heads"] * 4  # cos and sin, float32
-    one = activations.size(layout, activations.kept(layout, layout.chunks(0)[0]), 2)
-    assert activations.peak(layout, 0, [2, 2, 2, 2]) == tables + 4 * (one - tables)
+    one = activations.local_bytes(layout, activations.saved_by_chunk(layout, layout.chunks(0)[0]), 2)
+    assert activations.peak_activation_bytes(layout, 0, [2, 2, 2, 2]) == tables + 4 * (one - tables)
     alone = layout_of(configured({}), 1)
-    largest = activations.size(alone, activations.kept(alone, alone.parts[0]), 3)
-    assert activations.peak(alone, 0, [2, 3, 2]) == largest
+    largest = activations.local_bytes(alone, activations.saved_by_chunk(alone, alone.model_chunks[0]), 3)
+    assert activations.peak_activation_bytes(alone, 0, [2, 3, 2]) == largest

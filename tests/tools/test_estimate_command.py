@@ -11,7 +11,7 @@ from minidist.config import Config, DataConfig, MeshConfig, ParallelConfig, Trai
 from minidist.models.config import ModelConfig
 from minidist.tools.cli import main
 from minidist.tools.estimate.estimate import estimate
-from minidist.tools.estimate.table import scaled
+from minidist.tools.estimate.table import format_si
 
 
 def said(capsys, words) -> str:
@@ -25,24 +25,31 @@ def test_json_says_what_a_step_costs_every_rank(capsys):
     assert found["parameters"] == ModelConfig().num_parameters()
     assert found["flops_per_step"] == found["flops_per_token"] * 32 * 128 == found["flops_per_token"] * 4096
     assert found["stages"] == [[[0, 2]], [[2, 4]]] and found["pipeline"]["peak_live"] == [2, 1]
-    assert [rank["at"]["pp"] for rank in found["ranks"]] == [0] * 4 + [1] * 4
+    assert [rank["coords"]["pp"] for rank in found["ranks"]] == [0] * 4 + [1] * 4
     for rank in found["ranks"]:
         of = {name.removesuffix("_bytes"): value for name, value in rank.items() if name.endswith("_bytes")}
         states = of["parameter"] + of["gradient"] + of["master"] + of["optimizer"]
-        assert states == of["model_state"] > 0 and of["memory"] == sum(rank["peak"].values())
-        assert states < of["memory"] <= states + of["activation"] + of["buffer"]
-        assert list(rank["peak"]) == ["parameters", "gradients", "masters", "states", "activations", "buffers"]
-    gate = next(tensor for tensor in found["layer_keeps"] if tensor["name"] == "gate")
+        assert states == of["model_state"] > 0 and of["peak_memory"] == sum(rank["peak_breakdown"].values())
+        assert states < of["peak_memory"] <= states + of["activation"] + of["buffer"]
+        assert list(rank["peak_breakdown"]) == [
+            "parameters",
+            "gradients",
+            "masters",
+            "states",
+            "activations",
+            "buffers",
+        ]
+    gate = next(tensor for tensor in found["layer_saved_tensors"] if tensor["name"] == "gate")
     assert (gate["formula"], gate["shape"], gate["bytes"]) == ("b s/cp f/tp", [4, 128, 192], 4 * 4 * 128 * 192)
-    assert any("Not in it" in note for note in found["notes"])
+    assert any("Not included" in note for note in found["notes"])
 
 
 def test_the_table_has_a_column_for_each_stage_and_says_what_is_not_in_it(capsys):
     table = said(capsys, "--ranks 8 --mesh.pp 8 --train.micro-batches 8 --model.num-layers 8")
     assert table.startswith("8 ranks, mesh pp=8 x dp=1 x cp=1 x tp=1; ")
-    assert all(f"stage {stage}" in table for stage in range(8)) and table.count("\nmemory ") == 2
-    assert "pipeline: 1f1b, bubble 0." in table and "stage by stage: 8 7 6 5 4 3 2 1" in table
-    assert "\nmemory: " in table and "Not in it" in table
+    assert all(f"stage {stage}" in table for stage in range(8)) and table.count("\npeak memory ") == 2
+    assert "pipeline: 1f1b, bubble 0." in table and "by stage: 8 7 6 5 4 3 2 1" in table
+    assert "\npeak memory: " in table and "Not included" in table
     assert max(map(len, table.splitlines())) <= 120
 
 
@@ -51,7 +58,7 @@ def test_one_rank_sends_nothing(capsys):
     assert (
         "each rank" in table
         and "pipeline:" not in table
-        and re.search(r"sent a step +0 B\nk, M", table.replace("\n\n", "\n"))
+        and re.search(r"sent per step +0 B\nk, M", table.replace("\n\n", "\n"))
     )
 
 
@@ -140,7 +147,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_papers():
     even = {"layers": 4, "vocab_size": 1, "hidden_size": 2048, "num_heads": 16, "intermediate_size": 8192, "seq_len": 1}
     for schedule, bubble in (("gpipe", 3 / 11), ("1f1b", 3 / 11), ("zb-h1", 3 / 27)):
         found = estimate(piped(schedule, micro_batches=8, pp=4, **even), 4)
-        assert found.timeline.bubble == pytest.approx(bubble, abs=1e-3), schedule
+        assert found.pipeline.bubble == pytest.approx(bubble, abs=1e-3), schedule
 
 
 def test_a_stage_with_the_head_is_slower_and_attention_has_no_weight_half():
@@ -148,7 +155,7 @@ def test_a_stage_with_the_head_is_slower_and_attention_has_no_weight_half():
     h, kv, f, s, v = 128, 64, 384, 1024, 4096
     w, a, head = 2 * (2 * h * h + 2 * h * kv + 3 * h * f), 4 * h * s, 2 * h * v
     config = piped("zb-h1", layers=2, micro_batches=2, seq_len=s, vocab_size=v)
-    found = estimate(config, 2).timeline
+    found = estimate(config, 2).pipeline
     first, last = 3 * (w + a), 3 * (w + a + head)
     assert found.busy == pytest.approx([2 * first / (w + a + head), 2 * last / (w + a + head)])
     weight_half = next(span for span in found.spans[1] if span.op.kind == "W")
@@ -162,9 +169,9 @@ def test_what_is_computed_again_is_in_hardware_flops_alone(capsys):
     model = ModelConfig()
     layer = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 2 * 128 * 384) + 4 * 128 * 128  # without the last projection
     assert block["hardware_flops_per_step"] - block["flops_per_step"] == 4096 * model.num_layers * layer
-    assert [tensor["name"] for tensor in block["layer_keeps"]] == ["input of layer"]
+    assert [tensor["name"] for tensor in block["layer_saved_tensors"]] == ["input of layer"]
     table = said(capsys, "--ranks 2 --recompute block")
-    assert "with what is computed again" in table and "\n  computed" in table and "forward of every layer" in table
+    assert "with recomputation" in table and "\n  with recomputation" in table and "forward of every layer" in table
 
 
 def test_utilisation_is_of_a_measured_step(capsys):
@@ -195,10 +202,10 @@ def test_where_selective_recomputation_is_void_the_estimate_says_so(capsys):
         return next(note for note in found["notes"] if note.startswith("recompute selective"))
 
     # One float32 per query and head: 16 samples, 128 tokens, 4 heads.
-    assert "keeps 32,768 bytes less" in note("--ranks 2") and "It is void" in note("--ranks 2")
-    assert "It is void" in note("--ranks 2 --mesh.cp 2")
+    assert "saves 32,768 bytes less" in note("--ranks 2") and "It has no effect" in note("--ranks 2")
+    assert "It has no effect" in note("--ranks 2 --mesh.cp 2")
     ulysses = note("--ranks 2 --mesh.cp 2 --parallel.context ulysses")
-    assert "void" not in ulysses and "exchanged again" in ulysses
+    assert "no effect" not in ulysses and "exchanged again" in ulysses
 
 
 def test_what_is_of_little_use_is_said_beside_the_figures(capsys):
@@ -213,11 +220,13 @@ def test_what_is_more_at_another_moment_than_the_peak_is_said_and_so_is_shared_m
     words = "--ranks 2 --zero.stage 3 --recompute block --train.micro-batches 4"
     table, found = said(capsys, words), json.loads(said(capsys, f"{words} --json"))["ranks"][0]
     lines = dict(re.findall(r"^ *(.+?) {2,}([\d.]+ k?M?B)$", table, re.MULTILINE))
-    held = {kind: count for kind, count in found["peak"].items() if kind != "masters"}  # nobody has any: no line
+    held = {
+        kind: count for kind, count in found["peak_breakdown"].items() if kind != "masters"
+    }  # nobody has any: no line
     parts = [lines[kind] for kind in held]
-    assert lines["memory"] == scaled(sum(found["peak"].values()), "B")
-    assert parts == [scaled(count, "B") for count in held.values()] and "masters" not in lines
-    assert lines["most activations"] == scaled(found["activation_bytes"], "B") != lines["activations"]
-    assert lines["mapped segments"] == scaled(found["segment_bytes"], "B") and "beside the tensors" in table
+    assert lines["peak memory"] == format_si(sum(found["peak_breakdown"].values()), "B")
+    assert parts == [format_si(count, "B") for count in held.values()] and "masters" not in lines
+    assert lines["peak activations"] == format_si(found["activation_bytes"], "B") != lines["activations"]
+    assert lines["shared memory"] == format_si(found["shared_segment_bytes"], "B")
     gloo = said(capsys, f"{words} --comm.backend gloo")
-    assert "mapped segments" not in gloo
+    assert "shared memory" not in gloo

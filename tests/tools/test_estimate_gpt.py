@@ -45,8 +45,8 @@ def test_a_layer_keeps_what_was_published(capsys, form, s, b, h, a, t):
     found = told(capsys, f"{sized(s, b, h, a, t)} {FORMS[form]}")
     # "s b h (34 + 5 a s / h)", with what is only written side by side multiplied.
     formula = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", PUBLISHED["per_layer_bytes_16bit"][form])
-    assert found["layer_bytes"] == eval(formula, {}, {"s": s, "b": b, "h": Fraction(h), "a": a, "t": Fraction(t)})
-    assert found["layer_bytes"] == sum(tensor["bytes"] for tensor in found["layer_keeps"])
+    assert found["layer_saved_bytes"] == eval(formula, {}, {"s": s, "b": b, "h": Fraction(h), "a": a, "t": Fraction(t)})
+    assert found["layer_saved_bytes"] == sum(tensor["bytes"] for tensor in found["layer_saved_tensors"])
 
 
 ROW = PUBLISHED["row_22b"]

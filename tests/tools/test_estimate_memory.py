@@ -24,7 +24,7 @@ from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import parallelize, uses
-from minidist.tools.estimate.estimate import MEMORY, estimate
+from minidist.tools.estimate.estimate import MEMORY_KINDS, estimate
 from minidist.tools.memory.breakdown import kinds_of_engine, measure
 from minidist.train.engine import Engine
 
@@ -120,11 +120,18 @@ def test_the_peak_and_its_kinds_are_those_of_real_steps(ranks, world):
     for rank, found in enumerate(ranks(peaks, world, GRID[world])):
         for number, peak in enumerate(found):
             cost, where = said[number][rank], (GRID[world][number], rank)
-            assert cost.memory_bytes == sum(cost.peak.values()) == pytest.approx(peak.total, rel=TOTAL), where
-            for name, kind in MEMORY.items():
+            assert (
+                cost.peak_memory_bytes == sum(cost.peak_breakdown.values()) == pytest.approx(peak.total, rel=TOTAL)
+            ), where
+            for name, kind in MEMORY_KINDS.items():
                 # Two moments may be as high: then parts of one are those of the other but for a little of the whole.
                 part, little = peak.parts.get(kind, 0), TOTAL * peak.total
-                assert abs(cost.peak[kind] - part) <= KIND * part + little, (kind, cost.peak[kind], part, where)
+                assert abs(cost.peak_breakdown[kind] - part) <= KIND * part + little, (
+                    kind,
+                    cost.peak_breakdown[kind],
+                    part,
+                    where,
+                )
                 most = pytest.approx(peak.largest.get(kind, 0), rel=MOST_BUFFERS if kind == "buffers" else KIND)
                 assert getattr(cost, name) == most, (kind, where)
 
@@ -136,25 +143,25 @@ def test_what_stays_is_exact(ranks):
                 cost = estimate(config, world).ranks[rank]
                 stays = {"parameter_bytes": "parameters", "master_bytes": "masters", "optimizer_bytes": "states"}
                 for name, kind in (stays | {"gradient_bytes": "gradients"}).items():
-                    assert getattr(cost, name) == cost.peak[kind] or kind == "gradients"
+                    assert getattr(cost, name) == cost.peak_breakdown[kind] or kind == "gradients"
                     assert getattr(cost, name) == peak.largest.get(kind, 0), (kind, config)
 
 
 def test_a_shard_of_gradients_is_there_only_where_backward_is_over():
     """At the end of forward none is; with several micro-batches all are, from the first one on."""
     one, many = (estimate(configured(stage=3, k=k), 2).ranks[0] for k in (1, 4))
-    assert one.peak["gradients"] == 0 < one.gradient_bytes == many.peak["gradients"]
+    assert one.peak_breakdown["gradients"] == 0 < one.gradient_bytes == many.peak_breakdown["gradients"]
 
 
 def test_without_zero_and_a_pipeline_the_peak_is_at_the_loss():
     """By hand: two gradients as large as the logits, of probabilities and of logits themselves."""
     (cost,) = estimate(configured(), 1).ranks
-    assert cost.peak["buffers"] == 2 * 8 * 32 * MODEL.vocab_size * 4
+    assert cost.peak_breakdown["buffers"] == 2 * 8 * 32 * MODEL.vocab_size * 4
     (narrow,) = estimate(configured(policy="bf16"), 1).ranks
-    assert narrow.peak["buffers"] == cost.peak["buffers"]  # it is computed in 32 bits all the same
+    assert narrow.peak_breakdown["buffers"] == cost.peak_breakdown["buffers"]  # it is computed in 32 bits all the same
 
 
-# -- mapped segments --------------------------------------------------------------------------------------------------
+# -- shared memory ----------------------------------------------------------------------------------------------------
 
 MAPPED = [
     (2, configured()),
@@ -168,14 +175,14 @@ MAPPED = [
 @pytest.mark.parametrize(("world", "config"), MAPPED)
 def test_mapped_segments_are_what_the_ranks_have_touched(ranks, world, config):
     found = [each.segments for (each,) in ranks(peaks, world, [config], 3)]
-    said = [cost.segment_bytes for cost in estimate(config, world).ranks]
+    said = [cost.shared_segment_bytes for cost in estimate(config, world).ranks]
     # Whose part of a shared page is counted how depends on who has it mapped at the time, but their sum does not.
     assert sum(said) == pytest.approx(sum(found), rel=0.15), (said, found)
 
 
 def test_over_other_backends_and_alone_nothing_is_mapped():
-    assert all(not cost.segment_bytes for cost in estimate(configured(comm={"backend": "gloo"}), 2).ranks)
-    assert all(cost.segment_bytes for cost in estimate(configured(), 2).ranks)
-    assert not estimate(configured(), 1).ranks[0].segment_bytes
+    assert all(not cost.shared_segment_bytes for cost in estimate(configured(comm={"backend": "gloo"}), 2).ranks)
+    assert all(cost.shared_segment_bytes for cost in estimate(configured(), 2).ranks)
+    assert not estimate(configured(), 1).ranks[0].shared_segment_bytes
     cuda = dataclasses.replace(configured(), device="cuda")
-    assert not estimate(cuda, 2).ranks[0].segment_bytes
+    assert not estimate(cuda, 2).ranks[0].shared_segment_bytes

@@ -15,7 +15,7 @@ from minidist.comm import World
 from minidist.config import Config, TrainConfig
 from minidist.models.dropout import DropoutAddress
 from minidist.models.transformer import Transformer
-from minidist.tools.estimate import activations, blocks
+from minidist.tools.estimate import activations, saved_tensors
 from minidist.tools.estimate.estimate import estimate
 from minidist.tools.estimate.layout import layout_of
 from minidist.tools.parity.layouts import Layout, layouts
@@ -169,12 +169,14 @@ def at_most(world: World, configs: list[Config]) -> list[int]:
 
 
 def said(config: Config, world: int, stage: int, monkeypatch) -> int:
-    """`activations.peak` without what is the batch's."""
+    """`peak_activation_bytes` without the batch's own tensors."""
     with monkeypatch.context() as patch:
-        for name in ("embedding", "end"):
-            described = getattr(blocks, name)
-            patch.setattr(blocks, name, lambda layout, of=described: [t for t in of(layout) if t.dtype != "int64"])
-        return activations.peak(layout_of(config, world), stage, SAMPLES)
+        for name in ("saved_by_embedding", "saved_by_head"):
+            described = getattr(saved_tensors, name)
+            patch.setattr(
+                saved_tensors, name, lambda layout, of=described: [t for t in of(layout) if t.dtype != "int64"]
+            )
+        return activations.peak_activation_bytes(layout_of(config, world), stage, SAMPLES)
 
 
 DEEP = {"num_layers": 5}

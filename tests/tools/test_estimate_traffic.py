@@ -12,7 +12,7 @@ from minidist.data.synthetic import generate
 from minidist.models.transformer import Transformer
 from minidist.parallel.data import buckets
 from minidist.parallelize import parallelize, uses
-from minidist.tools.estimate import reduction
+from minidist.tools.estimate import gradient_reduction
 from minidist.tools.estimate.estimate import estimate
 from minidist.tools.parity.cases import GRADIENTS, SWITCHES, Case
 from minidist.tools.parity.layouts import Layout, layouts
@@ -157,7 +157,7 @@ def test_buckets_are_cut_as_the_sink_cuts_them(limit):
     sizes = [5, 3, 3, 12, 1, 1, 1, 6, 2]
     for first in (4, 50):
         cut = buckets.assign(dict(enumerate(sizes)), limit, first)
-        assert reduction.buckets(sizes, limit, first) == [sum(sizes[i] for i in bucket) for bucket in cut]
+        assert gradient_reduction.fill_buckets(sizes, limit, first) == [sum(sizes[i] for i in bucket) for bucket in cut]
 
 
 @pytest.mark.parametrize("policy, dtype", [("fp32", "float32"), ("fp64", "float64"), ("bf16", "bfloat16")])

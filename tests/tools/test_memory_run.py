@@ -9,14 +9,14 @@ import torch
 
 from minidist.errors import UserError
 from minidist.tools.cli import main, train_options
-from minidist.tools.estimate.estimate import MEMORY
+from minidist.tools.estimate.estimate import MEMORY_KINDS
 from minidist.tools.memory import tracker
 from minidist.tools.memory.storages import Peak
 from minidist.train.trainer import Trainer
 from tests.helpers.small_run import OPTIONS, Command, Stop, run, small_config, write_text
 
 TIMES = ("step_time_s", "tokens_per_s", "memory")
-KINDS = set(MEMORY.values())
+KINDS = set(MEMORY_KINDS.values())
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_the_table_is_of_the_rank_that_holds_most(ranks, tmp_path, text):
     assert together.split(maxsplit=1)[1].split("  ")[0].strip() == tracker.bytes_text(totals[0])
     assert any(row.startswith("activations ") for row in body) and "allocator" not in line
     if sys.platform == "linux":
-        assert any(row.startswith("mapped segments") for row in body)
+        assert any(row.startswith("shared memory") for row in body)
 
 
 def test_the_allocators_figure_stands_beside_on_cuda():
@@ -214,7 +214,7 @@ def test_the_picture_shows_every_rank_or_one_of_each_stage(size, monkeypatch):
     changes = {"mesh__pp": 4 if size > 1 else 1, "model__num_layers": 4, "train__micro_batches": 4}
     config = small_config(None, None, train__global_batch=64, **changes)
     costs = tracker.estimate(config, size).ranks
-    peaks = [Peak(cost.memory_bytes + cost.rank, cost.peak, {}, 0) for cost in costs]
+    peaks = [Peak(cost.peak_memory_bytes + cost.rank, cost.peak_breakdown, {}, 0) for cost in costs]
     picture = tracker.picture(2, "cpu", peaks, costs, "svg").decode()
     assert len(drawn[0]["measured"]) == len(drawn[0]["estimated"]) == (size if size <= 16 else 4)
     assert ("of each stage the one that holds most" in picture) == (size > 16)

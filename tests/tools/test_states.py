@@ -119,7 +119,7 @@ def test_rows_add_up_each_with_its_own_padding_and_moments():
 def test_tp_and_pp_cut_the_model_and_dp_and_cp_share_it_out(capsys):
     found = estimated(capsys, "--parameters 1001 --mesh.dp 3 --mesh.cp 2 --mesh.tp 2 --mesh.pp 5 --zero.stage 3")
     assert found["world_size"] == 60 and found["mesh"] == {"pp": 5, "dp": 3, "cp": 2, "tp": 2}
-    assert found["parameters"] == 1001 and found["parameters_held"] == 101  # of 100.1
+    assert found["parameters"] == 1001 and found["local_parameters"] == 101  # of 100.1
     assert found["zero"] == {"stage": 3, "shards": 6} and found["padding"] == 1
     assert found["model_state_bytes"] == 17 * 16
 
@@ -159,11 +159,11 @@ def test_offloaded_states_are_said_to_be_elsewhere(capsys):
         ("--parameters nan", "--parameters is nan; it is a whole number"),
         (
             "--parameters 7e9 --model.num-layers 3",
-            "--parameters 7e+09 and the options of a model both say how large it is.",
+            "--parameters 7e+09 and the options of a model both give its size.",
         ),
         (
             "--parameters 10 --optim.kind muon",
-            "optim.kind is muon, which keeps one number for each element of a layer's",
+            "optim.kind is muon, which keeps one number per element of a layer's",
         ),
         ("--parameters 10 --precision.policy fp16 --precision.loss-scale none", "precision.loss-scale is none, and"),
         (

@@ -1,23 +1,18 @@
-"""Bytes kept from forward to backward: of a micro-batch in a part of the model, and at most at one time."""
+"""Bytes of saved activations: of one micro-batch in one chunk of the model, and their peak in a step."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from minidist.tools.estimate import blocks
-from minidist.tools.estimate.blocks import COMPUTE, PARAMETER, Saved
-from minidist.tools.estimate.layout import BYTES, Layout, Part
-from minidist.tools.estimate.shapes import Sizes
+from minidist.parallel.pipeline.actions import Op
+from minidist.tools.estimate import saved_tensors
+from minidist.tools.estimate.layout import DTYPE_BYTES, Layout, ModelChunk
+from minidist.tools.estimate.saved_tensors import COMPUTE, PARAMETER, SavedTensor
+from minidist.tools.estimate.shapes import Dimensions
 
 
-def kept(layout: Layout, part: Part) -> list[Saved]:
-    """The tensors that one pass through a part of the model keeps, `blocks.positions` first."""
-    found = blocks.positions(layout) + (blocks.embedding(layout) if part.first else [])
-    return found + blocks.layer(layout) * len(part.layers) + (blocks.end(layout) if part.last else [])
-
-
-class Tensor(NamedTuple):
-    """A saved tensor as a rank has it."""
+class LocalTensor(NamedTuple):
+    """A saved tensor with its shape and dtype on one rank."""
 
     name: str
     formula: str
@@ -26,76 +21,103 @@ class Tensor(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * BYTES[self.dtype]
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def on_a_rank(layout: Layout, tensors: Iterable[Saved], samples: int) -> list[Tensor]:
-    """The described tensors with so many samples in the micro-batch."""
-    sizes, dtypes = Sizes.of(layout, samples), {PARAMETER: layout.dtype, COMPUTE: layout.compute_dtype}
-    return [Tensor(t.name, t.shape, sizes.shape(t.shape), dtypes.get(t.dtype, t.dtype)) for t in tensors]
+def local_tensors(layout: Layout, tensors: Iterable[SavedTensor], samples: int) -> list[LocalTensor]:
+    """The tensors on one rank, for a micro-batch of `samples` samples."""
+    sizes, dtypes = Dimensions.of(layout, samples), {PARAMETER: layout.dtype, COMPUTE: layout.compute_dtype}
+    return [LocalTensor(t.name, t.shape, sizes.shape(t.shape), dtypes.get(t.dtype, t.dtype)) for t in tensors]
 
 
-def size(layout: Layout, tensors: Iterable[Saved], samples: int) -> int:
-    """Their bytes on one rank."""
-    return sum(tensor.bytes for tensor in on_a_rank(layout, tensors, samples))
+def local_bytes(layout: Layout, tensors: Iterable[SavedTensor], samples: int) -> int:
+    """Their total bytes on one rank."""
+    return sum(tensor.bytes for tensor in local_tensors(layout, tensors, samples))
 
 
-class Pass(NamedTuple):
-    """Bytes of one micro-batch in one part of the model. kept: from forward to backward; most: while backward runs,
-    what it computes again with it; halves: from backward to the weights' half."""
-
-    kept: int
-    most: int
-    halves: int
+def saved_by_chunk(layout: Layout, chunk: ModelChunk) -> list[SavedTensor]:
+    """The tensors that the forward of one chunk saves, the rotary tables first."""
+    start = saved_tensors.rotary_tables(layout) + (saved_tensors.saved_by_embedding(layout) if chunk.first else [])
+    layers = saved_tensors.saved_by_layer(layout) * len(chunk.layers)
+    return start + layers + (saved_tensors.saved_by_head(layout) if chunk.last else [])
 
 
-def a_pass(layout: Layout, part: Part, samples: int, in_halves: bool) -> Pass:
-    """What so many samples in a micro-batch take. in_halves: whether the part's backward leaves weights for later.
+class MicroBatchBytes(NamedTuple):
+    """Activation bytes of one micro-batch in one chunk. saved: from forward to backward; backward_peak: while backward
+    runs, including what it recomputes; for_weight_gradients: from B to W of a split backward."""
 
-    Backward computes a layer again from its input, so it needs all of one layer at a time, beside the inputs of those
-    before it and the halves of those after it. What comes after the last layer is gone by then. The core of a layer's
-    attention is less than its feed-forward layer, which is gone when the core is computed again.
+    saved: int
+    backward_peak: int
+    for_weight_gradients: int
+
+
+def micro_batch_bytes(layout: Layout, chunk: ModelChunk, samples: int, split_backward: bool) -> MicroBatchBytes:
+    """Activation bytes of a micro-batch of `samples` samples in one chunk.
+
+    Full recomputation restores one layer at a time in backward, while the inputs of the layers before it, and what the
+    layers after it keep for their weight gradients, are live. The tensors of head and loss are freed by then. Core
+    attention saves less than the feed-forward layer, which is freed before core attention is recomputed, so selective
+    recomputation has no peak of its own.
     """
     if samples == 0:
-        return Pass(0, 0, 0)  # it does not run
-    layers, tables = len(part.layers), blocks.positions(layout)
-    kept_bytes = size(layout, kept(layout, part)[len(tables) :], samples)
-    half = size(layout, blocks.halves(), samples) if in_halves else 0
-    end_half = size(layout, blocks.end_halves(), samples) if in_halves and part.last else 0
-    moments = [kept_bytes]
+        return MicroBatchBytes(0, 0, 0)  # the chunk does not run
+
+    def size(tensors: Iterable[SavedTensor]) -> int:
+        return local_bytes(layout, tensors, samples)
+
+    layers = len(chunk.layers)
+    saved = size(saved_by_chunk(layout, chunk)[len(saved_tensors.rotary_tables(layout)) :])
+    per_layer = size(saved_tensors.saved_for_weight_gradients()) if split_backward else 0
+    head = size(saved_tensors.saved_for_head_weight_gradient()) if split_backward and chunk.last else 0
+    candidates = [saved, layers * per_layer + head]
     if layout.config.recompute == "block":
-        before = size(layout, blocks.embedding(layout), samples) if part.first else 0
-        each, again = size(layout, blocks.layer(layout), samples), size(layout, blocks.again(layout), samples)
-        moments += [before + (i + 1) * each + again + (layers - 1 - i) * half + end_half for i in range(layers)]
-    halves = layers * half + end_half
-    return Pass(kept_bytes, max(*moments, halves), halves)
+        before = size(saved_tensors.saved_by_embedding(layout)) if chunk.first else 0
+        layer, recomputed = size(saved_tensors.saved_by_layer(layout)), size(saved_tensors.recomputed_by_layer(layout))
+        candidates += [
+            before + (i + 1) * layer + recomputed + (layers - 1 - i) * per_layer + head for i in range(layers)
+        ]
+    return MicroBatchBytes(saved, max(candidates), layers * per_layer + head)
 
 
-def peak(layout: Layout, stage: int, micro_batches: Iterable[int]) -> int:
-    """The most bytes that are alive on a rank of a stage while a step runs.
+def splits_backward(layout: Layout, chunk: ModelChunk) -> bool:
+    """Whether the executor splits a chunk's backward into B and W: always where the schedule does; otherwise only to
+    send the input gradient early, so not in the first chunk and not where layers are compiled."""
+    return layout.schedule.splits_backward or not (chunk.first or layout.config.compile)
 
-    micro_batches: samples in each. A pipeline keeps each from its forward to its backward in every chunk, so that with
-    equal ones, whole backwards and nothing computed again it is `peak_live` times the bytes of one; without a pipeline
-    one is alive at a time. Between the halves of a backward it keeps what weight gradients are made of.
+
+def walk_schedule(
+    layout: Layout, stage: int, samples: list[int]
+) -> Iterator[tuple[Op, ModelChunk, MicroBatchBytes, int]]:
+    """Every action of a pipeline stage in the order of its schedule.
+
+    Yields (action, chunk, activation bytes of its micro-batch, activation bytes of all other micro-batches in flight).
     """
-    samples, chunks, schedule = list(micro_batches), layout.chunks(stage), layout.schedule
-    tables = size(layout, blocks.positions(layout), 1)  # the same for all micro-batches
-    if schedule is None:
-        return tables + max(a_pass(layout, chunks[0], count, False).most for count in set(samples))
-    passes = {}
-    for chunk, part in enumerate(chunks):
-        # As in the executor: nobody waits for the gradient of the model's input, and a compiled layer has no halves.
-        later = schedule.splits_backward or not (part.first or layout.config.compile)
-        passes |= {(chunk, count): a_pass(layout, part, count, later) for count in set(samples)}
-    alive = most = 0
-    for op in schedule.orders[stage]:
-        each = passes[op.chunk, samples[op.micro_batch]]
+    chunks, in_flight = layout.chunks(stage), 0
+    for op in layout.schedule.orders[stage]:
+        chunk, count = chunks[op.chunk], samples[op.micro_batch]
+        own = micro_batch_bytes(layout, chunk, count, splits_backward(layout, chunk))
+        in_flight -= {"F": 0, "B": own.saved, "W": own.for_weight_gradients}[op.kind]
+        yield op, chunk, own, in_flight
         if op.kind == "F":
-            alive += each.kept
-            most = max(most, alive)
-        if op.kind == "B":
-            most = max(most, alive - each.kept + each.most)
-            alive += each.halves - each.kept
-        if op.kind == schedule.last_kind:
-            alive -= each.halves
-    return tables + most
+            in_flight += own.saved
+        elif op.kind != layout.schedule.last_kind:
+            in_flight += own.for_weight_gradients
+
+
+def peak_activation_bytes(layout: Layout, stage: int, micro_batches: Iterable[int]) -> int:
+    """The peak bytes of live activations on a rank of a stage during a step.
+
+    micro_batches: the samples in each. With a pipeline every chunk keeps each micro-batch from its forward to its
+    backward: for equal micro-batches, no split backward and no recomputation the peak is `peak_live` times the bytes of
+    one. Without a pipeline one micro-batch is live at a time.
+    """
+    samples = list(micro_batches)
+    tables = local_bytes(layout, saved_tensors.rotary_tables(layout), 1)  # shared by all micro-batches
+    if layout.schedule is None:
+        (chunk,) = layout.chunks(stage)
+        return tables + max(micro_batch_bytes(layout, chunk, count, False).backward_peak for count in set(samples))
+    peaks = [
+        others + {"F": own.saved, "B": own.backward_peak, "W": own.for_weight_gradients}[op.kind]
+        for op, _, own, others in walk_schedule(layout, stage, samples)
+    ]
+    return tables + max(peaks)

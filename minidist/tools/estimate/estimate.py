@@ -1,19 +1,19 @@
-"""What one layout costs each of its ranks."""
+"""The cost of one training step on every rank of a layout: memory, bytes sent and FLOPs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from minidist.config import Config
-from minidist.tools.estimate import activations, compute, shards, states
+from minidist.tools.estimate import activations, flops, shards, states
 from minidist.tools.estimate.layout import Layout, layout_of
-from minidist.tools.estimate.peak import Found, Peak
-from minidist.tools.estimate.shared_segments import segment_bytes
+from minidist.tools.estimate.peak_memory import PeakBytes, PeakMemory
+from minidist.tools.estimate.shared_memory import shared_segment_bytes
 from minidist.tools.estimate.traffic import Traffic
 from minidist.tools.simulate.timeline import Timeline
 
-# What a rank's tensors are, and what a person calls it.
-MEMORY = {
+# The kinds of tensors: the field of `RankCost` with a kind's own peak, and the kind's name in tables and charts.
+MEMORY_KINDS = {
     "parameter_bytes": "parameters",
     "gradient_bytes": "gradients",
     "master_bytes": "masters",
@@ -21,112 +21,115 @@ MEMORY = {
     "activation_bytes": "activations",
     "buffer_bytes": "buffers",
 }
-
-
-SEGMENTS = "mapped segments"  # beside them: memory that ranks share to talk
+SHARED_MEMORY = "shared memory"  # the name of the shared-memory segments in tables and charts
 
 
 @dataclass(frozen=True)
 class RankCost:
-    """One rank. samples: of the global batch; flops: of a step, this rank's part, as the model needs them;
-    hardware_flops: with what is computed again; wire_bytes: sent in a step, by use; the other bytes are memory.
+    """The cost of a step on one rank.
 
-    peak: bytes of each kind at the moment of a step when all tensors together are most; `memory_bytes` is their sum.
-    The fields by kind, named in MEMORY, are the most of each at any time: kinds may be at their most at other moments,
-    so their sum may be more. activation_bytes: what is kept for backward, and what waits for the weights' half of one.
-    buffer_bytes: all other tensors: gradients of activations, the work of the loss, messages and copies in the format
-    of the wire, and in ZeRO the rows of parameters and gradients that are whole for a while. segment_bytes: shared
-    memory that ranks talk through, beside the tensors (`segments`). Parameters, masters, states and gradients
-    are exact to the byte, and without a pipeline activations are but for the batch (16 bytes a token); with one they
-    are from 2 % too few to 12 % too many, the latter where layers are computed again. The peak is within 5 %, buffers
-    in it within 10 % (`moments`); their own most within 30 %: it is short where context ranks pass much round, or where
-    stages of a pipeline compute again.
+    coords: on the mesh; samples: of the global batch; flops: this rank's part of the model FLOPs; hardware_flops: with
+    recomputation; local_parameters: elements on this rank, without ZeRO's sharding; wire_bytes: sent per step, by
+    process group.
+
+    Memory, in bytes. peak_breakdown: each kind when all tensors together peak; `peak_memory_bytes` is their sum. The
+    fields of MEMORY_KINDS: the peak of each kind by itself, which may occur at another time, so their sum may be more.
+    activation_bytes: saved for backward, or waiting for the weight gradient (W) of a split backward. buffer_bytes: all
+    other tensors: gradients of activations, temporaries of the loss, messages, copies in the dtype of the reduction,
+    and ZeRO's gathered parameters and unreduced gradients. shared_segment_bytes: the segments of the shm backend
+    (`shared_memory`), in addition to the tensors.
+
+    Accuracy, as tested: parameters, masters, optimizer states and gradients are exact to the byte. Without a pipeline
+    activations are exact except for the batch itself (16 bytes per token); with one they are between 2 % too low and
+    12 % too high, the latter with recomputation. The peak is within 5 %, the buffers in it within 10 %; buffer_bytes
+    is within 30 %, and too low where context-parallel ranks exchange much or pipeline stages recompute.
     """
 
     rank: int
-    at: dict[str, int]
+    coords: dict[str, int]
     samples: int
     flops: int
     hardware_flops: int
-    parameters: int
+    local_parameters: int
     parameter_bytes: int
     gradient_bytes: int
     master_bytes: int
     optimizer_bytes: int
     activation_bytes: int
     buffer_bytes: int
-    segment_bytes: int
-    peak: dict[str, int]
+    shared_segment_bytes: int
+    peak_breakdown: dict[str, int]
     wire_bytes: dict[str, int]
 
     @property
     def model_state_bytes(self) -> int:
-        """What there is before an update: in stages 2 and 3 gradients are there no longer when it is over."""
+        """Parameters, gradients, masters and optimizer states before the update (which frees gradients in stages 2 and
+        3)."""
         return self.parameter_bytes + self.gradient_bytes + self.master_bytes + self.optimizer_bytes
 
     @property
-    def memory_bytes(self) -> int:
-        """Of all tensors, when they are most."""
-        return sum(self.peak.values())
+    def peak_memory_bytes(self) -> int:
+        """The peak of all tensors together."""
+        return sum(self.peak_breakdown.values())
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A layout and what it costs. timeline: of the pipeline, None where there is one stage."""
+    """A layout and its costs. pipeline: the simulated schedule; None with a single stage."""
 
     layout: Layout
     ranks: Sequence[RankCost]
-    timeline: Timeline | None
+    pipeline: Timeline | None
 
 
 def estimate(config: Config, world_size: int, t_comm: float = 0.0) -> Estimate:
-    """What a step of this run costs on so many ranks. Raises UserError for what cannot run.
+    """Estimate a step of this run on `world_size` ranks. Raises UserError for a run that `minidist train` would refuse.
 
-    t_comm: of a pipeline's transfer, in forwards of the costliest part of the model.
+    t_comm: time of a transfer between pipeline stages, in forwards of the costliest chunk of the model.
     """
     layout = layout_of(config, world_size)
     traffic = Traffic(layout)
     stages = [_Stage(layout, traffic, stage) for stage in range(layout.mesh.pp)]
-    ranks = [_rank(layout, stages, traffic, rank) for rank in range(layout.mesh.world_size)]
-    return Estimate(layout, ranks, compute.timeline(layout, t_comm))
+    ranks = [_estimate_rank(layout, stages, traffic, rank) for rank in range(layout.mesh.world_size)]
+    return Estimate(layout, ranks, flops.simulate_pipeline(layout, t_comm))
 
 
 class _Stage:
-    """What all ranks of a stage have in common."""
+    """What the ranks of a stage have in common."""
 
     def __init__(self, layout: Layout, traffic: Traffic, stage: int):
-        def peak(tensor: int, gradients: int, samples: tuple[int, ...]) -> Found:
-            rows = traffic.rows(layout.mesh.rank(pp=stage, tp=tensor))  # the same along dp and cp
-            return Peak(layout, stage, rows, gradients, samples).found()
+        def find_peak(tensor: int, gradient_bytes: int, samples: tuple[int, ...]) -> PeakBytes:
+            flat_groups = traffic.flat_groups(layout.mesh.rank(pp=stage, tp=tensor))  # the same along dp and cp
+            return PeakMemory(layout, stage, flat_groups, gradient_bytes, samples).find()
 
-        self.peak = cache(peak)
+        self.find_peak = cache(find_peak)
         self.parameters = sum(weight.numel for weight in states.weights(layout, stage))
-        self.activation_bytes = cache(lambda samples: activations.peak(layout, stage, samples))
-        self.flops_per_token = compute.flops_per_token(layout, stage)
-        self.recomputed_per_token = compute.recomputed_per_token(layout, stage)
+        self.activation_bytes = cache(lambda samples: activations.peak_activation_bytes(layout, stage, samples))
+        self.flops_per_token = flops.stage_flops_per_token(layout, stage)
+        self.hardware_flops_per_token = self.flops_per_token + flops.stage_recompute_flops(layout, stage)
 
 
-def _rank(layout: Layout, stages: Sequence[_Stage], traffic: Traffic, rank: int) -> RankCost:
-    mesh, at = layout.mesh, layout.mesh.coords(rank)
-    stage, samples = stages[at["pp"]], layout.micro_batches(at["dp"])
-    kept = shards.kept(layout, at["pp"], traffic.rows(rank), traffic.place(rank))
-    found = stage.peak(at["tp"], kept.gradients, tuple(samples))
+def _estimate_rank(layout: Layout, stages: Sequence[_Stage], traffic: Traffic, rank: int) -> RankCost:
+    mesh, coords = layout.mesh, layout.mesh.coords(rank)
+    stage, samples = stages[coords["pp"]], tuple(layout.micro_batches(coords["dp"]))
+    kept = shards.kept(layout, coords["pp"], traffic.flat_groups(rank), traffic.shard_index(rank))
+    found = stage.find_peak(coords["tp"], kept.gradients, samples)
     constant = {"parameters": kept.parameters, "masters": kept.masters, "states": kept.moments}
-    tokens, sharing = sum(samples) * layout.config.data.seq_len, mesh.cp * mesh.tp
+    tokens, ranks_per_sample = sum(samples) * layout.config.data.seq_len, mesh.cp * mesh.tp
     return RankCost(
         rank=rank,
-        at=at,
+        coords=coords,
         samples=sum(samples),
-        flops=tokens * stage.flops_per_token // sharing,
-        hardware_flops=tokens * (stage.flops_per_token + stage.recomputed_per_token) // sharing,
-        parameters=stage.parameters,
+        flops=tokens * stage.flops_per_token // ranks_per_sample,
+        hardware_flops=tokens * stage.hardware_flops_per_token // ranks_per_sample,
+        local_parameters=stage.parameters,
         parameter_bytes=kept.parameters,
         gradient_bytes=kept.gradients,
         master_bytes=kept.masters,
         optimizer_bytes=kept.moments,
-        activation_bytes=max(stage.activation_bytes(tuple(samples)), found.activations),
+        activation_bytes=max(stage.activation_bytes(samples), found.activations),
         buffer_bytes=found.buffers,
-        segment_bytes=segment_bytes(traffic, rank),
-        peak={label: (constant | found.peak._asdict())[label] for label in MEMORY.values()},
+        shared_segment_bytes=shared_segment_bytes(traffic, rank),
+        peak_breakdown={kind: (constant | found.total._asdict())[kind] for kind in MEMORY_KINDS.values()},
         wire_bytes=traffic.wire_bytes(rank),
     )

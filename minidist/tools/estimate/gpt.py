@@ -1,8 +1,8 @@
-"""`minidist estimate --block gpt`: a layer and the FLOPs of Megatron's GPT, as Korthikanti et al. 2022 publish them.
+"""`minidist estimate --block gpt`: activations and FLOPs of Megatron's GPT, as Korthikanti et al. 2022 publish them.
 
 arXiv 2205.05198: activations in section 4 (table 2), FLOPs in appendix A. The block has biases, a feed-forward layer of
-4 h with GELU, three dropouts, and attention that writes its scores; activations have 16 bits, masks 8. Our own model is
-another one, with a fused kernel: side by side the two show what that saves.
+4 h with GELU, three dropouts, and attention that materialises its scores; activations have 16 bits, masks 8. The
+package's own model has a fused attention kernel instead: the comparison shows what that saves.
 """
 
 import dataclasses
@@ -12,50 +12,50 @@ from dataclasses import dataclass
 
 from minidist.config import Config, PrecisionConfig
 from minidist.errors import UserError
-from minidist.tools.estimate import activations, blocks, utilisation
+from minidist.tools.estimate import activations, flops, saved_tensors
+from minidist.tools.estimate.flops import MeasuredStep
 from minidist.tools.estimate.layout import Layout, layout_of
-from minidist.tools.estimate.utilisation import Measured
 from minidist.tools.simulate.draw import WIDTH
 
-_DROPPED = {"none": "", "selective": "core", "block": "layer"}
+_RECOMPUTED = {"none": "", "selective": "core", "block": "layer"}
 _NOTES = (
-    "The block is that of Megatron's GPT (arXiv 2205.05198): hidden size, heads, layers and vocabulary are those of "
-    "--model; its feed-forward layer has 4 h features, every head keys and values of its own, and dropout is on.",
-    "layer_bytes: what a layer of the largest micro-batch keeps for backward on each tensor rank, in 16 bits. States, "
-    "messages and the bubble are told for our own model only (--block llama).",
+    "The block is that of Megatron's GPT (arXiv 2205.05198): hidden size, heads, layers and vocabulary come from "
+    "--model; its feed-forward layer has 4 h features, every query head has its own key-value head, and dropout is on.",
+    "layer_saved_bytes: what one layer saves for backward on each tensor-parallel rank, in 16 bits, for the largest "
+    "micro-batch. Model states, messages and the bubble: only for the package's own model (--block llama).",
 )
 _SELECTIVE = (
-    "hardware FLOPs: as published, with the products of attention counted twice, forward and backward (s / 3h); "
-    "computing them again forward costs a third of that (2 s / 9h)."
+    "hardware FLOPs: as published, with attention's products counted twice, forward and backward (s / 3h); recomputing "
+    "only their forward costs a third of that (2 s / 9h)."
 )
 
 
 @dataclass(frozen=True)
-class Gpt:
-    """A run of that model. flops, hardware_flops: of a token."""
+class GptEstimate:
+    """The GPT model on a layout. flops_per_token: of the model; hardware_flops_per_token: with recomputation."""
 
     layout: Layout
 
     @property
     def parameters(self) -> int:
-        """12 h^2 + 13 h a layer, learned positions, a tied embedding and the last norm."""
+        """12 h^2 + 13 h per layer, learned positions, a tied embedding and the final norm."""
         model = self.layout.config.model
         h = model.hidden_size
         layers = model.num_layers * (12 * h * h + 13 * h)
         return layers + (model.vocab_size + self.layout.config.data.seq_len) * h + 2 * h
 
     @property
-    def flops(self) -> int:
+    def flops_per_token(self) -> int:
         """Forward and backward: `72 l h^2 (1 + s/(6h) + v/(12 l h))` (appendix A)."""
         layers, h, s, vocabulary = self._sizes
         return 72 * layers * h * h + 12 * layers * h * s + 6 * h * vocabulary
 
     @property
-    def hardware_flops(self) -> int:
-        """With what is computed again: selective `72 l h^2 (1 + s/(3h) + v/(12 l h))` (appendix A), block a forward."""
+    def hardware_flops_per_token(self) -> int:
+        """With recomputation: selective `72 l h^2 (1 + s/(3h) + v/(12 l h))` (appendix A), block a whole forward."""
         layers, h, s, _ = self._sizes
-        again = {"none": 0, "selective": 12 * h * s, "block": 24 * h * h + 4 * h * s}
-        return self.flops + layers * again[self.layout.config.recompute]
+        recomputed = {"none": 0, "selective": 12 * h * s, "block": 24 * h * h + 4 * h * s}
+        return self.flops_per_token + layers * recomputed[self.layout.config.recompute]
 
     @property
     def _sizes(self) -> tuple[int, int, int, int]:
@@ -63,62 +63,62 @@ class Gpt:
         return model.num_layers, model.hidden_size, self.layout.config.data.seq_len, model.vocab_size
 
     @property
-    def kept(self) -> list[activations.Tensor]:
-        """What a layer keeps of the first micro-batch, which is the largest."""
-        layout = self.layout
-        samples = max(layout.micro_batches(dp)[0] for dp in range(layout.mesh.dp))
-        left = blocks.without(blocks.GPT, _DROPPED[layout.config.recompute])
-        return activations.on_a_rank(layout, left, samples)
+    def layer_saved_tensors(self) -> list[activations.LocalTensor]:
+        """What one layer saves for backward, for the largest micro-batch."""
+        saved = saved_tensors.drop_recomputed(saved_tensors.GPT_BLOCK, _RECOMPUTED[self.layout.config.recompute])
+        return activations.local_tensors(self.layout, saved, self.layout.largest_micro_batch)
 
 
-def gpt(config: Config, ranks: int) -> Gpt:
-    """The model of these sizes on so many ranks. Raises UserError for what cannot run, and for a context axis."""
+def estimate_gpt(config: Config, ranks: int) -> GptEstimate:
+    """The GPT model of these sizes on `ranks` ranks. Raises UserError for a run that `minidist train` would refuse, and
+    for a cp axis."""
     if config.mesh.cp > 1:
         raise UserError(
             f"--block gpt is published without context parallelism: give --mesh.cp 1, not {config.mesh.cp}."
         )
     model, seq_len = config.model, config.data.seq_len
-    its = {"intermediate_size": 4 * model.hidden_size, "num_kv_heads": model.num_heads}
-    model = dataclasses.replace(model, **its, max_seq_len=max(seq_len, model.max_seq_len))
-    return Gpt(layout_of(dataclasses.replace(config, model=model, precision=PrecisionConfig("fp16")), ranks))
+    gpt_sizes = {"intermediate_size": 4 * model.hidden_size, "num_kv_heads": model.num_heads}
+    model = dataclasses.replace(model, **gpt_sizes, max_seq_len=max(seq_len, model.max_seq_len))
+    return GptEstimate(layout_of(dataclasses.replace(config, model=model, precision=PrecisionConfig("fp16")), ranks))
 
 
-def main(config: Config, ranks: int, as_json: bool, measured: Measured | None) -> int:
-    """Estimate, and print; returns the exit code. Raises UserError for what cannot run."""
-    found = gpt(config, ranks)
-    said = document(found, measured)
+def main(config: Config, ranks: int, as_json: bool, measured: MeasuredStep | None) -> int:
+    """Estimate and print; returns the exit code. Raises UserError as `estimate_gpt` does."""
+    found = estimate_gpt(config, ranks)
+    document = gpt_json(found, measured)
     if as_json:
-        print(json.dumps(said))
+        print(json.dumps(document))
         return 0
+    model_flops, hardware_flops = document["flops_per_step"], document["hardware_flops_per_step"]
     print(f"{ranks} rank{'s' * (ranks > 1)}, {found.layout.mesh}; GPT block, {found.parameters:,} parameters")
-    print(f"FLOPs a step: {said['flops_per_step']:.4g}; computed: {said['hardware_flops_per_step']:.4g}")
+    print(f"FLOPs per step: {model_flops:.4g}; with recomputation: {hardware_flops:.4g}")
     if measured is not None:
-        print(utilisation.line(measured, said["flops_per_step"], said["hardware_flops_per_step"], ranks))
-    print(f"a layer keeps {said['layer_bytes']:,} bytes:\n")
-    for tensor in found.kept:
+        print(flops.describe_utilisation(measured, model_flops, hardware_flops, ranks))
+    print(f"a layer saves {document['layer_saved_bytes']:,} bytes for backward:\n")
+    for tensor in found.layer_saved_tensors:
         print(f"  {tensor.name:<22} {'x'.join(map(str, tensor.shape)):>20}  {tensor.dtype:<8} {tensor.bytes:>16,}")
     print()
-    for note in said["notes"]:
+    for note in document["notes"]:
         print(textwrap.fill(note, WIDTH, subsequent_indent="  "))
     return 0
 
 
-def document(found: Gpt, measured: Measured | None) -> dict:
-    """All that is known, for `--json`."""
-    layout, kept = found.layout, found.kept
+def gpt_json(found: GptEstimate, measured: MeasuredStep | None) -> dict:
+    """The whole estimate, for `--json`."""
+    layout, saved = found.layout, found.layer_saved_tensors
     tokens, world = layout.config.train.global_batch * layout.config.data.seq_len, layout.mesh.world_size
-    model, hardware = found.flops * tokens, found.hardware_flops * tokens
+    model_flops, hardware_flops = found.flops_per_token * tokens, found.hardware_flops_per_token * tokens
     return {
         "block": "gpt",
         "world_size": world,
         "mesh": layout.mesh.sizes,
         "parameters": found.parameters,
         "tokens_per_step": tokens,
-        "flops_per_token": found.flops,
-        "flops_per_step": model,
-        "hardware_flops_per_step": hardware,
-        **utilisation.document(measured, model, hardware, world),
-        "layer_bytes": sum(tensor.bytes for tensor in kept),
-        "layer_keeps": [tensor._asdict() | {"bytes": tensor.bytes} for tensor in kept],
+        "flops_per_token": found.flops_per_token,
+        "flops_per_step": model_flops,
+        "hardware_flops_per_step": hardware_flops,
+        **flops.utilisation_json(measured, model_flops, hardware_flops, world),
+        "layer_saved_bytes": sum(tensor.bytes for tensor in saved),
+        "layer_saved_tensors": [tensor._asdict() | {"bytes": tensor.bytes} for tensor in saved],
         "notes": [*_NOTES, *([_SELECTIVE] if layout.config.recompute == "selective" else [])],
     }

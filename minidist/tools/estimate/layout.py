@@ -1,9 +1,8 @@
-"""A run's layout, as everything here reads it: which part of the model is where, and which samples go through it."""
+"""The layout of a run: which layers each pipeline stage has, and how many samples each micro-batch has."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
-from minidist import process_groups as roles
 from minidist.config import Config
 from minidist.data.partition import block, weighted
 from minidist.mesh import Mesh
@@ -11,15 +10,17 @@ from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.schedules import pipeline_schedule
 from minidist.precision.policy import BYTES as FORMAT_BYTES
 from minidist.precision.policy import TORCH_NAMES, Policy, policy_of
+from minidist.process_groups import stage_parts
 from minidist.validation import validate
 
-# Of an element, by torch's name of its dtype.
-BYTES = {TORCH_NAMES[name]: size for name, size in FORMAT_BYTES.items()} | {"int64": 8, "int32": 4, "bool": 1}
+# Bytes per element, by torch's name of the dtype.
+DTYPE_BYTES = {TORCH_NAMES[name]: size for name, size in FORMAT_BYTES.items()} | {"int64": 8, "int32": 4, "bool": 1}
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some layers of the model. first: with the embedding before them; last: with norm, head and loss behind them."""
+class ModelChunk:
+    """Consecutive layers of the model. first: the embedding comes before them; last: the final norm, the head and the
+    loss come after them."""
 
     layers: range
     first: bool
@@ -28,7 +29,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """A configuration on its mesh. schedule: None where there is one stage."""
+    """A configuration on its mesh. schedule: the pipeline's; None with a single stage."""
 
     config: Config
     mesh: Mesh
@@ -37,42 +38,47 @@ class Layout:
 
     @property
     def dtype(self) -> str:
-        """Of the parameters and of what is computed, a key of BYTES."""
+        """The dtype of parameters and activations, a key of DTYPE_BYTES."""
         return TORCH_NAMES[self.policy.parameter]
-
-    @cached_property
-    def parts(self) -> list[Part]:
-        """The parts of the model, from the input on."""
-        model, seq_len = self.config.model, self.config.data.seq_len
-        whole = [range(model.num_layers)]
-        cuts = roles.stage_parts(model, self.schedule, seq_len) if self.schedule else whole
-        return [Part(layers, i == 0, i == len(cuts) - 1) for i, layers in enumerate(cuts)]
-
-    def chunks(self, stage: int) -> list[Part]:
-        """The parts that a stage holds, by chunk."""
-        if self.schedule is None:
-            return self.parts
-        return [self.parts[self.schedule.position(stage, chunk)] for chunk in range(self.schedule.chunks)]
-
-    def micro_batches(self, dp: int) -> list[int]:
-        """Samples in each micro-batch of the ranks at this place on the dp axis, as the loader cuts them."""
-        train, shares = self.config.train, self.config.data.shares
-        batch, size = train.global_batch, self.mesh.dp
-        mine = block(batch, size, dp) if shares is None else weighted(batch, shares, dp)
-        return [block(mine.size, train.micro_batches, i).size for i in range(train.micro_batches)]
-
-    @property
-    def sequence(self) -> int:
-        """Into how many parts tensor ranks share the sequence between operators: 1 without sequence parallelism."""
-        return self.mesh.tp if self.config.parallel.sequence else 1
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype of norms, rotary angles and the loss: at least float32."""
-        return self.dtype if BYTES[self.dtype] > 4 else "float32"
+        """The dtype of norms, rotary embeddings and the loss: at least float32."""
+        return self.dtype if DTYPE_BYTES[self.dtype] > 4 else "float32"
+
+    @cached_property
+    def model_chunks(self) -> list[ModelChunk]:
+        """All chunks of the model, in the order of forward."""
+        model, seq_len = self.config.model, self.config.data.seq_len
+        cuts = stage_parts(model, self.schedule, seq_len) if self.schedule else [range(model.num_layers)]
+        return [ModelChunk(layers, i == 0, i == len(cuts) - 1) for i, layers in enumerate(cuts)]
+
+    def chunks(self, stage: int) -> list[ModelChunk]:
+        """The chunks of one pipeline stage, by chunk number."""
+        if self.schedule is None:
+            return self.model_chunks
+        return [self.model_chunks[self.schedule.position(stage, chunk)] for chunk in range(self.schedule.chunks)]
+
+    def micro_batches(self, dp: int) -> list[int]:
+        """The number of samples in each micro-batch of the ranks at coordinate `dp`, as the loader cuts them."""
+        train, shares = self.config.train, self.config.data.shares
+        batch, size = train.global_batch, self.mesh.dp
+        local = block(batch, size, dp) if shares is None else weighted(batch, shares, dp)
+        return [block(local.size, train.micro_batches, i).size for i in range(train.micro_batches)]
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """The number of samples in the largest micro-batch of any rank."""
+        return max(self.micro_batches(dp)[0] for dp in range(self.mesh.dp))
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """The number of ranks that shard the sequence between tensor-parallel regions; 1 without sequence
+        parallelism."""
+        return self.mesh.tp if self.config.parallel.sequence else 1
 
 
 def layout_of(config: Config, world_size: int) -> Layout:
-    """The layout of a run on so many ranks. Raises UserError, as `minidist train` does, for what cannot run."""
+    """The layout of a run on `world_size` ranks. Raises UserError for a run that `minidist train` would refuse."""
     mesh = validate(config, world_size)
     return Layout(config, mesh, pipeline_schedule(config, mesh), policy_of(config.precision))

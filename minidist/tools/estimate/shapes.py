@@ -1,4 +1,4 @@
-"""Shapes as formulas: `b s/cp h` is a tensor of (batch, this rank's part of the sequence, hidden)."""
+"""Tensor shapes as formulas: `b s/cp h` is (batch, this rank's shard of the sequence, hidden size)."""
 
 import math
 from dataclasses import dataclass
@@ -7,22 +7,22 @@ from minidist.tools.estimate.layout import Layout
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What the words of a formula stand for.
+class Dimensions:
+    """The value of each name in a shape formula.
 
-    b samples, s tokens of a sample, h hidden features, heads query heads, kv key and value heads, d features of a head,
-    f features inside the feed-forward layer, vocab tokens of the vocabulary; exchanged: heads of all three kinds that a
-    rank sends in ulysses; a number is itself. Behind a stroke stands an axis that divides: tp, cp, or sp, which is tp
-    where its ranks share the sequence between operators.
+    b: samples; s: tokens per sample; h: hidden size; heads: query heads; kv: key-value heads; d: head size; f:
+    intermediate size of the feed-forward layer; vocab: vocabulary size; exchanged: query, key and value heads that a
+    rank exchanges in Ulysses attention. A number stands for itself. `/tp`, `/cp` and `/sp` divide a dimension over a
+    mesh axis; sp is tp with sequence parallelism and 1 without.
     """
 
-    words: dict[str, int]
+    sizes: dict[str, int]
     axes: dict[str, int]
 
     @classmethod
-    def of(cls, layout: Layout, samples: int = 1) -> "Sizes":
+    def of(cls, layout: Layout, samples: int = 1) -> "Dimensions":
         model = layout.config.model
-        words = {
+        sizes = {
             "b": samples,
             "s": layout.config.data.seq_len,
             "h": model.hidden_size,
@@ -32,20 +32,21 @@ class Sizes:
             "f": model.intermediate_size,
             "vocab": model.vocab_size,
         }
-        sizes = cls(words, {"tp": layout.mesh.tp, "cp": layout.mesh.cp, "sp": layout.sequence})
-        # Key and value heads that ranks cannot share equally are repeated until they can.
-        heads, kv = sizes.shape("heads/tp kv/tp")
-        words["exchanged"] = heads + 2 * math.lcm(kv, layout.mesh.cp)
-        return sizes
+        found = cls(sizes, {"tp": layout.mesh.tp, "cp": layout.mesh.cp, "sp": layout.sequence_parallel_size})
+        # Key-value heads are repeated until the context-parallel ranks can divide them evenly.
+        heads, kv = found.shape("heads/tp kv/tp")
+        sizes["exchanged"] = heads + 2 * math.lcm(kv, layout.mesh.cp)
+        return found
 
     def shape(self, formula: str) -> tuple[int, ...]:
-        """The shape on one rank. Sizes divide evenly (`validate`), but for heads fewer than ranks: none is cut."""
-        return tuple(self._size(word) for word in formula.split())
+        """The local shape on one rank. Dimensions divide evenly (`validate`), except that a head is never cut."""
+        return tuple(self._local_size(word) for word in formula.split())
 
     def numel(self, formula: str) -> int:
+        """The number of elements on one rank."""
         return math.prod(self.shape(formula))
 
-    def _size(self, word: str) -> int:
+    def _local_size(self, word: str) -> int:
         name, *axes = word.split("/")
-        whole = int(name) if name.isdigit() else self.words[name]
-        return -(-whole // math.prod(self.axes[axis] for axis in axes))
+        full = int(name) if name.isdigit() else self.sizes[name]
+        return -(-full // math.prod(self.axes[axis] for axis in axes))

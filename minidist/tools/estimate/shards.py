@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from minidist.precision.policy import BYTES
 from minidist.process_groups import REDUCING, is_hidden_matrix
 from minidist.tools.estimate import states
+from minidist.tools.estimate.gradient_reduction import MIB, Groups, contributors, fill_buckets
 from minidist.tools.estimate.layout import Layout
-from minidist.tools.estimate.reduction import MIB, Groups, buckets, contributors
 from minidist.tools.estimate.states import Weight, weights
 from minidist.zero import layout as rows_of
 from minidist.zero.grouping import REST, block_of, gathers, passing_row
@@ -103,7 +103,7 @@ def _limit(layout: Layout, stage: int) -> int:
 
 def _buckets(layout: Layout, held: Sequence[Weight], limit: int) -> list[list[Weight]]:
     each, left = BYTES[layout.policy.reduce], list(held)
-    filled = buckets([weight.numel * each for weight in held], limit)
+    filled = fill_buckets([weight.numel * each for weight in held], limit)
     parts = []
     for size in filled:
         part: list[Weight] = []

@@ -10,7 +10,7 @@ from minidist.models.config import ModelConfig
 from minidist.precision.policy import BYTES as FORMAT_BYTES
 from minidist.precision.policy import Policy
 from minidist.tools.estimate.layout import Layout
-from minidist.tools.estimate.shapes import Sizes
+from minidist.tools.estimate.shapes import Dimensions
 
 # The parameters of a layer in the model's order, each with what a rank holds of it and with who else of the tp axis has
 # a part of its gradient: "alone" nobody, as each holds another part or computes the same; "tokens" those that share the
@@ -43,7 +43,7 @@ class Weight:
 
 def weights(layout: Layout, stage: int) -> list[Weight]:
     """The parameters on a stage, in the order of the model; every tensor rank of it holds as many elements."""
-    tied, sizes = layout.config.model.tie_embeddings, Sizes.of(layout)
+    tied, sizes = layout.config.model.tie_embeddings, Dimensions.of(layout)
     parts = layout.chunks(stage)
     rows = list(FIRST) if any(part.first or (part.last and tied) for part in parts) else []
     for index in sorted(index for part in parts for index in part.layers):

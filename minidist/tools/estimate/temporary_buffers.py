@@ -1,8 +1,8 @@
-"""Rows of parameters and gradients that ZeRO has for a while only, and the gradients there are, at a place in a step.
+"""Bytes of gradients, and of ZeRO's temporary buffers, at each place of a step.
 
-In stage 3 a layer's parameters are gathered while it computes, and those of the next while this one does; what comes
-last in forward stays. In stages 2 and 3 gradients wait as they come until those of a row are there; the row lives while
-it is reduced, at most two being on their way, one when another is made; and with it the shard that stays.
+ZeRO stage 3 gathers a layer's parameters while it computes and prefetches those of the next; the last layer of forward
+stays gathered. In stages 2 and 3 gradients wait until all of a flat gradient are ready; it is then filled and reduced
+to the shard that stays. At most two flat gradients are in flight, one while another is being filled.
 """
 
 from collections.abc import Sequence, Set
@@ -14,151 +14,166 @@ from minidist.tools.estimate.layout import Layout
 from minidist.tools.estimate.shards import Row
 from minidist.zero.grouping import REST
 
-# Places beside the layers, which are numbers: head and last norm, the embedding, and when the backward is over.
-END, FIRST, OVER = "end", "first", "over"
-ON_THEIR_WAY = 2  # rows of gradients
+# A place in backward is a layer's number or one of these: head and final norm, embedding, end of backward.
+HEAD, EMBEDDING, DONE = "head", "embedding", "done"
+MAX_IN_FLIGHT = 2  # flat gradients
 
 
-class Passing:
-    """On the ranks of a stage. rows: those in which parameters lie, in the order of backward; gradients: bytes of those
-    that stay; many: whether a step has several micro-batches."""
+class TemporaryBuffers:
+    """The gradients and temporary buffers of a rank.
 
-    def __init__(self, layout: Layout, stage: int, rows: Sequence[Row], gradients: int, many: bool):
-        self.layout, self.stage, self.rows, self.all, self.many = layout, stage, rows, gradients, many
+    flat_groups: its flat parameter groups in the order of backward; gradient_bytes: the gradients that persist;
+    several: whether a step has more than one micro-batch.
+    """
+
+    def __init__(self, layout: Layout, stage: int, flat_groups: Sequence[Row], gradient_bytes: int, several: bool):
+        self.layout, self.stage, self.flat_groups = layout, stage, flat_groups
+        self.gradient_bytes, self.several = gradient_bytes, several
         self.zero, self.policy = layout.config.zero, layout.policy
-        self.full, self.wire = BYTES[self.policy.accumulate], BYTES[self.policy.reduce]
+        self.grad_size, self.wire_size = BYTES[self.policy.accumulate], BYTES[self.policy.reduce]  # per element
         self._weights = {weight.name: weight for weight in states.weights(layout, stage)}
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def gathered(self, chunk: int, at: int | str, forward: bool = False, ahead: bool = True) -> int:
-        """Bytes of the rows of parameters that are there. ahead: whether the next one is under way."""
+    def gathered_parameter_bytes(
+        self, chunk: int, place: int | str, forward: bool = False, prefetching: bool = True
+    ) -> int:
+        """Bytes of stage 3's gathered flat parameters. prefetching: whether the next all-gather is in flight."""
         if self.zero.stage < 3:
             return 0
         part = self.layout.chunks(self.stage)[chunk]
         last = part.layers[-1:] if self.zero.prefetch or self.zero.keep_last_block else ()
         if forward:
             last = last if part.last and self.zero.keep_last_block else ()
-        blocks = {END: last, FIRST: part.layers[:1], OVER: part.layers[:1]}.get(at)
+        blocks = {HEAD: last, EMBEDDING: part.layers[:1], DONE: part.layers[:1]}.get(place)
         if blocks is None:
-            blocks = [i for i in (at, at - (self.zero.prefetch and ahead)) if i in part.layers]
-        root = [REST] if part.first or part.last else []
-        return (
-            sum(row.layout.numel for row in self.rows if row.block in {*blocks, *root}) * BYTES[self.policy.parameter]
-        )
+            blocks = [i for i in (place, place - (self.zero.prefetch and prefetching)) if i in part.layers]
+        gathered = {*blocks, *([REST] if part.first or part.last else [])}
+        numel = sum(group.layout.numel for group in self.flat_groups if group.block in gathered)
+        return numel * BYTES[self.policy.parameter]
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def before(self) -> int:
-        """Bytes of the gradients that are there before a backward, the last of a step if it has many."""
-        return 0 if self._made_in_backward and not self.many else self.all
+    def gradient_bytes_before_backward(self) -> int:
+        """Bytes of the gradients that exist before a backward, the last of the step if there are several."""
+        return 0 if self._allocated_in_backward and not self.several else self.gradient_bytes
 
-    def at(self, chunk: int, at: int | str, come: int, later: bool = False) -> tuple[int, int]:
-        """Bytes of gradients, and of those that wait and of rows on their way, when so many of a piece have come.
-        later: those of matrices come when backward is over."""
-        here = self._come(chunk, at, come)
-        if later:
-            here = {name for name in here if self._weights[name].dimensions < 2 or name == states.FIRST[0][0]}
+    def gradient_and_buffer_bytes(
+        self, chunk: int, place: int | str, ready: int, split: bool = False
+    ) -> tuple[int, int]:
+        """(gradients, buffers) once `ready` gradients of the module at `place` are computed. Buffers are gradients that
+        wait for others of their flat gradient, and flat gradients in flight.
+
+        split: gradients of matrices are computed after this backward.
+        """
+        names = self._ready_gradients(chunk, place, ready)
+        if split:
+            names = {name for name in names if self._weights[name].dimensions < 2 or name == states.FIRST[0][0]}
         if not shards.apart(self.layout):
-            made = sum(self._weights[name].numel for name in here) * self.full
-            return (made if self._made_in_backward and not self.many else self.all), 0
-        launched = self.launched(chunk, at, come)
+            made = sum(self._weights[name].numel for name in names) * self.grad_size
+            return (made if self._allocated_in_backward and not self.several else self.gradient_bytes), 0
+        launched = self.launched_reductions(chunk, place, ready)
         if not self.zero.shares_gradients:
-            sent = [self._sent(row) for row in launched if self.zero.stage]
-            return self.all, sum(sent) if self.wire != self.full else 0
-        return self._shards(launched), self._waiting(here, launched) + self._sending(chunk, launched, ON_THEIR_WAY)
+            sent = [self._send_bytes(group) for group in launched if self.zero.stage]
+            return self.gradient_bytes, sum(sent) if self.wire_size != self.grad_size else 0
+        buffers = self._waiting_bytes(names, launched) + self._in_flight_bytes(chunk, launched, MAX_IN_FLIGHT)
+        return self._shard_bytes(launched), buffers
 
-    def making(self, chunk: int, number: int, at: int | str, come: int) -> tuple[int, int]:
-        """The same while a row is made of its gradients, and then sent. number: of it, among those of the part."""
-        before = self._rows(chunk)[:number]
-        row, here = self._rows(chunk)[number], self._come(chunk, at, come)
-        whole, shard = row.layout.numel * self.full, row.layout.shard * self.full
-        waiting, of_it = self._waiting(here, [*before, row]), self._waiting(here & row.layout.slots.keys(), [])
-        copies = self._sent(row) if self.wire != self.full else 0
-        passing = whole + waiting + max(of_it, shard * self.many + copies)
-        return self._shards(before), passing + self._sending(chunk, before, ON_THEIR_WAY - 1)
+    def bytes_while_filling(self, chunk: int, number: int, place: int | str, ready: int) -> tuple[int, int]:
+        """(gradients, buffers) while the chunk's flat gradient `number` is filled and then sent."""
+        before = self._groups_of(chunk)[:number]
+        group, names = self._groups_of(chunk)[number], self._ready_gradients(chunk, place, ready)
+        full, shard = group.layout.numel * self.grad_size, group.layout.shard * self.grad_size
+        waiting = self._waiting_bytes(names, [*before, group])
+        copied = self._waiting_bytes(names & group.layout.slots.keys(), [])
+        wire_copies = self._send_bytes(group) if self.wire_size != self.grad_size else 0
+        buffers = full + waiting + max(copied, shard * self.several + wire_copies)
+        return self._shard_bytes(before), buffers + self._in_flight_bytes(chunk, before, MAX_IN_FLIGHT - 1)
 
-    def _rows(self, chunk: int) -> list[Row]:
-        return [row for row in self.rows if row.chunk == chunk]
+    def launched_reductions(self, chunk: int, place: int | str, ready: int) -> list[Row]:
+        """The flat groups whose reduction has been launched: all their gradients are ready; in stage 3, backward has
+        left their layer; in stages 2 and 3 under a pipeline, the backward of the chunk has ended."""
+        groups, names = self._groups_of(chunk), self._ready_gradients(chunk, place, ready)
+        if place == DONE:
+            return groups
+        if self.layout.mesh.pp > 1 and self.zero.shares_gradients:
+            return []
+        if self.zero.stage == 3:
+            first_layer = self.layout.chunks(self.stage)[chunk].layers[0]
+            current = {HEAD: len(self._weights), EMBEDDING: first_layer}.get(place, place)
+            return [group for group in groups if group.block > current]
+        found = []
+        for group in groups:
+            if not group.layout.slots.keys() <= names:
+                break
+            found.append(group)
+        return found
 
-    def _shards(self, launched: Sequence[Row]) -> int:
-        return self.all if self.many else sum(row.layout.shard for row in launched) * self.full
+    def _groups_of(self, chunk: int) -> list[Row]:
+        return [group for group in self.flat_groups if group.chunk == chunk]
 
-    def _waiting(self, here: Set[str], launched: Sequence[Row]) -> int:
-        """Bytes of gradients that have come, as they came."""
-        names = here.difference(*(row.layout.slots for row in launched))
+    def _shard_bytes(self, launched: Sequence[Row]) -> int:
+        return self.gradient_bytes if self.several else sum(group.layout.shard for group in launched) * self.grad_size
+
+    def _waiting_bytes(self, ready: Set[str], launched: Sequence[Row]) -> int:
+        """Bytes of the gradients that autograd has computed and no launched reduction has copied."""
+        names = ready.difference(*(group.layout.slots for group in launched))
         return sum(self._weights[name].numel for name in names) * BYTES[self.policy.parameter]
 
-    def _sending(self, chunk: int, launched: Sequence[Row], most: int) -> int:
-        """Bytes of the rows that are on their way, so many at most, and of their shards. Of one rank alone none is."""
+    def _in_flight_bytes(self, chunk: int, launched: Sequence[Row], limit: int) -> int:
+        """Bytes of the last `limit` launched flat gradients and of their shards; 0 for a group of one rank."""
         if self.layout.config.zero.shard_group_size(self.layout.mesh) == 1:
             return 0
-        earlier = self._rows(chunk) if self.many else []  # of the micro-batch before
-        rows = [*earlier, *launched][-most:]
-        return sum(self._sent(row) + self.many * row.layout.shard * self.full for row in rows)
+        earlier = self._groups_of(chunk) if self.several else []  # of the previous micro-batch
+        groups = [*earlier, *launched][-limit:]
+        return sum(self._send_bytes(group) + self.several * group.layout.shard * self.grad_size for group in groups)
+
+    def _send_bytes(self, group: Row) -> int:
+        """Bytes of a flat gradient in flight: itself, or its copy and its result in the dtype of the reduction. A group
+        of one rank sends nothing."""
+        full = group.layout.numel if self.layout.config.zero.shard_group_size(self.layout.mesh) > 1 else 0
+        if self.wire_size == self.grad_size:
+            return full * self.grad_size
+        return (full + group.layout.shard) * self.wire_size
 
     @property
-    def _made_in_backward(self) -> bool:
+    def _allocated_in_backward(self) -> bool:
         if shards.apart(self.layout):
             return self.zero.shares_gradients
         return self.layout.config.comm.gradients == "naive"
 
-    def _come(self, chunk: int, at: int | str, come: int) -> set[str]:
-        """The parameters of a part of the model whose gradients have come."""
+    def _ready_gradients(self, chunk: int, place: int | str, ready: int) -> set[str]:
+        """The names of the chunk's parameters whose gradients are computed."""
         part = self.layout.chunks(self.stage)[chunk]
-        if at == OVER:
-            return {name for row in self._rows(chunk) for name in row.layout.slots}
-        here = [name for name, _, _ in reversed(states.LAST) if name in self._weights] if part.last else []
-        if at == END:
-            return set(here[:come])
+        if place == DONE:
+            return {name for group in self._groups_of(chunk) for name in group.layout.slots}
+        found = [name for name, _, _ in reversed(states.LAST) if name in self._weights] if part.last else []
+        if place == HEAD:
+            return set(found[:ready])
         for index in reversed(part.layers):
             names = [f"model.layers.{index}.{name}" for name, _, _ in reversed(states.LAYER)]
-            if index == at:
-                return {*here, *names[:come]}
-            here += names
-        return {*here, *([states.FIRST[0][0]] if come and part.first else [])}
-
-    def launched(self, chunk: int, at: int | str, come: int) -> list[Row]:
-        """The rows whose reduction has begun: all of their gradients have come, or in stage 3, the layer is through."""
-        mine, here = self._rows(chunk), self._come(chunk, at, come)
-        if at == OVER:
-            return mine
-        if self.layout.mesh.pp > 1 and self.zero.shares_gradients:
-            return []  # at the end of the part
-        if self.zero.stage == 3:
-            through = {END: len(self._weights), FIRST: self.layout.chunks(self.stage)[chunk].layers[0]}.get(at, at)
-            return [row for row in mine if row.block > through]
-        found = []
-        for row in mine:
-            if not row.layout.slots.keys() <= here:
-                break
-            found.append(row)
-        return found
-
-    def _sent(self, row: Row) -> int:
-        """Bytes of a row that is reduced: itself, or copies of it and of its result in the format of the wire. A rank
-        that shares with nobody sends nothing, and has it no longer."""
-        whole = row.layout.numel if self.layout.config.zero.shard_group_size(self.layout.mesh) > 1 else 0
-        if self.wire == self.full:
-            return whole * self.full
-        return (whole + row.layout.shard) * self.wire
+            if index == place:
+                return {*found, *names[:ready]}
+            found += names
+        return {*found, *([states.FIRST[0][0]] if ready and part.first else [])}
 
     # -- after backward -----------------------------------------------------------------------------------------------
 
-    def finish(self) -> int:
-        """Bytes of copies on their way when backward is over."""
-        sent = self.zero.stage > 0 and self.wire != self.full and not self.zero.shares_gradients
-        return sum(map(self._sent, self.rows)) * sent
+    def wire_copies_after_backward(self) -> int:
+        """Bytes of flat gradients still in flight, in the dtype of the reduction, when backward has ended."""
+        copied = self.zero.stage > 0 and self.wire_size != self.grad_size and not self.zero.shares_gradients
+        return sum(map(self._send_bytes, self.flat_groups)) * copied
 
-    def update(self) -> int:
-        """Bytes that the update takes beside what stays: of one row after another, where gradients or masters are there
-        only meanwhile, and of a matrix that Muon makes orthogonal, in six tensors of its size and a square one."""
-        policy, wide = self.policy, BYTES[self.policy.master or self.policy.state]
-        lasting = policy.master is not None
-        copies = (wide != self.full) + (not lasting and wide != BYTES[policy.parameter])
-        rows = max((row.layout.shard for row in self.rows), default=0) * wide * copies
+    def optimizer_temporary_bytes(self) -> int:
+        """Bytes that the update allocates: copies of one shard after another where gradients or masters have another
+        dtype, and for Muon's orthogonalisation six tensors of a matrix's size and a square one."""
+        policy, master_size = self.policy, BYTES[self.policy.master or self.policy.state]
+        no_masters = policy.master is None and master_size != BYTES[policy.parameter]
+        copies = (master_size != self.grad_size) + no_masters
+        largest = max((group.layout.shard for group in self.flat_groups), default=0) * master_size * copies
         if self.layout.config.optim.kind != "muon":
-            return rows
-        hidden, matrices = self.layout.config.model.hidden_size, self._weights.values()
-        sizes = [weight.numel for weight in matrices if is_hidden_matrix(weight.name, weight.dimensions)]
-        return rows + max((6 * numel + min(hidden, numel // hidden) ** 2 for numel in sizes), default=0) * wide
+            return largest
+        hidden, weights = self.layout.config.model.hidden_size, self._weights.values()
+        sizes = [weight.numel for weight in weights if is_hidden_matrix(weight.name, weight.dimensions)]
+        muon = max((6 * numel + min(hidden, numel // hidden) ** 2 for numel in sizes), default=0)
+        return largest + muon * master_size

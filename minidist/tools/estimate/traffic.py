@@ -1,6 +1,6 @@
-"""What each rank sends in a training step, by use: the operations of the step, in the convention of `comm`.
+"""The collectives and transfers of one training step on each rank, and the bytes they send.
 
-Of a step alone: not the synchronisation at the start, what is said for log lines, evaluation, or checkpoints.
+Only the step itself: not the broadcast of initial parameters, log lines, evaluation or checkpoints.
 """
 
 from collections import Counter
@@ -10,134 +10,132 @@ from functools import cache
 from minidist.comm.group_specs import CONTROL
 from minidist.comm.wire_bytes import sent_by, sent_elements
 from minidist.process_groups import REDUCING, uses
-from minidist.tools.estimate import reduction, shards, states
-from minidist.tools.estimate.blocks import BETWEEN, TOKENS, WHOLE
-from minidist.tools.estimate.compute import repeats_whole
-from minidist.tools.estimate.layout import BYTES, Layout, Part
-from minidist.tools.estimate.shapes import Sizes
+from minidist.tools.estimate import gradient_reduction, shards, states
+from minidist.tools.estimate.flops import recomputes_down_projection
+from minidist.tools.estimate.layout import DTYPE_BYTES, Layout, ModelChunk
+from minidist.tools.estimate.saved_tensors import HIDDEN, SHARDED_HIDDEN, TOKENS
+from minidist.tools.estimate.shapes import Dimensions
 
-# One operation: its use, its name, the elements the convention table counts, and the bytes of one.
+# (group spec, operation, elements as `comm/wire_bytes` counts them, bytes per element)
 Operation = tuple[str, str, int, int]
 
 
 class Traffic:
-    """What the ranks of a layout send."""
+    """The communication of every rank of a layout."""
 
     def __init__(self, layout: Layout):
         self.layout, mesh = layout, layout.mesh
-        found = [CONTROL, *uses(mesh, layout.config)]
-        self._groups = {use.name: reduction.group_of(mesh, use.partition(mesh)) for use in found}
-        # The ranks of a (pp, tp) place reduce the same; those of a stage with equal batches compute the same.
-        self._reductions = cache(self._reduce)
-        self._rows = cache(self._rows_at)
-        self._passes = cache(self._pass)
+        specs = [CONTROL, *uses(mesh, layout.config)]
+        self._groups = {spec.name: gradient_reduction.group_by_rank(spec.partition(mesh)) for spec in specs}
+        # Ranks at one (pp, tp) coordinate reduce the same; those of a stage with equal batches compute the same.
+        self._reduction_operations = cache(self._list_reductions)
+        self._flat_groups = cache(self._find_flat_groups)
+        self._model_operations = cache(self._list_model_operations)
 
-    def rows(self, rank: int) -> list[shards.Row]:
-        """The rows that this rank's parameters lie in; none where each lies by itself."""
+    def flat_groups(self, rank: int) -> list[shards.Row]:
+        """The flat parameter groups of this rank; empty where parameters are not flattened."""
         at = self.layout.mesh.coords(rank)
-        return self._rows(at["pp"], at["tp"])
+        return self._flat_groups(at["pp"], at["tp"])
 
-    def _rows_at(self, stage: int, tensor: int) -> list[shards.Row]:
+    def _find_flat_groups(self, stage: int, tensor: int) -> list[shards.Row]:
         rank = self.layout.mesh.rank(pp=stage, tp=tensor)
         return shards.rows(self.layout, self._groups, rank) if shards.apart(self.layout) else []
 
-    def place(self, rank: int) -> int:
-        """Of a rank among those that share out its rows."""
+    def shard_index(self, rank: int) -> int:
+        """Which ZeRO shard this rank owns."""
         return self._groups["grads"][rank].index(rank) if self.layout.config.zero.stage else 0
 
-    def group(self, use: str, rank: int) -> Sequence[int]:
-        """The ranks that this one talks to for a use, itself among them; none where it has no such use."""
-        return self._groups.get(use, {}).get(rank, ())
+    def group_ranks(self, spec: str, rank: int) -> Sequence[int]:
+        """The ranks of this rank's process group, itself included; empty where it has no such group."""
+        return self._groups.get(spec, {}).get(rank, ())
 
     def operations(self, rank: int) -> Counter[Operation]:
-        """What a rank does in a step, and how often."""
+        """Every operation of a step on this rank, with how often it runs."""
         at = self.layout.mesh.coords(rank)
-        passes = self._passes(at["pp"], tuple(self.layout.micro_batches(at["dp"])))
-        return self._reductions(at["pp"], at["tp"]) + passes
+        model = self._model_operations(at["pp"], tuple(self.layout.micro_batches(at["dp"])))
+        return self._reduction_operations(at["pp"], at["tp"]) + model
 
     def wire_bytes(self, rank: int) -> dict[str, int]:
-        """Bytes that a rank sends in a step, by use; a use for which it has nobody to talk to is left out."""
+        """Bytes that this rank sends in a step, by group spec; groups of one rank are left out."""
         sent: Counter[str] = Counter()
-        for (use, name, elements, each), times in self.operations(rank).items():
-            group = self._groups[use][rank]
+        for (spec, name, elements, each), times in self.operations(rank).items():
+            group = self._groups[spec][rank]
             if len(group) > 1:
-                sent[use] += times * each * self._sent(use, name, elements, len(group), group.index(rank))
+                sent[spec] += times * each * self._sent_elements(spec, name, elements, len(group), group.index(rank))
         return dict(sent)
 
-    def _sent(self, use: str, name: str, elements: int, size: int, place: int) -> int:
+    def _sent_elements(self, spec: str, name: str, elements: int, size: int, group_rank: int) -> int:
         algorithm = self.layout.config.comm.algorithm
-        if use in REDUCING and algorithm != "backend":
-            return sent_by(name, algorithm, elements, size, place)
-        return sent_elements(name, elements, size, place)
+        if spec in REDUCING and algorithm != "backend":
+            return sent_by(name, algorithm, elements, size, group_rank)
+        return sent_elements(name, elements, size, group_rank)
 
-    def _reduce(self, stage: int, tensor: int) -> Counter[Operation]:
-        """The count of tokens, the gradients, and the vector by which all ranks decide."""
+    def _list_reductions(self, stage: int, tensor: int) -> Counter[Operation]:
+        """Gradients, the token count, and the vector on which all ranks agree before the update."""
         rank = self.layout.mesh.rank(pp=stage, tp=tensor)
-        double = BYTES["float64"]
-        told = 3  # loss, norm, whether to stop; where gradients are in rows, who used each parameter of the model
-        if found := self.rows(rank):
-            sent = shards.messages(self.layout, found, stage)
-            told += states.parameter_tensors(self.layout.config.model)
+        double = DTYPE_BYTES["float64"]
+        agreed = 3  # loss, norm, whether to stop; with flat gradients also which parameters of the model were used
+        if flat_groups := self.flat_groups(rank):
+            sent = shards.messages(self.layout, flat_groups, stage)
+            agreed += states.parameter_tensors(self.layout.config.model)
         else:
-            sent = Counter(
-                (use, "all_reduce", elements, each)
-                for use, elements, each in reduction.messages(self.layout, self._groups, rank)
-            )
-        return sent + Counter([("loss", "all_reduce", 1, double), ("control", "all_reduce", told, double)])
+            all_reduces = gradient_reduction.list_gradient_all_reduces(self.layout, self._groups, rank)
+            sent = Counter((spec, "all_reduce", elements, each) for spec, elements, each in all_reduces)
+        return sent + Counter([("loss", "all_reduce", 1, double), ("control", "all_reduce", agreed, double)])
 
-    def _pass(self, stage: int, micro_batches: tuple[int, ...]) -> Counter[Operation]:
-        """Forward and backward of the micro-batches that have samples, through all parts of a stage."""
+    def _list_model_operations(self, stage: int, micro_batches: tuple[int, ...]) -> Counter[Operation]:
+        """Forward and backward of the micro-batches that have samples, through all chunks of a stage."""
         operations: Counter[Operation] = Counter()
         for samples in filter(None, micro_batches):
-            sizes = Sizes.of(self.layout, samples)
-            for chunk, part in enumerate(self.layout.chunks(stage)):
-                operations.update(self._tensor(sizes, part))
-                for operation in [*self._context(sizes), *self._again(sizes)]:
-                    operations[operation] += len(part.layers)
-                operations.update(self._transfers(sizes, stage, chunk))
+            sizes = Dimensions.of(self.layout, samples)
+            for number, chunk in enumerate(self.layout.chunks(stage)):
+                operations.update(self._tensor_parallel(sizes, chunk))
+                for operation in [*self._context_parallel(sizes), *self._recomputation(sizes)]:
+                    operations[operation] += len(chunk.layers)
+                operations.update(self._pipeline_transfers(sizes, stage, number))
         return operations
 
-    def _tensor(self, sizes: Sizes, part: Part) -> Counter[Operation]:
-        """What enters and leaves the operators that tensor ranks share, and their loss."""
+    def _tensor_parallel(self, sizes: Dimensions, chunk: ModelChunk) -> Counter[Operation]:
+        """Entering and leaving the tensor-parallel regions, and the vocabulary-parallel loss."""
         layout = self.layout
         if layout.mesh.tp == 1:
             return Counter()
-        # A layer has two such pieces, attention and feed-forward. The embedding only leaves one, the head only enters.
-        both, each = 2 * len(part.layers), BYTES[layout.dtype]
-        passes = both + both + part.first + part.last
-        whole, operations = sizes.numel(WHOLE), Counter()
-        if layout.sequence > 1:  # one way gathers, the other scatters, and backward is the reverse
-            operations["tensor", "all_gather", whole, each] += passes
-            operations["tensor", "reduce_scatter", whole, each] += passes
-        else:  # leaving sums in forward, entering in backward
-            operations["tensor", "all_reduce", whole, each] += passes
-        if part.last:
-            tokens, wide = sizes.numel(TOKENS), BYTES[layout.compute_dtype]
-            operations["tensor", "all_reduce", tokens, wide] += 1  # the largest logit
-            operations["tensor", "all_reduce", 2 * tokens, wide] += 1  # the normalizer, and the logit at the label
+        # A layer has two regions, attention and feed-forward. The embedding only leaves one, the head only enters one.
+        both, each = 2 * len(chunk.layers), DTYPE_BYTES[layout.dtype]
+        times = both + both + chunk.first + chunk.last
+        hidden, operations = sizes.numel(HIDDEN), Counter()
+        if layout.sequence_parallel_size > 1:  # enter: all-gather, leave: reduce-scatter; backward the reverse
+            operations["tensor", "all_gather", hidden, each] += times
+            operations["tensor", "reduce_scatter", hidden, each] += times
+        else:  # leaving all-reduces in forward, entering in backward
+            operations["tensor", "all_reduce", hidden, each] += times
+        if chunk.last:
+            tokens, compute_bytes = sizes.numel(TOKENS), DTYPE_BYTES[layout.compute_dtype]
+            operations["tensor", "all_reduce", tokens, compute_bytes] += 1  # the largest logit
+            operations["tensor", "all_reduce", 2 * tokens, compute_bytes] += 1  # softmax denominator, label's logit
         return operations
 
-    def _context(self, sizes: Sizes) -> Iterator[Operation]:
-        """Attention of one layer, forward and backward, when ranks share the sequence."""
+    def _context_parallel(self, sizes: Dimensions) -> Iterator[Operation]:
+        """Attention of one layer, forward and backward."""
         layout, cp = self.layout, self.layout.mesh.cp
         if cp == 1:
             return
-        each = BYTES[layout.dtype]
+        each = DTYPE_BYTES[layout.dtype]
         if layout.config.parallel.context == "ring":
-            held = 2 * sizes.numel("b kv/tp s/cp d")  # keys and values
+            keys_values = 2 * sizes.numel("b kv/tp s/cp d")
             for _ in range(cp - 1):
-                yield "context", "send", held, each
-                yield "context", "send", held, each
-                yield "context", "send", held, BYTES[layout.compute_dtype]  # their gradients, on their way home
+                yield "context", "send", keys_values, each
+                yield "context", "send", keys_values, each
+                yield "context", "send", keys_values, DTYPE_BYTES[layout.compute_dtype]  # their gradients
             return
-        for sent in ("b exchanged s/cp d", "b heads/tp s/cp d"):  # queries, keys and values; what attention gave
-            yield "context", "all_to_all", sizes.numel(sent), each
-            yield "context", "all_to_all", sizes.numel(sent), each
+        for formula in ("b exchanged s/cp d", "b heads/tp s/cp d"):  # queries, keys and values; attention's output
+            yield "context", "all_to_all", sizes.numel(formula), each
+            yield "context", "all_to_all", sizes.numel(formula), each
 
-    def _again(self, sizes: Sizes) -> Iterator[Operation]:
-        """What recomputation of one layer sends once more: the messages of its forward."""
-        layout, each = self.layout, BYTES[self.layout.dtype]
-        how, cp, whole = layout.config.recompute, layout.mesh.cp, sizes.numel(WHOLE)
+    def _recomputation(self, sizes: Dimensions) -> Iterator[Operation]:
+        """What recomputing one layer sends a second time."""
+        layout, each = self.layout, DTYPE_BYTES[self.layout.dtype]
+        how, cp, hidden = layout.config.recompute, layout.mesh.cp, sizes.numel(HIDDEN)
         if how == "none":
             return
         if cp > 1 and layout.config.parallel.context == "ring":
@@ -145,23 +143,23 @@ class Traffic:
                 yield "context", "send", 2 * sizes.numel("b kv/tp s/cp d"), each
         elif cp > 1:
             yield "context", "all_to_all", sizes.numel("b exchanged s/cp d"), each
-            if how == "block":  # else all is there when the result would be sent back
+            if how == "block":  # selective recomputation stops before attention's output is sent back
                 yield "context", "all_to_all", sizes.numel("b heads/tp s/cp d"), each
         if how == "block" and layout.mesh.tp > 1:
-            leaving = 1 + repeats_whole(layout.config)
-            if layout.sequence > 1:
-                yield from 2 * [("tensor", "all_gather", whole, each)]
-                yield from leaving * [("tensor", "reduce_scatter", whole, each)]
+            leaving = 1 + recomputes_down_projection(layout.config)
+            if layout.sequence_parallel_size > 1:
+                yield from 2 * [("tensor", "all_gather", hidden, each)]
+                yield from leaving * [("tensor", "reduce_scatter", hidden, each)]
             else:
-                yield from leaving * [("tensor", "all_reduce", whole, each)]
+                yield from leaving * [("tensor", "all_reduce", hidden, each)]
 
-    def _transfers(self, sizes: Sizes, stage: int, chunk: int) -> Counter[Operation]:
-        """Between a chunk and the parts before and after it, where another stage has those."""
+    def _pipeline_transfers(self, sizes: Dimensions, stage: int, chunk: int) -> Counter[Operation]:
+        """Activations to the next chunk and gradients to the previous one, where another stage has them."""
         schedule, operations = self.layout.schedule, Counter()
         if schedule is None:
             return operations
-        position, elements = schedule.position(stage, chunk), sizes.numel(BETWEEN)
-        for use, neighbour in (("activations", position + 1), ("gradients", position - 1)):
+        position, elements = schedule.position(stage, chunk), sizes.numel(SHARDED_HIDDEN)
+        for spec, neighbour in (("activations", position + 1), ("gradients", position - 1)):
             if 0 <= neighbour < schedule.positions and schedule.owner(neighbour)[0] != stage:
-                operations[use, "send", elements, BYTES[self.layout.dtype]] += 1
+                operations[spec, "send", elements, DTYPE_BYTES[self.layout.dtype]] += 1
         return operations

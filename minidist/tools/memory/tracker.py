@@ -16,7 +16,7 @@ from typing import TypeVar
 from minidist.comm import gather_objects
 from minidist.config import Config
 from minidist.tools.deadlock.status_report import rank_names
-from minidist.tools.estimate.estimate import MEMORY, SEGMENTS, RankCost, estimate
+from minidist.tools.estimate.estimate import MEMORY_KINDS, SHARED_MEMORY, RankCost, estimate
 from minidist.tools.memory.bars import bytes_text, draw_bars, figure_size
 from minidist.tools.memory.breakdown import KindPeak, kinds_of_engine
 from minidist.tools.memory.storages import Peak
@@ -91,12 +91,12 @@ class Tracker:
 
 def measured_parts(peak: Peak) -> dict[str, int]:
     """Bytes by kind, as the estimate calls them, at the peak; and mapped segments."""
-    return {kind: peak.parts.get(kind, 0) for kind in MEMORY.values()} | {SEGMENTS: peak.segments}
+    return {kind: peak.parts.get(kind, 0) for kind in MEMORY_KINDS.values()} | {SHARED_MEMORY: peak.segments}
 
 
 def estimated_parts(cost: RankCost) -> dict[str, int]:
     """The same as they were estimated."""
-    return cost.peak | {SEGMENTS: cost.segment_bytes}
+    return cost.peak_breakdown | {SHARED_MEMORY: cost.shared_segment_bytes}
 
 
 def _write(path: Path, step: int, device: str, peaks: Sequence[Peak], costs: Sequence[RankCost]) -> str:
@@ -108,13 +108,13 @@ def _write(path: Path, step: int, device: str, peaks: Sequence[Peak], costs: Seq
         "ranks": [
             {
                 "rank": cost.rank,
-                "at": cost.at,
+                "coords": cost.coords,
                 "measured": asdict(peak),
                 "estimated": {
-                    "total": cost.memory_bytes,
-                    "parts": cost.peak,
-                    "largest": {kind: getattr(cost, name) for name, kind in MEMORY.items()},
-                    "segments": cost.segment_bytes,
+                    "total": cost.peak_memory_bytes,
+                    "parts": cost.peak_breakdown,
+                    "largest": {kind: getattr(cost, name) for name, kind in MEMORY_KINDS.items()},
+                    "segments": cost.shared_segment_bytes,
                 },
             }
             for peak, cost in zip(peaks, costs, strict=True)
@@ -132,9 +132,9 @@ def table(step: int, device: str, peaks: Sequence[Peak], costs: Sequence[RankCos
     """The rank that holds most: a line for each kind, measured and estimated."""
     rank = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
     measured, estimated = measured_parts(peaks[rank]), estimated_parts(costs[rank])
-    segments = (SEGMENTS, measured.pop(SEGMENTS), estimated.pop(SEGMENTS))
+    segments = (SHARED_MEMORY, measured.pop(SHARED_MEMORY), estimated.pop(SHARED_MEMORY))
     rows = [(kind, count, estimated[kind]) for kind, count in measured.items() if count or estimated[kind]]
-    rows += [("together", peaks[rank].total, costs[rank].memory_bytes)]
+    rows += [("together", peaks[rank].total, costs[rank].peak_memory_bytes)]
     rows += [segments] if any(segments[1:]) else []
     lines = [f"{name:<18}{bytes_text(one):>10}{bytes_text(other):>12}" for name, one, other in rows]
     if peaks[rank].allocator is not None:
@@ -150,7 +150,10 @@ def picture(step: int, device: str, peaks: Sequence[Peak], costs: Sequence[RankC
 
     shown = range(len(peaks))
     if len(peaks) > _DRAWN:
-        of = {stage: [cost.rank for cost in costs if cost.at["pp"] == stage] for stage in {c.at["pp"] for c in costs}}
+        of = {
+            stage: [cost.rank for cost in costs if cost.coords["pp"] == stage]
+            for stage in {c.coords["pp"] for c in costs}
+        }
         most = sorted(max(ranks, key=lambda rank: peaks[rank].total) for ranks in of.values())
         shown = sorted(sorted(most, key=lambda rank: -peaks[rank].total)[:_DRAWN])
     bars = {

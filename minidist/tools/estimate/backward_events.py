@@ -1,0 +1,137 @@
+"""The points of backward at which memory can peak, with the temporary tensors of each.
+
+Temporaries are all tensors but the saved ones. They follow torch's CPU kernels and autograd: an operation allocates its
+results before its inputs are freed, and a gradient with two contributions is summed into a third tensor. Not modelled:
+the kernels' own workspaces (on some CPUs 16-bit matrix products pack their factors; attention uses a little per
+thread), and of the tensors that context-parallel ranks exchange all but the largest.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from minidist.tools.estimate import saved_tensors
+from minidist.tools.estimate.layout import Layout
+from minidist.tools.estimate.saved_tensors import COMPUTE, HIDDEN, SHARDED_HIDDEN, TOKENS, SavedTensor
+
+FEATURES, LOGITS = f"{TOKENS} f/tp", f"{TOKENS} vocab/tp"
+QUERIES, KEYS = f"{TOKENS} heads/tp d", f"{TOKENS} kv/tp d"
+FOR_WEIGHT_GRADIENT = "kept for the weight gradient"
+VOCABULARY_GRADIENT = [SavedTensor("gradient of weight", "vocab/tp h")]  # of the head or the embedding
+LARGEST_LAYER_GRADIENT = [SavedTensor("gradient of weight", "f/tp h")]
+
+
+class BackwardEvent(NamedTuple):
+    """The backward of one operation in a module (a layer, the head or the embedding).
+
+    saved: how many of the module's saved tensors, counted from the first, are still live. ready: how many of its
+    parameters, counted from the last, have their gradients. temporaries: all other live tensors; those named
+    FOR_WEIGHT_GRADIENT wait for the W half of a split backward and count as activations.
+    """
+
+    operation: str
+    saved: int
+    ready: int
+    temporaries: Sequence[SavedTensor]
+
+
+def layer_backward(layout: Layout, split: bool) -> list[BackwardEvent]:
+    """The events of one layer. split: weight gradients are computed later, so what they need stays live."""
+    names = [tensor.name for tensor in saved_tensors.saved_without_recompute(layout)]
+    attention, feed_forward = (i for i, name in enumerate(names) if name == "input of norm")
+    query = next(i for i, name in enumerate(names) if name.startswith("query"))
+    product, core = names.index("input of down"), names.index("input of o")
+    dropout, waiting = bool(layout.config.model.dropout), []
+    name = FOR_WEIGHT_GRADIENT if split else "gradient"  # of a projection's output
+    output_grad, up_grad = SavedTensor(name, SHARDED_HIDDEN), SavedTensor(name, FEATURES)
+    input_grad = SavedTensor("gradient of input", HIDDEN)
+    sharded = layout.sequence_parallel_size > 1
+    branch = [SavedTensor("gradient of branch", HIDDEN)] * (1 + sharded) if dropout or sharded else []
+    features, heads = SavedTensor("gradient of features", FEATURES), SavedTensor("gradient of heads", QUERIES)
+    rotated = SavedTensor("gradient before rotation", QUERIES, COMPUTE)
+    weight = [] if split else LARGEST_LAYER_GRADIENT
+
+    def keep_for_weight_gradient(*shapes: str) -> None:
+        waiting.extend(SavedTensor(FOR_WEIGHT_GRADIENT, shape) for shape in shapes if split)
+
+    masked = SavedTensor("gradient after dropout", SHARDED_HIDDEN)
+    events = [BackwardEvent("dropout", len(names), 0, [output_grad, *3 * [masked]])] if dropout else []
+    events.append(BackwardEvent("down", product + 1, 0, [output_grad, *branch, *weight, features]))
+    keep_for_weight_gradient(FEATURES)
+    events.append(BackwardEvent("product", product, 1, [output_grad, up_grad, *2 * [features], *waiting]))
+    up = [output_grad, input_grad, up_grad, features, *weight, *waiting]
+    events.append(BackwardEvent("up", names.index("gate") + 1, 1, up))
+    keep_for_weight_gradient(FEATURES, FEATURES, HIDDEN)
+    # A norm's gradient is added to the residual's in place, unless somebody else still needs the residual's.
+    residual = [output_grad] if split or layout.dtype != layout.compute_dtype else []
+    events += _norm_backward(layout, feed_forward, 3, [*residual, *waiting])
+    events.append(BackwardEvent("attention", core + 1, 5, [output_grad, heads, *_core_gradients(layout), *waiting]))
+    keep_for_weight_gradient(QUERIES, KEYS)
+    events.append(BackwardEvent("rotary", query, 7, [output_grad, input_grad, heads, *2 * [rotated], *waiting]))
+    keep_for_weight_gradient(KEYS, QUERIES, HIDDEN)
+    return events + _norm_backward(layout, attention, 8, [*residual, *waiting])
+
+
+def _norm_backward(layout: Layout, start: int, ready: int, others: Sequence[SavedTensor]) -> list[BackwardEvent]:
+    """A norm whose saved tensors begin at `start`: its backward uses five tensors of its input's size. With sequence
+    parallelism the gradient of its output is reduce-scattered first."""
+    buffers = [
+        SavedTensor("gradient", HIDDEN),
+        SavedTensor("contiguous copy", HIDDEN),
+        SavedTensor("shard", SHARDED_HIDDEN),
+    ]
+    scatter = [BackwardEvent("reduce-scatter", start + 3, ready, [*buffers, *others])]
+    inside = 5 * [SavedTensor("inside of norm", SHARDED_HIDDEN, COMPUTE)]
+    norm = BackwardEvent("norm", start + 2, ready, [*inside, *others])
+    return [*(scatter if layout.sequence_parallel_size > 1 else []), norm]
+
+
+def _core_gradients(layout: Layout) -> list[SavedTensor]:
+    """Gradients of queries, keys and values."""
+    if layout.mesh.cp == 1:
+        return [SavedTensor("gradient of queries", QUERIES), *2 * [SavedTensor("gradient of keys or values", KEYS)]]
+    if layout.config.parallel.context == "ulysses":
+        return 2 * [SavedTensor("gradients of exchanged heads", "b exchanged/cp s d")]
+    # A ring accumulates them in at least float32 while those of another rank are in flight.
+    keys_values = SavedTensor("keys and values", KEYS, COMPUTE)
+    return [SavedTensor("gradient of queries", QUERIES, COMPUTE)] * 2 + [keys_values] * 6
+
+
+def layer_forward_temporaries(layout: Layout) -> list[SavedTensor]:
+    """The live tensors at the peak of a layer's forward when it saves none of them: in its feed-forward product."""
+    return [
+        *3 * [SavedTensor("inside feed-forward", FEATURES)],
+        *3 * [SavedTensor("between attention and feed-forward", HIDDEN)],
+    ]
+
+
+def loss_temporaries(layout: Layout) -> list[SavedTensor]:
+    """The temporaries at the end of forward, when the loss has saved its last tensor."""
+    upcast = [SavedTensor("logits, upcast", LOGITS, COMPUTE)] if layout.dtype != layout.compute_dtype else []
+    shard = [SavedTensor("shard of hidden state", SHARDED_HIDDEN)] if layout.sequence_parallel_size > 1 else []
+    return [SavedTensor("logits", LOGITS), *upcast, *shard]
+
+
+def head_backward(layout: Layout, split: bool) -> list[BackwardEvent]:
+    """The events of loss, head and final norm."""
+    names = [tensor.name for tensor in saved_tensors.saved_by_head(layout)]
+    untied, logits_grad = not layout.config.model.tie_embeddings, FOR_WEIGHT_GRADIENT if split else "gradient of logits"
+    weight = [] if split else VOCABULARY_GRADIENT
+    waiting = weight * (not untied)
+    if split:
+        waiting = [SavedTensor(FOR_WEIGHT_GRADIENT, HIDDEN), SavedTensor(FOR_WEIGHT_GRADIENT, LOGITS)]
+    upcast = logits_grad if layout.dtype == layout.compute_dtype else "gradient of logits, upcast"
+    loss = [SavedTensor(upcast, LOGITS, COMPUTE), SavedTensor("gradient of log-probabilities", LOGITS, COMPUTE)]
+    head = [SavedTensor(logits_grad, LOGITS), SavedTensor("gradient of input", HIDDEN), *weight]
+    return [
+        BackwardEvent("loss", len(names), 0, loss[: 2 if layout.mesh.tp == 1 else 1]),
+        BackwardEvent("head", names.index("input of head") + 1, 0, head),
+        *_norm_backward(layout, 0, int(untied), waiting),
+    ]
+
+
+def embedding_backward(layout: Layout, tied: bool) -> list[BackwardEvent]:
+    """The events of the embedding. tied: the head's gradient of the same parameter waits to be added."""
+    saved = len(saved_tensors.saved_by_embedding(layout))
+    lookup = [SavedTensor("gradient", HIDDEN), *VOCABULARY_GRADIENT * (1 + tied)]
+    events = [BackwardEvent("embedding", saved, 0, lookup)]
+    return [*events, BackwardEvent("tied sum", saved, 0, VOCABULARY_GRADIENT * 3)] if tied else events

@@ -173,7 +173,7 @@ def test_offloaded_states_are_said_to_be_elsewhere(capsys):
         ),
         ("--parameters 10 --mesh.dp 2 --zero.shard 2", "zero.shard is 2, but zero.stage 0 shards nothing"),
         ("--parameters 10 --mesh.cp 2 --mesh.dp 2 --zero.stage 1 --zero.shard 1", "Possible: --zero.shard 2 or 4."),
-        ("--parameters 10 --block gpt", "tells the memory of model states alone, and --block gpt"),
+        ("--parameters 10 --block gpt", "estimates model states only, while --block gpt"),
         ("--parameters 10 --step-time-s 1 --peak-tflops 1", "leave --parameters out, or them."),
         ("--parameters 10 --zero.shard 0", "zero.shard is 0; it must be 1 or more"),
         ("--parameters 10 --mesh.tp 0", "mesh.tp is 0; a mesh axis is at least 1"),

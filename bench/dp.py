@@ -51,5 +51,5 @@ def verdict(run: Run) -> Iterator[str]:
         holds = ours.tensor_bytes <= peer.tensor_bytes
         yield (
             f"memory {'holds' if holds else 'DOES NOT HOLD'}: peak of {ours.tensor_bytes / 2**20:.1f} MiB against "
-            f"{peer.tensor_bytes / 2**20:.1f} MiB of live tensors and mapped segments (wanted: no higher)"
+            f"{peer.tensor_bytes / 2**20:.1f} MiB of live tensors and shared-memory segments (wanted: no higher)"
         )

@@ -1,7 +1,7 @@
 """What a contender holds at its peak, seen from outside and in the same way for all. One contender per fresh launch.
 
 Two figures. *Tensors*: the live tensor storages, from torch's own allocator, which reports every storage whoever holds
-it, Python or C++ (the buckets of DDP, say), and so gives the exact peak; plus this rank's part of the mapped segments
+it, Python or C++ (the buckets of DDP, say), and so gives the exact peak; plus this rank's shared-memory segments
 (memfd and /dev/shm), where a backend may keep tensors that torch did not allocate. *Resident*: the growth of the
 process's proportional set size (PSS), sampled; it sees the rest as well, such as gloo's buffers and imported code.
 Storages allocated by another thread than the one that trains are not seen by the first figure; none of the contenders
@@ -17,7 +17,7 @@ from bench.contenders import Contender, Seat
 from bench.rounds import WARM_UP_STEPS
 from bench.workload import Workload
 from minidist.comm import World
-from minidist.tools.memory.storages import StoragePeak, segment_bytes
+from minidist.tools.memory.storages import StoragePeak, shared_segment_bytes
 
 MEASURED_STEPS = 3
 _SELF = Path("/proc/self")
@@ -54,16 +54,16 @@ def _kib(text: str, key: str) -> int:
 
 
 def tensor_peak(world: World, make: Callable[[Seat], Contender], work: Workload, mode: str) -> int:
-    """Bytes of live storages and mapped segments at the peak of a step after warm-up, of one contender on this rank."""
-    shares, segments = work.batches(world.rank, world.size), segment_bytes()
+    """Bytes of live storages and shared-memory segments at the peak after warm-up, of one contender on this rank."""
+    shares, segments = work.batches(world.rank, world.size), shared_segment_bytes()
     with StoragePeak() as peak:
         contender = make(Seat(work, mode, world))
         for share in shares[:WARM_UP_STEPS]:
             contender.step(share)
-        peak.mark()
+        peak.reset_peak()
         for share in shares[:MEASURED_STEPS]:
             contender.step(share)
-    return peak.bytes + segment_bytes() - segments
+    return peak.bytes + shared_segment_bytes() - segments
 
 
 def resident_peak(world: World, make: Callable[[Seat], Contender], work: Workload, mode: str) -> int | None:

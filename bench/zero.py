@@ -109,6 +109,6 @@ def _memory(run: Run, ours: Row, rivals: Sequence[Row]) -> str:
     least = min(rivals, key=lambda row: row.tensor_bytes)
     told = (
         f"{ours.name} peaks at {ours.tensor_bytes / 2**20:.1f} MiB, {least.name} at {least.tensor_bytes / 2**20:.1f}, "
-        "of live tensors and mapped segments (wanted: no higher)"
+        "of live tensors and shared-memory segments (wanted: no higher)"
     )
     return _said("memory", ours.tensor_bytes <= least.tensor_bytes, run, told)

@@ -151,7 +151,7 @@ def buckets_of_ddp(world):
     model = nn.Linear(512, 512, bias=False)  # 1 MiB
     with memory.StoragePeak() as peak:
         wrapped = nn.parallel.DistributedDataParallel(model)
-        peak.mark()
+        peak.reset_peak()
     del wrapped
     return peak.bytes
 

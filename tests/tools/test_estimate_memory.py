@@ -25,7 +25,7 @@ from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import parallelize, uses
 from minidist.tools.estimate.estimate import MEMORY_KINDS, estimate
-from minidist.tools.memory.breakdown import kinds_of_engine, measure
+from minidist.tools.memory.breakdown import engine_tensors_by_kind, measure_peak
 from minidist.train.engine import Engine
 
 # Large enough that logits, gathered rows and rows of gradients each matter, small enough for a step of milliseconds.
@@ -75,7 +75,7 @@ def peaks(world: World, configs: list[Config], steps: int = 1) -> list:
         engine, step = steps_of(world, config)
         for number in range(steps):
             step(number)()
-        found.append(measure(step(steps), kinds_of_engine(engine)))
+        found.append(measure_peak(step(steps), engine_tensors_by_kind(engine)))
         barrier(engine.groups["control"])  # a rank that has ended shares its pages with nobody
         engine.groups.destroy()
     return found
@@ -125,14 +125,14 @@ def test_the_peak_and_its_kinds_are_those_of_real_steps(ranks, world):
             ), where
             for name, kind in MEMORY_KINDS.items():
                 # Two moments may be as high: then parts of one are those of the other but for a little of the whole.
-                part, little = peak.parts.get(kind, 0), TOTAL * peak.total
+                part, little = peak.breakdown.get(kind, 0), TOTAL * peak.total
                 assert abs(cost.peak_breakdown[kind] - part) <= KIND * part + little, (
                     kind,
                     cost.peak_breakdown[kind],
                     part,
                     where,
                 )
-                most = pytest.approx(peak.largest.get(kind, 0), rel=MOST_BUFFERS if kind == "buffers" else KIND)
+                most = pytest.approx(peak.peak_by_kind.get(kind, 0), rel=MOST_BUFFERS if kind == "buffers" else KIND)
                 assert getattr(cost, name) == most, (kind, where)
 
 
@@ -144,7 +144,7 @@ def test_what_stays_is_exact(ranks):
                 stays = {"parameter_bytes": "parameters", "master_bytes": "masters", "optimizer_bytes": "states"}
                 for name, kind in (stays | {"gradient_bytes": "gradients"}).items():
                     assert getattr(cost, name) == cost.peak_breakdown[kind] or kind == "gradients"
-                    assert getattr(cost, name) == peak.largest.get(kind, 0), (kind, config)
+                    assert getattr(cost, name) == peak.peak_by_kind.get(kind, 0), (kind, config)
 
 
 def test_a_shard_of_gradients_is_there_only_where_backward_is_over():

@@ -11,7 +11,7 @@ from minidist.errors import UserError
 from minidist.tools.cli import main, train_options
 from minidist.tools.estimate.estimate import MEMORY_KINDS
 from minidist.tools.memory import tracker
-from minidist.tools.memory.storages import Peak
+from minidist.tools.memory.storages import MemoryPeak
 from minidist.train.trainer import Trainer
 from tests.helpers.small_run import OPTIONS, Command, Stop, run, small_config, write_text
 
@@ -68,10 +68,12 @@ def test_a_measured_run_is_the_run_it_would_have_been(ranks, tmp_path, text, siz
     assert found["step"] == 2 and [each["rank"] for each in found["ranks"]] == list(range(size))
     for each in found["ranks"]:
         seen, said = each["measured"], each["estimated"]
-        assert seen["total"] == sum(seen["parts"].values()) > 0 and set(seen["parts"]) <= KINDS == set(said["parts"])
-        assert said["total"] == sum(said["parts"].values()) and seen["allocator"] is None
+        assert seen["total"] == sum(seen["breakdown"].values()) > 0 and set(seen["breakdown"]) <= KINDS == set(
+            said["breakdown"]
+        )
+        assert said["total"] == sum(said["breakdown"].values()) and seen["allocator_peak"] is None
         for kind in ("parameters", "masters", "states"):
-            assert seen["largest"].get(kind, 0) == said["largest"][kind] == said["parts"][kind]
+            assert seen["peak_by_kind"].get(kind, 0) == said["peak_by_kind"][kind] == said["breakdown"][kind]
     assert matplotlib.image.imread(config.memory.file).std() > 0.05
 
 
@@ -81,19 +83,19 @@ def test_the_table_is_of_the_rank_that_holds_most(ranks, tmp_path, text):
     found = numbers(config)["ranks"]
     most = max(found, key=lambda each: each["measured"]["total"])
     head, names, *body = line.splitlines()
-    assert head == f"memory of rank {most['rank']}, which holds most, at its peak in step 2, on cpu"
+    assert head == f"peak memory of rank {most['rank']}, the highest, in step 2, on cpu"
     assert names.split() == ["measured", "estimated"]
     assert body[-1] == f"picture: {config.memory.file}; all ranks in numbers: {config.memory.file.with_suffix('.json')}"
-    (together,) = [row for row in body if row.startswith("together")]
+    (together,) = [row for row in body if row.startswith("total")]
     totals = most["measured"]["total"], most["estimated"]["total"]
-    assert together.split(maxsplit=1)[1].split("  ")[0].strip() == tracker.bytes_text(totals[0])
+    assert together.split(maxsplit=1)[1].split("  ")[0].strip() == tracker.format_bytes(totals[0])
     assert any(row.startswith("activations ") for row in body) and "allocator" not in line
     if sys.platform == "linux":
         assert any(row.startswith("shared memory") for row in body)
 
 
 def test_the_allocators_figure_stands_beside_on_cuda():
-    peak = Peak(100, {"parameters": 60, "buffers": 40}, {"parameters": 60, "buffers": 40}, 0, allocator=128)
+    peak = MemoryPeak(100, {"parameters": 60, "buffers": 40}, {"parameters": 60, "buffers": 40}, 0, allocator_peak=128)
     (cost,) = tracker.estimate(small_config(None, None), 1).ranks
     said = tracker.table(2, "cuda", [peak], [cost])
     assert said.splitlines()[-1].split() == ["allocator's", "peak", "128", "B"]
@@ -103,7 +105,7 @@ def test_the_allocators_figure_stands_beside_on_cuda():
 def test_it_can_be_another_step_and_a_trace_beside_it(ranks, tmp_path, text):
     config = measured(tmp_path, text, memory__step=3, trace__file=tmp_path / "trace.json", trace__first=2)
     (line, _), _ = ranks(told, 2, config)
-    assert "at its peak in step 3" in line and numbers(config)["step"] == 3
+    assert "in step 3, on cpu" in line and numbers(config)["step"] == 3
     assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["steps"] == [2, 3]
 
 
@@ -210,11 +212,11 @@ def test_the_short_option_is_the_long_one():
 @pytest.mark.parametrize("size", [1, 8, 16, 64])
 def test_the_picture_shows_every_rank_or_one_of_each_stage(size, monkeypatch):
     drawn = []
-    monkeypatch.setattr(tracker, "draw_bars", lambda axes, bars: drawn.append(bars))
+    monkeypatch.setattr(tracker, "draw_memory_bars", lambda axes, bars: drawn.append(bars))
     changes = {"mesh__pp": 4 if size > 1 else 1, "model__num_layers": 4, "train__micro_batches": 4}
     config = small_config(None, None, train__global_batch=64, **changes)
     costs = tracker.estimate(config, size).ranks
-    peaks = [Peak(cost.peak_memory_bytes + cost.rank, cost.peak_breakdown, {}, 0) for cost in costs]
+    peaks = [MemoryPeak(cost.peak_memory_bytes + cost.rank, cost.peak_breakdown, {}, 0) for cost in costs]
     picture = tracker.picture(2, "cpu", peaks, costs, "svg").decode()
     assert len(drawn[0]["measured"]) == len(drawn[0]["estimated"]) == (size if size <= 16 else 4)
-    assert ("of each stage the one that holds most" in picture) == (size > 16)
+    assert ("of each stage the one with the highest peak" in picture) == (size > 16)

@@ -13,8 +13,8 @@ import torch
 from minidist.comm import World
 from minidist.config import Config
 from minidist.tools.estimate.estimate import estimate
-from minidist.tools.memory.breakdown import KindPeak, kinds_of, measure
-from minidist.tools.memory.storages import StoragePeak, segment_bytes
+from minidist.tools.memory.breakdown import PeakByKind, measure_peak, tensors_by_kind
+from minidist.tools.memory.storages import StoragePeak, shared_segment_bytes
 from tests.tools.test_estimate_activations import batch_of, configured, engine_of
 
 MIB = 2**20
@@ -29,7 +29,7 @@ def test_the_peak_is_what_was_live_at_one_time_after_the_mark():
         kept = torch.empty(MIB, dtype=torch.uint8)
         before = torch.empty(50 * MIB, dtype=torch.uint8)
         del before
-        peak.mark()
+        peak.reset_peak()
         for _ in range(2):  # never both at once
             one = torch.empty(3 * MIB, dtype=torch.uint8)
             del one
@@ -40,12 +40,12 @@ def test_the_peak_is_what_was_live_at_one_time_after_the_mark():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
 def test_mapped_segments_are_seen():
-    before = segment_bytes()
+    before = shared_segment_bytes()
     fd = os.memfd_create("memory-test")
     os.ftruncate(fd, MIB)
     with mmap.mmap(fd, MIB) as segment:
         segment.write(b"x" * MIB)
-        assert segment_bytes() - before == MIB  # mapped once, so all of it is ours
+        assert shared_segment_bytes() - before == MIB  # mapped once, so all of it is ours
     os.close(fd)
 
 
@@ -61,81 +61,81 @@ def test_without_a_mark_all_of_it_counts():
 
 def test_what_is_named_counts_where_it_was_there_before():
     weights, states = filled(2), filled(3)
-    with KindPeak(lambda: {"weights": [weights[: MIB // 2]], "states": [states, None]}) as found:
+    with PeakByKind(lambda: {"weights": [weights[: MIB // 2]], "states": [states, None]}) as found:
         work = filled(4)
         del work
-    assert found.peak.parts == {"weights": 2 * MIB, "states": 3 * MIB, "buffers": 4 * MIB}
-    assert found.peak.total == 9 * MIB and found.peak.allocator is None
+    assert found.peak.breakdown == {"weights": 2 * MIB, "states": 3 * MIB, "buffers": 4 * MIB}
+    assert found.peak.total == 9 * MIB and found.peak.allocator_peak is None
 
 
 def test_the_parts_are_those_of_the_peak_and_the_largest_those_of_each():
     held = {"a": [], "b": []}
-    with KindPeak(lambda: held) as found:
+    with PeakByKind(lambda: held) as found:
         held["a"].append(filled(5))
-        found.look()
+        found.scan()
         held["a"].clear()
         held["b"].append(filled(4))
         other = filled(3)
-        found.look()
+        found.scan()
         del other
         held["b"].clear()
-    assert found.peak.total == 7 * MIB and found.peak.parts == {"b": 4 * MIB, "buffers": 3 * MIB}
-    assert found.peak.largest == {"a": 5 * MIB, "b": 4 * MIB, "buffers": 3 * MIB}
+    assert found.peak.total == 7 * MIB and found.peak.breakdown == {"b": 4 * MIB, "buffers": 3 * MIB}
+    assert found.peak.peak_by_kind == {"a": 5 * MIB, "b": 4 * MIB, "buffers": 3 * MIB}
 
 
 def test_a_storage_is_of_the_first_kind_that_names_it_from_its_first_moment():
     tensors = []
-    with KindPeak(lambda: {"first": tensors, "second": tensors}) as found:
+    with PeakByKind(lambda: {"first": tensors, "second": tensors}) as found:
         made = filled(2)
         other = filled(6)
         del other  # the peak, before anybody has said what `made` is
         tensors.append(made)
-    assert found.peak.parts == {"first": 2 * MIB, "buffers": 6 * MIB}
+    assert found.peak.breakdown == {"first": 2 * MIB, "buffers": 6 * MIB}
 
 
 def test_a_storage_that_is_emptied_and_filled_again_keeps_its_kind():
     rows = []
-    with KindPeak(lambda: {"parameters": rows}) as found:
+    with PeakByKind(lambda: {"parameters": rows}) as found:
         rows.append(filled(4))
-        found.mark()
+        found.reset_peak()
         storage = rows[0].untyped_storage()
         storage.resize_(0)
         elsewhere = filled(3)
         storage.resize_(5 * MIB)
-        found.look()
+        found.scan()
         del elsewhere
-    assert found.peak.parts == {"parameters": 5 * MIB, "buffers": 3 * MIB}
+    assert found.peak.breakdown == {"parameters": 5 * MIB, "buffers": 3 * MIB}
 
 
 def test_the_end_of_what_was_there_before_is_seen_by_looking():
     held = [filled(4), filled(1)]
-    with KindPeak(lambda: {"a": held}) as found:
+    with PeakByKind(lambda: {"a": held}) as found:
         held.pop(0)
-        found.look()
-        found.mark()
+        found.scan()
+        found.reset_peak()
         other = filled(2)
         del other
-    assert found.peak.parts == {"a": MIB, "buffers": 2 * MIB}
+    assert found.peak.breakdown == {"a": MIB, "buffers": 2 * MIB}
 
 
 def test_what_was_there_before_and_is_kept_again_is_activations():
     table = torch.ones(256, 256)  # as rotary tables, kept by every forward
     weight = torch.ones(256, 256, requires_grad=True)
-    found = measure(lambda: (table * weight).sum().backward(), lambda: {"parameters": [weight]})
-    assert found.largest["activations"] == MIB // 4
+    found = measure_peak(lambda: (table * weight).sum().backward(), lambda: {"parameters": [weight]})
+    assert found.peak_by_kind["activations"] == MIB // 4
 
 
 def test_an_address_that_is_used_again_may_be_another_kind():
     held = {"a": []}
-    with KindPeak(lambda: held) as found:
+    with PeakByKind(lambda: held) as found:
         for _ in range(3):
             held["a"].append(filled(1))
-            found.look()
+            found.scan()
             held["a"].clear()
             gone = filled(1)
-            found.look()
+            found.scan()
             del gone
-    assert found.peak.largest == {"a": MIB, "buffers": MIB}
+    assert found.peak.peak_by_kind == {"a": MIB, "buffers": MIB}
 
 
 def test_what_autograd_keeps_is_activations_and_no_longer_than_it_keeps_it():
@@ -155,31 +155,31 @@ def test_what_autograd_keeps_is_activations_and_no_longer_than_it_keeps_it():
         gc.collect()
         assert alive() is None
 
-    found = measure(step, kinds)
-    assert found.largest["activations"] == 3 * MIB and found.largest["parameters"] == MIB // 4
-    assert found.parts["activations"] == 3 * MIB
-    assert found.largest["gradients"] == MIB // 4 == weight.grad.untyped_storage().nbytes()
-    assert found.total == sum(found.parts.values())
+    found = measure_peak(step, kinds)
+    assert found.peak_by_kind["activations"] == 3 * MIB and found.peak_by_kind["parameters"] == MIB // 4
+    assert found.breakdown["activations"] == 3 * MIB
+    assert found.peak_by_kind["gradients"] == MIB // 4 == weight.grad.untyped_storage().nbytes()
+    assert found.total == sum(found.breakdown.values())
 
 
 def test_it_stays_what_it_was_first():
     held = {"a": [filled(2)], "b": []}
-    with KindPeak(lambda: held) as found:
+    with PeakByKind(lambda: held) as found:
         held["b"].append(held["a"].pop())
-        found.look()
-    assert found.peak.parts == {"a": 2 * MIB}
+        found.scan()
+    assert found.peak.breakdown == {"a": 2 * MIB}
 
 
 def test_parameters_that_are_gathered_for_each_use_are_parameters_in_every_life():
     """As in stage 3: a row that is emptied after forward, and after backward, and filled again before either."""
     rows = []
-    with KindPeak(lambda: {"parameters": rows}) as found:
+    with PeakByKind(lambda: {"parameters": rows}) as found:
         row = torch.ones(512, 512)
         weight = row.requires_grad_()
         rows.append(weight)
         storage = row.untyped_storage()
         storage.resize_(0)
-        found.mark()
+        found.reset_peak()
         storage.resize_(MIB)
         loss = (weight * weight.detach()).sum()
         storage.resize_(0)
@@ -187,11 +187,11 @@ def test_parameters_that_are_gathered_for_each_use_are_parameters_in_every_life(
         loss.backward()
         storage.resize_(0)
         weight.grad = None
-    assert found.peak.largest["parameters"] == 2 * MIB and "activations" not in found.peak.largest
+    assert found.peak.peak_by_kind["parameters"] == 2 * MIB and "activations" not in found.peak.peak_by_kind
 
 
 def test_what_is_never_used_backward_is_freed():
-    with KindPeak(dict):
+    with PeakByKind(dict):
         kept = torch.ones(8, requires_grad=True).sigmoid()  # keeps what it gives
         alive = weakref.ref(kept)
         del kept
@@ -205,7 +205,7 @@ def test_what_fails_inside_is_what_is_seen_and_nobody_looks_any_more():
         looked.append(1)
         return {}
 
-    with pytest.raises(ZeroDivisionError), KindPeak(kinds):
+    with pytest.raises(ZeroDivisionError), PeakByKind(kinds):
         _ = 1 / 0
     before = len(looked)
     weight = torch.ones(2, requires_grad=True)
@@ -224,7 +224,7 @@ def of_a_step(world: World, config: Config):
     with StoragePeak() as everything:
         engine = engine_of(world, config, "float32")
         engine.step(0, [batch_of(SAMPLES, config.model.vocab_size)], lr=0.1)
-        everything.mark()
+        everything.reset_peak()
         engine.step(1, [batch_of(SAMPLES, config.model.vocab_size)], lr=0.1)
     engine.groups.destroy()
     del engine
@@ -235,7 +235,7 @@ def of_a_step(world: World, config: Config):
     def step():
         engine.step(1, [batch_of(SAMPLES, config.model.vocab_size)], lr=0.1)
 
-    found = measure(step, kinds_of(engine.model, engine.optimizer))
+    found = measure_peak(step, tensors_by_kind(engine.model, engine.optimizer))
     engine.groups.destroy()
     return found, everything.bytes
 
@@ -254,11 +254,11 @@ def test_each_kind_of_an_engine_takes_what_the_estimate_says(ranks, world, confi
     batch = dataclasses.replace(config.train, global_batch=SAMPLES * config.mesh.dp)
     said = estimate(dataclasses.replace(config, train=batch), world).ranks
     for rank, (found, everything) in zip(said, ranks(of_a_step, world, config), strict=True):
-        assert found.largest["parameters"] == rank.parameter_bytes
-        assert found.largest["states"] == rank.optimizer_bytes
-        assert found.largest["gradients"] == rank.gradient_bytes
-        assert found.largest["activations"] == rank.activation_bytes
-        assert found.total == sum(found.parts.values())
+        assert found.peak_by_kind["parameters"] == rank.parameter_bytes
+        assert found.peak_by_kind["states"] == rank.optimizer_bytes
+        assert found.peak_by_kind["gradients"] == rank.gradient_bytes
+        assert found.peak_by_kind["activations"] == rank.activation_bytes
+        assert found.total == sum(found.breakdown.values())
         # All that was allocated since before there was an engine: beside it the batch's sample numbers, a few scalars,
         # and the batch before, until it is replaced.
         inputs = 4 * SAMPLES * (24 + 24 + 1) * 8

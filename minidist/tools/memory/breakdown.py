@@ -1,8 +1,9 @@
-"""Where the memory of a rank goes: what the storages are that its peak consists of.
+"""The breakdown of a rank's peak memory by kind of tensor.
 
-That is seen from outside, whenever something may have changed: what the caller names (parameters, gradients, states) is
-that, what autograd keeps for backward is activations, and the rest is buffers: messages, copies, gradients of
-activations, and what operations need while they run. A storage has one kind from its first to its last moment.
+The caller names parameters, gradients and optimizer states; tensors that autograd saves for backward are activations;
+all others are buffers: messages, copies, gradients of activations and workspaces. Live tensors are scanned whenever
+autograd saves or uses one, and around every optimizer step. A storage keeps the first kind it is given, for its whole
+life.
 """
 
 import contextlib
@@ -16,47 +17,50 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from minidist.tools.memory.storages import ACTIVATIONS, Look, Peak, StoragePeak
+from minidist.tools.memory.storages import ACTIVATIONS, Labels, MemoryPeak, StoragePeak
 from minidist.train.engine import Engine
 from minidist.zero.reducer import ShardedSink
 
-Kinds = Callable[[], Mapping[str, Iterable[Tensor]]]
+TensorsByKind = Callable[[], Mapping[str, Iterable[Tensor]]]
 
 
-class _Named(NamedTuple):
-    """A storage, which may be gone by now, and where it was."""
+class _WeakStorage(NamedTuple):
+    """A weak reference to a storage, with its address and bytes."""
 
     storage: StorageWeakRef
     address: int
     size: int
 
 
-def _named(tensor: Tensor) -> _Named:
+def _weak_storage(tensor: Tensor) -> _WeakStorage:
     storage = tensor.untyped_storage()
-    return _Named(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes())
+    return _WeakStorage(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes())
 
 
 @contextlib.contextmanager
-def _packed_by_others(tell: Callable[[list[_Named]], None]) -> Iterator[None]:
-    """Within this context `tell` gets what hooks that hide those outside of them have packed, whenever they end."""
+def _observe_inner_hooks(report: Callable[[list[_WeakStorage]], None]) -> Iterator[None]:
+    """Within this context `report` receives the storages that inner `saved_tensors_hooks` packed, whenever they exit.
+
+    Inner hooks (such as those of recomputation) replace outer ones, so ours would not see these tensors.
+    """
     enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
 
     def watch(hooks: saved_tensors_hooks) -> None:
         packed, pack = [], hooks.pack_hook
 
         def packing(tensor: Tensor) -> object:
-            packed.append(_named(tensor))
+            packed.append(_weak_storage(tensor))
             return pack(tensor)
 
-        # Whoever packs may hold more beside, what it computes again from.
+        # The owner of the hook may hold more tensors, to recompute from.
         held = tree_leaves(vars(getattr(pack, "__self__", hooks)))
-        hooks.beside = [value for value in held if isinstance(value, Tensor)]
+        hooks.held_by_owner = [value for value in held if isinstance(value, Tensor)]
         hooks.pack_hook, hooks.packed = packing, packed
         enter(hooks)
 
     def end(hooks: saved_tensors_hooks, *exception) -> None:
         leave(hooks, *exception)
-        tell([*hooks.packed, *map(_named, hooks.beside)])
+        report([*hooks.packed, *map(_weak_storage, hooks.held_by_owner)])
 
     saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = watch, end
     try:
@@ -65,40 +69,42 @@ def _packed_by_others(tell: Callable[[list[_Named]], None]) -> Iterator[None]:
         saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = enter, leave
 
 
-class KindPeak(StoragePeak):
-    """The same, and what it was. kinds: tensors by kind, those that are there at the time; called again and again.
+class PeakByKind(StoragePeak):
+    """Measures the peak with its breakdown by kind.
 
-    What `kinds` names counts too where it was there before. A storage that two kinds name is of the first.
-    What others than autograd keep for backward (recomputation: inputs, and what it has made again) is activations too.
+    kinds: returns the live tensors of each kind; called at every scan. Unlike with `StoragePeak`, these tensors count
+    even if they were allocated before the context. A storage that two kinds name is of the first. What recomputation
+    keeps for backward, and what it recomputes, counts as activations.
     """
 
-    def __init__(self, kinds: Kinds, device: torch.device | None = None):
+    def __init__(self, kinds: TensorsByKind, device: torch.device | None = None):
         super().__init__(device)
         self._kinds, self._context = kinds, contextlib.ExitStack()
 
-    def __enter__(self) -> "KindPeak":
+    def __enter__(self) -> "PeakByKind":
         super().__enter__()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.look()
+        self.scan()
         for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-            self._context.callback(register(lambda *_: self.look()).remove)
+            self._context.callback(register(lambda *_: self.scan()).remove)
         self._context.enter_context(saved_tensors_hooks(self._pack, self._unpack))
-        self._context.enter_context(_packed_by_others(self._others))
+        self._context.enter_context(_observe_inner_hooks(self._label_packed))
         return self
 
     def __exit__(self, *exception) -> None:
         self._context.close()
         if exception[0] is None:
-            self.look()
+            self.scan()
         StoragePeak.__exit__(self, *exception)
 
-    def look(self) -> None:
-        """See what is there now. Called by itself whenever autograd keeps or uses a tensor, and around an update."""
-        self._look(_seen(self._storages().values()))
+    def scan(self) -> None:
+        """Label the live tensors. Runs whenever autograd saves or uses a tensor and around an optimizer step; call it
+        where tensors change kind or die in between."""
+        self._mark(_labels(self._storages().values()))
 
     def _storages(self) -> dict[int, tuple[torch.UntypedStorage, str]]:
-        """By identity, which an address is not: a storage may be emptied and filled again."""
+        """Storage and kind, by identity; not by address, which changes when a storage is freed and refilled."""
         found: dict[int, tuple[torch.UntypedStorage, str]] = {}
         for kind, tensors in self._kinds().items():
             for tensor in tensors:
@@ -110,20 +116,22 @@ class KindPeak(StoragePeak):
     def _pack(self, tensor: Tensor) -> Tensor:
         storages, mine = self._storages(), tensor.untyped_storage()
         storages.setdefault(mine._cdata, (mine, ACTIVATIONS))
-        self._look(_seen(storages.values()))
-        return tensor.detach()  # itself, an output would be kept by what it is the output of
+        self._mark(_labels(storages.values()))
+        return tensor.detach()  # an output saved itself would be a reference cycle with its own graph
 
     def _unpack(self, tensor: Tensor) -> Tensor:
-        self.look()
+        self.scan()
         return tensor
 
-    def _others(self, packed: Iterable[_Named]) -> None:
-        kept = {each.address: (ACTIVATIONS, each.size) for each in packed if not each.storage.expired()}
-        self._look(kept | _seen(self._storages().values()))
+    def _label_packed(self, packed: Iterable[_WeakStorage]) -> None:
+        saved = {each.address: (ACTIVATIONS, each.size) for each in packed if not each.storage.expired()}
+        self._mark(saved | _labels(self._storages().values()))
 
 
-def kinds_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **more: Iterable[Tensor]) -> Kinds:
-    """What a model and its optimizer hold, for `KindPeak`. more: others by kind, before these: masters, say."""
+def tensors_by_kind(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, **more: Iterable[Tensor]
+) -> TensorsByKind:
+    """The tensors of a model and its optimizer, for `PeakByKind`. more: further kinds (masters), named first."""
 
     def kinds() -> dict[str, Iterable[Tensor]]:
         parameters = list(model.parameters())
@@ -139,15 +147,17 @@ def kinds_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **more: I
     return kinds
 
 
-def kinds_of_engine(engine: Engine) -> Kinds:
-    """What an engine holds, for `KindPeak`, as the estimate tells it: kept rows and shards are what they are made of,
-    rows that are gathered or filled for a while are buffers, what a pipeline keeps for weight gradients is activations.
+def engine_tensors_by_kind(engine: Engine) -> TensorsByKind:
+    """The tensors of an engine, for `PeakByKind`, with the same kinds as `minidist estimate`.
+
+    Persistent flat parameters, gradients and shards count as their contents; flat buffers that exist only while they
+    are gathered or reduced are buffers; what a split backward keeps for weight gradients is activations.
     """
-    plain = kinds_of(engine.model, engine.optimizer)
+    plain = tensors_by_kind(engine.model, engine.optimizer)
 
     def kinds() -> dict[str, Iterable[Tensor]]:
         found = plain()
-        if isinstance(engine.updates, ShardedSink):  # parameters and gradients are views of its rows
+        if isinstance(engine.updates, ShardedSink):  # parameters and gradients are views of flat tensors
             found = {**engine.updates.by_kind(), "states": found["states"]}
         pipeline = engine.passes.pipeline
         return found if pipeline is None else {**found, ACTIVATIONS: pipeline.between_halves()}
@@ -155,12 +165,12 @@ def kinds_of_engine(engine: Engine) -> Kinds:
     return kinds
 
 
-def measure(step: Callable[[], object], kinds: Kinds, device: torch.device | None = None) -> Peak:
-    """The peak of one step. Let one go by before, which makes the optimizer's states."""
-    with KindPeak(kinds, device) as found:
+def measure_peak(step: Callable[[], object], kinds: TensorsByKind, device: torch.device | None = None) -> MemoryPeak:
+    """Run `step` and return its peak. Run a first step before, which allocates the optimizer states."""
+    with PeakByKind(kinds, device) as found:
         step()
     return found.peak
 
 
-def _seen(storages: Iterable[tuple[torch.UntypedStorage, str]]) -> Look:
+def _labels(storages: Iterable[tuple[torch.UntypedStorage, str]]) -> Labels:
     return {storage.data_ptr(): (kind, storage.nbytes()) for storage, kind in storages}

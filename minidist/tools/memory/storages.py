@@ -1,7 +1,7 @@
-"""The peak of a rank's tensors, exact to the byte, from torch's own allocator.
+"""The peak of a rank's tensors, exact to the byte, from the allocations that torch's profiler records.
 
-It reports every storage it makes and frees, whoever holds it, Python or C++. Not seen are storages that another thread
-than the one that trains allocates, and the end of those that were there before.
+The profiler sees every storage that is allocated and freed, whether Python or C++ owns it, except those allocated by
+other threads, and except the end of storages that existed before recording began.
 """
 
 from collections.abc import Iterator
@@ -12,85 +12,85 @@ import torch
 from torch._C._profiler import _EventType
 
 ACTIVATIONS, BUFFERS = "activations", "buffers"
-Look = dict[int, tuple[str, int]]  # address to kind and bytes
+Labels = dict[int, tuple[str, int]]  # address to kind and bytes of a live storage
 
 _SELF = Path("/proc/self")
 _SEGMENTS = ("/memfd:", "/dev/shm/")
 
 
 @dataclass(frozen=True)
-class Peak:
-    """Bytes of a rank. total: of all tensors, where it was largest; parts: what that consists of, by kind.
+class MemoryPeak:
+    """Bytes of a rank. total: the peak of all tensors together; breakdown: the total by kind.
 
-    largest: the most of each kind at any time, which need not be the same for all. segments: mapped shared memory, this
-    rank's part of it, beside the tensors. allocator: on CUDA, the peak that torch's allocator itself reports.
+    peak_by_kind: each kind's own peak, which may occur at another time. shared_segments: this rank's part of the mapped
+    shared memory, in addition to the tensors. allocator_peak: on CUDA, the peak that torch's allocator reports.
     """
 
     total: int
-    parts: dict[str, int]
-    largest: dict[str, int]
-    segments: int
-    allocator: int | None = None
+    breakdown: dict[str, int]
+    peak_by_kind: dict[str, int]
+    shared_segments: int
+    allocator_peak: int | None = None
 
 
 class StoragePeak:
-    """Context in which every allocation of a tensor is recorded; `mark()` begins the part whose peak counts.
+    """Context manager that measures the peak of the tensors allocated within it.
 
-    device: whose memory. `bytes` afterwards: the most that was live at one time since the mark (since the beginning
-    when there was none), of what was allocated in the context. Raises RuntimeError when another profiler of torch's
-    records already, or has begun to meanwhile: there is room for one.
+    device: whose memory. After the context, `bytes` is the peak since the last `reset_peak()`, or since the beginning
+    without one, and `peak` its breakdown. Raises RuntimeError if another torch profiler is active or becomes active:
+    torch allows only one.
     """
 
     _MARK = "minidist memory: "
 
     def __init__(self, device: torch.device | None = None):
         self.device = device or torch.device("cpu")
-        self._looks: list[Look | None] = []  # what was seen at each mark, None where nobody looked
-        self._first = 0
+        self._scans: list[Labels | None] = []  # the labels at each mark in the recording; None at resets
+        self._first_scan = 0
 
     def __enter__(self) -> "StoragePeak":
-        if torch._C._autograd._profiler_enabled():  # which would end without a word
+        if torch._C._autograd._profiler_enabled():  # it would end silently
             raise RuntimeError("another profiler of torch's is recording")
         self._profiler = torch.autograd.profiler.profile(profile_memory=True)
         self._profiler.__enter__()
-        self._look(None)
+        self._mark(None)
         return self
 
-    def mark(self) -> None:
-        """From here on it counts."""
-        self._first = len(self._looks)
-        self._look(None)
+    def reset_peak(self) -> None:
+        """Ignore everything before this call when computing the peak."""
+        self._first_scan = len(self._scans)
+        self._mark(None)
 
-    def _look(self, seen: Look | None) -> None:
-        with torch.profiler.record_function(f"{self._MARK}{len(self._looks)}"):
-            self._looks.append(seen)
+    def _mark(self, labels: Labels | None) -> None:
+        with torch.profiler.record_function(f"{self._MARK}{len(self._scans)}"):
+            self._scans.append(labels)
 
     def __exit__(self, *exception) -> None:
         self._profiler.__exit__(*exception)
         if exception[0] is None:
-            self.peak = self._found()
+            self.peak = self._compute_peak()
             self.bytes = self.peak.total
 
-    def _found(self) -> Peak:
-        history, first, seen = History(), 0, 0
-        for address, size, look in self._events():
-            if look is None:
-                history.allocation(address, size)
+    def _compute_peak(self) -> MemoryPeak:
+        history, first_event, seen = AllocationHistory(), 0, 0
+        for address, size, scan in self._events():
+            if scan is None:
+                history.record(address, size)
                 continue
             seen += 1
-            if look == self._first:
-                first = len(history.happened)
-            if self._looks[look] is not None:
-                history.look(self._looks[look])
-        if seen < len(self._looks):
+            if scan == self._first_scan:
+                first_event = len(history.events)
+            if self._scans[scan] is not None:
+                history.label(self._scans[scan])
+        if seen < len(self._scans):
             raise RuntimeError("another profiler of torch's took the place of this one")
-        total, parts, largest = history.peak(first)
+        total, breakdown, peak_by_kind = history.peak(first_event)
         cuda = self.device.type == "cuda"
         allocator = torch.cuda.max_memory_allocated(self.device) if cuda else None
-        return Peak(total, parts, largest, segment_bytes(), allocator)
+        return MemoryPeak(total, breakdown, peak_by_kind, shared_segment_bytes(), allocator)
 
     def _events(self) -> Iterator[tuple[int, int, int | None]]:
-        """(address, bytes, None) of every allocation, bytes below 0 where it is freed; (0, 0, number) of every look."""
+        """(address, bytes, None) for every allocation, bytes negative when freed; (0, 0, number) for every scan."""
 
         def flat(events):
             for event in events:
@@ -106,63 +106,65 @@ class StoragePeak:
                 yield 0, 0, int(event.name.removeprefix(self._MARK))
 
 
-class History:
-    """Every block of memory: when it was made and freed, and what it was.
+class AllocationHistory:
+    """Every block of memory with its kind, and when it was allocated and freed.
 
-    happened: (1 when made or -1 when freed, block), in order; a block is a place in `blocks`, [kind, bytes].
+    events: (1 if allocated or -1 if freed, index of the block), in order; blocks: [kind, bytes] of each block.
     """
 
     def __init__(self):
-        self.happened: list[tuple[int, int]] = []
+        self.events: list[tuple[int, int]] = []
         self.blocks: list[list] = []
-        self._alive: dict[int, int] = {}  # by address
-        self._older: dict[int, int] = {}  # those of them that were there before anything was recorded
+        self._live: dict[int, int] = {}  # address to block
+        self._older: dict[int, int] = {}  # the live blocks that existed before recording began
 
-    def allocation(self, address: int, size: int) -> None:
-        """size: below 0 where it is freed."""
-        if address in self._alive:
+    def record(self, address: int, size: int) -> None:
+        """Add an allocation; a negative size means that the block was freed."""
+        if address in self._live:
             self._free(address)
         if size > 0:
-            self._alive[address] = len(self.blocks)
-            self.happened.append((1, len(self.blocks)))
+            self._live[address] = len(self.blocks)
+            self.events.append((1, len(self.blocks)))
             self.blocks.append([None, size])
 
-    def look(self, seen: Look) -> None:
-        """What is alive that has a kind. What was there before is met here; torch tells of its end only to who looks
-        and no longer sees it, or of something else in its place."""
-        for address, (kind, size) in seen.items():
-            if address not in self._alive:
-                self._alive[address] = self._older[address] = len(self.blocks)
+    def label(self, labels: Labels) -> None:
+        """Give kinds to the live blocks. Storages from before the recording enter the history here; as torch does not
+        report their end, they leave when they are no longer labelled or their address is allocated again."""
+        for address, (kind, size) in labels.items():
+            if address not in self._live:
+                self._live[address] = self._older[address] = len(self.blocks)
                 self.blocks.append([kind, size])
-            elif self.blocks[self._alive[address]][0] is None:
-                self.blocks[self._alive[address]][0] = kind
-        for address in self._older.keys() - seen.keys():
-            if self.blocks[self._older[address]][0] != ACTIVATIONS:  # these are seen only when they are kept
+            elif self.blocks[self._live[address]][0] is None:
+                self.blocks[self._live[address]][0] = kind
+        for address in self._older.keys() - labels.keys():
+            if (
+                self.blocks[self._older[address]][0] != ACTIVATIONS
+            ):  # labelled only at the moment when autograd saves them
                 self._free(address)
 
     def _free(self, address: int) -> None:
         self._older.pop(address, None)
-        self.happened.append((-1, self._alive.pop(address)))
+        self.events.append((-1, self._live.pop(address)))
 
     def peak(self, first: int) -> tuple[int, dict[str, int], dict[str, int]]:
-        """(total, parts, largest) of `Peak`. first: how many of what happened do not count."""
-        made = {number for sign, number in self.happened if sign > 0}
+        """(total, breakdown, peak_by_kind) of `MemoryPeak`. first: how many events to ignore."""
+        made = {number for sign, number in self.events if sign > 0}
         now: dict[str, int] = {}
-        total, parts, largest = -1, {}, {}
+        total, breakdown, peak_by_kind = -1, {}, {}
         before = [(1, number) for number in range(len(self.blocks)) if number not in made]
-        for place, (sign, number) in enumerate([*before, *self.happened], 1 - len(before)):
+        for place, (sign, number) in enumerate([*before, *self.events], 1 - len(before)):
             kind, size = self.blocks[number][0] or BUFFERS, self.blocks[number][1]
             now[kind] = now.get(kind, 0) + sign * size
             if place < first:
                 continue
-            largest |= {name: count for name, count in now.items() if count > largest.get(name, 0)}
+            peak_by_kind |= {name: count for name, count in now.items() if count > peak_by_kind.get(name, 0)}
             if sum(now.values()) > total:
-                total, parts = sum(now.values()), {name: count for name, count in now.items() if count}
-        return max(0, total), parts, largest
+                total, breakdown = sum(now.values()), {name: count for name, count in now.items() if count}
+        return max(0, total), breakdown, peak_by_kind
 
 
-def segment_bytes() -> int:
-    """This process's part (PSS) of the shared segments that it has mapped; 0 where /proc does not tell."""
+def shared_segment_bytes() -> int:
+    """This process's part (PSS) of the shared-memory segments that it maps; 0 on systems without /proc."""
     try:
         lines = (_SELF / "smaps").read_text().splitlines()
     except OSError:

@@ -17,15 +17,15 @@ from minidist.comm import gather_objects
 from minidist.config import Config
 from minidist.tools.deadlock.status_report import rank_names
 from minidist.tools.estimate.estimate import MEMORY_KINDS, SHARED_MEMORY, RankCost, estimate
-from minidist.tools.memory.bars import bytes_text, draw_bars, figure_size
-from minidist.tools.memory.breakdown import KindPeak, kinds_of_engine
-from minidist.tools.memory.storages import Peak
+from minidist.tools.memory.bars import bar_figure_size, draw_memory_bars, format_bytes
+from minidist.tools.memory.breakdown import PeakByKind, engine_tensors_by_kind
+from minidist.tools.memory.storages import MemoryPeak
 from minidist.train.engine import Engine
 from minidist.train.run_folder import write_whole
 
 Result = TypeVar("Result")
 
-_DRAWN = 16  # ranks; of more, the one of each stage that holds most
+_DRAWN = 16  # ranks; with more, the rank with the highest peak of each stage
 _ALLOCATOR = "allocator's peak"
 
 
@@ -40,13 +40,13 @@ class Tracker:
         wanted, self._done = config.memory.step, done
         self._step = None if config.memory.file is None else wanted or done + 2
         self._told: str | None = None
-        self._mine: tuple[Peak | None, str | None] | None = None
+        self._mine: tuple[MemoryPeak | None, str | None] | None = None
 
     def during(self, step: int, run: Callable[[], Result]) -> Result:
         """What `run`, which is step number `step`, gives; measured if it is the one."""
         if step != self._step:
             return run()
-        watch, wrong = KindPeak(kinds_of_engine(self._engine), self._group.world.device), None
+        watch, wrong = PeakByKind(engine_tensors_by_kind(self._engine), self._group.world.device), None
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(watch)
@@ -89,19 +89,19 @@ class Tracker:
         return f"no memory measured: the run ended before step {self._step}"
 
 
-def measured_parts(peak: Peak) -> dict[str, int]:
-    """Bytes by kind, as the estimate calls them, at the peak; and mapped segments."""
-    return {kind: peak.parts.get(kind, 0) for kind in MEMORY_KINDS.values()} | {SHARED_MEMORY: peak.segments}
+def measured_breakdown(peak: MemoryPeak) -> dict[str, int]:
+    """The measured breakdown of the peak, with the kinds of the estimate, and the shared-memory segments."""
+    return {kind: peak.breakdown.get(kind, 0) for kind in MEMORY_KINDS.values()} | {SHARED_MEMORY: peak.shared_segments}
 
 
-def estimated_parts(cost: RankCost) -> dict[str, int]:
-    """The same as they were estimated."""
+def estimated_breakdown(cost: RankCost) -> dict[str, int]:
+    """The estimated breakdown of the peak, and the shared-memory segments."""
     return cost.peak_breakdown | {SHARED_MEMORY: cost.shared_segment_bytes}
 
 
-def _write(path: Path, step: int, device: str, peaks: Sequence[Peak], costs: Sequence[RankCost]) -> str:
-    """Write picture and numbers; returns what to say of them."""
-    said = table(step, device, peaks, costs)
+def _write(path: Path, step: int, device: str, peaks: Sequence[MemoryPeak], costs: Sequence[RankCost]) -> str:
+    """Write the chart and the numbers; returns the lines to print."""
+    report = table(step, device, peaks, costs)
     numbers = {
         "step": step,
         "device": device,
@@ -112,9 +112,9 @@ def _write(path: Path, step: int, device: str, peaks: Sequence[Peak], costs: Seq
                 "measured": asdict(peak),
                 "estimated": {
                     "total": cost.peak_memory_bytes,
-                    "parts": cost.peak_breakdown,
-                    "largest": {kind: getattr(cost, name) for name, kind in MEMORY_KINDS.items()},
-                    "segments": cost.shared_segment_bytes,
+                    "breakdown": cost.peak_breakdown,
+                    "peak_by_kind": {kind: getattr(cost, name) for name, kind in MEMORY_KINDS.items()},
+                    "shared_segments": cost.shared_segment_bytes,
                 },
             }
             for peak, cost in zip(peaks, costs, strict=True)
@@ -124,29 +124,29 @@ def _write(path: Path, step: int, device: str, peaks: Sequence[Peak], costs: Seq
         write_whole(path.with_suffix(".json"), json.dumps(numbers, indent=1))
         write_whole(path, picture(step, device, peaks, costs, path.suffix[1:]))
     except OSError as error:  # not worth the end of a run
-        return f"{said}\nthe picture {path} could not be written: {error.strerror or error}"
-    return f"{said}\npicture: {path}; all ranks in numbers: {path.with_suffix('.json')}"
+        return f"{report}\nthe picture {path} could not be written: {error.strerror or error}"
+    return f"{report}\npicture: {path}; all ranks in numbers: {path.with_suffix('.json')}"
 
 
-def table(step: int, device: str, peaks: Sequence[Peak], costs: Sequence[RankCost]) -> str:
-    """The rank that holds most: a line for each kind, measured and estimated."""
+def table(step: int, device: str, peaks: Sequence[MemoryPeak], costs: Sequence[RankCost]) -> str:
+    """Measured and estimated memory of the rank with the highest peak, a line for each kind."""
     rank = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
-    measured, estimated = measured_parts(peaks[rank]), estimated_parts(costs[rank])
+    measured, estimated = measured_breakdown(peaks[rank]), estimated_breakdown(costs[rank])
     segments = (SHARED_MEMORY, measured.pop(SHARED_MEMORY), estimated.pop(SHARED_MEMORY))
     rows = [(kind, count, estimated[kind]) for kind, count in measured.items() if count or estimated[kind]]
-    rows += [("together", peaks[rank].total, costs[rank].peak_memory_bytes)]
+    rows += [("total", peaks[rank].total, costs[rank].peak_memory_bytes)]
     rows += [segments] if any(segments[1:]) else []
-    lines = [f"{name:<18}{bytes_text(one):>10}{bytes_text(other):>12}" for name, one, other in rows]
-    if peaks[rank].allocator is not None:
-        lines.append(f"{_ALLOCATOR:<18}{bytes_text(peaks[rank].allocator):>10}")
-    whose = "" if len(peaks) == 1 else f" of rank {rank}, which holds most,"
-    head = f"memory{whose} at its peak in step {step}, on {device}"
+    lines = [f"{name:<18}{format_bytes(one):>10}{format_bytes(other):>12}" for name, one, other in rows]
+    if peaks[rank].allocator_peak is not None:
+        lines.append(f"{_ALLOCATOR:<18}{format_bytes(peaks[rank].allocator_peak):>10}")
+    whose = "" if len(peaks) == 1 else f" of rank {rank}, the highest,"
+    head = f"peak memory{whose} in step {step}, on {device}"
     return "\n".join([head, f"{'':<18}{'measured':>10}{'estimated':>12}", *lines])
 
 
-def picture(step: int, device: str, peaks: Sequence[Peak], costs: Sequence[RankCost], kind: str) -> bytes:
-    """Bars of every rank, or of the one of each stage that holds most. kind: of the file, png say."""
-    from matplotlib.figure import Figure  # no pyplot: in a notebook the choice how to draw is the reader's
+def picture(step: int, device: str, peaks: Sequence[MemoryPeak], costs: Sequence[RankCost], kind: str) -> bytes:
+    """A bar chart of every rank, or of the rank with the highest peak of each stage. kind: of the file, such as png."""
+    from matplotlib.figure import Figure  # not pyplot, whose backend is the notebook user's choice
 
     shown = range(len(peaks))
     if len(peaks) > _DRAWN:
@@ -157,22 +157,22 @@ def picture(step: int, device: str, peaks: Sequence[Peak], costs: Sequence[RankC
         most = sorted(max(ranks, key=lambda rank: peaks[rank].total) for ranks in of.values())
         shown = sorted(sorted(most, key=lambda rank: -peaks[rank].total)[:_DRAWN])
     bars = {
-        "measured": [measured_parts(peaks[rank]) for rank in shown],
-        "estimated": [estimated_parts(costs[rank]) for rank in shown],
+        "measured": [measured_breakdown(peaks[rank]) for rank in shown],
+        "estimated": [estimated_breakdown(costs[rank]) for rank in shown],
     }
     empty = [part for part in bars["measured"][0] if not any(p[part] for held in bars.values() for p in held)]
     bars = {name: [{k: v for k, v in p.items() if k not in empty} for p in held] for name, held in bars.items()}
-    figure = Figure(figsize=figure_size(len(shown), 2), dpi=120)
+    figure = Figure(figsize=bar_figure_size(len(shown), 2), dpi=120)
     axes = figure.subplots()
-    draw_bars(axes, bars)
+    draw_memory_bars(axes, bars)
     for place, rank in enumerate(shown):
-        if (allocator := peaks[rank].allocator) is not None:
+        if (allocator := peaks[rank].allocator_peak) is not None:
             label = _ALLOCATOR if not place else None
             axes.hlines(allocator, place - 0.35, place, color="black", linestyle=":", label=label)
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
             axes.set_ylim(0, max(axes.get_ylim()[1], 1.1 * allocator))
-    stages = " (of each stage the one that holds most)" if len(shown) < len(peaks) else ""
-    axes.set(title=f"memory at its peak in step {step}, on {device}", xlabel=f"rank{stages}")
+    stages = " (of each stage the one with the highest peak)" if len(shown) < len(peaks) else ""
+    axes.set(title=f"peak memory in step {step}, on {device}", xlabel=f"rank{stages}")
     axes.set_xticks(range(len(shown)), [str(rank) for rank in shown])
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind, bbox_inches="tight")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from minidist.errors import UserError
-from minidist.tools.memory.bars import draw_bars, figure_size
+from minidist.tools.memory.bars import bar_figure_size, draw_memory_bars
 
 
 def tensor_bytes(
@@ -100,8 +100,8 @@ def _count(value: object, seen: set[int]) -> Iterable[int]:
 def _draw_bars(bars: Mapping[str, list[dict[str, int]]]) -> None:
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=figure_size(len(next(iter(bars.values()))), len(bars)))
-    draw_bars(axes, bars)
+    figure, axes = plt.subplots(figsize=bar_figure_size(len(next(iter(bars.values()))), len(bars)))
+    draw_memory_bars(axes, bars)
     figure.tight_layout()
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from minidist.errors import UserError
-from minidist.tools.memory.bars import bytes_text
+from minidist.tools.memory.bars import format_bytes
 
 Points = Sequence[tuple[float, float]]
 
@@ -85,7 +85,7 @@ def _draw_curves(drawn: Mapping[str, Mapping[str, Points]], y: str, x: str, leve
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
     if x == "bytes":
-        axes.xaxis.set_major_formatter(lambda value, _: bytes_text(value))
+        axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value))
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     figure.tight_layout()
@@ -109,7 +109,7 @@ def _draw_winners(rows: Mapping[int, Sequence[str]], sizes: Sequence[int], dots:
         axes.scatter(x, y, c=color, edgecolors="black", s=45, zorder=3)
     axes.set(xscale="log", xlabel="bytes", ylabel="ranks", yticks=places)
     axes.set_yticklabels(rows)
-    axes.xaxis.set_major_formatter(lambda value, _: bytes_text(value))
+    axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value))
     patches = [Patch(color=f"C{i}", alpha=0.6, label=name) for i, name in enumerate(names)]
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     figure.tight_layout()

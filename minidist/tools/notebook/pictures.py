@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from minidist.comm import Record
 from minidist.errors import UserError
-from minidist.tools.memory.bars import bytes_text
+from minidist.tools.memory.bars import format_bytes
 from minidist.tools.notebook.result import CellResult
 from minidist.tools.trace import intervals
 from minidist.tools.trace.traffic import traffic_matrix
@@ -92,7 +92,7 @@ def _draw_matrix(matrix: list[list[int]]) -> None:
         for receiver, count in enumerate(row):
             if count:
                 color = "white" if count > high / 2 else "black"
-                axes.text(receiver, sender, bytes_text(count), ha="center", va="center", color=color, fontsize=8)
+                axes.text(receiver, sender, format_bytes(count), ha="center", va="center", color=color, fontsize=8)
     axes.set(xlabel="to rank", ylabel="from rank", xticks=range(size), yticks=range(size), title="bytes sent")
     figure.tight_layout()
 

@@ -22,7 +22,7 @@ from minidist.train.engine import Engine
 PLAIN = {name: values[0] for name, values in SWITCHES.items()}
 MEASURED = (
     "samples",
-    "parameters",
+    "local_parameters",
     "parameter_bytes",
     "gradient_bytes",
     "master_bytes",
@@ -72,7 +72,7 @@ def held(engine: Engine) -> dict:
     else:
         gradients, behind = [parameter.grad for parameter in parameters], parameters
     return {
-        "parameters": sum(parameter.numel() for parameter in parameters),
+        "local_parameters": sum(parameter.numel() for parameter in parameters),
         "parameter_bytes": storages(behind),
         "gradient_bytes": storages(gradients),
         "master_bytes": storages(member.unit.masters.tensor for member in members if member.unit.masters.separate),
@@ -95,7 +95,7 @@ def agree(ranks, world: int, configs: list[Config]) -> None:
         for cost in estimate(config, world).ranks:
             told = {name: getattr(cost, name) for name in MEASURED}
             told["wire_bytes"] = {use: count for use, count in told["wire_bytes"].items() if count}
-            assert told == by_rank[cost.rank][number], (cost.at, config.parallel, config.comm)
+            assert told == by_rank[cost.rank][number], (cost.coords, config.parallel, config.comm)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

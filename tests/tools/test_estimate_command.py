@@ -211,7 +211,7 @@ def test_where_selective_recomputation_is_void_the_estimate_says_so(capsys):
 def test_what_is_of_little_use_is_said_beside_the_figures(capsys):
     """In one line or broken into several, as the table's width has it."""
     text = " ".join(said(capsys, "--ranks 2 --mesh.tp 2 --zero.stage 3").split())
-    assert "zero.stage 3 has nothing to share out" in text
+    assert "zero.stage 3 shards nothing here" in text
     plain = " ".join(said(capsys, "--ranks 2").split())
     assert "zero.stage" not in plain
 

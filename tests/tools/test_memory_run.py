@@ -183,7 +183,7 @@ def test_what_cannot_be_written_or_measured_is_refused(tmp_path, capsys):
         ([picture, "--trace", str(tmp_path / "m.json")], "and so does --trace: give one of them another name"),
         (
             [picture, "--memory.step", "601"],
-            "memory.step is 601, and the run ends at step 600: nothing would be measured",
+            "memory.step is 601, but the run ends at step 600: no step would be measured",
         ),
         ([picture, "--memory.step", "0"], "memory.step is 0; it must be 1 or more"),
     ):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm import World
-from minidist.tools.shm import start
+from minidist.tools.shm import group_creation
 from minidist.tools.shm.arena import ARENA_BYTES
 from minidist.tools.shm.group import ShmGroup
 from tests.helpers.shm_trials import compare, kill
@@ -98,7 +98,7 @@ def many_groups(world: World) -> tuple:
         tensor = torch.full((400_000,), float(i))
         dist.all_reduce(tensor, group=group)
         total += tensor[-1].item()
-    size = os.fstat(start._HERE[0].arena.fd).st_size
+    size = os.fstat(group_creation._CONTEXT[0].arena.fd).st_size
     for group in groups:
         dist.destroy_process_group(group)
     for i in range(30):  # what was destroyed is used again
@@ -108,17 +108,17 @@ def many_groups(world: World) -> tuple:
         assert tensor.unique().item() == i * world.size
         dist.destroy_process_group(group)
     kept = dist.new_group(everyone, backend="shm")
-    here = start._HERE[0]
-    free = here.arena.free_bytes()
+    here = group_creation._CONTEXT[0]
+    free = here.arena.largest_free_block()
     for _ in range(3):
         group = dist.new_group(everyone, backend="shm")
         dist.all_reduce(torch.ones(400_000), group=group)
         dist.destroy_process_group(group)
     dist.barrier()  # now all have left, and nothing is held
-    here.reclaim()
-    assert here.arena.free_bytes() == free
+    here.reclaim_memory()
+    assert here.arena.largest_free_block() == free
     dist.destroy_process_group(kept)
-    return total, size, len(start._HERE)
+    return total, size, len(group_creation._CONTEXT)
 
 
 def test_all_groups_of_a_process_share_one_bounded_arena(ranks):
@@ -145,7 +145,7 @@ def test_one_group_serves_both_devices_whatever_the_string(ranks):
 
 
 def apart(world: World) -> tuple:
-    start._place = lambda: f"host {world.rank}"
+    group_creation._shared_memory_domain = lambda: f"host {world.rank}"
     group = dist.new_group(backend="shm")
     x = torch.ones(2)
     dist.all_reduce(x, group=group)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm import World
-from minidist.tools.shm import start
+from minidist.tools.shm import group_creation
 from minidist.tools.shm.slots import SLOTS
 from tests.helpers.shm_trials import compare
 
@@ -26,12 +26,12 @@ def meetings(world: World) -> tuple[list[int], list[int], list[bool]]:
     here, counts, kept, alike = None, [], [], []
     for _ in range(GROUPS):
         group = dist.new_group(backend="shm")
-        here = here or start._HERE[0]
-        collectives = group._members.collectives
-        meet = collectives.meeting.meet
+        here = here or group_creation._CONTEXT[0]
+        collectives = group._resources.collectives
+        meet = collectives.barrier.exchange
         dist.all_reduce(torch.ones(NUMEL), group=group)  # slots are leased
-        free, count = here.arena.free_bytes(), []
-        collectives.meeting.meet = lambda message=b"", meet=meet, count=count: (count.append(1), meet(message))[1]
+        free, count = here.arena.largest_free_block(), []
+        collectives.barrier.exchange = lambda message=b"", meet=meet, count=count: (count.append(1), meet(message))[1]
         whole, own = torch.empty(NUMEL * world.size), torch.full((NUMEL,), world.rank + 1.0)
         dist.all_gather_into_tensor(whole, own, group=group)
         right = whole.view(world.size, -1).eq(torch.arange(1.0, world.size + 1)[:, None]).all().item()
@@ -39,7 +39,7 @@ def meetings(world: World) -> tuple[list[int], list[int], list[bool]]:
         right &= own.eq(world.size * (world.rank + 1)).all().item()
         counts.append(len(count))
         kept.append(own.nbytes // collectives._large.bytes + own.nbytes * world.size // collectives._large.bytes)
-        alike.append(right and here.arena.free_bytes() == free)
+        alike.append(right and here.arena.largest_free_block() == free)
     return counts, kept, alike
 
 
@@ -57,14 +57,14 @@ def order(world: World) -> list[list[str]]:
     for group in groups:
         dist.all_reduce(torch.ones(NUMEL), group=group)
     for group in (groups[0], groups[-1]):
-        collectives, happened = group._members.collectives, []
-        stream, meet = collectives._stream, collectives.meeting.meet
+        collectives, happened = group._resources.collectives, []
+        stream, meet = collectives._stream, collectives.barrier.exchange
 
         def reading(slots, n, step, fill, drain, *told, stream=stream, happened=happened):
             return stream(slots, n, step, fill, lambda *at: (happened.append("read"), drain(*at)), *told)
 
         collectives._stream = reading
-        collectives.meeting.meet = lambda m=b"", meet=meet, happened=happened: (happened.append("meet"), meet(m))[1]
+        collectives.barrier.exchange = lambda m=b"", meet=meet, happened=happened: (happened.append("meet"), meet(m))[1]
         dist.all_gather_into_tensor(torch.empty(NUMEL * world.size), torch.ones(NUMEL), group=group)
         seen.append(happened)
     return seen
@@ -82,13 +82,13 @@ def taken_meanwhile(world: World) -> bool:
     groups = [dist.new_group(backend="shm") for _ in range(GROUPS)]
     for group in groups:
         dist.all_reduce(torch.ones(NUMEL), group=group)
-    arena = start._HERE[0].arena
+    arena = group_creation._CONTEXT[0].arena
     if world.rank == 1:
-        arena.lease(arena.free_bytes())
-    borrowed = groups[-1]._members.collectives._borrowed
+        arena.lease(arena.largest_free_block())
+    borrowed = groups[-1]._resources.collectives._borrowed
     tensor = torch.full((NUMEL,), world.rank + 1.0)
     dist.all_reduce(tensor, group=groups[-1])
-    kept = groups[-1]._members.collectives._large
+    kept = groups[-1]._resources.collectives._large
     return tensor.unique().tolist() == [3.0] and borrowed.bytes == kept.bytes < kept.lease[1] // SLOTS * 4
 
 
@@ -101,20 +101,20 @@ def broken_off(world: World) -> tuple[str, bool, bool]:
     and no longer."""
     for _ in range(GROUPS):
         dist.all_reduce(torch.ones(NUMEL), group=dist.new_group(backend="shm"))
-    here = start._HERE[0]
-    free = here.arena.free_bytes()
+    here = group_creation._CONTEXT[0]
+    free = here.arena.largest_free_block()
     late, text = dist.new_group(backend="shm"), ""
     dist.all_reduce(torch.ones(NUMEL), group=late)
-    between = here.arena.free_bytes()
+    between = here.arena.largest_free_block()
     try:
         dist.all_reduce(torch.ones(NUMEL + world.rank), group=late)
     except dist.DistBackendError as error:
         text = str(error)
-    taken = here.arena.free_bytes() < between
+    taken = here.arena.largest_free_block() < between
     dist.destroy_process_group(late)
     dist.barrier()  # all have left
-    here.reclaim()
-    return text, taken, here.arena.free_bytes() == free
+    here.reclaim_memory()
+    return text, taken, here.arena.largest_free_block() == free
 
 
 def test_an_operation_that_fails_leaves_its_lease_to_the_end_of_its_group(ranks):

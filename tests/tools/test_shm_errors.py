@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm import World
-from minidist.tools.shm.neighbours import Neighbours
+from minidist.tools.shm.process_context import ProcessContext
 from minidist.tools.shm.reduce import Reduction
 from tests.helpers.processes import until
 
@@ -229,23 +229,23 @@ def leaves_while_another_connects(world: World) -> str:
     """Rank 1 destroys the group when rank 0 is about to connect to it; its process serves another group and accepts."""
     dist.new_group(backend="shm")
     group = dist.new_group(backend="shm")
-    transfers, others = group._members.transfers, dist.group.WORLD
+    transfers, others = group._resources.transfers, dist.group.WORLD
     if world.rank == 1:
         dist.barrier(others)
         dist.destroy_process_group(group)
         dist.barrier(others)
         return "left"
-    refuse, calls = transfers._refuse_lost, []
+    refuse, calls = transfers._check_peer_open, []
 
     def refuse_then_wait(peer: int) -> None:
         refuse(peer)
         if not calls:
             calls.append(peer)
             dist.barrier(others)
-            assert until(lambda: peer in group._members.meeting.gone)
+            assert until(lambda: peer in group._resources.barrier.gone)
             dist.barrier(others)
 
-    transfers._refuse_lost = refuse_then_wait
+    transfers._check_peer_open = refuse_then_wait
     try:
         dist.send(torch.ones(5), 1, group=group)
     except dist.DistBackendError as error:
@@ -274,11 +274,11 @@ class SlowToSend:
 def finishes_after_another_has_left(world: World) -> list:
     """Rank 1 is slow to reach rank 2. Rank 0, which has everything it needs, is long gone from the group by then."""
     group, x = dist.new_group(backend="shm"), torch.ones(3)
-    meeting = group._members.meeting
+    barrier = group._resources.barrier
     if world.rank == 1:
-        meeting.others = [(other, SlowToSend(sock, 1.5) if other == 2 else sock) for other, sock in meeting.others]
+        barrier.peers = [(other, SlowToSend(sock, 1.5) if other == 2 else sock) for other, sock in barrier.peers]
     dist.all_reduce(x, group=group)
-    told = sorted(meeting.gone)
+    told = sorted(barrier.gone)
     if world.rank == 0:
         dist.destroy_process_group(group)
     dist.barrier()
@@ -293,7 +293,7 @@ def test_an_operation_survives_ranks_that_have_finished_it_and_left(ranks):
 
 def test_forgetting_a_process_that_has_ended_leaves_the_next_one_watched():
     """Its descriptor is closed when it ends, and the next file that is opened gets the same number."""
-    here, ended = Neighbours(), []
+    here, ended = ProcessContext(), []
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     try:
         first = here.watch_process(children[0].pid, lambda: ended.append("first"))
@@ -301,12 +301,12 @@ def test_forgetting_a_process_that_has_ended_leaves_the_next_one_watched():
         assert until(lambda: ended == ["first"])
         second = here.watch_process(children[1].pid, lambda: ended.append("second"))
         assert second.fd == first.fd
-        here.forget_process(first)
+        here.unwatch_process(first)
         children[1].kill()
         assert until(lambda: ended == ["first", "second"])
     finally:
         for child in children:
             child.kill()
             child.wait()
-        here.enter()
-        here.leave()
+        here.add_group()
+        here.remove_group()

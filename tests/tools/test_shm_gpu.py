@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm import World
-from minidist.tools.shm import device
-from minidist.tools.shm.gpu import SWITCH, gpu_group
-from minidist.tools.shm.staged import Staged, StagedWork
+from minidist.tools.shm import gpu
+from minidist.tools.shm.gpu import SHARED_GPU_VARIABLE, make_gpu_group
+from minidist.tools.shm.host_staging import HostStagedGroup, HostStagedWork
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; elsewhere it is gloo")
 
@@ -28,19 +28,19 @@ def cards(gpus: str, versions=((2, 28, 9),), off=False) -> list[dict]:
         (cards("aba", [(2, 30, 7)]), True, ""),
         (cards("aa"), False, "the ranks share a GPU, which nccl 2.28.9 refuses (2.30 is the first that can)"),
         (cards("aa", [(2, 30, 0), (2, 29, 3)]), False, "which nccl 2.29.3 refuses"),
-        (cards("aa", [(2, 30, 0)], off=True), False, f"{SWITCH}=0 forbids that to nccl 2.30.0"),
+        (cards("aa", [(2, 30, 0)], off=True), False, f"{SHARED_GPU_VARIABLE}=0 forbids that to nccl 2.30.0"),
         (cards("ab", [()]), False, "the ranks have GPUs and no nccl"),
     ],
 )
 def test_who_carries_the_tensors_of_gpus(given, nccl, said, monkeypatch, capsys):
-    monkeypatch.delenv(SWITCH, raising=False)
-    group = gpu_group(given, 0, "the host", lambda: "nccl")
-    assert (group == "nccl") == nccl and isinstance(group, Staged) == (not nccl)
+    monkeypatch.delenv(SHARED_GPU_VARIABLE, raising=False)
+    group = make_gpu_group(given, 0, "the host", lambda: "nccl")
+    assert (group == "nccl") == nccl and isinstance(group, HostStagedGroup) == (not nccl)
     told = capsys.readouterr().err
     assert said in told and bool(told) == bool(said)
     shared = len({card["gpu"] for card in given}) < len(given)
-    assert (os.environ.get(SWITCH) == "1") == (nccl and shared)
-    gpu_group(given, 1, "the host", lambda: "nccl")
+    assert (os.environ.get(SHARED_GPU_VARIABLE) == "1") == (nccl and shared)
+    make_gpu_group(given, 1, "the host", lambda: "nccl")
     assert not capsys.readouterr().err, "one rank speaks"
 
 
@@ -51,9 +51,9 @@ def above(*values: float) -> torch.Tensor:
 
 
 def through_the_host(world: World) -> dict:
-    device.on_gpu = lambda tensor: hasattr(tensor, "above")
+    gpu.on_gpu = lambda tensor: hasattr(tensor, "above")
     group = dist.new_group(backend="shm")
-    group._cuda = Staged(group)
+    group._cuda = HostStagedGroup(group)
     rank, size, seen = world.rank, world.size, {}
 
     def mine(n: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ def through_the_host(world: World) -> dict:
     seen["all_reduce"] = x.tolist()
     x = mine(3)
     work = dist.all_reduce(x, group=group, async_op=True)
-    assert isinstance(work, StagedWork) and x.tolist() == mine(3).tolist(), "nothing comes up before the wait"
+    assert isinstance(work, HostStagedWork) and x.tolist() == mine(3).tolist(), "nothing comes up before the wait"
     work.wait()
     work.wait()
     seen["async"] = x.tolist()

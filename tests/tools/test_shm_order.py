@@ -1,4 +1,4 @@
-"""Order is kept within a lane of `shm`, and no lane waits for another."""
+"""Order is kept within a queue of `shm`, and no queue waits for another."""
 
 import sys
 import threading
@@ -13,8 +13,8 @@ from minidist import comm
 from minidist.comm import World
 from minidist.comm.hints import wait_follows
 from minidist.mesh import Mesh
-from minidist.tools.shm import start
-from minidist.tools.shm.rendezvous import Meeting
+from minidist.tools.shm import group_creation
+from minidist.tools.shm.barrier import GroupBarrier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; elsewhere it is gloo")
 
@@ -141,8 +141,8 @@ def test_an_asynchronous_operation_goes_on_while_nobody_waits_for_it(ranks):
 
 def threads_used(world: World) -> tuple:
     group, seen = dist.new_group(backend="shm"), []
-    begin = Meeting.begin
-    Meeting.begin = lambda self, *a: (seen.append(threading.current_thread().name), begin(self, *a))[1]
+    begin = GroupBarrier.begin
+    GroupBarrier.begin = lambda self, *a: (seen.append(threading.current_thread().name), begin(self, *a))[1]
     for _ in range(5):
         dist.all_reduce(torch.ones(4), group=group)
     alone, before = set(seen), threading.active_count()
@@ -178,7 +178,7 @@ def destroyed_with_work_pending(world: World) -> list:
                 said.append("done")
             except dist.DistBackendError as error:
                 said.append("destroyed" if "destroyed" in str(error) or "left" in str(error) else str(error))
-        said.append(len(start._HERE))
+        said.append(len(group_creation._CONTEXT))
         dist.init_process_group("gloo", store=dist.PrefixStore(name + "g", world.store), rank=world.rank, world_size=2)
         dist.barrier()
     return said

@@ -19,7 +19,7 @@ from minidist.tools.shm.sizes import (
     PIECE_BYTES,
     SLOTS,
     SMALL_BYTES,
-    even,
+    even_chunk_length,
 )
 
 PAGE = 4096
@@ -73,9 +73,9 @@ def shared_segment_bytes(traffic: Traffic, rank: int) -> int:
         at = slots.setdefault((spec, small), TouchedSlots(size, SMALL_BYTES if small else LARGE_BYTES))
         if name in _SENT_IN_PARTS:
             longest = at.slot_bytes // size // ALIGN * ALIGN // each
-            at.part_bytes = max(at.part_bytes, _round_to_pages(min(local, even(local, longest)) * each))
+            at.part_bytes = max(at.part_bytes, _round_to_pages(min(local, even_chunk_length(local, longest)) * each))
             continue
-        filled = _round_to_pages(min(local, even(local, at.slot_bytes // each)) * each)
+        filled = _round_to_pages(min(local, even_chunk_length(local, at.slot_bytes // each)) * each)
         if name == "broadcast":  # written by one rank and read by every rank
             at.add_whole(0, filled / size)
         elif name == "all_gather" or nbytes * size <= ONE_MEETING_BYTES:  # every rank reads every slot in full

@@ -1,7 +1,7 @@
-"""The memory of one process that the others of its job see.
+"""The arena: memory of one process that the other ranks of its job map.
 
-`memfd_create` gives memory without a name, so nothing is left behind however a process ends, and /dev/shm with its
-limit is not touched. Where the system has no such call, it is a file that is unlinked before anything is written.
+`memfd_create` makes memory without a name, so nothing is left behind however a process ends, and /dev/shm with its
+size limit is not used. Without that call the arena is a temporary file that is unlinked before anything is written.
 """
 
 import mmap
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 ARENA_BYTES = 8 * 2**20
-TRANSFER_BYTES = 2 * 2**20  # the end of the arena, for transfers on their way; the rest is leased to groups
+TRANSFER_BYTES = 2 * 2**20  # the end of the arena, for transfers in flight; the rest is leased to groups
 _ALIGN = 4096
 
 
 class ArenaFull(RuntimeError):
-    """No room for another block."""
+    """The arena has no free block of the requested size."""
 
 
 def make_memory(size: int) -> int:
-    """A file descriptor of `size` bytes of zeroed memory that only those see to whom it is given."""
+    """Return a file descriptor of `size` zeroed bytes, visible only to processes that are given the descriptor."""
     if hasattr(os, "memfd_create"):
         try:
             fd = os.memfd_create("minidist-shm", os.MFD_CLOEXEC)
@@ -38,58 +38,60 @@ def make_memory(size: int) -> int:
 
 
 def map_memory(fd: int) -> Tensor:
-    """The memory behind a descriptor as bytes: a uint8 tensor. It lives as long as the tensor or a view of it."""
+    """Map the memory of a file descriptor as a uint8 tensor, for as long as the tensor or a view of it lives."""
     return torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
 
 
 class Arena:
-    """This process's own memory and which parts of it are taken. Safe to use from several threads."""
+    """An allocator over the shared memory of this process: leases for groups, buffers for transfers. Thread-safe."""
 
     def __init__(self, size: int = ARENA_BYTES, transfers: int = TRANSFER_BYTES):
         self.fd = make_memory(size)
         self.memory = map_memory(self.fd)
-        self._leases = _Room(0, size - transfers)
-        self._transfers = _Room(size - transfers, size)
+        self._leases = _FreeList(0, size - transfers)
+        self._transfers = _FreeList(size - transfers, size)
         self._freed = threading.Condition()
 
     def lease(self, size: int) -> int:
-        """Offset of `size` bytes for a group. Raises ArenaFull."""
+        """Reserve `size` bytes for a group; return their offset. Raises ArenaFull."""
         with self._freed:
             return self._leases.take(size)
 
-    def free_bytes(self) -> int:
-        """The largest block that can be leased now."""
+    def largest_free_block(self) -> int:
+        """Return the size of the largest block that can be leased now."""
         with self._freed:
             return self._leases.largest()
 
     def release(self, offset: int, size: int) -> None:
+        """Free the block of a lease."""
         with self._freed:
             self._leases.give(offset, size)
 
-    def borrow(self, size: int) -> int:
-        """Offset of `size` bytes for a transfer, as soon as there are some.
+    def allocate_transfer(self, size: int) -> int:
+        """Reserve `size` bytes for a transfer; return their offset. Waits until they are free.
 
-        Only transfers whose receiver is there may hold any: then all that are held come back.
+        Only a transfer whose receiver has answered may reserve memory, so every reservation is freed again.
         """
         with self._freed:
             while self._transfers.largest() < size:
                 self._freed.wait()
             return self._transfers.take(size)
 
-    def give_back(self, offset: int, size: int) -> None:
+    def free_transfer(self, offset: int, size: int) -> None:
+        """Free the block of a transfer."""
         with self._freed:
             self._transfers.give(offset, size)
             self._freed.notify_all()
 
     def close(self) -> None:
-        """Let nobody else in. Who has mapped the memory keeps it."""
+        """Close the file descriptor, so that no other process can map the memory. Existing mappings stay."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
-class _Room:
-    """First fit over a range of bytes."""
+class _FreeList:
+    """First-fit allocator over a range of bytes."""
 
     def __init__(self, begin: int, end: int):
         self._gaps = [(begin, end)]

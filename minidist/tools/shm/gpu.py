@@ -1,55 +1,96 @@
-"""Which group carries the tensors of GPUs: nccl, or this one through the memory of the host."""
+"""Tensors on GPUs: which inner process group carries them, nccl or host staging, and how calls get there."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from minidist.tools.shm.staged import Staged
+from minidist.tools.shm.host_staging import HostStagedGroup
 
-SWITCH = "NCCL_MULTI_RANK_GPU_ENABLE"  # nccl reads it when it makes a communicator, in src/init.cc from 2.30 on
-FIRST = (2, 30)
+# nccl reads it when it makes a communicator, in src/init.cc from 2.30 on
+SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+_FIRST_NCCL = (2, 30)
 
 
-def gpu_card() -> dict:
-    """What the other ranks must know of this one: its GPU, the nccl that is loaded, and if sharing is switched off.
+def describe_gpu() -> dict:
+    """Return what the other ranks need to know of this one: its GPU, its nccl version, and whether sharing is off.
 
-    The version is asked of the library itself: another than torch was built with may have been loaded in its place.
+    The version comes from the loaded library, which may be another than the one torch was built with.
     """
     there = dist.is_nccl_available()
     return {
         "gpu": str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid),
         "nccl": list(torch.cuda.nccl.version()) if there else [],
-        "off": os.environ.get(SWITCH) == "0",
+        "off": os.environ.get(SHARED_GPU_VARIABLE) == "0",
     }
 
 
-def gpu_group(
-    cards: Sequence[Mapping], rank: int, here: dist.ProcessGroup, make_nccl: Callable[[], dist.ProcessGroup]
-) -> "dist.ProcessGroup | Staged":
-    """The group for tensors on GPUs, the same on every rank. cards: `gpu_card` of each; here: the group for the CPU.
+def make_gpu_group(
+    infos: Sequence[Mapping], rank: int, cpu_group: dist.ProcessGroup, make_nccl: Callable[[], dist.ProcessGroup]
+) -> "dist.ProcessGroup | HostStagedGroup":
+    """Make the group for tensors on GPUs: nccl, or host staging where several ranks share a GPU and nccl refuses that.
 
-    nccl where every rank has a GPU of its own, and where several share one and nccl allows that; else `here`, which
-    copies to pinned memory of the host and back. Rank 0 says so.
+    infos: `describe_gpu` of every rank, so all ranks decide alike. cpu_group: carries the staged copies.
+    Rank 0 prints a line when tensors are staged.
     """
-    oldest = min(tuple(card["nccl"]) for card in cards)
-    shared = len({card["gpu"] for card in cards}) < len(cards)
+    oldest = min(tuple(info["nccl"]) for info in infos)
+    shared = len({info["gpu"] for info in infos}) < len(infos)
     if oldest and not shared:
         return make_nccl()
-    if oldest[:2] >= FIRST and not any(card["off"] for card in cards):
-        os.environ[SWITCH] = "1"
+    if oldest[:2] >= _FIRST_NCCL and not any(info["off"] for info in infos):
+        os.environ[SHARED_GPU_VARIABLE] = "1"
         return make_nccl()
     if rank == 0:
-        print(f"backend shm: {_reason(oldest)}; they talk through pinned memory", file=sys.stderr, flush=True)
-    return Staged(here)
+        staged = "tensors are staged through pinned host memory"
+        print(f"backend shm: {_reason(oldest)}; {staged}", file=sys.stderr, flush=True)
+    return HostStagedGroup(cpu_group)
 
 
 def _reason(oldest: tuple[int, ...]) -> str:
     if not oldest:
         return "the ranks have GPUs and no nccl"
     version = ".".join(map(str, oldest))
-    if oldest[:2] >= FIRST:
-        return f"the ranks share a GPU, and {SWITCH}=0 forbids that to nccl {version}"
-    return f"the ranks share a GPU, which nccl {version} refuses ({FIRST[0]}.{FIRST[1]} is the first that can)"
+    if oldest[:2] >= _FIRST_NCCL:
+        return f"the ranks share a GPU, and {SHARED_GPU_VARIABLE}=0 forbids that to nccl {version}"
+    return (
+        f"the ranks share a GPU, which nccl {version} refuses ({_FIRST_NCCL[0]}.{_FIRST_NCCL[1]} is the first that can)"
+    )
+
+
+def route_by_device(*old_names: str):
+    """Decorate a method of a process group: pass calls with a tensor on a GPU on to `self.cuda_group()`.
+
+    old_names: what torch 2.11 calls the method.
+    """
+
+    def wrap(method):
+        @functools.wraps(method)
+        def call(self, *args, **kwargs):
+            tensor = _first(args)
+            if tensor is None or not on_gpu(tensor):
+                return method(self, *args, **kwargs)
+            cuda = self.cuda_group()
+            name = next(name for name in (method.__name__, *old_names) if hasattr(cuda, name))
+            return getattr(cuda, name)(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Return whether the tensor is on a GPU; tests replace this."""
+    return tensor.is_cuda
+
+
+def _first(args) -> Tensor | None:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return arg
+        if isinstance(arg, (list, tuple)) and (found := _first(arg)) is not None:
+            return found
+    return None

@@ -1,4 +1,4 @@
-"""How contributions become one: in the order of the ranks, one element at a time."""
+"""Element-wise reductions, always in rank order."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,7 +19,7 @@ _TWO: dict[dist.ReduceOp.RedOpType, tuple[str, Callable]] = {
 
 
 class Reduction:
-    """One of torch's reduce operations. Raises ValueError for those that need an argument of their own."""
+    """One of torch's `ReduceOp`s. Raises ValueError for those that need an argument of their own (PREMUL_SUM)."""
 
     def __init__(self, op: dist.ReduceOp):
         kind = getattr(op, "op", op)  # torch passes either
@@ -29,7 +29,7 @@ class Reduction:
         self.name, self._two = _TWO[kind]
 
     def reduce(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """out = ((parts[0] o parts[1]) o parts[2]) ...; `out` may be parts[0] or parts[1], no other."""
+        """Reduce `parts` from left to right into `out`, which may be parts[0] or parts[1] but no other part."""
         if len(parts) == 1:
             if out.data_ptr() != parts[0].data_ptr():
                 out.copy_(parts[0])

@@ -1,7 +1,7 @@
 """Registration of the backend with torch, whether torch or `minidist.tools.shm` is imported first.
 
 Importing torch takes seconds, so `import minidist.tools.shm` must not import it. If torch.distributed has been
-imported, `register_soon` registers the backend at once. Otherwise it places a finder on `sys.meta_path`; when
+imported, `register_backend` registers the backend at once. Otherwise it places a finder on `sys.meta_path`; when
 torch.distributed is imported later, the finder appends the registration to that import and removes itself. The modules
 of the backend are imported when its first group is made.
 """
@@ -13,16 +13,16 @@ from minidist.tools.shm.name import NAME
 _TORCH = "torch.distributed.distributed_c10d"
 
 
-def register_soon() -> None:
-    """Register the backend now if torch.distributed is imported, else when it is."""
+def register_backend() -> None:
+    """Register the backend shm with torch, now or as soon as torch.distributed is imported."""
     if hasattr(sys.modules.get(_TORCH), "Backend"):
         _register()
-    elif not any(isinstance(finder, _Awaits) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Awaits())
+    elif not any(isinstance(finder, _TorchImportHook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TorchImportHook())
 
 
-class _Awaits:
-    """Finds no module itself: when torch.distributed is looked for, it has the registration done after its import."""
+class _TorchImportHook:
+    """A finder that registers the backend at the end of the import of torch.distributed."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != _TORCH:
@@ -49,6 +49,6 @@ def _register() -> None:
 
 
 def _create(options, backend_options):
-    from minidist.tools.shm.start import create
+    from minidist.tools.shm.group_creation import create_group
 
-    return create(options, backend_options)
+    return create_group(options, backend_options)

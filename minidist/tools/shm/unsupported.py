@@ -1,8 +1,8 @@
-"""What torch's process groups can do and this one cannot, with what to do instead."""
+"""Methods of torch's process groups that the backend shm lacks, and the alternative to each."""
 
-from minidist.tools.shm.rendezvous import ShmError
+from minidist.tools.shm.barrier import ShmError
 
-INSTEAD = {
+ALTERNATIVES = {
     "recv_anysource": "name the rank that sends, recv(..., src=...)",
     "split_group": "make the parts with new_group",
     "merge_remote_group": "make the whole with new_group",
@@ -15,14 +15,14 @@ INSTEAD = {
 }
 
 
-def refusing(group: type) -> type:
-    """The class, with these methods. Left to the base class they would fail in words about something else."""
-    for name, instead in INSTEAD.items():
-        setattr(group, name, _refusal(name, instead))
+def reject_unsupported(group: type) -> type:
+    """Class decorator: make the unsupported methods raise ShmError with the alternative, not torch's obscure errors."""
+    for name, instead in ALTERNATIVES.items():
+        setattr(group, name, _rejection(name, instead))
     return group
 
 
-def _refusal(name: str, instead: str):
+def _rejection(name: str, instead: str):
     def refuse(self, *_, **__):
         raise ShmError(f"the backend shm has no {name}: {instead}")
 

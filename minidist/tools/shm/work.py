@@ -1,4 +1,4 @@
-"""Torch's handle for an operation on its way."""
+"""The handle that torch gets for an operation in flight."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -7,31 +7,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minidist.tools.shm.lane import Lane, Task
+from minidist.tools.shm.operation_queue import Operation, OperationQueue
 
 
 class Work(dist.Work):
-    """An operation in a lane.
+    """The `dist.Work` of one operation of an `OperationQueue`.
 
-    call: what to do; tensors: the results; source: the rank that a receive is from.
+    queue: where it runs; call: performs it; tensors: the results; source: group rank of the sender, for a receive.
     """
 
-    def __init__(self, lane: Lane, call: Callable[[], None], tensors: Sequence[Tensor] = (), source: int = -1):
+    def __init__(
+        self, queue: OperationQueue, call: Callable[[], None], tensors: Sequence[Tensor] = (), source: int = -1
+    ):
         super().__init__()
-        self._lane, self._task, self._tensors, self.source = lane, Task(call), list(tensors), source
+        self._queue, self._task, self._tensors, self.source = queue, Operation(call), list(tensors), source
 
     def start(self, here: bool) -> None:
-        """Queue it; or, with `here` and nothing before it, do it in this thread and return when it has ended."""
-        self._lane.submit(self._task, here)
+        """Queue the operation; with `here` and an empty queue, run it in the calling thread until it has ended."""
+        self._queue.submit(self._task, here)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return True when the operation has ended; raises what went wrong, or after `timeout` (0: none) that."""
+        """Block until the operation has ended; return True. Raises its error, or DistBackendError after `timeout`."""
         if not self._task.ended:
             if not timeout:
-                self._lane.take_over(self._task)
+                self._queue.run_if_next(self._task)
             else:
-                self._lane.man()
-            if not self._task.passed(timeout.total_seconds() if timeout else None):
+                self._queue.run_in_worker()
+            if not self._task.wait_ended(timeout.total_seconds() if timeout else None):
                 raise dist.DistBackendError(f"the operation has not ended after {timeout.total_seconds():g} s")
         if self._task.error is not None:
             raise self._task.error
@@ -61,7 +63,7 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """A future of the list of results. Errors go through `then`, as only its errors are seen from C++."""
+        """Return a future of the list of results. Errors pass through `then`: C++ sees only those."""
         return self._task.future().then(self._outcome)
 
     def get_future_result(self) -> torch.futures.Future:

@@ -1,4 +1,4 @@
-"""Tensors as the backend sees them: one row of elements, or of bytes."""
+"""Flat views of tensors, and the checks of their sizes."""
 
 import functools
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """A view (n,) of all elements, in the order of memory, that autograd does not follow.
+def flat_view(tensor: Tensor) -> Tensor:
+    """Return a detached view (n,) of all elements, in memory order.
 
-    Raises ValueError when they do not lie together, or not on the CPU.
+    Raises ValueError when the elements are not contiguous in memory, or not on the CPU.
     """
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise ValueError(f"the backend shm takes dense tensors on CPU, not {tensor.layout} on {tensor.device}")
@@ -24,38 +24,38 @@ def flat(tensor: Tensor) -> Tensor:
     )
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The same as uint8."""
-    return flat(tensor).view(torch.uint8)
+def byte_view(tensor: Tensor) -> Tensor:
+    """Return `flat_view(tensor)` as uint8."""
+    return flat_view(tensor).view(torch.uint8)
 
 
-def named(tensor: Tensor) -> str:
-    """What two ranks must agree on: dtype and number of elements."""
-    return _words(tensor.dtype, tensor.shape)[0]
+def describe_elements(tensor: Tensor) -> str:
+    """Return "dtype number-of-elements", in which ranks must agree."""
+    return _describe(tensor.dtype, tensor.shape)[0]
 
 
-def rows(tensor: Tensor) -> str:
-    """The shape, for a person."""
-    return _words(tensor.dtype, tensor.shape)[1]
+def describe_shape(tensor: Tensor) -> str:
+    """Return the shape as text, for error messages."""
+    return _describe(tensor.dtype, tensor.shape)[1]
 
 
 @functools.lru_cache(1024)
-def _words(dtype: torch.dtype, shape: torch.Size) -> tuple[str, str]:
+def _describe(dtype: torch.dtype, shape: torch.Size) -> tuple[str, str]:
     return f"{str(dtype).removeprefix('torch.')} {shape.numel()}", str(list(shape))
 
 
-def parts_of(whole: Tensor, part: Tensor, size: int) -> list[Tensor]:
-    """`whole` as one flat tensor per rank. Raises ValueError when it is not `size` times `part`."""
+def split_per_rank(whole: Tensor, part: Tensor, size: int) -> list[Tensor]:
+    """Split `whole` into one flat tensor per rank. Raises ValueError unless it is `size` times as large as `part`."""
     if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
         raise ValueError(
             f"the whole has {whole.numel()} elements of {whole.dtype}; {size} ranks with a part of "
             f"{part.numel()} of {part.dtype} need {size * part.numel()}"
         )
-    return list(flat(whole).split(part.numel())) if part.numel() else [flat(whole)] * size
+    return list(flat_view(whole).split(part.numel())) if part.numel() else [flat_view(whole)] * size
 
 
-def check_parts(what: str, parts: Sequence[Tensor], like: Tensor, size: int) -> None:
-    """Raise ValueError when there is not one tensor per rank, each as large as `like`."""
+def check_sizes(what: str, parts: Sequence[Tensor], like: Tensor, size: int) -> None:
+    """Raise ValueError unless `parts` has one tensor per rank, each of the size and dtype of `like`."""
     if len(parts) != size:
         raise ValueError(f"{what} takes a tensor per rank: {size}, not {len(parts)}")
     for part in parts:
@@ -66,7 +66,10 @@ def check_parts(what: str, parts: Sequence[Tensor], like: Tensor, size: int) -> 
 
 
 def split_rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
-    """One flat tensor of bytes per rank: along dimension 0, of equal length or as `splits` says. Raises ValueError."""
+    """Split along dimension 0 into one flat tensor of bytes per rank: equally, or by `splits` if given.
+
+    Raises ValueError when the rows cannot be split like that.
+    """
     count = tensor.shape[0] if tensor.dim() else 1
     if not splits and count % size:
         raise ValueError(f"all_to_all: dimension 0 has {count} rows, which {size} ranks cannot share equally")
@@ -74,4 +77,4 @@ def split_rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]
     if len(lengths) != size or sum(lengths) != count:
         raise ValueError(f"all_to_all: the splits {lengths} do not cut {count} rows into {size} parts")
     row = tensor.nbytes // count if count else 0
-    return list(as_bytes(tensor).split([length * row for length in lengths]))
+    return list(byte_view(tensor).split([length * row for length in lengths]))

@@ -1,7 +1,7 @@
-"""Tensors of a GPU through memory of the host: down, the operation there, and up again.
+"""Host staging: copy GPU tensors to pinned host memory, communicate there, copy the results back.
 
-This is how ranks that share one GPU talk where nccl refuses them. Every copy is finished before the next step begins,
-so no stream can overtake another: it is made to be right for learners with one GPU, and nobody with two needs it.
+Ranks that share one GPU communicate like this where nccl refuses them. Every copy completes before the next step
+begins, so streams cannot race: it is correct rather than fast, for learners with a single GPU.
 """
 
 import threading
@@ -13,30 +13,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Staged:
-    """A group's operations for tensors on a GPU. Every method of the group may be called; what is first is written."""
+class HostStagedGroup:
+    """Forwards every method of `group` with host copies of its GPU tensors; the first argument holds the results."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
 
     def shutdown(self) -> None:
-        """Nothing to do: all that there is belongs to the group."""
+        """Do nothing: `group` owns all resources."""
 
     abort = shutdown
 
     def __getattr__(self, name: str):
         def through(first, *rest, **options):
             pairs: list[tuple[Tensor, Tensor]] = []
-            lowered = [_down(argument, pairs if i == 0 else []) for i, argument in enumerate((first, *rest))]
-            work = StagedWork(getattr(self._group, name)(*lowered, **options), [] if name == "send" else pairs)
-            self._group.replace_last(work)
+            lowered = [_copy_to_host(argument, pairs if i == 0 else []) for i, argument in enumerate((first, *rest))]
+            work = HostStagedWork(getattr(self._group, name)(*lowered, **options), [] if name == "send" else pairs)
+            self._group.replace_last_coalesced(work)
             return work
 
         return through
 
 
-class StagedWork(dist.Work):
-    """An operation on copies: when it has ended, its results go up, once, before anybody is told."""
+class HostStagedWork(dist.Work):
+    """The work of an operation on host copies; its results are copied to the GPU once, before a wait returns.
+
+    pairs: (GPU tensor, host copy).
+    """
 
     def __init__(self, inner: dist.Work, pairs: Sequence[tuple[Tensor, Tensor]]):
         super().__init__()
@@ -45,7 +48,7 @@ class StagedWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         done = self._inner.wait(timeout)
-        self._raise_up()
+        self._copy_results_to_gpu()
         return done
 
     def synchronize(self) -> None:
@@ -78,24 +81,24 @@ class StagedWork(dist.Work):
     _source_rank = source_rank
 
     def _outcome(self, ended: torch.futures.Future) -> list[Tensor]:
-        ended.value()  # raises what went wrong
-        self._raise_up()
+        ended.value()  # raises the error of the operation
+        self._copy_results_to_gpu()
         return self._results
 
-    def _raise_up(self) -> None:
+    def _copy_results_to_gpu(self) -> None:
         with self._lock:
             pairs, self._pairs = self._pairs, []
             for above, below in pairs:
-                above.copy_(below)  # blocks until it is there: whatever stream reads it next, reads it
+                above.copy_(below)  # blocks until the copy is done, so every stream reads the new data
 
 
-def _down(argument, pairs: list[tuple[Tensor, Tensor]]):
-    """The argument with copies in place of its tensors; which stands for which is noted."""
+def _copy_to_host(argument, pairs: list[tuple[Tensor, Tensor]]):
+    """Return the argument with host copies of its tensors; append each (tensor, copy) to `pairs`."""
     if isinstance(argument, Tensor):
         below = torch.empty_like(argument, device="cpu", pin_memory=torch.cuda.is_available())
-        below.copy_(argument)  # after all that the current stream was given
+        below.copy_(argument)  # waits for the current stream
         pairs.append((argument, below))
         return below
     if isinstance(argument, (list, tuple)):
-        return [_down(one, pairs) for one in argument]
+        return [_copy_to_host(one, pairs) for one in argument]
     return argument

@@ -1,4 +1,4 @@
-"""A lane of `shm` by itself, without ranks: who runs an operation, and what he still holds of it."""
+"""A queue of `shm` by itself, without ranks: who runs an operation, and what he still holds of it."""
 
 import functools
 import threading
@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from minidist.tools.shm.lane import Lane, Workers
+from minidist.tools.shm.operation_queue import OperationQueue, WorkerThreads
 from minidist.tools.shm.work import Work
 
 
@@ -18,8 +18,8 @@ class NoWorkers:
 
 
 def test_who_waits_for_what_is_next_runs_it_himself():
-    lane, done = Lane(NoWorkers()), []
-    at_once, first, second = (Work(lane, lambda i=i: done.append(i)) for i in range(3))
+    queue, done = OperationQueue(NoWorkers()), []
+    at_once, first, second = (Work(queue, lambda i=i: done.append(i)) for i in range(3))
     at_once.start(here=True)
     assert done == [0] and at_once.is_success()
     first.start(here=False)
@@ -28,7 +28,7 @@ def test_who_waits_for_what_is_next_runs_it_himself():
     first.wait()
     assert done == [0, 1]
     second.wait()
-    assert done == [0, 1, 2] and lane.quiet
+    assert done == [0, 1, 2] and queue.idle
 
 
 class Told:
@@ -43,18 +43,18 @@ class Told:
 
 def test_the_thread_that_ran_an_operation_has_let_go_of_its_tensors_before_anybody_knows():
     """Or their memory would be free at some later time, and in another thread than the one that waits."""
-    lane, answers = Lane(NoWorkers()), []
-    work = Work(lane, functools.partial(bool, Told(lambda: work.is_completed(), answers)))
+    queue, answers = OperationQueue(NoWorkers()), []
+    work = Work(queue, functools.partial(bool, Told(lambda: work.is_completed(), answers)))
     work.start(here=False)
     work.wait()
     assert answers == [False]
 
 
 def test_the_thread_that_runs_an_operation_does_not_hold_its_result():
-    workers, go, gone = Workers(), threading.Event(), threading.Event()
-    lane, result = Lane(workers), torch.zeros(3)
+    workers, go, gone = WorkerThreads(), threading.Event(), threading.Event()
+    queue, result = OperationQueue(workers), torch.zeros(3)
     weakref.finalize(result, gone.set)
-    work = Work(lane, go.wait, [result])
+    work = Work(queue, go.wait, [result])
     work.start(here=False)
     del work, result
     assert gone.is_set()

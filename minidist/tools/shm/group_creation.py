@@ -1,0 +1,99 @@
+"""Makes a group: the ranks exchange addresses through the store and connect, or fall back to gloo."""
+
+import json
+import os
+import secrets
+import socket
+import sys
+
+import torch.distributed as dist
+
+from minidist.comm.network import over_network
+from minidist.tools.shm.barrier import GroupBarrier
+from minidist.tools.shm.gpu import describe_gpu, make_gpu_group
+from minidist.tools.shm.group import ShmGroup
+from minidist.tools.shm.group_resources import GroupResources
+from minidist.tools.shm.process_context import ProcessContext
+
+_CONTEXT: list[ProcessContext] = []  # the one context of this process, while it has groups
+
+
+def create_group(options, _backend_options) -> dist.ProcessGroup:
+    """Make a group of the backend shm; torch calls this on each of its ranks.
+
+    Returns a gloo group where the ranks do not share memory: on several hosts, or not on Linux. Rank 0 says so.
+    """
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
+    place = _shared_memory_domain()
+    infos = _exchange_infos(
+        store, rank, size, {"place": place, "token": _context().token if place else "", "group": _unique()}
+    )
+    if any(info["place"] != infos[0]["place"] or not info["place"] for info in infos):
+        if rank == 0:
+            print(f"backend shm: {_reason(infos)}; these {size} ranks talk over gloo", file=sys.stderr, flush=True)
+        return over_network(store, rank, size, timeout)
+    resources = _connect_ranks(infos, ranks, rank, timeout.total_seconds(), options.group_id)
+
+    def gpus(group: ShmGroup):
+        infos = _exchange_infos(dist.PrefixStore("gpus/", store), rank, size, describe_gpu())
+        inner = dist.PrefixStore("inner/", store)
+        return make_gpu_group(infos, rank, group, lambda: over_network(inner, rank, size, timeout))
+
+    return ShmGroup(resources, options.group_id, gpus)
+
+
+def _context() -> ProcessContext:
+    if not _CONTEXT or _CONTEXT[0].pid != os.getpid():  # a forked child must not use its parent's
+        _CONTEXT[:] = [ProcessContext()]
+    return _CONTEXT[0]
+
+
+def _on_group_closed(last: bool) -> None:
+    if last:
+        _CONTEXT.clear()
+
+
+def _shared_memory_domain() -> str:
+    """Return a text that is equal on processes that can share memory; "" where that is impossible."""
+    if sys.platform != "linux" or not hasattr(socket, "send_fds"):
+        return ""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
+    except OSError:
+        return ""
+
+
+def _reason(infos: list[dict]) -> str:
+    if not all(info["place"] for info in infos):
+        return "no shared memory between processes on this system"
+    return "the ranks are on different hosts, or of different users"
+
+
+def _unique() -> str:
+    return secrets.token_hex(8)
+
+
+def _exchange_infos(store: dist.Store, rank: int, size: int, info: dict) -> list[dict]:
+    """Return the `info` of every rank. Each call uses new keys, as a store may outlive the group that it made."""
+    turn = (store.add("shm/come", 1) - 1) // size
+    keys = [f"shm/{turn}/{other}" for other in range(size)]
+    store.set(keys[rank], json.dumps(info))
+    store.wait(keys)
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _connect_ranks(infos: list[dict], ranks: tuple[int, ...], rank: int, timeout_s: float, name: str) -> GroupResources:
+    """Connect to every other rank: to lower ranks actively, from higher ranks by waiting for their connection."""
+    context, group = _context(), infos[0]["group"]
+    socks, pids = [None] * len(infos), [None] * len(infos)
+    for other in range(rank):
+        socks[other], pids[other] = context.connect(infos[other]["token"], (group, "meet", rank))
+    for other in range(rank + 1, len(infos)):
+        arrived = context.wait_for_connection((group, "meet", other), lambda: True, timeout_s)
+        if arrived is None:
+            raise dist.DistBackendError(f"rank {ranks[other]} did not connect to rank {ranks[rank]} in {timeout_s:g} s")
+        socks[other], pids[other] = arrived
+    barrier = GroupBarrier(context, ranks, rank, socks, name, timeout_s)
+    return GroupResources(context, barrier, [info["token"] for info in infos], pids, group, _on_group_closed)

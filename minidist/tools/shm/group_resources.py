@@ -1,0 +1,105 @@
+"""The connections, queues and shared memory of one group, and how they are released."""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from minidist.tools.shm.barrier import GroupBarrier, ShmError
+from minidist.tools.shm.collectives import Collectives
+from minidist.tools.shm.operation_queue import OperationQueue
+from minidist.tools.shm.process_context import ProcessContext, ProcessDescriptor
+from minidist.tools.shm.transfer import Transfers
+
+_LINGER_S = 2.0  # how long operations in flight may take to end when the group is destroyed
+_STEP_S = 0.002
+
+
+class GroupResources:
+    """What this rank holds for one group.
+
+    barrier: its connections to the other ranks; tokens, pids: of the ranks' processes; name: the group's own.
+    queue: runs the collectives; each (peer, direction, tag) of a transfer has a queue of its own.
+    on_close: called when the group has been closed, with whether it was the last of this process.
+    """
+
+    def __init__(
+        self,
+        context: ProcessContext,
+        barrier: GroupBarrier,
+        tokens: list[str],
+        pids: list[int | None],
+        name: str,
+        on_close,
+    ):
+        self.barrier, self.workers = barrier, context.workers
+        self.rank, self.size = barrier.rank, barrier.size
+        self._context, self._on_close, self._open = context, on_close, True
+        self.queue = OperationQueue(context.workers)
+        self.collectives = Collectives(context, barrier, [context.arena_of(token) for token in tokens])
+        self.transfers = Transfers(context, barrier, tokens, name)
+        self._transfer_queues: dict[tuple[str, int, int], OperationQueue] = {}
+        self._processes: list[ProcessDescriptor | None] = []
+        context.add_group()
+        for other, sock in barrier.peers:
+            context.watch_socket(sock, lambda other=other: self._on_hangup(other, "has left"))
+            self._processes.append(
+                context.watch_process(pids[other], lambda other=other: self._on_hangup(other, "has ended"))
+            )
+
+    def run_collective(self, call: Callable[[], None]) -> None:
+        """Run one collective. Any error makes the group unusable, as its ranks are no longer at the same operation."""
+        self.barrier.count += 1
+        if self.barrier.failure:
+            raise ShmError(self.barrier.failure)
+        try:
+            call()
+        except BaseException as error:
+            self.barrier.abort(str(error) or type(error).__name__)
+            raise
+
+    def transfer_queue(self, kind: str, peer: int, tag: int) -> OperationQueue:
+        """Return the queue of the sends to, or receives from, one rank under one tag. Raises ValueError: bad peer."""
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise ValueError(f"{kind}: rank {self.rank} of {self.barrier} has no peer {peer}")
+        return self._transfer_queues.setdefault((kind, peer, tag), OperationQueue(self.workers))
+
+    def check_open(self) -> None:
+        """Raise ShmError if the group has been destroyed."""
+        if not self._open:
+            raise ShmError(f"{self.barrier} was destroyed")
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long one operation may wait for a rank."""
+        self.barrier.set_timeout(seconds)
+
+    def _on_hangup(self, other: int, how: str) -> None:
+        name = f"rank {self.barrier.ranks[other]}"
+        self.barrier.mark_gone(other, f"{name} has left {self.barrier}" if how == "has left" else f"{name} has ended")
+        self.transfers.disconnect_peer(other)
+
+    def close(self, patience_s: float = _LINGER_S) -> None:
+        """Leave the group. Operations in flight get `patience_s` to end; after that they fail."""
+        if not self._open:
+            return
+        self._open = False
+        queues = [self.queue, *self._transfer_queues.values()]
+        self._let_end(queues, patience_s)
+        gone = ShmError(f"{self.barrier} was destroyed before this was done")
+        for queue in queues:
+            queue.fail_pending(gone)
+        for _, sock in self.barrier.peers:
+            with contextlib.suppress(OSError):
+                self._context.unwatch(sock.fileno())
+        for process in self._processes:
+            self._context.unwatch_process(process)
+        self.barrier.interrupt()
+        self.transfers.close()
+        self._let_end(queues, _LINGER_S)
+        self.transfers.close_sockets()
+        self._context.retire_group([sock for _, sock in self.barrier.peers], self.collectives.leases)
+        self._on_close(self._context.remove_group())
+
+    def _let_end(self, queues: list[OperationQueue], seconds: float) -> None:
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s and not all(queue.idle for queue in queues):
+            time.sleep(_STEP_S)

@@ -1,0 +1,269 @@
+"""What all groups of one process share: its arena, its listening socket, its worker threads and its watch thread.
+
+The watch thread accepts connections and notices peers that end; it never waits for a group. It learns of a process's
+end from the process descriptor (pidfd): unlike a socket, no forked child can hold that open.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from minidist.tools.shm.arena import Arena, map_memory
+from minidist.tools.shm.operation_queue import WorkerThreads, in_worker_thread
+
+_HELLO_S = 10.0
+_MESSAGE_BYTES = 4096
+_POLL_S = 1e-4
+
+
+class ProcessDescriptor(NamedTuple):
+    """The pidfd of a watched process. Compared by identity, as the system reuses the number once it is closed."""
+
+    fd: int
+
+
+class ProcessContext:
+    """The resources that all shm groups of this process share.
+
+    token: the address of this process, which other ranks pass to `connect`. arena: the memory it shares with them.
+    changed: notified when a connection has arrived or a peer has gone.
+    """
+
+    def __init__(self):
+        self.pid = os.getpid()
+        self.arena, self.workers = Arena(), WorkerThreads()
+        self.token = secrets.token_hex(16)
+        self.changed = threading.Condition()
+        self._connections: dict[tuple, tuple[socket.socket, int]] = {}
+        self._arenas: dict[str, Tensor] = {self.token: self.arena.memory}
+        self._watched: dict[int, Callable[[], None]] = {}
+        self._processes: dict[int, ProcessDescriptor] = {}  # by file descriptor
+        self._retired_groups: list[tuple[list[socket.socket], list[tuple[int, int]]]] = []
+        self._group_count = 0
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind("\0minidist-" + self.token)
+        self._listener.listen(1024)
+        self._wake_receiver, self._wake_sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._poll = select.poll()
+        for sock in (self._listener, self._wake_receiver):
+            self._poll.register(sock, select.POLLIN)
+        self._open = True
+        threading.Thread(target=self._watch, name="shm-watch", daemon=True).start()
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def connect(self, token: str, name: tuple) -> tuple[socket.socket, int]:
+        """Connect to the process with that token, which gets the connection by `wait_for_connection(name)`.
+
+        Returns the socket and the id of that process. Raises ConnectionError.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect("\0minidist-" + token)
+        pid = _peer_pid(sock)
+        socket.send_fds(sock, [json.dumps([self.token, name]).encode()], [self.arena.fd])
+        set_socket_timeout(sock, _HELLO_S)
+        answer, fds, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 1)
+        if answer != b"welcome":
+            raise ConnectionError(f"process {pid} did not answer")
+        self._map_arena(token, fds)
+        return sock, pid
+
+    def wait_for_connection(
+        self, name: tuple, still_wanted: Callable[[], bool], timeout_s: float
+    ) -> tuple[socket.socket, int] | None:
+        """Wait for the connection that another process makes under `name`; return its socket and that process's id.
+
+        Returns None after `timeout_s`, or as soon as it is not `still_wanted`, which `changed` has to be notified of.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: name in self._connections or not still_wanted(), timeout_s)
+            return self._connections.pop(name, None)
+
+    def arena_of(self, token: str) -> Tensor:
+        """The arena of a connected process: (bytes,) uint8."""
+        return self._arenas[token]
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        try:
+            pid = _peer_pid(sock)
+            set_socket_timeout(sock, _HELLO_S)
+            hello, fds, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 1)
+            token, name = json.loads(hello)
+            self._map_arena(token, fds)
+            socket.send_fds(sock, [b"welcome"], [self.arena.fd])
+        except (OSError, ValueError):
+            sock.close()
+            return
+        with self.changed:
+            self._connections[tuple(name)] = (sock, pid)
+            self.changed.notify_all()
+
+    def _map_arena(self, token: str, fds: list[int]) -> None:
+        for fd in fds:
+            if token not in self._arenas:
+                self._arenas[token] = map_memory(fd)
+            os.close(fd)
+
+    # -- peers that end -----------------------------------------------------------------------------------------------
+
+    def watch_socket(self, sock: socket.socket, on_close: Callable[[], None]) -> None:
+        """Call `on_close` once, in the watch thread, when the peer closes this connection."""
+        with self.changed:
+            self._watched[sock.fileno()] = on_close
+        self._poll.register(sock.fileno(), select.POLLRDHUP)
+        self._wake()
+
+    def watch_process(self, pid: int, on_end: Callable[[], None]) -> "ProcessDescriptor | None":
+        """Call `on_end` once, in the watch thread, when the process ends. Returns the argument of `unwatch_process`.
+
+        None where the system has no pidfd or the process has ended already: then its closed sockets tell.
+        """
+        try:
+            fd = os.pidfd_open(pid)
+        except (AttributeError, OSError):
+            return None
+        process = ProcessDescriptor(fd)
+        with self.changed:
+            self._watched[fd], self._processes[fd] = on_end, process
+        self._poll.register(fd, select.POLLIN)
+        self._wake()
+        return process
+
+    def unwatch(self, fd: int) -> None:
+        """Stop watching a socket, given by its file descriptor."""
+        with self.changed:
+            if self._watched.pop(fd, None) is not None:
+                self._poll.unregister(fd)
+
+    def unwatch_process(self, process: "ProcessDescriptor | None") -> None:
+        """Stop watching a process. Does nothing after its end, when another file may have the descriptor's number."""
+        with self.changed:
+            if process is not None and self._processes.get(process.fd) is process:
+                self.unwatch(process.fd)
+                del self._processes[process.fd]
+                os.close(process.fd)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_sender.send(b"!", socket.MSG_DONTWAIT)
+
+    def _watch(self) -> None:
+        while self._open:
+            for fd, _ in self._poll.poll():
+                if fd == self._listener.fileno():
+                    self._accept()
+                elif fd == self._wake_receiver.fileno():
+                    self._wake_receiver.recv(16)
+                else:
+                    self._on_hangup(fd)
+        for sock in (self._listener, self._wake_receiver, self._wake_sender):
+            sock.close()
+
+    def _on_hangup(self, fd: int) -> None:
+        again = select.poll()
+        with self.changed:  # the number may belong to another file by now; under the lock it cannot change
+            gone = self._watched.get(fd)
+            again.register(fd, select.POLLIN if fd in self._processes else select.POLLRDHUP)
+            if gone is None or not again.poll(0):
+                return
+            self.unwatch_process(self._processes[fd]) if fd in self._processes else self.unwatch(fd)
+        gone()
+
+    # -- groups made and destroyed -----------------------------------------------------------------------------------
+
+    def retire_group(self, socks: list[socket.socket], blocks: list[tuple[int, int]]) -> None:
+        """Shut a destroyed group's connections; its memory is freed once no other rank can still be reading it."""
+        for sock in socks:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+        with self.changed:
+            self._retired_groups.append((socks, blocks))
+        self.reclaim_memory()
+
+    def reclaim_memory(self) -> None:
+        """Free the memory of destroyed groups that all their other ranks have left."""
+        with self.changed:
+            retired, self._retired_groups = self._retired_groups, []
+            for socks, blocks in retired:
+                socks = [sock for sock in socks if not _close_if_peer_closed(sock)]
+                if socks:
+                    self._retired_groups.append((socks, blocks))
+                    continue
+                for offset, size in blocks:
+                    self.arena.release(offset, size)
+
+    def add_group(self) -> None:
+        """Count one more group that uses this context."""
+        self._group_count += 1
+
+    def remove_group(self) -> bool:
+        """Count one group less and close everything with the last; return whether it was the last."""
+        self._group_count -= 1
+        if self._group_count:
+            return False
+        self._open = False
+        self._wake()
+        for sock in [sock for socks, _ in self._retired_groups for sock in socks] + [
+            sock for sock, _ in self._connections.values()
+        ]:
+            sock.close()
+        self.workers.close()
+        self.arena.close()
+        return True
+
+
+def _close_if_peer_closed(sock: socket.socket) -> bool:
+    """Close the socket if its peer has closed; return whether that is so. Messages that still arrive are discarded."""
+    try:
+        while sock.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    sock.close()
+    return True
+
+
+def _peer_pid(sock: socket.socket) -> int:
+    """Return the id of the process at the other end. Raises ConnectionError if it belongs to another user."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.geteuid():
+        raise ConnectionError(f"process {pid} belongs to user {uid}")
+    return pid
+
+
+def receive_message(sock: socket.socket, size: int) -> bytes:
+    """Wait for the next message, of at most `size` bytes. Raises what `socket.recv` raises.
+
+    The ranks of a group arrive microseconds apart, while sleeping and waking takes tens of microseconds. So the
+    waiting thread first polls for 0.1 ms and yields its core to other ranks in between; then it sleeps in `recv`.
+    A worker thread sleeps at once, because its process computes meanwhile.
+    """
+    end_s = time.monotonic() + (0.0 if in_worker_thread() else _POLL_S)
+    while time.monotonic() < end_s:
+        try:
+            return sock.recv(size, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            os.sched_yield()
+    return sock.recv(size)
+
+
+def set_socket_timeout(sock: socket.socket, seconds: float, receive_s: float | None = None) -> None:
+    """Limit how long a blocking send or receive on this socket may take; receive_s: another limit for receives.
+
+    Python's own `settimeout` would cost a second system call per message.
+    """
+    for option, limit_s in ((socket.SO_SNDTIMEO, seconds), (socket.SO_RCVTIMEO, receive_s or seconds)):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6)))

@@ -26,7 +26,6 @@ from minidist.config import CommConfig, Config, ZeroConfig
 from minidist.mesh import Mesh
 from minidist.parallelize import parallelize, uses
 from minidist.train.engine import Engine
-from minidist.train.loss import backward
 
 MODES = ("full", "bare")
 # Called when gradients are reduced and not yet clipped, with those this rank holds.
@@ -78,21 +77,23 @@ class Ours:
         if self.full:
             result = engine.step(self.steps, [share.batch], engine.optim.lr, inspect=look)
             return result.loss, result.grad_norm
-        backward(engine.passes.loss_sums(self.steps, [share.batch]), 1.0, _Known(share.global_count))
+        engine.forward_backward.train(self.steps, [share.batch], 1.0, _Known(share.global_count))
         engine.reduce()
         if look:
             look()
-        for _ in engine.updates.rounds(self.steps):
+        for group in engine.reducer.update_groups():
+            engine.reducer.attach_grads(group)
             engine.optimizer.step()
+            engine.reducer.copy_to_params(group, self.steps)
         engine.gather()
-        engine.sink.clear()
+        engine.reducer.clear()
         return None
 
     def gradients(self) -> dict[str, Tensor]:
         """Whole ones, put together where each rank keeps a shard."""
         engine = self.engine
-        held, group, whole = engine.updates.held, engine.groups["loss"], {}
-        found, rank = engine.updates.gradients(), engine.groups.world.rank
+        held, group, whole = engine.reducer.master_specs, engine.groups["loss"], {}
+        found, rank = engine.reducer.gradients(), engine.groups.world.rank
         mine = {name: grad for name, grad in found.items() if held[name].owner == rank}
         for name, parameter in engine.parameters.items():
             whole[name], at = torch.zeros(parameter.shape), 0

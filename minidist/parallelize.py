@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from minidist.comm import Group, Groups
 from minidist.comm.algorithms import ALGORITHMS, Chosen
@@ -11,9 +12,8 @@ from minidist.compile import compile_layers
 from minidist.config import Config
 from minidist.mesh import Mesh
 from minidist.parallel.context.split import split as split_context
-from minidist.parallel.data.reducer import GradSink
-from minidist.parallel.data.replicate import gradient_sink, synchronize
-from minidist.parallel.data.updates import InPlace, Updates
+from minidist.parallel.data.reducer import GradientReducer
+from minidist.parallel.data.replicate import make_reducer, synchronize
 from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.executor import Executor
 from minidist.parallel.pipeline.schedules import pipeline_schedule
@@ -27,7 +27,7 @@ from minidist.precision.policy import Policy, policy_of
 from minidist.precision.scaler import LossScaler
 from minidist.process_groups import REDUCING, USES, ends, is_hidden_matrix, ranks_at, stage_parts, uses
 from minidist.recompute import recompute
-from minidist.zero.build import Given, sharded_sink
+from minidist.zero.build import ModelFacts, make_zero_reducer
 
 __all__ = ["USES", "Parallel", "parallelize", "reduced_by", "stage_parts", "uses"]  # who lays out, binds first
 
@@ -36,22 +36,30 @@ __all__ = ["USES", "Parallel", "parallelize", "reduced_by", "stage_parts", "uses
 class Parallel:
     """A model laid out over ranks.
 
-    model: what this rank runs; specs: the facts about its parameters; sink: where their gradients go; updates: what the
-    optimizer updates with them.
-    pipeline: what runs the model, where it is cut into stages; parts: the layers of each of the model's parts.
-    context: how attention sees a sequence that is cut over cp. sequence: whether tp shares it between operators.
-    scaler: of the loss, where gradients could be too small for their format.
+    model: what this rank runs. specs: the facts about its parameters. reducer: accumulates and reduces their gradients,
+    and holds what the optimizer updates. pipeline: runs the model if it is cut into stages. parts: the layers of each
+    part of the model, in order. context: how attention spans a sequence that is cut over cp. sequence: whether tp ranks
+    shard the sequence between operators (sequence parallelism). scaler: of the loss, where gradients could underflow.
     """
 
     model: nn.Module
     specs: dict[str, ParamSpec]
-    sink: GradSink
-    updates: Updates
+    reducer: GradientReducer
     pipeline: Executor | None = None
     parts: Sequence[range] = ()
     context: str = "ring"
     sequence: bool = False
     scaler: LossScaler | None = None
+
+    def layers(self, chunk: int) -> range:
+        """The layers of a chunk of this rank's pipeline stage."""
+        return self.parts[self.pipeline.schedule.position(self.pipeline.stage, chunk)]
+
+    def empty_hidden(self, samples: int, seq_len: int, tp: int) -> Tensor:
+        """An empty tensor of the shape that hidden states have between two stages; seq_len: of this rank's tokens."""
+        like = next(self.model.parameters())
+        seq_len = seq_len // tp if self.sequence else seq_len
+        return torch.empty(samples, seq_len, self.model.config.hidden_size, dtype=like.dtype, device=like.device)
 
 
 def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
@@ -87,17 +95,24 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
     check_covered(model, specs)
     policy = policy_of(config.precision)
     chunk_of = {} if schedule is None else _completing(schedule, groups["activations"].rank, used_by)
-    sink, updates = _sink(model, specs, groups, config, policy, tuple(shapes), chunk_of)
+    reducer = _reducer(model, specs, groups, config, policy, tuple(shapes), chunk_of)
     pipeline = None
     if schedule is not None:
         shared = [name for name in held if len(stages[name]) > 1]
         between = groups["activations"], groups["gradients"]
         pipeline = Executor(
-            schedule, between, sink, named_parameters(model), used_by, shared, not config.compile, updates.end
+            schedule,
+            between,
+            reducer,
+            named_parameters(model),
+            used_by,
+            shared,
+            not config.compile,
+            reducer.end_backward,
         )
     sequence = config.parallel.sequence and mesh.tp > 1
     scaler = LossScaler(config.precision) if policy.scaled else None
-    return Parallel(model, specs, sink, updates, pipeline, parts, config.parallel.context, sequence, scaler)
+    return Parallel(model, specs, reducer, pipeline, parts, config.parallel.context, sequence, scaler)
 
 
 def _completing(schedule: Schedule, stage: int, used_by: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -109,7 +124,7 @@ def _completing(schedule: Schedule, stage: int, used_by: Mapping[str, Sequence[i
     }
 
 
-def _sink(
+def _reducer(
     model: nn.Module,
     specs: dict[str, ParamSpec],
     groups: Groups,
@@ -117,21 +132,19 @@ def _sink(
     policy: Policy,
     names: Sequence[str],
     chunk_of: Mapping[str, int],
-) -> tuple[GradSink, Updates]:
-    """Where gradients go, and what is updated with them. names: of the whole model's parameters."""
+) -> GradientReducer:
+    """The gradient reducer that the configuration asks for. names: of the whole model's parameters."""
     formats, values = convert(model, policy)
 
     def uncut(name: str) -> bool:
         return config.optim.kind == "muon" and is_hidden_matrix(name, len(specs[name].shape))
 
-    given = Given(specs, values, names, chunk_of, uncut, config.train.seed)
+    given = ModelFacts(specs, values, names, chunk_of, uncut, config.train.seed)
     reducing = [reduced_by(config.comm.algorithm, groups[use]) for use in REDUCING if use in groups]
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
         parameters, comm = named_parameters(model), config.comm
-        sink = gradient_sink(comm.gradients, parameters, specs, reducing, comm.bucket_mib)
-        return sink, InPlace(parameters, specs)
-    sharded = sharded_sink(model, given, groups, reducing, config, formats)
-    return sharded, sharded
+        return make_reducer(comm.gradients, parameters, specs, reducing, comm.bucket_mib)
+    return make_zero_reducer(model, given, groups, reducing, config, formats)
 
 
 def _spec(

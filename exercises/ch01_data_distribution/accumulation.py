@@ -1,10 +1,10 @@
 """Micro-batches without communication.
 
 Write the missing lines of collect; the docstring says what is asked.
-You may call: sink.add, sink.ready, last.
+You may call: reducer.add, reducer.ready, last.
 Check it with: python -m exercises check accumulation
 
-Stub a1db3bdb.
+Stub 70e7ced4.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,23 +12,23 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.data.reducer import GradSink, trainable
+from minidist.parallel.data.reducer import GradientReducer, trainable
 
 
 def collect(
-    parameters: Mapping[str, nn.Parameter], sink: GradSink, last: Callable[[], bool]
+    parameters: Mapping[str, nn.Parameter], reducer: GradientReducer, last: Callable[[], bool]
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Let autograd feed the sink: every gradient goes there the moment it is complete for this backward.
+    """Register autograd hooks that hand each gradient to the reducer as soon as a backward has computed it.
 
-    last: whether the backward that is running is the last of the step, so that each gradient is then ready. Before it,
-    contributions only accumulate: nothing is sent in an inner micro-batch. `.grad` is left None, since autograd would
-    add the next backward's gradient to one that the sink has already. A parameter that a backward does not use has no
-    hook called in it. Returns the hooks, whose `remove()` ends this.
+    last: returns whether the running backward is the last one of the step. Only in that one is a gradient declared
+    ready; in the micro-batches before, gradients accumulate and nothing is sent. The hooks set `.grad` to None, because
+    autograd would add the next backward's gradient to one that the reducer already has. Autograd does not call the hook
+    of a parameter that a backward did not use. Returns the hooks' handles, whose `remove()` unregisters them.
     """
 
     def hook_for(name: str):
         def hook(parameter: Tensor) -> None:
-            raise NotImplementedError("hand the gradient to the sink; in the last micro-batch it is ready to be sent")
+            raise NotImplementedError("hand the gradient to the reducer; in the last micro-batch it is ready")
 
         return hook
 

@@ -1,10 +1,10 @@
 """One all-reduce per parameter.
 
-Write the missing lines of NaiveSink; the docstring says what is asked.
+Write the missing lines of NaiveReducer; the docstring says what is asked.
 You may call: all_reduce, torch.tensor, torch.zeros_like.
 Check it with: python -m exercises check gradient_sum
 
-Stub 75319ea9.
+Stub fd236c25.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, all_reduce
-from minidist.parallel.data.reducer import group_of, trainable
+from minidist.parallel.data.reducer import GradientReducer, group_of
 from minidist.parameters import Specs
 
 
-class NaiveSink:
-    """One all-reduce per parameter, when backward is over. The version to read first, and to compare with."""
+class NaiveReducer(GradientReducer):
+    """One all-reduce per parameter after backward. The simple version of `BucketedReducer`, with the same results."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], specs: Specs, groups: Iterable[Group]):
-        self._parameters = trainable(parameters)
+        super().__init__(parameters, specs)
         groups = list(groups)
         self._groups = {name: group_of(specs[name], groups) for name in self._parameters}
         self._sums: dict[str, Tensor] = {}
         self._ready: set[str] = set()
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Add a contribution of this rank to what it has of `name` already."""
+        """Add a local gradient to the sum of those that came before."""
         if name in self._ready:
             raise RuntimeError(f"a gradient of {name} came after ready({name!r})")
         if name in self._sums:
@@ -37,10 +37,10 @@ class NaiveSink:
             self._sums[name] = grad.detach().clone(memory_format=torch.contiguous_format)
 
     def ready(self, name: str) -> None:
-        self._ready.add(name)  # nothing is sent before the end
+        self._ready.add(name)  # nothing is sent before `finish`
 
     def finish(self) -> None:
-        """Sum over the group: every `.grad` holds its sum, or None when no rank of the group used the parameter."""
+        """Sum over the group: every `.grad` holds the sum, or None for a parameter that no rank of the group used."""
         for name, parameter in self._parameters.items():
             group = self._groups[name]
             raise NotImplementedError("sum the gradient over the group; None if no rank used the parameter")

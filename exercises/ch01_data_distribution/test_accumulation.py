@@ -1,4 +1,4 @@
-"""Tests of accumulation: a sink that notes what it is told, and autograd in one process as the reference."""
+"""Tests of accumulation: a reducer that notes what it is told, and autograd in one process as the reference."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from minidist.parameters import named_parameters
 
 
 class Notes:
-    """A sink that keeps the sums and, when a gradient is ready, sends it: what comes later is not in the sum."""
+    """A reducer that keeps the sums and, when a gradient is ready, sends it: what comes later is not in the sum."""
 
     def __init__(self, group):
         self.group, self.sums, self.told, self.sent = group, {}, [], {}
@@ -48,15 +48,15 @@ def data(rank, micro_batch):
     return (numbers + 2 * rank + micro_batch) % 5 - 2 + 2.0**-16
 
 
-def run(answer, world, network, rare, each=lambda sink: None):
-    """One step; rare: whether each micro-batch uses the rare parameter. Returns the model and the sink."""
-    model, sink, last = Net(), Notes(network.group), False
-    answer.collect(named_parameters(model), sink, lambda: last)
+def run(answer, world, network, rare, each=lambda reducer: None):
+    """One step; rare: whether each micro-batch uses the rare parameter. Returns the model and the reducer."""
+    model, reducer, last = Net(), Notes(network.group), False
+    answer.collect(named_parameters(model), reducer, lambda: last)
     for i, uses in enumerate(rare):
         last = i == len(rare) - 1
         model(data(world.rank, i), uses).backward()
-        each(sink)
-    return model, sink
+        each(reducer)
+    return model, reducer
 
 
 def reference(ranks, rare):
@@ -69,61 +69,63 @@ def reference(ranks, rare):
 @test(points=2)
 def one_micro_batch(answer, world, network):
     """With one micro-batch every gradient is added once, and then ready."""
-    _, sink = run(answer, world, network, [True])
+    _, reducer = run(answer, world, network, [True])
     expected = reference([world.rank], [True])
     for name in ("weight", "rare"):
-        told = [kind for kind, of in sink.told if of == name]
-        expect(f"what the sink was told of {name}", told, ["add", "ready"])
-        expect(f"the gradient of {name} that was added", sink.sums[name], expected[name])
-    expect("the parameters the sink has heard of", sorted(sink.sums), ["rare", "weight"])
+        told = [kind for kind, of in reducer.told if of == name]
+        expect(f"what the reducer was told of {name}", told, ["add", "ready"])
+        expect(f"the gradient of {name} that was added", reducer.sums[name], expected[name])
+    expect("the parameters the reducer has heard of", sorted(reducer.sums), ["rare", "weight"])
 
 
 @test(points=3, ranks=(2,))
 def micro_batches_add_up(answer, world, network):
     """The sums are those of all micro-batches in one."""
     for count in (2, 3):
-        _, sink = run(answer, world, network, [True] * count)
+        _, reducer = run(answer, world, network, [True] * count)
         expected = reference([world.rank], [True] * count)
         for name in ("weight", "rare"):
             what = f"the sum of the gradients of {name} over {count} micro-batches"
-            expect(what, sink.sums[name], expected[name])
+            expect(what, reducer.sums[name], expected[name])
 
 
 @test(points=3, ranks=(4,))
 def nothing_is_sent_before_the_last(answer, world, network):
     """The inner micro-batches send nothing; the last one sends each gradient once, and it is whole."""
     sent = []
-    _, sink = run(answer, world, network, [True] * 3, lambda _: sent.append(len(network.records)))
+    _, reducer = run(answer, world, network, [True] * 3, lambda _: sent.append(len(network.records)))
     expect("operations sent by the end of each micro-batch", sent, [0, 0, 2])
     expected = reference(range(world.size), [True] * 3)
     for name in ("weight", "rare"):
-        expect(f"the gradient of {name}, summed over ranks", sink.sent[name], expected[name])
+        expect(f"the gradient of {name}, summed over ranks", reducer.sent[name], expected[name])
 
 
 @test(points=2)
 def not_every_micro_batch_uses_a_parameter(answer, world, network):
     """What only some micro-batches use has the sum of those; what none uses is never added."""
     for rare in ([True, False, False], [False, True, False], [False, True], [True, False, True], [False, False]):
-        _, sink = run(answer, world, network, rare)
+        _, reducer = run(answer, world, network, rare)
         expected = reference([0], rare)
         case = f"micro-batches that use `rare`: {rare}"
-        got = sink.sums["rare"].tolist() if "rare" in sink.sums else None
+        got = reducer.sums["rare"].tolist() if "rare" in reducer.sums else None
         expect("the sum of the gradients of rare", got, expected["rare"], case=case)
-        expect("never and frozen in the sink", [name in sink.sums for name in ("never", "frozen")], [False, False])
+        expect(
+            "never and frozen in the reducer", [name in reducer.sums for name in ("never", "frozen")], [False, False]
+        )
 
 
 @test(points=2)
 def grad_is_left_empty(answer, world, network):
-    """After every backward `.grad` is None: the sink has the gradient, and nobody holds it twice."""
+    """After every backward `.grad` is None: the reducer has the gradient, and nobody holds it twice."""
     model, left = Net(), []
-    sink = Notes(network.group)
-    handles = answer.collect(named_parameters(model), sink, lambda: False)
+    reducer = Notes(network.group)
+    handles = answer.collect(named_parameters(model), reducer, lambda: False)
     for i in range(2):
         model(data(0, i), True).backward()
         left.append([name for name, parameter in model.named_parameters() if parameter.grad is not None])
     expect("parameters with a .grad after each micro-batch", left, [[], []])
     for handle in handles:
         handle.remove()
-    before = len(sink.told)
+    before = len(reducer.told)
     model(data(0, 0), True).backward()
-    expect("calls of the sink after the hooks were removed", len(sink.told) - before, 0)
+    expect("calls of the reducer after the hooks were removed", len(reducer.told) - before, 0)

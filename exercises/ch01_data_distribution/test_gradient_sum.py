@@ -28,19 +28,19 @@ def gradient(name, rank, step=0, dtype=torch.float32):
     return numbers + 10 * rank + 100 * step + len(name) + (2.0**-40 if dtype == torch.float64 else 0)
 
 
-def sink_of(answer, world, network, dtype=torch.float32):
-    """The learner's sink over a model of this rank, and the parameters by name."""
+def reducer_of(answer, world, network, dtype=torch.float32):
+    """The learner's reducer over a model of this rank, and the parameters by name."""
     model = Net(world.rank, dtype)
     parameters = named_parameters(model)
-    return answer.NaiveSink(parameters, replicated(model, network.group.ranks), [network.group]), parameters
+    return answer.NaiveReducer(parameters, replicated(model, network.group.ranks), [network.group]), parameters
 
 
-def run_step(sink, world, step=0, dtype=torch.float32):
+def run_step(reducer, world, step=0, dtype=torch.float32):
     """Hand over this rank's gradients and finish."""
     for name in SHAPES:
-        sink.add(name, gradient(name, world.rank, step, dtype))
-        sink.ready(name)
-    sink.finish()
+        reducer.add(name, gradient(name, world.rank, step, dtype))
+        reducer.ready(name)
+    reducer.finish()
 
 
 def total(name, world, step=0, dtype=torch.float32):
@@ -57,8 +57,8 @@ def grad_of(parameters, name):
 def sums_over_ranks(answer, world, network):
     """After finish() every rank has the sum of all ranks' gradients, as exact as the parameters are."""
     for dtype in (torch.float32, torch.float64):
-        sink, parameters = sink_of(answer, world, network, dtype)
-        run_step(sink, world, dtype=dtype)
+        reducer, parameters = reducer_of(answer, world, network, dtype)
+        run_step(reducer, world, dtype=dtype)
         for name in SHAPES:
             expected = total(name, world, dtype=dtype).tolist()
             expect(f"the {str(dtype)[6:]} gradient of {name}", grad_of(parameters, name), expected)
@@ -67,9 +67,9 @@ def sums_over_ranks(answer, world, network):
 @test(points=2, ranks=(2,))
 def each_step_by_itself(answer, world, network):
     """The second step's gradient holds nothing of the first."""
-    sink, parameters = sink_of(answer, world, network)
+    reducer, parameters = reducer_of(answer, world, network)
     for step in range(2):
-        run_step(sink, world, step)
+        run_step(reducer, world, step)
     for name in SHAPES:
         expected = total(name, world, 1).tolist()
         expect(f"the gradient of {name} in step 2", grad_of(parameters, name), expected)
@@ -78,19 +78,19 @@ def each_step_by_itself(answer, world, network):
 @test(points=3, ranks=(2,))
 def unused_is_agreed(answer, world, network):
     """A parameter that one rank used gets its gradient everywhere; one that nobody used keeps None."""
-    sink, parameters = sink_of(answer, world, network)
+    reducer, parameters = reducer_of(answer, world, network)
     if world.rank == world.size - 1:
-        sink.add("rare", torch.tensor([3.0, 4.0]))
-    run_step(sink, world)
+        reducer.add("rare", torch.tensor([3.0, 4.0]))
+    run_step(reducer, world)
     expect("the gradient of a parameter that only the last rank used", grad_of(parameters, "rare"), [3.0, 4.0])
     expect("the gradient of a parameter that no rank used", grad_of(parameters, "never"), None)
 
 
 @test(points=2, ranks=(2,))
 def parameters_stay(answer, world, network):
-    """The sink changes gradients, never parameters."""
-    sink, parameters = sink_of(answer, world, network)
-    run_step(sink, world)
+    """The reducer changes gradients, never parameters."""
+    reducer, parameters = reducer_of(answer, world, network)
+    run_step(reducer, world)
     for name, shape in SHAPES.items():
         expect(f"the gradient of {name}", grad_of(parameters, name), total(name, world).tolist())
         expect(f"the parameter {name}", parameters[name], torch.full(shape, 0.5 + world.rank))
@@ -99,8 +99,8 @@ def parameters_stay(answer, world, network):
 @test(points=3, ranks=(2,))
 def nothing_more_is_sent(answer, world, network):
     """Each gradient is all-reduced once, and besides at most one message of at most 16 bytes per parameter."""
-    sink, parameters = sink_of(answer, world, network)
-    run_step(sink, world)
+    reducer, parameters = reducer_of(answer, world, network)
+    run_step(reducer, world)
     names = sorted({record.name for record in network.records})
     expect("the operations beneath torch", names, ["all_reduce"])
     payload = sum(record.payload_bytes for record in network.records)

@@ -1,4 +1,4 @@
-"""Tests of bucket_overlap: the times against a clock that ticks, and the order against what the trainer's sink does."""
+"""Tests of bucket_overlap: the times against a clock that ticks, and the order against the trainer's reducer."""
 
 import random
 
@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from exercises.testing import expect, refuses, test
-from minidist.parallel.data.buckets import BucketedSink
+from minidist.parallel.data.buckets import BucketedReducer
 from minidist.parameters import replicated
 
-BUCKETS, EACH = 4, 3  # of the sink: parameters of 4 float32 each, three to a bucket
+BUCKETS, EACH = 4, 3  # of the reducer: parameters of 4 float32 each, three to a bucket
 KIB = 2**10
 
 
@@ -64,8 +64,8 @@ def in_index_order(answer):
 
 
 @test(points=4, ranks=(2,))
-def as_the_sink_launches(answer, world, network):
-    """The order of events: the trainer's sink launches a bucket when, by `in_flight`, it begins. A gradient that is
+def as_the_reducer_launches(answer, world, network):
+    """The order of events: the trainer's reducer launches a bucket when, by `in_flight`, it begins. A gradient that is
     ready is a tick; a reduction takes none."""
     names = [f"p{number}" for number in range(BUCKETS * EACH)]
     for seed in range(3):
@@ -75,21 +75,21 @@ def as_the_sink_launches(answer, world, network):
         buckets = [names[EACH * number : EACH * (number + 1)] for number in range(BUCKETS)]
         full = [max(order.index(name) + 1 for name in bucket) for bucket in buckets]
         begins = [begin for begin, _ in answer.in_flight(full, [0] * BUCKETS)]
-        what = f"gradients that are ready when each bucket leaves (the sink was seen to launch after {launched})"
+        what = f"gradients that are ready when each bucket leaves (the reducer was seen to launch after {launched})"
         expect(what, begins, launched)
 
 
 def seen_launches(network, names, order):
-    """How many gradients were ready when each bucket of the package's sink was launched."""
-    parameters = {name: nn.Parameter(torch.zeros(4)) for name in reversed(names)}  # the sink begins with the last
+    """How many gradients were ready when each bucket of the package's reducer was launched."""
+    parameters = {name: nn.Parameter(torch.zeros(4)) for name in reversed(names)}  # the reducer begins with the last
     specs = replicated(nn.ParameterDict(parameters), network.group.ranks)
-    sink = BucketedSink(parameters, specs, [network.group], bucket_bytes=4 * 4 * EACH)
+    reducer = BucketedReducer(parameters, specs, [network.group], bucket_bytes=4 * 4 * EACH)
     before, marks = len(network.records), len(network.events)
     for name in order:
-        sink.add(name, torch.ones(4))
+        reducer.add(name, torch.ones(4))
         network.event(name)
-        sink.ready(name)
-    sink.finish()
+        reducer.ready(name)
+    reducer.finish()
     ready = [tick for tick, _ in network.events[marks:]]
     return [sum(tick < record.launched for tick in ready) for record in network.records[before:]]
 

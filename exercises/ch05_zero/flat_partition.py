@@ -1,10 +1,10 @@
 """Parameters in one row, cut into equal shards.
 
-Write the missing lines of Layout and in_a_row; the docstring says what is asked.
+Write the missing lines of Layout and lay_out_flat; the docstring says what is asked.
 You may call: Slot, Layout, Layout.bounds, max, min, sum, dict.items, dict.values.
 Check it with: python -m exercises check flat_partition
 
-Stub a644415a.
+Stub e992b20a.
 """
 
 from collections.abc import Mapping
@@ -44,6 +44,6 @@ class Layout:
         return sum(stop - start for start, stop in self.held(part).values())
 
 
-def in_a_row(sizes: Mapping[str, int], parts: int) -> Layout:
+def lay_out_flat(sizes: Mapping[str, int], parts: int) -> Layout:
     """Parameters in the given order, cut wherever a shard ends. sizes: elements of each, by name."""
     raise NotImplementedError("return the layout: one slot behind the other, shards as short as can be")

@@ -1,11 +1,11 @@
 """A block is there while it computes.
 
-Write the missing lines of Blocks and ShardedUnit; the docstring says what is asked.
-You may call: Block.launch, Block.need, Block.release, Unit.launch_gather, Unit.wait_gather, UntypedStorage.resize_,
-Tensor.clone, Tensor.register_hook, torch.is_grad_enabled.
+Write the missing lines of BlockGatherer and ShardedFlatParam; the docstring says what is asked.
+You may call: Block.launch, Block.need, Block.release, FlatParam.launch_gather, FlatParam.wait_gather,
+UntypedStorage.resize_, Tensor.clone, Tensor.register_hook, torch.is_grad_enabled.
 Check it with: python -m exercises check gather_and_free
 
-Stub 37b17c30.
+Stub 927e087a.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from minidist.zero.blocks import Block
-from minidist.zero.flat_param import Unit
+from minidist.zero.flat_param import FlatParam
 
 
-class Blocks:
+class BlockGatherer:
     """Gathers and frees the blocks of a model while it runs.
 
     model: called with `layers`, as `Transformer` is; root: all of it that is in no block. num_layers: of the whole
     model. keep: what comes last in forward, head and last block, stays gathered until its backward. prefetch: gather
-    the next while one computes. over: called in backward with the units of a block that is through, unless None.
+    the next while one computes. on_block_done: called with the flat parameters of each block whose backward is over.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Blocks:
     ):
         self.root, self.blocks = root, {block.index: block for block in blocks}
         self.end_of_model, self.keep, self.prefetch = num_layers, keep, prefetch
-        self.over: Callable[[Sequence[ShardedUnit]], None] | None = None
+        self.on_block_done: Callable[[Sequence[ShardedFlatParam]], None] | None = None
         self._layers = range(num_layers)  # of the pass that runs
         self._in_backward: Block | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -84,7 +84,7 @@ class Blocks:
 
     def _leave(self) -> None:
         """The block whose backward ran is through."""
-        raise NotImplementedError("free the block whose backward ran, if one did, and tell `over`")
+        raise NotImplementedError("free the block whose backward ran, if one did, and tell `on_block_done`")
 
     def end(self) -> None:
         """A micro-batch's backward is over: nothing stays gathered."""
@@ -99,12 +99,12 @@ class Blocks:
             block.need()
 
 
-class ShardedUnit(Unit):
+class ShardedFlatParam(FlatParam):
     """A row that has memory only while somebody needs it (stage 3)."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.is_whole = True
+        self.is_unsharded = True
         self.release()
 
     def _own(self, begin: int, end: int) -> Tensor:

@@ -1,20 +1,20 @@
 """A row of gradients only while it is sent.
 
-Write the missing lines of ShardGradients; the docstring says what is asked.
-You may call: WholeGradients.settle, WholeGradients.sum_copies, _make_shard, _reduce, torch.empty, Tensor.zero_,
+Write the missing lines of ShardedGradients; the docstring says what is asked.
+You may call: FullGradients.wait, FullGradients.sum_replicas, _make_shard, _reduce, torch.empty, Tensor.zero_,
 Tensor.copy_, Tensor.add_, Tensor.to, Tensor.view_as.
 Check it with: python -m exercises check shard_gradients
 
-Stub f6e5599d.
+Stub 68d5ce61.
 """
 
 import torch
 from torch import Tensor
 
-from minidist.zero.gradients import WholeGradients
+from minidist.zero.gradients import FullGradients
 
 
-class ShardGradients(WholeGradients):
+class ShardedGradients(FullGradients):
     """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
 
     A gradient is kept as it came, and in its own format, until all of the row are there.
@@ -34,7 +34,7 @@ class ShardGradients(WholeGradients):
         """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
         raise NotImplementedError("keep the gradient, or add it to what has come")
 
-    def _make_row(self) -> Tensor:
+    def _make_flat_gradient(self) -> Tensor:
         """What has come, (numel,), which is forgotten; zero where nothing has."""
         raise NotImplementedError("make a row of what has come; what nobody fills is zero")
 
@@ -42,19 +42,19 @@ class ShardGradients(WholeGradients):
         return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
 
     def launch(self) -> None:
-        self.settle()
+        self.wait()
         raise NotImplementedError("make the row of this micro-batch, and reduce it into a shard")
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what was launched, and add it up."""
         if self._arriving is None:
             return
         raise NotImplementedError("wait; it is the result, or is added to it")
 
-    def begin_finish(self) -> None:
-        self.settle()
+    def start_finish(self) -> None:
+        self.wait()
         raise NotImplementedError("a step without a micro-batch has a gradient of zero")
-        self.sum_copies()
+        self.sum_replicas()
 
     def clear(self) -> None:
         self.result = None

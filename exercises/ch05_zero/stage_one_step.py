@@ -1,11 +1,11 @@
 """Reduce, update a shard, gather.
 
-Write the missing lines of WholeGradients and Unit; the docstring says what is asked.
+Write the missing lines of FullGradients and FlatParam; the docstring says what is asked.
 You may call: reduce_scatter, all_gather, Layout.bounds, Layout.held, Handle.wait, Tensor.to, Tensor.copy_,
 Tensor.zero_, Tensor.view, torch.empty_like.
 Check it with: python -m exercises check stage_one_step
 
-Stub 0c76717b.
+Stub a3eefbc6.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ from minidist.precision.masters import Masters, Rounding
 from minidist.zero.layout import Layout
 
 
-class WholeGradients:
+class FullGradients:
     """Gradients of full length for the whole step.
 
     group: ranks that share out the row; outer: ranks that hold the same shard, whose gradients belong to the same sum.
-    row: (numel,), all of them. result: this rank's shard, its sum over all ranks when the sink has finished.
+    row: (numel,), all of them. result: this rank's shard, its sum over all ranks when the reducer has finished.
     transient: whether a row of full length lives only while it is reduced.
     """
 
@@ -59,7 +59,7 @@ class WholeGradients:
         if self.group.size > 1:
             self._reduce(self.row, self.result)
         else:  # nothing is shared out: those that hold the same sum the whole row
-            self.sum_copies()
+            self.sum_replicas()
 
     def _reduce(self, row: Tensor, target: Tensor) -> Tensor:
         """Start the reduction of a row, over copies in the format of the wire where that is another one. Returns what
@@ -67,23 +67,23 @@ class WholeGradients:
         raise NotImplementedError("start to reduce the row into target, in the format of the wire")
         return row
 
-    def sum_copies(self) -> None:
+    def sum_replicas(self) -> None:
         """Start the sum of shards over the ranks that hold the same."""
         if self.outer is not None:
             sent = self.result.to(self.formats.reduce)  # itself, where the format is the same
             self._arriving = all_reduce(sent, self.outer, async_op=True), sent, self.result
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what was launched; the result has it then."""
         if self._arriving is not None:
             raise NotImplementedError("wait for it; the result must be in the target")
             self._arriving = None
 
-    def begin_finish(self) -> None:
+    def start_finish(self) -> None:
         """What is left when every reduction over the group was launched."""
         if self.group.size > 1:
-            self.settle()
-            self.sum_copies()
+            self.wait()
+            self.sum_replicas()
 
     def clear(self) -> None:
         """Forget the step."""
@@ -96,7 +96,7 @@ class WholeGradients:
         self._allocate()
 
 
-class Unit:
+class FlatParam:
     """Parameters in one row of memory, of which this rank keeps a shard.
 
     parameters: of the model, which from now on are views of the row; values: what they are in full precision.

@@ -31,14 +31,14 @@ def cases():
 
 
 def told(sizes, parts):
-    return f"in_a_row({sizes}, {parts})"
+    return f"lay_out_flat({sizes}, {parts})"
 
 
 @test(points=4)
 def as_short_as_can_be(answer):
     """Parameters one behind the other in the given order, then as little padding as equal shards allow."""
     for sizes, parts in cases():
-        layout, shards, case = answer.in_a_row(sizes, parts), cut(sizes, parts), told(sizes, parts)
+        layout, shards, case = answer.lay_out_flat(sizes, parts), cut(sizes, parts), told(sizes, parts)
         expect("elements of a shard", layout.shard, len(shards[0]), case=case)
         expect("elements of the row", layout.numel, sum(map(len, shards)), case=case)
         expect("elements that belong to no parameter", layout.padding, sum(shards, []).count(None), case=case)
@@ -54,7 +54,7 @@ def as_short_as_can_be(answer):
 def shards_touch_each_other(answer):
     """Shard 0 begins at 0, each of the others where the one before it ends, the last ends with the row."""
     for sizes, parts in cases():
-        layout, shard = answer.in_a_row(sizes, parts), len(cut(sizes, parts)[0])
+        layout, shard = answer.lay_out_flat(sizes, parts), len(cut(sizes, parts)[0])
         got = [list(layout.bounds(part)) for part in range(parts)]
         wanted = [[part * shard, (part + 1) * shard] for part in range(parts)]
         expect("[begin, end] of each shard", got, wanted, case=told(sizes, parts))
@@ -64,7 +64,7 @@ def shards_touch_each_other(answer):
 def each_element_in_one_shard(answer):
     """What a shard has of a parameter, counted from the parameter's first element; nothing of it: left out."""
     for sizes, parts in cases():
-        layout = answer.in_a_row(sizes, parts)
+        layout = answer.lay_out_flat(sizes, parts)
         for part, shard in enumerate(cut(sizes, parts)):
             wanted = {}
             for name, index in filter(None, shard):
@@ -78,7 +78,7 @@ def each_element_in_one_shard(answer):
 @test(points=4, ranks=(1, 2, 3, 4))
 def comes_back_over_the_wire(answer, world, network):
     """Gradients are summed into shards and parameters gathered from them, in one message each; none is misplaced."""
-    layout = answer.in_a_row(SIZES, world.size)
+    layout = answer.lay_out_flat(SIZES, world.size)
     begin, end = layout.bounds(world.rank)
     row, shard = torch.zeros(layout.numel), torch.zeros(end - begin)
     for name, slot in layout.slots.items():

@@ -11,18 +11,18 @@ from exercises.testing import Wrong, expect, test
 from exercises.watched import LAYERS, Net
 from minidist.precision.dtypes import Formats
 from minidist.zero.blocks import Block
-from minidist.zero.grouping import REST
-from minidist.zero.layout import in_a_row
+from minidist.zero.grouping import ROOT
+from minidist.zero.layout import lay_out_flat
 
 # Rows by block. They differ in length also when padded for 2 or 3 ranks, so that a message tells whose it is.
 ROWS = {
-    REST: {"embed": (2, 3), "head": (7, 1)},
+    ROOT: {"embed": (2, 3), "head": (7, 1)},
     0: {"layers.0.weight": (3, 5), "layers.0.bias": (5,)},
     1: {"layers.1.weight": (5, 6), "layers.1.bias": (6,)},
     2: {"layers.2.weight": (6, 7), "layers.2.bias": (7,)},
 }
 FP64 = Formats(*[torch.float64] * 5)
-NAMES = {REST: "the rest", **{index: f"block {index}" for index in range(LAYERS)}}
+NAMES = {ROOT: "the rest", **{index: f"block {index}" for index in range(LAYERS)}}
 WAYS = list(itertools.product((True, False), repeat=2))
 
 
@@ -45,25 +45,25 @@ def gathered(size):
 
 
 class Run:
-    """A model whose rows are the learner's units, gathered and freed by the learner's blocks."""
+    """A model whose rows are the learner's flat_params, gathered and freed by the learner's blocks."""
 
     def __init__(self, answer, world, network, keep=True, prefetch=True):
         values = {name: start(name, shape, world.rank) for row in ROWS.values() for name, shape in row.items()}
         self.model = Net({name: value.clone() for name, value in values.items()})
-        self.parameters, self.units = dict(self.model.named_parameters()), {}
+        self.parameters, self.flat_params = dict(self.model.named_parameters()), {}
         for index, row in ROWS.items():
-            layout = in_a_row({name: values[name].numel() for name in row}, world.size)
+            layout = lay_out_flat({name: values[name].numel() for name in row}, world.size)
             held = {name: self.parameters[name] for name in row}
-            self.units[index] = answer.ShardedUnit(held, values, layout, network.group, FP64)
-        root = Block(self.model, [self.units[REST]], REST)
-        blocks = [Block(self.model.layers[index], [self.units[index]], index) for index in range(LAYERS)]
-        self.blocks = answer.Blocks(self.model, root, blocks, LAYERS, keep, prefetch)
+            self.flat_params[index] = answer.ShardedFlatParam(held, values, layout, network.group, FP64)
+        root = Block(self.model, [self.flat_params[ROOT]], ROOT)
+        blocks = [Block(self.model.layers[index], [self.flat_params[index]], index) for index in range(LAYERS)]
+        self.blocks = answer.BlockGatherer(self.model, root, blocks, LAYERS, keep, prefetch)
         self.network, self.seen = network, []
         self.model.watch(self._look)
 
     def there(self):
         """The rows that have memory."""
-        return [index for index, unit in self.units.items() if unit.row.untyped_storage().nbytes()]
+        return [index for index, flat_param in self.flat_params.items() if flat_param.row.untyped_storage().nbytes()]
 
     def _look(self, kind, index):
         if index not in self.there():
@@ -72,7 +72,7 @@ class Run:
         self.network.event(f"{kind} {index}")
 
     def numel_of(self, index):
-        return self.units[index].row.numel()
+        return self.flat_params[index].row.numel()
 
 
 def data(rank):
@@ -89,28 +89,28 @@ def a_row_comes_and_goes(answer, world, network):
     """A row has memory from launch_gather() to release(), and then all ranks' parts; the own part always stays."""
     row, group = ROWS[1], network.group
     values = {name: start(name, shape, world.rank) for name, shape in row.items()}
-    layout = in_a_row({name: value.numel() for name, value in values.items()}, world.size)
+    layout = lay_out_flat({name: value.numel() for name, value in values.items()}, world.size)
     shard_bytes, row_bytes = 8 * layout.shard, 8 * layout.numel
     with Held() as held:
         parameters = {name: nn.Parameter(value.clone()) for name, value in values.items()}
-        unit = answer.ShardedUnit(parameters, values, layout, group, FP64)
-        expect("bytes of the row at the start", unit.row.untyped_storage().nbytes(), 0)
-        expect("bytes of what stays", unit.part.untyped_storage().nbytes(), shard_bytes)
+        flat_param = answer.ShardedFlatParam(parameters, values, layout, group, FP64)
+        expect("bytes of the row at the start", flat_param.row.untyped_storage().nbytes(), 0)
+        expect("bytes of what stays", flat_param.part.untyped_storage().nbytes(), shard_bytes)
         expect("bytes in all: this rank's shard", held.nbytes(), shard_bytes)
         for step in range(2):
-            unit.launch_gather()
-            unit.launch_gather()  # it is on its way already
-            unit.wait_gather()
+            flat_param.launch_gather()
+            flat_param.launch_gather()  # it is on its way already
+            flat_param.wait_gather()
             expect("bytes in all: the shard and the row", held.nbytes(), shard_bytes + row_bytes)
             for name, parameter in parameters.items():
                 expect(f"{name}, gathered", parameter.detach(), gathered(world.size)[name] + step)
-            unit.release()
-            expect("bytes of the row when it was released", unit.row.untyped_storage().nbytes(), 0)
+            flat_param.release()
+            expect("bytes of the row when it was released", flat_param.row.untyped_storage().nbytes(), 0)
             expect("bytes in all when it was released", held.nbytes(), shard_bytes)
-            unit.part += 1  # an update
-    unit.launch_gather()
-    unit.release()  # nobody has waited for it
-    unit.release()
+            flat_param.part += 1  # an update
+    flat_param.launch_gather()
+    flat_param.release()  # nobody has waited for it
+    flat_param.release()
     sent = [[record.name, record.payload_bytes // 8] for record in network.records]
     expect("what is sent: (operation, elements)", sent, [["all_gather", layout.numel]] * 3 if world.size > 1 else [])
     late = [record for record in network.records if record.waited is None]
@@ -145,13 +145,13 @@ def there_when_it_computes_and_no_longer(answer, world, network):
         between = run.there()
         loss.backward()
         for kind, index, there in run.seen:
-            if index != REST:
+            if index != ROOT:
                 ahead = index + (1 if kind == "forward" else -1)
-                wanted = {REST, index, ahead} if prefetch and 0 <= ahead < LAYERS else {REST, index}
+                wanted = {ROOT, index, ahead} if prefetch and 0 <= ahead < LAYERS else {ROOT, index}
                 what = f"rows that have memory when the {kind} of {NAMES[index]} begins"
                 expect(what, named(there), named(wanted), case=case)
         what = "rows that have memory after forward, before backward"
-        expect(what, named(between), named({REST, LAYERS - 1} if keep else ()), case=case)
+        expect(what, named(between), named({ROOT, LAYERS - 1} if keep else ()), case=case)
         run.blocks.end()
         expect("rows that have memory when all is over", named(run.there()), [], case=case)
         with torch.no_grad():
@@ -171,7 +171,7 @@ def gathered_twice_at_most(answer, world, network):
             run.model(data(world.rank))
         sent = [[record.name, record.payload_bytes // 8] for record in network.records[before:]]
         for index in ROWS:
-            times = 2 if keep and index in (REST, LAYERS - 1) else 3
+            times = 2 if keep and index in (ROOT, LAYERS - 1) else 3
             got = sent.count(["all_gather", run.numel_of(index)])
             what = f"gathers of {NAMES[index]} in a pass forward, one backward and one without gradients"
             expect(what, got, times, case=f"keep={keep}, prefetch={prefetch}")
@@ -190,7 +190,7 @@ def on_its_way_while_another_computes(answer, world, network):
     of = [numbers[record.payload_bytes // 8] for record in network.records]  # whose row each message is
     turn = happened.index("turn")
     first = happened.index(f"launch {of.index(0)}")
-    in_time("the gather of block 0 is launched", first < happened.index(f"forward {REST}"), "the embedding computes")
+    in_time("the gather of block 0 is launched", first < happened.index(f"forward {ROOT}"), "the embedding computes")
     for kind, ahead in (("forward", 1), ("backward", -1)):
         for index in range(LAYERS):
             if not 0 <= index + ahead < LAYERS or (kind, index + ahead) == ("backward", LAYERS - 1):
@@ -214,21 +214,25 @@ def in_time(what, right, event, when="before"):
 
 @test(points=2, ranks=(2,))
 def a_block_that_is_through_is_told(answer, world, network):
-    """`over` is called with a block's units when its backward is over, and before that of the block before."""
+    """`on_block_done` is called with a block's flat parameters when its backward is over, before that of the next."""
     for prefetch in (True, False):
         run, calls, case = Run(answer, world, network, prefetch=prefetch), [], f"prefetch={prefetch}"
-        run.blocks.over = lambda units, run=run, calls=calls: calls.append((list(units), len(run.seen), run.there()))
+        run.blocks.on_block_done = lambda flat_params, run=run, calls=calls: calls.append(
+            (list(flat_params), len(run.seen), run.there())
+        )
         (loss,) = run.model(data(world.rank))
         loss.backward()
         order = [[kind, index] for kind, index, _ in run.seen]
-        expect("how often `over` was called", len(calls), LAYERS - 1, case=case)  # the first block's end is that of all
-        for (units, seen, there), index in zip(calls, range(LAYERS - 1, 0, -1), strict=True):
-            what = f"whether `over` was told the units of {NAMES[index]}"
-            expect(what, units == [run.units[index]], True, case=case)
-            what = f"what computed last when `over` was called for {NAMES[index]}"
+        expect(
+            "how often `on_block_done` was called", len(calls), LAYERS - 1, case=case
+        )  # the first block's end is that of all
+        for (flat_params, seen, there), index in zip(calls, range(LAYERS - 1, 0, -1), strict=True):
+            what = f"whether `on_block_done` was told the flat_params of {NAMES[index]}"
+            expect(what, flat_params == [run.flat_params[index]], True, case=case)
+            what = f"what computed last when `on_block_done` was called for {NAMES[index]}"
             expect(what, order[seen - 1], ["backward", index], case=case)
-            wanted = named({REST, index - 1} if prefetch else {REST})
-            what = f"rows that have memory when `over` was called for {NAMES[index]}"
+            wanted = named({ROOT, index - 1} if prefetch else {ROOT})
+            what = f"rows that have memory when `on_block_done` was called for {NAMES[index]}"
             expect(what, named(there), wanted, case=case)
 
 
@@ -238,13 +242,13 @@ def a_pass_over_some_layers(answer, world, network):
     run = Run(answer, world, network)
     hidden = run.model(data(world.rank), layers=range(2))
     seen = {index for _, _, there in run.seen for index in there}
-    expect("rows that had memory in layers 0 and 1", named(seen), named({REST, 0, 1}))
+    expect("rows that had memory in layers 0 and 1", named(seen), named({ROOT, 0, 1}))
     expect("rows that have memory after them", named(run.there()), [])
     run.seen.clear()
     (loss,) = run.model(hidden.detach().requires_grad_(), layers=range(2, 3))
     loss.backward()
     seen = {index for _, _, there in run.seen for index in there}
-    expect("rows that had memory in layer 2 and the head", named(seen), named({REST, 2}))
+    expect("rows that had memory in layer 2 and the head", named(seen), named({ROOT, 2}))
     run.blocks.end()
     run.seen.clear()
     run.model(torch.ones(4, 5, dtype=torch.float64), layers=range(1, 2))

@@ -10,7 +10,7 @@ from exercises.testing import Wrong, expect, test
 from minidist.comm import Use, bind
 from minidist.mesh import Mesh
 from minidist.precision.dtypes import Formats
-from minidist.zero.layout import in_a_row
+from minidist.zero.layout import lay_out_flat
 
 # Together 23 elements: rows of 2, 3 and 4 ranks end in padding. In the order in which backward finishes them.
 SHAPES = {"head": (3, 2), "norm": (3,), "up": (2, 5), "bias": (4,)}
@@ -30,7 +30,7 @@ def nothing_is_zero_by_chance():
 
 
 def gradients_of(answer, group, outer=None, formats=FP32, sizes=SIZES):
-    return answer.ShardGradients(in_a_row(sizes, group.size), group, outer, formats, torch.device("cpu"))
+    return answer.ShardedGradients(lay_out_flat(sizes, group.size), group, outer, formats, torch.device("cpu"))
 
 
 def gradient(name, rank, micro_batch=0, step=0):
@@ -51,8 +51,8 @@ def backward(gradients, rank, micro_batch=0, step=0, leave_out=()):
 
 def finished(gradients):
     """The end of the step's backward; returns this rank's shard."""
-    gradients.begin_finish()
-    gradients.settle()
+    gradients.start_finish()
+    gradients.wait()
     return gradients.result
 
 
@@ -132,9 +132,9 @@ def no_row_stays(answer, world, network):
     """A row of full length is there while it is sent, not before; its shard from then on, to the end of the step."""
     sizes = {"up": 192 * KIB // 4, "bias": 64 * KIB // 4}  # one row of 256 KiB, shards of 128
     with Held() as held:
-        units = [gradients_of(answer, network.group, sizes=sizes) for _ in range(4)]
+        flat_params = [gradients_of(answer, network.group, sizes=sizes) for _ in range(4)]
         for micro_batch in range(2):
-            for number, gradients in enumerate(units):  # the backward of one part of the model after the other
+            for number, gradients in enumerate(flat_params):  # the backward of one part of the model after the other
                 case = f"four rows of 256 KiB, shards of 128; micro-batch {micro_batch + 1}, row {number + 1}"
                 shards = 4 if micro_batch else number
                 for name, come in (("bias", 64), ("up", 256)):
@@ -142,10 +142,10 @@ def no_row_stays(answer, world, network):
                     what = f"KiB of gradients when {name} has come"
                     expect(what, held.nbytes() // KIB, 128 * shards + come, case=case)
                 gradients.launch()
-                gradients.settle()
+                gradients.wait()
                 shards = 4 if micro_batch else number + 1
-                expect("KiB of gradients after settle()", held.nbytes() // KIB, 128 * shards, case=case)
-        for gradients in units:
+                expect("KiB of gradients after wait()", held.nbytes() // KIB, 128 * shards, case=case)
+        for gradients in flat_params:
             expect("the sum of two micro-batches over two ranks", finished(gradients)[0].item(), 4.0)
             gradients.clear()
         expect("KiB of gradients after clear()", held.nbytes() // KIB, 0, case="four rows of 256 KiB")

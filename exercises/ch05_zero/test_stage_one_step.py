@@ -1,4 +1,4 @@
-"""Tests of stage_one_step: the package's sink with the learner's rows, and an update by hand with exact numbers."""
+"""Tests of stage_one_step: the package's reducer with the learner's rows, and an update by hand with exact numbers."""
 
 import torch
 from torch import nn
@@ -7,8 +7,8 @@ from exercises.observed import Held, timeline
 from exercises.rows import cut, laid_out
 from exercises.testing import expect, test
 from minidist.precision.dtypes import Formats
-from minidist.zero.layout import in_a_row
-from minidist.zero.reducer import Reduced, ShardedSink
+from minidist.zero.layout import lay_out_flat
+from minidist.zero.reducer import ReducedFlatParam, ZeroReducer
 
 # Two rows, in the order in which backward finishes them. No length divides by 2 or 4; the second one's does by 3.
 ROWS = [{"head": (3, 2), "norm": (3,)}, {"up": (2, 5), "bias": (4,), "embed": (7,)}]
@@ -34,48 +34,50 @@ def gradient(name, rank, micro_batch=0, step=0):
     return numbers * (1 + rank) + 3 * micro_batch + 7 * step + len(name)
 
 
-def sink_of(answer, world, network, formats=FP32, rows=ROWS, begin=start):
-    """The package's sink over the learner's rows and gradients, and the parameters."""
+def reducer_of(answer, world, network, formats=FP32, rows=ROWS, begin=start):
+    """The package's reducer over the learner's rows and gradients, and the parameters."""
     members, parameters, group = [], {}, network.group
     for row in rows:
         values = {name: begin(name, world.rank) for name in row}
         held = {name: nn.Parameter(value.to(formats.parameter, copy=True)) for name, value in values.items()}
-        layout = in_a_row({name: value.numel() for name, value in values.items()}, group.size)
-        unit = answer.Unit(held, values, layout, group, formats)
-        gradients = answer.WholeGradients(layout, group, None, formats, unit.row.device)
-        members.append(Reduced(unit, gradients))
+        layout = lay_out_flat({name: value.numel() for name, value in values.items()}, group.size)
+        flat_param = answer.FlatParam(held, values, layout, group, formats)
+        gradients = answer.FullGradients(layout, group, None, formats, flat_param.row.device)
+        members.append(ReducedFlatParam(flat_param, gradients))
         parameters |= held
-    return ShardedSink(members, [], list(parameters), {}, each_micro_batch=False), parameters
+    return ZeroReducer(members, [], list(parameters), {}, each_micro_batch=False), parameters
 
 
-def reduce(sink, network, rank, micro_batches=1, step=0, leave_out=()):
+def reduce(reducer, network, rank, micro_batches=1, step=0, leave_out=()):
     """Forward and backward of all micro-batches: gradients are handed over, and summed over the ranks."""
     for micro_batch in range(micro_batches):
         for name in SHAPES:
             if name not in leave_out:
-                sink.add(name, gradient(name, rank, micro_batch, step))
+                reducer.add(name, gradient(name, rank, micro_batch, step))
             if micro_batch == micro_batches - 1:
                 network.event(f"ready {name}")
-                sink.ready(name)
+                reducer.ready(name)
     network.event("backward is over")
-    sink.finish()
+    reducer.finish()
 
 
-def update(sink, step=0):
+def update(reducer, step=0):
     """Every master minus half of its gradient."""
-    sink.settle([1.0] * len(sink.reports))
+    reducer.mark_unused([1.0] * len(reducer.used_flags))
     with torch.no_grad():
-        for _ in sink.rounds(step):
-            for master in sink.masters.values():
+        for group in reducer.update_groups():
+            reducer.attach_grads(group)
+            for master in reducer.masters.values():
                 if master.grad is not None:
                     master -= RATE * master.grad
+            reducer.copy_to_params(group, step)
 
 
-def run_step(sink, network, rank, **how):
-    reduce(sink, network, rank, **how)
-    update(sink, how.get("step", 0))
-    sink.gather()
-    sink.clear()
+def run_step(reducer, network, rank, **how):
+    reduce(reducer, network, rank, **how)
+    update(reducer, how.get("step", 0))
+    reducer.gather()
+    reducer.clear()
 
 
 def trained(name, size, micro_batches, steps, used=lambda name, rank, step: True):
@@ -97,29 +99,33 @@ def parameters_lie_in_the_row(answer, world, network):
     """A parameter keeps its numbers and is a view of the row; bounds are where its elements are in the shard."""
     for row in ROWS:
         parameters = {name: nn.Parameter(start(name, world.rank)) for name in row}
-        layout = in_a_row(sizes(row), world.size)
-        unit = answer.Unit(parameters, {name: start(name, 0) for name in row}, layout, network.group, FP32)
+        layout = lay_out_flat(sizes(row), world.size)
+        flat_param = answer.FlatParam(parameters, {name: start(name, 0) for name in row}, layout, network.group, FP32)
         for name, parameter in parameters.items():
             expect(f"the parameter {name}, laid into the row", parameter.detach(), start(name, world.rank))
-            same = parameter.untyped_storage().data_ptr() == unit.row.untyped_storage().data_ptr()
+            same = parameter.untyped_storage().data_ptr() == flat_param.row.untyped_storage().data_ptr()
             expect(f"whether the parameter {name} is a view of the row", same, True)
-        expect("whether the row takes a gradient: it is memory, and no part of a graph", unit.row.requires_grad, False)
+        expect(
+            "whether the row takes a gradient: it is memory, and no part of a graph",
+            flat_param.row.requires_grad,
+            False,
+        )
         shards = cut(sizes(row), world.size)
         whole = [number for shard in shards for number in laid_out(shard, lambda name: start(name, world.rank))]
-        expect("the row", unit.row.tolist(), whole)
+        expect("the row", flat_param.row.tolist(), whole)
         mine, wanted = shards[world.rank], {}
         for place, element in enumerate(mine):
             if element:
                 wanted[element[0]] = [wanted.get(element[0], [place])[0], place + 1]
-        expect(f"bounds in the shard {mine}", {name: list(ends) for name, ends in unit.bounds.items()}, wanted)
+        expect(f"bounds in the shard {mine}", {name: list(ends) for name, ends in flat_param.bounds.items()}, wanted)
 
 
 @test(points=5, ranks=(1, 2, 3, 4))
 def one_step_after_the_other(answer, world, network):
     """After each step every rank has all parameters, each element updated by the rank whose shard it lies in."""
-    sink, parameters = sink_of(answer, world, network)
+    reducer, parameters = reducer_of(answer, world, network)
     for step in range(2):
-        run_step(sink, network, world.rank, micro_batches=2, step=step)
+        run_step(reducer, network, world.rank, micro_batches=2, step=step)
         for name in SHAPES:
             what = f"the parameter {name} after step {step + 1}"
             expect(what, parameters[name].detach(), trained(name, world.size, 2, step + 1), case="2 micro-batches")
@@ -128,11 +134,11 @@ def one_step_after_the_other(answer, world, network):
 @test(points=3, ranks=(2, 3))
 def two_messages_a_row(answer, world, network):
     """In a step each row is reduce-scattered once and gathered once, whatever the number of micro-batches."""
-    sink, _ = sink_of(answer, world, network)
+    reducer, _ = reducer_of(answer, world, network)
     padded = [len(sum(cut(sizes(row), world.size), [])) for row in ROWS]
     for micro_batches in (1, 3):
         before = len(network.records)
-        run_step(sink, network, world.rank, micro_batches=micro_batches)
+        run_step(reducer, network, world.rank, micro_batches=micro_batches)
         sent = [[record.name, record.payload_bytes // 4] for record in network.records[before:]]
         wanted = [[name, numel] for name in ("reduce_scatter", "all_gather") for numel in padded]
         expect(
@@ -146,8 +152,8 @@ def two_messages_a_row(answer, world, network):
 @test(points=2, ranks=(2,))
 def nothing_waits_before_it_must(answer, world, network):
     """Reductions are launched inside backward and waited for after it; gathers all launched, then waited for."""
-    sink, _ = sink_of(answer, world, network)
-    run_step(sink, network, world.rank)
+    reducer, _ = reducer_of(answer, world, network)
+    run_step(reducer, network, world.rank)
     happened = timeline(network)
     over = happened.index("backward is over")
     inside = [event for event in happened[:over] if not event.startswith("ready")]
@@ -164,10 +170,10 @@ def a_gradient_that_does_not_come(answer, world, network):
     def used(name, rank, step):
         return step == 0 or name not in ("norm", "up") or rank == 1
 
-    sink, parameters = sink_of(answer, world, network)
+    reducer, parameters = reducer_of(answer, world, network)
     for step in range(2):
         absent = [name for name in SHAPES if not used(name, world.rank, step)]
-        run_step(sink, network, world.rank, step=step, leave_out=absent)
+        run_step(reducer, network, world.rank, step=step, leave_out=absent)
     for name in SHAPES:
         case = "in step 2 rank 0 has no gradient for norm and up"
         expect(f"the parameter {name}", parameters[name].detach(), trained(name, world.size, 1, 2, used), case=case)
@@ -178,17 +184,19 @@ def a_row_each_and_no_copies(answer, world, network):
     """Parameters take one row and gradients another; neither the reduction nor the update nor the gather takes more."""
     rows = [{"weight": (64, KIB)}]  # 256 KiB
     with Held() as held:
-        sink, parameters = sink_of(answer, world, network, rows=rows, begin=lambda name, rank: torch.ones(64, KIB))
+        reducer, parameters = reducer_of(
+            answer, world, network, rows=rows, begin=lambda name, rank: torch.ones(64, KIB)
+        )
         expect("KiB of a row of parameters and one of gradients", held.nbytes() // KIB, 512)
         grad = torch.ones(64, KIB)
-        sink.add("weight", grad)
+        reducer.add("weight", grad)
         del grad
-        sink.ready("weight")
+        reducer.ready("weight")
         expect("KiB while the row is on its way", held.nbytes() // KIB, 512)
-        sink.finish()
+        reducer.finish()
         expect("KiB when it is reduced", held.nbytes() // KIB, 512)
-        update(sink)
-        sink.gather()
+        update(reducer)
+        reducer.gather()
         expect("KiB after the step", held.nbytes() // KIB, 512)
     expect("the first element", parameters["weight"][0, 0].item(), 0.0)
 
@@ -196,18 +204,20 @@ def a_row_each_and_no_copies(answer, world, network):
 @test(points=2, ranks=(2,))
 def every_format_is_kept(answer, world, network):
     """bfloat16 computes and travels, float32 adds up and is updated: what is small for one is not lost in the other."""
-    sink, parameters = sink_of(answer, world, network, MIXED, begin=lambda name, rank: torch.full(SHAPES[name], 256.0))
+    reducer, parameters = reducer_of(
+        answer, world, network, MIXED, begin=lambda name, rank: torch.full(SHAPES[name], 256.0)
+    )
     for steps in (1, 2):
         for name, shape in SHAPES.items():
             for addend in (0.5, 2.0**-9, -(2.0**-9)):  # bfloat16 has no room for the sum of the first two
-                sink.add(name, torch.full(shape, addend).bfloat16())
-            sink.ready(name)
-        sink.finish()
-        formats = {str(result.dtype) for result in sink.gradients().values()}
+                reducer.add(name, torch.full(shape, addend).bfloat16())
+            reducer.ready(name)
+        reducer.finish()
+        formats = {str(result.dtype) for result in reducer.gradients().values()}
         expect("the format of summed gradients", sorted(formats), ["torch.float32"])
-        update(sink)
-        sink.gather()
-        sink.clear()
+        update(reducer)
+        reducer.gather()
+        reducer.clear()
         wanted = {1: 256.0, 2: 255.0}[steps]  # 255.5 is none of bfloat16's numbers, and 256 the even neighbour
         for name, shape in SHAPES.items():
             got = parameters[name].detach().float()

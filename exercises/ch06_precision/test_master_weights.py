@@ -64,11 +64,11 @@ def small_updates_add_up(answer):
     for dtype, update in ((BF16, 2.0**-12), (FP16, 2.0**-15)):
         masters, part, values = masters_of(answer, dtype)
         for step in range(200):
-            masters.open(torch.ones(11))
+            masters.attach_grads(torch.ones(11))
             for view in masters.views.values():
                 view.data -= update * view.grad
-            masters.publish(step)
-            masters.close()
+            masters.copy_to_params(step)
+            masters.detach_grads()
             # Multiples of 2**-23 between 1/2 and 2 are exact in float32.
             moved = {name: value.double() - (step + 1) * update for name, value in values.items()}
             for name, (start, stop) in BOUNDS.items():
@@ -86,7 +86,7 @@ def gradients_in_the_format_of_the_update(answer):
     for dtype in (BF16, FP32):
         masters, _, _ = masters_of(answer)
         for unused in ((), ("second",), ("first", "second")):
-            masters.open(gradients.to(dtype), unused)
+            masters.attach_grads(gradients.to(dtype), unused)
             for name, (start, stop) in BOUNDS.items():
                 grad = masters.views[name].grad
                 case = f"gradients in {dtype}, unused: {list(unused)}".replace("torch.", "")
@@ -94,7 +94,7 @@ def gradients_in_the_format_of_the_update(answer):
                 expect(f"the gradient of {name}", None if grad is None else grad.tolist(), wanted, case=case)
                 if grad is not None:
                     expect(f"the format of the gradient of {name}", str(grad.dtype), "torch.float32", case=case)
-            masters.close()
+            masters.detach_grads()
 
 
 @test(points=2)
@@ -105,21 +105,21 @@ def no_copy_where_nothing_is_wider(answer):
         masters, part, values = masters_of(answer, dtype, dtype)
         case = f"everything in {dtype}".replace("torch.", "")
         expect("whether `tensor` is the piece's own memory", same_memory(masters.tensor, part), True, case=case)
-        masters.open(gradients)
+        masters.attach_grads(gradients)
         for name, (start, stop) in BOUNDS.items():
             expect(f"whether {name} lies in it", same_memory(masters.views[name], part[start:]), True, case=case)
             there = same_memory(masters.views[name].grad, gradients[start:])
             expect(f"whether the gradient of {name} is what was given", there, True, case=case)
             masters.views[name].data -= 0.25 * masters.views[name].grad
-        masters.publish()
-        masters.close()
+        masters.copy_to_params()
+        masters.detach_grads()
         moved = {name: value - 0.25 for name, value in values.items()}
         expect("the piece after an update", part, piece(moved, dtype), case=case)
     part = torch.ones(250_000)
     with PeakMemory() as memory:
         masters = answer.Masters(part, {"all": (0, 250_000)}, {"all": part}, formats(FP32))
-        masters.open(part)
-        masters.publish()
+        masters.attach_grads(part)
+        masters.copy_to_params()
     expect("memory taken for 1 MB of masters in the parameters' format, in MB", memory.peak_bytes // 10**6, 0)
 
 
@@ -130,9 +130,9 @@ def one_copy_and_no_more(answer):
     values, gradients = {"all": torch.ones(250_000)}, torch.ones(250_000)
     with PeakMemory() as memory:
         masters = answer.Masters(part, {"all": (0, 250_000)}, values, formats())
-        masters.open(gradients)
-        masters.publish()
-        masters.close()
+        masters.attach_grads(gradients)
+        masters.copy_to_params()
+        masters.detach_grads()
     expect("memory taken for 1 MB of masters, in MB", memory.peak_bytes / 10**6, 1.0, tolerance=0.1)
 
 
@@ -149,13 +149,13 @@ def rounded_where_they_do_not_last(answer):
     for step in (3, 4):
         before = piece(values).float() if step == 3 else part.float()
         expect("bytes of masters between updates", masters.tensor.untyped_storage().nbytes(), 0)
-        masters.open(torch.ones(11))
+        masters.attach_grads(torch.ones(11))
         for view in masters.views.values():
             view.data -= 0.25 * view.grad
-        masters.publish(step)
+        masters.copy_to_params(step)
         wanted = [(name, step, (before[start:stop] - 0.25).tolist()) for name, (start, stop) in BOUNDS.items()]
         expect("what `rounding` was called with: (name, step, values)", sorted(calls), wanted)
-        masters.close()
+        masters.detach_grads()
         expect("the piece after the update", part[:5], before[:5] - 0.25)
         calls.clear()
 
@@ -178,11 +178,11 @@ def every_rank_its_shard(answer, world, network):
     masters, expected = answer.Masters(part, bounds, values, formats()), whole.double()
     for step in range(20):
         gradients = (1 + 32 * torch.arange(float(row.numel()))) * 2.0 ** -(20 + step % 3)
-        masters.open(gradients[begin:end])
+        masters.attach_grads(gradients[begin:end])
         for view in masters.views.values():
             view.data -= view.grad
-        masters.publish(step)
-        masters.close()
+        masters.copy_to_params(step)
+        masters.detach_grads()
         expected = expected - gradients[:numel].double()
         all_gather(row, part, network.group)
     # Multiples of 2**-23 between 1/2 and 2 are exact in float32.

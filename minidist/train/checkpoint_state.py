@@ -15,15 +15,15 @@ _OPTIMIZER = "optimizer."
 
 def pieces(engine: Engine) -> Iterator[Piece]:
     """Everything a resumed run needs besides its position: parameters, buffers and the optimizer's state."""
-    rank, updates = engine.groups.world.rank, engine.updates
-    stored = updates.stored()
+    rank, reducer = engine.groups.world.rank, engine.reducer
+    tensors = reducer.checkpoint_tensors()
     for name, parameter in engine.parameters.items():
-        if name in updates.held:
-            yield from pieces_of(PARAMETERS, updates.held[name], stored[name], rank)
-        elif not parameter.requires_grad and parameter.numel() and updates.blocks is None:  # frozen, and whole
+        if name in reducer.master_specs:
+            yield from pieces_of(PARAMETERS, reducer.master_specs[name], tensors[name], rank)
+        elif not parameter.requires_grad and parameter.numel() and reducer.gatherer is None:  # frozen and replicated
             yield from pieces_of(PARAMETERS, engine.specs[name], parameter.detach(), rank)
-    for name, master in updates.masters.items():
-        spec = updates.held[name]
+    for name, master in reducer.masters.items():
+        spec = reducer.master_specs[name]
         for key, value in engine.optimizer.state.get(master, {}).items():
             if value is None:
                 continue
@@ -47,8 +47,8 @@ def prepare(engine: Engine, index: Index) -> None:
     """
     for stored, tensor in index.tensors.items():
         kind, name = stored.split("/", 1)
-        if kind.startswith(_OPTIMIZER) and name in engine.updates.masters:
-            master = engine.updates.masters[name]
+        if kind.startswith(_OPTIMIZER) and name in engine.reducer.masters:
+            master = engine.reducer.masters[name]
             like = {"dtype": DTYPES[tensor.dtype], "device": master.device}
             made = torch.zeros(master.shape, **like) if tensor.shape else torch.zeros((), **like)
             engine.optimizer.state[master][kind.removeprefix(_OPTIMIZER)] = made

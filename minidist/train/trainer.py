@@ -264,7 +264,7 @@ class Trainer:
         """Take over what the checkpoint holds; returns its run folder, None when it lies in none."""
         path, kept = self._together(self._read_checkpoint)
         checkpoint.load(path, state.pieces(self.engine), self.swap, self.control.rank)
-        self.engine.updates.restored()
+        self.engine.reducer.after_load()
         if self.engine.scaler is not None and kept.get("loss_scaler"):
             self.engine.scaler.load(kept["loss_scaler"])
         self.progress = Progress(kept["step"], kept["position"])

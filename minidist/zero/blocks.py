@@ -1,11 +1,11 @@
-"""Stage 3: the parameters of a block are gathered before it is used and freed after, forward and backward.
+"""Stage 3: gather the parameters of a block before it runs and free them after it, in forward and in backward.
 
-One block computes while the next is on its way. What belongs to no block (embedding, final norm, head) is gathered for
-as long as the model is in use. In backward a block is over when the one before it begins: then its gradients are
-reduced and its parameters freed. A block that is computed again in backward is gathered once for both.
+One block computes while the next is in flight. The parameters of no block (embedding, final norm, head) stay gathered
+as long as the model runs. The backward of a block is over when that of the block before it begins: then its gradients
+are reduced and its parameters freed. A block that is recomputed in backward is gathered once for both.
 
-The hooks are on the modules, outside of whatever has replaced their `forward`: recomputation and compilation happen
-inside, where all parameters are there.
+The hooks are registered on the modules, outside of anything that replaces their `forward`: recomputation and
+compilation run inside, where all parameters are unsharded.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,37 +14,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from minidist.zero.flat_param import ShardedUnit
+from minidist.zero.flat_param import ShardedFlatParam
 
 
 @dataclass(frozen=True)
 class Block:
-    """A module and its units. index: its place in the model."""
+    """A module and its flat parameters. index: its place in the model."""
 
     module: nn.Module
-    units: Sequence[ShardedUnit]
+    flat_params: Sequence[ShardedFlatParam]
     index: int
 
     def launch(self) -> None:
-        for unit in self.units:
-            unit.launch_gather()
+        for flat_param in self.flat_params:
+            flat_param.launch_gather()
 
     def need(self) -> None:
         self.launch()
-        for unit in self.units:
-            unit.wait_gather()
+        for flat_param in self.flat_params:
+            flat_param.wait_gather()
 
     def release(self) -> None:
-        for unit in self.units:
-            unit.release()
+        for flat_param in self.flat_params:
+            flat_param.release()
 
 
-class Blocks:
+class BlockGatherer:
     """Gathers and frees the blocks of a model while it runs.
 
     model: called with `layers`, as `Transformer` is; root: all of it that is in no block. num_layers: of the whole
     model. keep: what comes last in forward, head and last block, stays gathered until its backward. prefetch: gather
-    the next while one computes. over: called in backward with the units of a block that is through, unless None.
+    the next while one computes. on_block_done: called with the flat parameters of each block whose backward is over.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Blocks:
     ):
         self.root, self.blocks = root, {block.index: block for block in blocks}
         self.end_of_model, self.keep, self.prefetch = num_layers, keep, prefetch
-        self.over: Callable[[Sequence[ShardedUnit]], None] | None = None
+        self.on_block_done: Callable[[Sequence[ShardedFlatParam]], None] | None = None
         self._layers = range(num_layers)  # of the pass that runs
         self._in_backward: Block | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -119,8 +119,8 @@ class Blocks:
         block, self._in_backward = self._in_backward, None
         if block is not None:
             block.release()
-            if self.over is not None:
-                self.over(block.units)
+            if self.on_block_done is not None:
+                self.on_block_done(block.flat_params)
 
     def end(self) -> None:
         """A micro-batch's backward is over: nothing stays gathered."""

@@ -1,4 +1,4 @@
-"""A model's parameters laid into rows, and the sink that works on them."""
+"""A model's parameters laid into rows, and the reducer that works on them."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +13,16 @@ from minidist.parameters import Box, ParamSpec, Specs, flat_boxes, named_paramet
 from minidist.precision.dtypes import Formats
 from minidist.precision.masters import Rounding
 from minidist.precision.rounding import flat_index, round_stochastically
-from minidist.zero.blocks import Block, Blocks
-from minidist.zero.flat_param import ShardedUnit, Unit
-from minidist.zero.gradients import ShardGradients, WholeGradients
-from minidist.zero.grouping import REST, block_of, passing_row
-from minidist.zero.layout import Layout, in_a_row, whole
-from minidist.zero.reducer import Reduced, ShardedSink
+from minidist.zero.blocks import Block, BlockGatherer
+from minidist.zero.flat_param import FlatParam, ShardedFlatParam
+from minidist.zero.gradients import FullGradients, ShardedGradients
+from minidist.zero.grouping import ROOT, block_of, transient_buffer_limit
+from minidist.zero.layout import Layout, lay_out_flat, whole
+from minidist.zero.reducer import ReducedFlatParam, ZeroReducer
 
 
 @dataclass(frozen=True)
-class Given:
+class ModelFacts:
     """What a model brings along. Everything is by global name, of this rank's part of the model.
 
     specs: as forward and backward hold the parameters. values: in full precision, before they were converted. names: of
@@ -38,14 +38,14 @@ class Given:
     seed: int = 0
 
 
-def sharded_sink(
-    model: nn.Module, given: Given, groups: Groups, reducing: Iterable[Group], config: Config, formats: Formats
-) -> ShardedSink:
+def make_zero_reducer(
+    model: nn.Module, given: ModelFacts, groups: Groups, reducing: Iterable[Group], config: Config, formats: Formats
+) -> ZeroReducer:
     """Lay the model's parameters into rows that the ranks of `groups["grads"]` share out, as the stage says.
 
     reducing: the groups whose ranks hold the same shard and sum its gradients; in stage 0, the same parameter.
     """
-    return _Builder(model, given, groups, list(reducing), config, formats).sink()
+    return _Builder(model, given, groups, list(reducing), config, formats).reducer()
 
 
 class _Builder:
@@ -63,55 +63,62 @@ class _Builder:
             self.group = Group("alone", (rank,), 0, None, groups.world, groups.meter)
             self.place = dict.fromkeys(range(groups.world.size), 0)
 
-    def sink(self) -> ShardedSink:
+    def reducer(self) -> ZeroReducer:
         trained = trainable(self.parameters)
-        blocks, frozen = None, []
+        gatherer, frozen = None, []
         if self.zero.stage < 3:
             members = self._buckets(trained)
         else:
-            members, frozen, blocks = self._blocks(trained)
+            members, frozen, gatherer = self._blocks(trained)
         held = {
             name: self._held(name, *bounds)
-            for unit in [*(member.unit for member in members), *frozen]
-            for name, bounds in unit.layout.held(self.group.rank).items()
+            for flat_param in [*(member.flat_param for member in members), *frozen]
+            for name, bounds in flat_param.layout.held(self.group.rank).items()
         }
-        sink = ShardedSink(
-            members, frozen, self.given.names, held, each_micro_batch=self.zero.shares_gradients, blocks=blocks
+        return ZeroReducer(
+            members,
+            frozen,
+            self.given.names,
+            held,
+            each_micro_batch=self.zero.shares_gradients,
+            gatherer=gatherer,
+            on_block_done=self.groups.mesh.pp == 1,
         )
-        if blocks is not None and self.groups.mesh.pp == 1:
-            blocks.over = sink.through
-        return sink
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def _buckets(self, trained: Mapping[str, Tensor]) -> list[Reduced]:
+    def _buckets(self, trained: Mapping[str, Tensor]) -> list[ReducedFlatParam]:
         """Rows of at most the size of a bucket, in the order of backward."""
         sizes = {name: self.parameters[name].numel() * self.formats.reduce.itemsize for name in reversed(trained)}
         limit = int(self.config.comm.bucket_mib * MIB)
         if self.zero.shares_gradients:
-            limit = passing_row(sizes, limit)
+            limit = transient_buffer_limit(sizes, limit)
         members = []
         for names in self._kinds(sizes):
             # No small first bucket, as in plain data parallelism: it would be on its way while activations are most.
-            members += [self._member(Unit, row) for row in assign({name: sizes[name] for name in names}, limit)]
+            members += [self._member(FlatParam, row) for row in assign({name: sizes[name] for name in names}, limit)]
         return members
 
-    def _blocks(self, trained: Collection[str]) -> tuple[list[Reduced], list[Unit], Blocks]:
+    def _blocks(self, trained: Collection[str]) -> tuple[list[ReducedFlatParam], list[FlatParam], BlockGatherer]:
         """A row for each block of the model and one for the rest; more where parameters are of several kinds."""
         of: dict[int, list[str]] = {}
         for name in self.parameters:
             of.setdefault(block_of(name), []).append(name)
-        members, frozen, units = [], [], {}
+        members, frozen, flat_params = [], [], {}
         for index in sorted(of, reverse=True):  # the order of backward: the rest, which has the embedding, comes last
             kinds = self._kinds(name for name in of[index] if name in trained)
-            mine = [self._member(ShardedUnit, names) for names in kinds]
+            mine = [self._member(ShardedFlatParam, names) for names in kinds]
             rest = [name for name in of[index] if name not in trained]
-            still = [self._unit(ShardedUnit, rest, frozen=True)] if rest else []
-            members, frozen, units[index] = members + mine, frozen + still, [*(m.unit for m in mine), *still]
+            still = [self._unit(ShardedFlatParam, rest, frozen=True)] if rest else []
+            members, frozen, flat_params[index] = (
+                members + mine,
+                frozen + still,
+                [*(m.flat_param for m in mine), *still],
+            )
         layers = self.model.model.layers
-        blocks = [Block(layers[i], units[i], i) for i in units if i != REST]
-        root, keep = Block(self.model, units.get(REST, []), REST), self.zero.keep_last_block
-        return members, frozen, Blocks(self.model, root, blocks, len(layers), keep, self.zero.prefetch)
+        blocks = [Block(layers[i], flat_params[i], i) for i in flat_params if i != ROOT]
+        root, keep = Block(self.model, flat_params.get(ROOT, []), ROOT), self.zero.keep_last_block
+        return members, frozen, BlockGatherer(self.model, root, blocks, len(layers), keep, self.zero.prefetch)
 
     def _kinds(self, names: Iterable[str]) -> list[list[str]]:
         """The names apart by what cannot share a row: who else holds the shard, the chunk, whether it may be cut."""
@@ -121,22 +128,22 @@ class _Builder:
             kinds.setdefault(key, []).append(name)
         return list(kinds.values())
 
-    def _member(self, kind: type[Unit], names: Sequence[str]) -> Reduced:
-        unit, copies = self._unit(kind, names), self._copies(names[0])
+    def _member(self, kind: type[FlatParam], names: Sequence[str]) -> ReducedFlatParam:
+        flat_param, copies = self._unit(kind, names), self._copies(names[0])
         outer = None if len(copies) == 1 else next((g for g in self.reducing if g.ranks == copies), None)
         if outer is None and len(copies) > 1:
             raise KeyError(f"no group was bound over ranks {copies}, which hold the same shard of {names[0]}")
-        make = ShardGradients if self.zero.shares_gradients else WholeGradients
-        gradients = make(unit.layout, self.group, outer, self.formats, unit.row.device)
-        return Reduced(unit, gradients, self.given.chunk_of.get(names[0], 0))
+        make = ShardedGradients if self.zero.shares_gradients else FullGradients
+        gradients = make(flat_param.layout, self.group, outer, self.formats, flat_param.row.device)
+        return ReducedFlatParam(flat_param, gradients, self.given.chunk_of.get(names[0], 0))
 
-    def _unit(self, kind: type[Unit], names: Sequence[str], frozen: bool = False) -> Unit:
+    def _unit(self, kind: type[FlatParam], names: Sequence[str], frozen: bool = False) -> FlatParam:
         formats = self.formats
         if frozen:
             formats = Formats(*[formats.parameter] * 5)
         parameters = {name: self.parameters[name] for name in names}
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-        lay: Callable[..., Layout] = whole if self.given.uncut(names[0]) and self.group.size > 1 else in_a_row
+        lay: Callable[..., Layout] = whole if self.given.uncut(names[0]) and self.group.size > 1 else lay_out_flat
         layout = lay(sizes, self.group.size)
         host, rounding = self.host and not frozen, None if formats.master else self._rounding(layout)
         return kind(parameters, self.given.values, layout, self.group, formats, host, rounding)

@@ -11,7 +11,7 @@ from minidist.precision.masters import Masters, Rounding
 from minidist.zero.layout import Layout
 
 
-class Unit:
+class FlatParam:
     """Parameters in one row of memory, of which this rank keeps a shard.
 
     parameters: of the model, which from now on are views of the row; values: what they are in full precision.
@@ -63,12 +63,12 @@ class Unit:
             self._gathering = None
 
 
-class ShardedUnit(Unit):
+class ShardedFlatParam(FlatParam):
     """A row that has memory only while somebody needs it (stage 3)."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.is_whole = True
+        self.is_unsharded = True
         self.release()
 
     def _own(self, begin: int, end: int) -> Tensor:
@@ -77,14 +77,14 @@ class ShardedUnit(Unit):
     @torch.no_grad()
     def launch_gather(self) -> None:
         """Start to fill the row, unless it is full or about to be."""
-        if not self.is_whole:
-            self.is_whole = True
+        if not self.is_unsharded:
+            self.is_unsharded = True
             self.row.untyped_storage().resize_(self.row.numel() * self.row.element_size())
             super().launch_gather()
 
     def release(self) -> None:
         """Give the row's memory back. What views it, the model and autograd's graph, finds the next content there."""
-        if self.is_whole:
+        if self.is_unsharded:
             self.wait_gather()
-            self.is_whole = False
+            self.is_unsharded = False
             self.row.untyped_storage().resize_(0)

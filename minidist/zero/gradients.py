@@ -1,10 +1,10 @@
-"""The gradients of one row of parameters: added up on this rank, then summed over the ranks, each keeping its shard.
+"""The gradients of one flat parameter: accumulated on this rank, then reduce-scattered, one shard for each rank.
 
-Two ways to keep them between micro-batches. `WholeGradients` (stages 0 and 1) adds them all up in a row of full length
-and reduces it once a step, in place: the shard is a piece of the row. `ShardGradients` (stages 2 and 3) keeps those of
-a micro-batch as they come, until all are there: then it makes such a row of them, which lives as long as its reduction,
-and adds the result to a shard that stays until the step ends.
-Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 5.2.
+Two ways to store them between micro-batches. `FullGradients` (stages 0 and 1) accumulates them in a flat buffer of full
+length and reduces it once per step, in place: the shard is a slice of the buffer. `ShardedGradients` (stages 2 and 3)
+keeps the gradients of a micro-batch as autograd returns them until all of the flat parameter have arrived. Then it
+copies them into a full-length buffer that lives until its reduction completes, and adds the result to a shard that is
+kept until the step ends. Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 5.2.
 """
 
 import torch
@@ -15,11 +15,11 @@ from minidist.precision.dtypes import Formats
 from minidist.zero.layout import Layout
 
 
-class WholeGradients:
+class FullGradients:
     """Gradients of full length for the whole step.
 
     group: ranks that share out the row; outer: ranks that hold the same shard, whose gradients belong to the same sum.
-    row: (numel,), all of them. result: this rank's shard, its sum over all ranks when the sink has finished.
+    row: (numel,), all of them. result: this rank's shard, its sum over all ranks when the reducer has finished.
     transient: whether a row of full length lives only while it is reduced.
     """
 
@@ -56,7 +56,7 @@ class WholeGradients:
         if self.group.size > 1:
             self._reduce(self.row, self.result)
         else:  # nothing is shared out: those that hold the same sum the whole row
-            self.sum_copies()
+            self.sum_replicas()
 
     def _reduce(self, row: Tensor, target: Tensor) -> Tensor:
         """Start the reduction of a row, over copies in the format of the wire where that is another one. Returns what
@@ -67,13 +67,13 @@ class WholeGradients:
         self._arriving = reduce_scatter(output, row, self.group, async_op=True), output, target
         return row
 
-    def sum_copies(self) -> None:
+    def sum_replicas(self) -> None:
         """Start the sum of shards over the ranks that hold the same."""
         if self.outer is not None:
             sent = self.result.to(self.formats.reduce)  # itself, where the format is the same
             self._arriving = all_reduce(sent, self.outer, async_op=True), sent, self.result
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what was launched; the result has it then."""
         if self._arriving is not None:
             handle, arrived, target = self._arriving
@@ -82,11 +82,11 @@ class WholeGradients:
                 target.copy_(arrived)
             self._arriving = None
 
-    def begin_finish(self) -> None:
+    def start_finish(self) -> None:
         """What is left when every reduction over the group was launched."""
         if self.group.size > 1:
-            self.settle()
-            self.sum_copies()
+            self.wait()
+            self.sum_replicas()
 
     def clear(self) -> None:
         """Forget the step."""
@@ -99,7 +99,7 @@ class WholeGradients:
         self._allocate()
 
 
-class ShardGradients(WholeGradients):
+class ShardedGradients(FullGradients):
     """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
 
     A gradient is kept as it came, and in its own format, until all of the row are there.
@@ -121,7 +121,7 @@ class ShardGradients(WholeGradients):
             grad = self._come[name].to(self.formats.accumulate).add_(grad)
         self._come[name] = grad
 
-    def _make_row(self) -> Tensor:
+    def _make_flat_gradient(self) -> Tensor:
         """What has come, (numel,), which is forgotten; zero where nothing has."""
         row = torch.empty(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
         row[row.numel() - self.layout.padding :].zero_()  # what nobody reads is sent all the same
@@ -137,26 +137,26 @@ class ShardGradients(WholeGradients):
         return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
 
     def launch(self) -> None:
-        self.settle()
-        self.row = self._reduce(self._make_row(), self._make_shard())
+        self.wait()
+        self.row = self._reduce(self._make_flat_gradient(), self._make_shard())
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what was launched, and add it up."""
         if self._arriving is None:
             return
         arrived = self._arriving[2]
-        super().settle()
+        super().wait()
         self.row = None
         if self.result is None:
             self.result = arrived
         elif arrived is not self.result:  # which sums of copies arrive in
             self.result.add_(arrived)
 
-    def begin_finish(self) -> None:
-        self.settle()
+    def start_finish(self) -> None:
+        self.wait()
         if self.result is None:  # there was no micro-batch
             self.result = self._make_shard().zero_()
-        self.sum_copies()
+        self.sum_replicas()
 
     def clear(self) -> None:
         self.result = None

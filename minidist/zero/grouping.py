@@ -4,19 +4,19 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-REST = -1  # in no block
+ROOT = -1  # in no block
 
 # Parameters of a layer's modules. One that hangs on the layer itself may be used outside of it.
 _IN_A_BLOCK = re.compile(r"model\.layers\.(\d+)\..+\.")
 
 
 def block_of(name: str) -> int:
-    """The index of the layer whose block a parameter is gathered with, or REST."""
+    """The index of the layer whose block a parameter is gathered with, or ROOT."""
     found = _IN_A_BLOCK.match(name)
-    return int(found[1]) if found else REST
+    return int(found[1]) if found else ROOT
 
 
-def passing_row(sizes: Mapping[str, int], limit: int) -> int:
+def transient_buffer_limit(sizes: Mapping[str, int], limit: int) -> int:
     """The upper size of a row of gradients that is there only while it is sent: that of the largest block.
 
     Larger rows would hold back what stage 2 saves, and a block's gradients come together. sizes: bytes of each
@@ -25,7 +25,7 @@ def passing_row(sizes: Mapping[str, int], limit: int) -> int:
     blocks: Counter[int] = Counter()
     for name, size in sizes.items():
         blocks[block_of(name)] += size
-    del blocks[REST]
+    del blocks[ROOT]
     return min(limit, max(blocks.values(), default=limit))
 
 
@@ -35,7 +35,7 @@ def gathers(
     ends: Mapping[int, tuple[bool, bool]],
     keep: bool,
 ) -> Counter[int]:
-    """How often each block, and REST, is gathered while a stage runs these passes.
+    """How often each block, and ROOT, is gathered while a stage runs these passes.
 
     passes: ("F" or "B" or "end" of a backward, chunk). layers: of each chunk. ends: whether a chunk has the embedding,
     and whether it has the head. keep: what comes last in forward stays until its backward is over.
@@ -55,14 +55,14 @@ def gathers(
             in_backward = None
             continue
         if last or (first and kind == "F"):
-            need(REST)
+            need(ROOT)
         if kind == "F":
             for block in layers[chunk]:
                 need(block)
                 if not (keep and last and block == layers[chunk][-1]):
                     there.discard(block)
             if not (keep and last):
-                there.discard(REST)
+                there.discard(ROOT)
         else:
             for block in reversed(layers[chunk]):
                 there.discard(in_backward)  # the one before is through

@@ -1,8 +1,8 @@
 """Micro-batches without communication: the solution, as it stands in minidist.parallel.data.reducer.
 
 Sums over micro-batches are local: only the whole sum goes over the network, once per step instead of once per micro-
-batch. The sink owns it. Emptying .grad in every backward keeps autograd from adding to it as well, which would count
-the first micro-batch again and again, and it keeps a gradient from being held twice.
+batch. The reducer owns it. Emptying .grad in every backward keeps autograd from adding to it as well, which would
+count the first micro-batch again and again, and it keeps a gradient from being held twice.
 
 Handing over only in the last micro-batch, what autograd has added up by itself, fails where the last micro-batch does
 not use a parameter that an earlier one used: its hook does not run.
@@ -21,7 +21,7 @@ Usual wrong answers:
 * only the gradient of the last micro-batch is handed over
 * every micro-batch sends what it has
 * a gradient is said to be ready before it is handed over
-* gradients are rounded to bfloat16 on their way to the sink
+* gradients are rounded to bfloat16 on their way to the reducer
 * zeros
 * .grad is filled with zeros instead, and the memory is held twice
 """
@@ -31,26 +31,26 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.data.reducer import GradSink, trainable
+from minidist.parallel.data.reducer import GradientReducer, trainable
 
 
 def collect(
-    parameters: Mapping[str, nn.Parameter], sink: GradSink, last: Callable[[], bool]
+    parameters: Mapping[str, nn.Parameter], reducer: GradientReducer, last: Callable[[], bool]
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Let autograd feed the sink: every gradient goes there the moment it is complete for this backward.
+    """Register autograd hooks that hand each gradient to the reducer as soon as a backward has computed it.
 
-    last: whether the backward that is running is the last of the step, so that each gradient is then ready. Before it,
-    contributions only accumulate: nothing is sent in an inner micro-batch. `.grad` is left None, since autograd would
-    add the next backward's gradient to one that the sink has already. A parameter that a backward does not use has no
-    hook called in it. Returns the hooks, whose `remove()` ends this.
+    last: returns whether the running backward is the last one of the step. Only in that one is a gradient declared
+    ready; in the micro-batches before, gradients accumulate and nothing is sent. The hooks set `.grad` to None, because
+    autograd would add the next backward's gradient to one that the reducer already has. Autograd does not call the hook
+    of a parameter that a backward did not use. Returns the hooks' handles, whose `remove()` unregisters them.
     """
 
     def hook_for(name: str):
         def hook(parameter: Tensor) -> None:
-            sink.add(name, parameter.grad)
+            reducer.add(name, parameter.grad)
             parameter.grad = None
             if last():
-                sink.ready(name)
+                reducer.ready(name)
 
         return hook
 

@@ -6,7 +6,7 @@ unequal shares. A rank that leaves out a parameter it did not use leaves the oth
 parameter zeros lets weight decay and momentum move it.
 
 Usual wrong answers:
-* the package's own sink under the learner's name
+* the package's own reducer under the learner's name
 * ones, whatever was added
 * all take the gradient of the first rank, right only when ranks are equal
 * the sum is taken in float32, whatever the parameter is
@@ -31,22 +31,22 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, all_reduce
-from minidist.parallel.data.reducer import group_of, trainable
+from minidist.parallel.data.reducer import GradientReducer, group_of
 from minidist.parameters import Specs
 
 
-class NaiveSink:
-    """One all-reduce per parameter, when backward is over. The version to read first, and to compare with."""
+class NaiveReducer(GradientReducer):
+    """One all-reduce per parameter after backward. The simple version of `BucketedReducer`, with the same results."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], specs: Specs, groups: Iterable[Group]):
-        self._parameters = trainable(parameters)
+        super().__init__(parameters, specs)
         groups = list(groups)
         self._groups = {name: group_of(specs[name], groups) for name in self._parameters}
         self._sums: dict[str, Tensor] = {}
         self._ready: set[str] = set()
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Add a contribution of this rank to what it has of `name` already."""
+        """Add a local gradient to the sum of those that came before."""
         if name in self._ready:
             raise RuntimeError(f"a gradient of {name} came after ready({name!r})")
         if name in self._sums:
@@ -55,13 +55,13 @@ class NaiveSink:
             self._sums[name] = grad.detach().clone(memory_format=torch.contiguous_format)
 
     def ready(self, name: str) -> None:
-        self._ready.add(name)  # nothing is sent before the end
+        self._ready.add(name)  # nothing is sent before `finish`
 
     def finish(self) -> None:
-        """Sum over the group: every `.grad` holds its sum, or None when no rank of the group used the parameter."""
+        """Sum over the group: every `.grad` holds the sum, or None for a parameter that no rank of the group used."""
         for name, parameter in self._parameters.items():
             group = self._groups[name]
-            # Ranks must agree on what is sent: a rank that did not use the parameter sends zeros all the same.
+            # Every rank must take part in every collective: one that did not use the parameter sends zeros.
             used = torch.tensor([float(name in self._sums)], device=parameter.device)
             total = self._sums.get(name)
             if total is None:

@@ -70,7 +70,7 @@ class Layout:
         return sum(stop - start for start, stop in self.held(part).values())
 
 
-def in_a_row(sizes: Mapping[str, int], parts: int) -> Layout:
+def lay_out_flat(sizes: Mapping[str, int], parts: int) -> Layout:
     """Parameters in the given order, cut wherever a shard ends. sizes: elements of each, by name."""
     slots, end = {}, 0
     for name, numel in sizes.items():

@@ -29,7 +29,7 @@ Usual wrong answers:
 * in backward the block after is gathered ahead, which is through already
 * every row stays where it is: stage 1 with more messages
 * the last block goes and comes back at once
-* `over` is never called
+* `on_block_done` is never called
 * this rank's part is a piece of the row, and is lost with it
 * what is ahead is gathered, though this pass does not go there
 * the next block is gathered ahead, whether it is to or not
@@ -37,8 +37,8 @@ Usual wrong answers:
 * every block waits for the network
 * embedding and head are gathered by a pass that has neither
 * nothing is sent; a rank fills its row from a copy it has kept
-* `over` is called while the block still has memory
-* `over` is called when a block's backward begins
+* `on_block_done` is called while the block still has memory
+* `on_block_done` is called when a block's backward begins
 * the block ahead is waited for before this one computes
 * a gathered row is zero
 """
@@ -49,15 +49,15 @@ import torch
 from torch import Tensor, nn
 
 from minidist.zero.blocks import Block
-from minidist.zero.flat_param import Unit
+from minidist.zero.flat_param import FlatParam
 
 
-class Blocks:
+class BlockGatherer:
     """Gathers and frees the blocks of a model while it runs.
 
     model: called with `layers`, as `Transformer` is; root: all of it that is in no block. num_layers: of the whole
     model. keep: what comes last in forward, head and last block, stays gathered until its backward. prefetch: gather
-    the next while one computes. over: called in backward with the units of a block that is through, unless None.
+    the next while one computes. on_block_done: called with the flat parameters of each block whose backward is over.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Blocks:
     ):
         self.root, self.blocks = root, {block.index: block for block in blocks}
         self.end_of_model, self.keep, self.prefetch = num_layers, keep, prefetch
-        self.over: Callable[[Sequence[ShardedUnit]], None] | None = None
+        self.on_block_done: Callable[[Sequence[ShardedFlatParam]], None] | None = None
         self._layers = range(num_layers)  # of the pass that runs
         self._in_backward: Block | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -132,8 +132,8 @@ class Blocks:
         block, self._in_backward = self._in_backward, None
         if block is not None:
             block.release()
-            if self.over is not None:
-                self.over(block.units)
+            if self.on_block_done is not None:
+                self.on_block_done(block.flat_params)
 
     def end(self) -> None:
         """A micro-batch's backward is over: nothing stays gathered."""
@@ -148,12 +148,12 @@ class Blocks:
             block.need()
 
 
-class ShardedUnit(Unit):
+class ShardedFlatParam(FlatParam):
     """A row that has memory only while somebody needs it (stage 3)."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.is_whole = True
+        self.is_unsharded = True
         self.release()
 
     def _own(self, begin: int, end: int) -> Tensor:
@@ -162,14 +162,14 @@ class ShardedUnit(Unit):
     @torch.no_grad()
     def launch_gather(self) -> None:
         """Start to fill the row, unless it is full or about to be."""
-        if not self.is_whole:
-            self.is_whole = True
+        if not self.is_unsharded:
+            self.is_unsharded = True
             self.row.untyped_storage().resize_(self.row.numel() * self.row.element_size())
             super().launch_gather()
 
     def release(self) -> None:
         """Give the row's memory back. What views it, the model and autograd's graph, finds the next content there."""
-        if self.is_whole:
+        if self.is_unsharded:
             self.wait_gather()
-            self.is_whole = False
+            self.is_unsharded = False
             self.row.untyped_storage().resize_(0)

@@ -43,10 +43,10 @@ Usual wrong answers:
 import torch
 from torch import Tensor
 
-from minidist.zero.gradients import WholeGradients
+from minidist.zero.gradients import FullGradients
 
 
-class ShardGradients(WholeGradients):
+class ShardedGradients(FullGradients):
     """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
 
     A gradient is kept as it came, and in its own format, until all of the row are there.
@@ -68,7 +68,7 @@ class ShardGradients(WholeGradients):
             grad = self._come[name].to(self.formats.accumulate).add_(grad)
         self._come[name] = grad
 
-    def _make_row(self) -> Tensor:
+    def _make_flat_gradient(self) -> Tensor:
         """What has come, (numel,), which is forgotten; zero where nothing has."""
         row = torch.empty(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
         row[row.numel() - self.layout.padding :].zero_()  # what nobody reads is sent all the same
@@ -84,26 +84,26 @@ class ShardGradients(WholeGradients):
         return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
 
     def launch(self) -> None:
-        self.settle()
-        self.row = self._reduce(self._make_row(), self._make_shard())
+        self.wait()
+        self.row = self._reduce(self._make_flat_gradient(), self._make_shard())
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what was launched, and add it up."""
         if self._arriving is None:
             return
         arrived = self._arriving[2]
-        super().settle()
+        super().wait()
         self.row = None
         if self.result is None:
             self.result = arrived
         elif arrived is not self.result:  # which sums of copies arrive in
             self.result.add_(arrived)
 
-    def begin_finish(self) -> None:
-        self.settle()
+    def start_finish(self) -> None:
+        self.wait()
         if self.result is None:  # there was no micro-batch
             self.result = self._make_shard().zero_()
-        self.sum_copies()
+        self.sum_replicas()
 
     def clear(self) -> None:
         self.result = None

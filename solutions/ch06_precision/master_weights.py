@@ -78,16 +78,16 @@ class Masters:
         if not self.lasting:
             self.tensor.untyped_storage().resize_(0)
 
-    def stored(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The elements of each parameter, as exact as they are kept."""
         source = self.tensor if self.lasting else self._part
         return {name: source[start:stop] for name, (start, stop) in self._bounds.items()}
 
-    def needs_room(self, gradients: Tensor) -> bool:
+    def needs_temporary_memory(self, gradients: Tensor) -> bool:
         """Whether an update takes memory of its own, which one piece after another can share."""
         return not self.lasting or (gradients.dtype, gradients.device) != (self.tensor.dtype, self.tensor.device)
 
-    def open(self, gradients: Tensor, unused: Collection[str] = ()) -> None:
+    def attach_grads(self, gradients: Tensor, unused: Collection[str] = ()) -> None:
         """Before an update: give every master its gradient out of `gradients` (n,), in the format of the update.
 
         unused: parameters that no rank used, which get none.
@@ -101,7 +101,7 @@ class Masters:
                 self.views[name].grad = gradients[start:stop]
 
     @torch.no_grad()
-    def publish(self, step: int = 0) -> None:
+    def copy_to_params(self, step: int = 0) -> None:
         """Bring the updated masters to the part. step: of the optimizer."""
         if not self.separate:
             return
@@ -111,7 +111,7 @@ class Masters:
         for name, (start, stop) in self._bounds.items():
             self._rounding(self.views[name], self._part[start:stop], step, name)
 
-    def close(self) -> None:
+    def detach_grads(self) -> None:
         """After an update: give back what it took."""
         for view in self.views.values():
             view.grad = None

@@ -46,10 +46,10 @@ def sent_in_a_step(world: World, algorithm: str) -> tuple:
     parallel = parallelize(Transformer(config.model), groups, config)
     groups.meter.records.clear()
     for name in parallel.specs:
-        parallel.sink.ready(name)
-    parallel.sink.finish()
+        parallel.reducer.ready(name)
+    parallel.reducer.finish()
     sent = [record for record in groups.meter.records if record.use == "grads"]
-    buckets = [bucket.buffer.numel() for bucket in parallel.sink._buckets]
+    buckets = [bucket.buffer.numel() for bucket in parallel.reducer._buckets]
     return {record.name for record in sent}, sum(record.wire_bytes for record in sent), buckets
 
 

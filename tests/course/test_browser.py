@@ -31,7 +31,7 @@ WAITS = """    def finish(self) -> None:
             recv(torch.zeros(1), (group.rank + 1) % group.size, group)
 """
 HANGS = CATALOGUE["gradient_sum"].solution.read_text().replace("    def finish(self) -> None:\n", WAITS)
-PIECE = "minidist.parallel.data.replicate:gradient_sink"
+PIECE = "minidist.parallel.data.replicate:make_reducer"
 STEP = """
 from minidist.comm import bind
 from minidist.config import Config, OptimConfig

@@ -86,7 +86,7 @@ def test_the_rank_is_named_on_which_it_is_wrong(judge):
 
 def test_a_class_of_the_package_may_not_be_inherited(judge):
     verdict = judge(GRADIENTS, stubs.answer(GRADIENTS, "wrong_cheat"), only=["sums_over_ranks"])
-    told = "your code uses minidist.parallel.data.reducer.NaiveSink: that is what you are to write"
+    told = "your code uses minidist.parallel.data.reducer.NaiveReducer: that is what you are to write"
     assert report.message(verdict.results[0].finding) == [told]
 
 

@@ -10,7 +10,7 @@ EXERCISES = Catalogue()
 
 # Exercise and wrong answer; the test that sees it, and what it says.
 TOLD = {
-    ("bucketed_sink", "wrong_after_backward"): (
+    ("bucketed_reducer", "wrong_after_backward"): (
         "launched_inside_backward",
         [
             "what happens after: ready head",
@@ -19,7 +19,7 @@ TOLD = {
             "  got       ready second.weight",
         ],
     ),
-    ("bucketed_sink", "wrong_waits_at_once"): (
+    ("bucketed_reducer", "wrong_waits_at_once"): (
         "waits_at_the_end",
         [
             "waits inside backward",
@@ -28,7 +28,7 @@ TOLD = {
             "  got       ['wait 0', 'wait 1', 'wait 2', 'wait 3']",
         ],
     ),
-    ("bucketed_sink", "wrong_copy_sent"): (
+    ("bucketed_reducer", "wrong_copy_sent"): (
         "no_gradient_is_held_twice",
         [
             "at most 130 kB for gradients at any one time, not 180",
@@ -68,18 +68,18 @@ def test_what_is_said(server, tmp_path, exercise, answer):
 
 
 def test_a_bucket_that_is_never_launched_on_one_rank_is_named(judge):
-    text = EXERCISES["bucketed_sink"].solution.read_text()
+    text = EXERCISES["bucketed_reducer"].solution.read_text()
     launch = "        self.handle = all_reduce("
     assert launch in text
     forgotten = text.replace(launch, "        if not self.group.rank:\n    " + launch)
-    verdict = judge(EXERCISES["bucketed_sink"], forgotten, only=["launched_inside_backward"])
+    verdict = judge(EXERCISES["bucketed_reducer"], forgotten, only=["launched_inside_backward"])
     told = report.message(verdict.results[0].finding)
     what = "the bucket of head was never launched"
     assert told[0] == f"your code raised RuntimeError: nothing to wait for: {what}" and "bucket.handle.wait" in told[-1]
 
 
 def test_ranks_that_launch_in_different_orders_are_told_so_and_nothing_of_the_judge(server, tmp_path):
-    exercise, test = EXERCISES["bucketed_sink"], "launched_in_index_order"
+    exercise, test = EXERCISES["bucketed_reducer"], "launched_in_index_order"
     answer = stubs.write_answer(exercise, "wrong_order_of_readiness", tmp_path)
     told = report.message(check(exercise, answer, server, only=[test]).results[0].finding)
     assert "is not the same on ranks 0 and 1" in told[0] and "in the same order" in told[3]

@@ -79,9 +79,9 @@ TOLD = {
         ],
     ),
     ("bucket_overlap", "wrong_early_bucket_overtakes"): (
-        "as_the_sink_launches",
+        "as_the_reducer_launches",
         [
-            "gradients that are ready when each bucket leaves (the sink was seen to launch after [10, 10, 12, 12])",
+            "gradients that are ready when each bucket leaves (the reducer was seen to launch after [10, 10, 12, 12])",
             "  for       in_flight(full_s=[10, 9, 12, 11], lasts_s=[0, 0, 0, 0])",
             "  rank      0 of 2",
             "  expected  [10, 10, 12, 12]",

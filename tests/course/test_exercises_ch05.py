@@ -78,7 +78,7 @@ TOLD = {
         "as_short_as_can_be",
         [
             "elements of a shard",
-            "  for       in_a_row({'a': 5, 'b': 4, 'c': 1}, 3)",
+            "  for       lay_out_flat({'a': 5, 'b': 4, 'c': 1}, 3)",
             "  expected  4",
             "  got       3",
         ],
@@ -96,7 +96,7 @@ TOLD = {
     ("shard_gradients", "wrong_given_back_late"): (
         "no_row_stays",
         [
-            "KiB of gradients after settle()",
+            "KiB of gradients after wait()",
             "  for       four rows of 256 KiB, shards of 128; micro-batch 1, row 1",
             "  rank      0 of 2",
             "  expected  128",

@@ -39,7 +39,7 @@ def content(course) -> dict:
     }
 
 
-@pytest.mark.parametrize("piece", ["minidist.data.partition:block", "minidist.parallel.data.reducer:NaiveSink"])
+@pytest.mark.parametrize("piece", ["minidist.data.partition:block", "minidist.parallel.data.reducer:NaiveReducer"])
 def test_all_files_of_a_new_exercise_are_written_and_the_others_stay(course, capsys, piece):
     before = content(course)
     assert create(course, piece=piece) == 0

@@ -11,7 +11,7 @@ from minidist.errors import UserError
 CATALOGUE = Catalogue()
 SCRIPT, CLINIC, PREDICT = (CATALOGUE[name] for name in ("repaired_script", "averaged_parameter", "which_rank_hangs"))
 NETWORK = "class Network(torch.nn.Module):\n    pass\n\n\n"
-REST = "def device_and_backend(*args):\n    pass\n\n\ndef main(*args, **kwargs):\n    "
+ROOT = "def device_and_backend(*args):\n    pass\n\n\ndef main(*args, **kwargs):\n    "
 HEAD = "import os\n\nimport torch\nimport torch.distributed as dist\n\n\n"
 
 # What `main` does when it is called, and what is told: kind, first line of the message, the line of the file if any.
@@ -51,7 +51,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_said_about_a_program_that_is_no_answer(judge, name):
     does, kind, what, source = BAD[name]
-    text = HEAD + NETWORK.replace("pass", _network()) + REST + does + "\n"
+    text = HEAD + NETWORK.replace("pass", _network()) + ROOT + does + "\n"
     verdict = judge(SCRIPT, text, only=["starts_where_torchrun_says"])
     finding = verdict.results[0].finding
     assert finding.kind == kind and what in finding.what
@@ -73,7 +73,7 @@ def _network() -> str:
         (SCRIPT, "def main(:\n", "Python cannot read your file: invalid syntax"),
         (SCRIPT, "import nowhere\n", "your code raised ModuleNotFoundError: No module named 'nowhere'"),
         (SCRIPT, HEAD + NETWORK, "your file defines no device_and_backend, which this exercise asks for"),
-        (SCRIPT, HEAD + NETWORK.replace("Network", "Net") + REST + "pass", "your file defines no Network, "),
+        (SCRIPT, HEAD + NETWORK.replace("Network", "Net") + ROOT + "pass", "your file defines no Network, "),
         (CLINIC, "def main(*args, **kwargs):\n    pass\n", "your file defines no INVARIANT, which this exercise asks"),
         (PREDICT, "ANSWERS = {\n", "Python cannot read your file: '{' was never closed"),
         (PREDICT, "answers = {}\n", "your file defines no ANSWERS, which this exercise asks for"),

@@ -141,14 +141,14 @@ def test_options_that_lead_elsewhere_leave_the_piece_out(work, capsys):
 
 
 def test_of_two_pieces_on_different_ways_the_later_one_is_used():
-    chosen = choose([CATALOGUE["block_partition"], CATALOGUE["gradient_sum"], CATALOGUE["bucketed_sink"]], 3)
+    chosen = choose([CATALOGUE["block_partition"], CATALOGUE["gradient_sum"], CATALOGUE["bucketed_reducer"]], 3)
     assert [bool(choice.left_out) for choice in chosen] == [False, True, False]
     assert "--only gradient_sum" in chosen[1].left_out
     assert chosen[2].options[:2] == ("--comm.gradients", "bucketed")
 
 
 def test_a_piece_that_several_values_lead_to_takes_that_of_the_others():
-    names = ["bucketed_sink", "flat_partition", "stage_one_step", "shard_gradients", "gather_and_free"]
+    names = ["bucketed_reducer", "flat_partition", "stage_one_step", "shard_gradients", "gather_and_free"]
     stages = {}
     for count in range(2, len(names) + 1):
         chosen = choose([CATALOGUE[name] for name in names[:count]], 2)

@@ -85,7 +85,7 @@ def looks(world: World, config: Config) -> tuple:
     engine = Engine(parallelize(model.double(), groups, config), groups, config.optim, 0)
     loader = Loader(generate(2000), 16, 1, min_length=3)
     loss = engine.evaluate(loader.micro_batches(0, 7, mesh.coords(world.rank)["dp"], mesh.dp, 3))
-    logits = [engine.passes.next_logits(torch.arange(n)[None] % 7 + torch.arange(2)[:, None]) for n in (1, 5, 11)]
+    logits = [engine.next_logits(torch.arange(n)[None] % 7 + torch.arange(2)[:, None]) for n in (1, 5, 11)]
     loss_again = engine.evaluate(loader.micro_batches(0, 7, mesh.coords(world.rank)["dp"], mesh.dp, 1))
     return loss, loss_again, torch.stack(logits), sample_text(engine, config, PROMPT)
 

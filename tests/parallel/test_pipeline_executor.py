@@ -40,7 +40,7 @@ def parameters_of(positions: list[int]) -> dict[str, torch.nn.Parameter]:
     return {name: torch.nn.Parameter(value) for name, value in named.items()}
 
 
-class Sink:
+class Reducer:
     """Sums what comes, and writes down when."""
 
     def __init__(self):
@@ -60,10 +60,10 @@ def through_stages(world: World, kind: str, micro_batches: int) -> tuple:
     uses = [Use("activations", ("pp",)), Use("gradients", ("pp",))]
     groups = bind(world, Mesh(pp=world.size), uses, meter=Meter())
     chunk_of = {made.position(world.rank, chunk): chunk for chunk in range(made.chunks)}
-    parameters, sink, end = parameters_of(list(chunk_of)), Sink(), made.positions - 1
+    parameters, reducer, end = parameters_of(list(chunk_of)), Reducer(), made.positions - 1
     used_by = {name: (chunk_of[int(name.removeprefix("scale").removeprefix("w"))],) for name in parameters}
     shared = ["scale0"] if 0 in chunk_of else []
-    executor = Executor(made, (groups["activations"], groups["gradients"]), sink, parameters, used_by, shared)
+    executor = Executor(made, (groups["activations"], groups["gradients"]), reducer, parameters, used_by, shared)
     collect(parameters, executor, lambda: True)
     inputs, computed, kept = data(micro_batches), [], []
 
@@ -77,7 +77,7 @@ def through_stages(world: World, kind: str, micro_batches: int) -> tuple:
     empty = [m for m, x in enumerate(inputs) if len(x) == 0]
     executor.run(part, lambda m: torch.empty_like(inputs[m]), empty)
     assert all(ref() is None for ref in kept), "an output outlives the step"
-    return sink.sums, sink.events, computed, executor.peak_live, groups.meter.records
+    return reducer.sums, reducer.events, computed, executor.peak_live, groups.meter.records
 
 
 def on_one(kind: str, stages: int, micro_batches: int) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from minidist.comm import Meter, Use, World, bind
 from minidist.mesh import Mesh
 from minidist.parallel.data.buckets import assign
 from minidist.parallel.data.reducer import collect, group_of
-from minidist.parallel.data.replicate import gradient_sink, synchronize
+from minidist.parallel.data.replicate import make_reducer, synchronize
 from minidist.parameters import named_parameters, replicated
 from tests.helpers.processes import AUTO
 
@@ -57,7 +57,7 @@ def data(rank: int, micro_batch: int, dtype=torch.float64) -> torch.Tensor:
 
 
 def set_up(world: World, kind: str, mib: float, dtype=torch.float64):
-    """A replica that started different from the others', its sink, and the meter."""
+    """A replica that started different from the others', its reducer, and the meter."""
     groups = bind(world, Mesh(dp=world.size), [Use("grads", ("dp",))], meter=Meter())
     model = seeded(world.rank, dtype)
     with torch.no_grad():
@@ -66,20 +66,20 @@ def set_up(world: World, kind: str, mib: float, dtype=torch.float64):
     synchronize(model, groups["grads"])
     parameters = named_parameters(model)
     specs = replicated(model, groups["grads"].ranks)
-    return model, gradient_sink(kind, parameters, specs, [groups["grads"]], mib), groups.meter
+    return model, make_reducer(kind, parameters, specs, [groups["grads"]], mib), groups.meter
 
 
 def gradients(world: World, kind: str, mib: float, micro_batches: int, dtype=torch.float64) -> tuple[dict, list]:
     """The reduced gradients of one step, and what was sent after each micro-batch's backward."""
-    model, sink, meter = set_up(world, kind, mib, dtype)
+    model, reducer, meter = set_up(world, kind, mib, dtype)
     last, sent = False, []
-    collect(named_parameters(model), sink, lambda: last)
+    collect(named_parameters(model), reducer, lambda: last)
     meter.records.clear()
     for i in range(micro_batches):
         last = i == micro_batches - 1
         model(data(world.rank, i, dtype)).backward()
         sent.append(len(meter.records))
-    sink.finish()
+    reducer.finish()
     return {name: p.grad for name, p in named_parameters(model).items()}, sent
 
 
@@ -186,15 +186,15 @@ def test_replicas_that_start_different_are_made_those_of_rank_zero(ranks):
 
 def two_steps(world: World, kind: str) -> list[dict]:
     """The same step twice, with a clear between: nothing of the first is left in the second."""
-    model, sink, _ = set_up(world, kind, 1e-4)
-    collect(named_parameters(model), sink, lambda: True)
+    model, reducer, _ = set_up(world, kind, 1e-4)
+    collect(named_parameters(model), reducer, lambda: True)
     steps = []
     for _ in range(2):
         model(data(world.rank, 0)).backward()
-        sink.finish()
-        sink.scale(2.0)
+        reducer.finish()
+        reducer.scale(2.0)
         steps.append({name: None if p.grad is None else p.grad.clone() for name, p in named_parameters(model).items()})
-        sink.clear()
+        reducer.clear()
         assert all(p.grad is None for p in model.parameters())
     return steps
 
@@ -220,27 +220,27 @@ def test_replicas_without_a_group_are_refused():
 
 @pytest.mark.parametrize("kind", ["naive", "bucketed"])
 def test_a_gradient_after_its_ready_is_refused(kind):
-    model, sink, _ = set_up(World.single(), kind, 1e-4)
-    sink.add("never", torch.ones(3, dtype=torch.float64))
-    sink.ready("never")
+    model, reducer, _ = set_up(World.single(), kind, 1e-4)
+    reducer.add("never", torch.ones(3, dtype=torch.float64))
+    reducer.ready("never")
     with pytest.raises(RuntimeError, match="a gradient of never came after ready"):
-        sink.add("never", torch.ones(3, dtype=torch.float64))
-    sink.clear()
-    sink.add("never", torch.ones(3, dtype=torch.float64))
-    sink.finish()
+        reducer.add("never", torch.ones(3, dtype=torch.float64))
+    reducer.clear()
+    reducer.add("never", torch.ones(3, dtype=torch.float64))
+    reducer.finish()
     assert model.never.grad.tolist() == [1.0] * 3
 
 
 def broken_off(world: World) -> list:
     """A step is given up while its first bucket is on its way; the next one must not touch that memory."""
-    model, sink, meter = set_up(world, "bucketed", 1e-9)
+    model, reducer, meter = set_up(world, "bucketed", 1e-9)
     meter.records.clear()
-    sink.add("tied.bias", torch.full((5,), 100.0, dtype=torch.float64))
-    sink.ready("tied.bias")
+    reducer.add("tied.bias", torch.full((5,), 100.0, dtype=torch.float64))
+    reducer.ready("tied.bias")
     assert len(meter.records) == 1
-    before = sink._buckets[0]
-    sink.clear()
-    assert sink._buckets[0].buffer.data_ptr() != before.buffer.data_ptr()
+    before = reducer._buckets[0]
+    reducer.clear()
+    assert reducer._buckets[0].buffer.data_ptr() != before.buffer.data_ptr()
     before.handle.wait()
     return before.views["tied.bias"].tolist()
 

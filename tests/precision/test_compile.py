@@ -59,13 +59,13 @@ def step_of(world: World, config: Config) -> tuple:
     batches, grads = micro_batches(mesh.coords(world.rank)["dp"]), {}
 
     def look():
-        grads.update({name: grad.clone() for name, grad in engine.updates.gradients().items() if grad is not None})
+        grads.update({name: grad.clone() for name, grad in engine.reducer.gradients().items() if grad is not None})
 
     before = counters["stats"]["unique_graphs"]
     result = engine.step(0, batches, lr=0.1, inspect=look)
     sent = dict(groups.meter.wire_bytes)
     engine.model.eval()
-    engine.passes.next_logits(torch.zeros((1, 3), dtype=torch.int64))  # another shape, for which nothing is compiled
+    engine.next_logits(torch.zeros((1, 3), dtype=torch.int64))  # another shape, for which nothing is compiled
     graphs = counters["stats"]["unique_graphs"] - before
     groups.destroy()
     return result.loss, result.grad_norm, grads, sent, graphs

@@ -21,17 +21,21 @@ def every_master(world, configs) -> list[dict]:
     for config in configs:
         engine = engine_of(world, config)
         bounds = {
-            name: at for m in engine.updates.members for name, at in m.unit.layout.held(m.unit.group.rank).items()
+            name: at
+            for m in engine.reducer.members
+            for name, at in m.flat_param.layout.held(m.flat_param.group.rank).items()
         }
 
         def masters(engine=engine, bounds=bounds) -> dict:
-            return {name: (*bounds[name], tensor.clone()) for name, tensor in engine.updates.stored().items()}
+            return {
+                name: (*bounds[name], tensor.clone()) for name, tensor in engine.reducer.checkpoint_tensors().items()
+            }
 
         before = masters()
         engine.step(0, batches_of(world, config), 0.1)
         after = masters()
-        if engine.updates.blocks is not None:
-            engine.updates.blocks.gather_all()
+        if engine.reducer.gatherer is not None:
+            engine.reducer.gatherer.gather_all()
         parameters = {name: p.detach().flatten().clone() for name, p in engine.parameters.items()}
         found.append({"before": before, "after": after, "parameters": parameters})
         engine.groups.destroy()
@@ -73,12 +77,12 @@ def summed(world, configs) -> list[list[float]]:
         engine = engine_of(world, config)
         for micro_batch in range(4):
             for at in range(64 + (micro_batch == 0)):
-                engine.updates.add(
+                engine.reducer.add(
                     name, torch.full((6,), 1.0 if micro_batch == at == 0 else 2**-9, dtype=torch.bfloat16)
                 )
-            engine.updates.end()
+            engine.reducer.end_backward()
         engine.reduce()
-        found.append(engine.updates.gradients().get(name, torch.zeros(0)).tolist())
+        found.append(engine.reducer.gradients().get(name, torch.zeros(0)).tolist())
         engine.groups.destroy()
     return found
 
@@ -113,12 +117,12 @@ def moved(world, configs) -> list[tuple[float, float]]:
     found = []
     for config in configs:
         engine = engine_of(world, config)
-        start = {name: tensor.double().clone() for name, tensor in engine.updates.stored().items()}
-        for member in engine.sink.members:
+        start = {name: tensor.double().clone() for name, tensor in engine.reducer.checkpoint_tensors().items()}
+        for member in engine.reducer.members:
             member.gradients.result.fill_(1.0)
         for step in range(100):
             engine.update(1e-4, 1.0, step)
-        by = {name: tensor.double() - start[name] for name, tensor in engine.updates.stored().items()}
+        by = {name: tensor.double() - start[name] for name, tensor in engine.reducer.checkpoint_tensors().items()}
         every = torch.cat([tensor.flatten() for tensor in by.values()])
         found.append((by["model.norm.weight"].mean().item(), every.mean().item()))
         engine.groups.destroy()

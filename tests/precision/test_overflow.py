@@ -18,7 +18,7 @@ def skipped(world, configs) -> list[tuple]:
         def poisoned(engine=engine, config=config):
             type(engine).reduce(engine)
             if world.rank == 1 or config.zero.stage == 0:  # where all ranks have the same
-                engine.sink.members[0].gradients.result[0] = math.inf
+                engine.reducer.members[0].gradients.result[0] = math.inf
 
         engine.reduce = poisoned
         results.append(engine.step(1, batches_of(world, config, 1), 0.1))
@@ -35,8 +35,8 @@ def skipped(world, configs) -> list[tuple]:
 def snapshot(engine) -> list[torch.Tensor]:
     """Everything that an update changes, bit by bit."""
     states = [t for state in engine.optimizer.state.values() for t in state.values()]
-    parts = [member.unit.part for member in engine.sink.members]
-    return [t.clone() for t in (*engine.updates.stored().values(), *parts, *states)]
+    parts = [member.flat_param.part for member in engine.reducer.members]
+    return [t.clone() for t in (*engine.reducer.checkpoint_tensors().values(), *parts, *states)]
 
 
 def test_an_overflow_of_one_rank_is_skipped_by_all_and_leaves_every_bit(ranks):

@@ -38,8 +38,8 @@ class OtherShard(Ours):
     """Shows a gradient of which one rank's shard is missing."""
 
     def gradients(self):
-        sink = self.engine.sink
-        sink.members[0].gradients.result.mul_(self.engine.groups.world.rank)
+        reducer = self.engine.reducer
+        reducer.members[0].gradients.result.mul_(self.engine.groups.world.rank)
         return super().gradients()
 
 

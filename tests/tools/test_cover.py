@@ -15,7 +15,7 @@ from minidist.tools.parity.plan import cases_of, plan, switches_of
 SIZES = st.lists(st.integers(1, 4), min_size=2, max_size=6)
 
 
-# Without masters, one number format: a sink that has none cannot train in 16 bits.
+# Without masters, one number format: a reducer that has none cannot train in 16 bits.
 IMPOSSIBLE = {("dtype", "bf16", "gradients", "naive"), ("dtype", "fp16", "gradients", "naive")}
 
 

@@ -71,9 +71,9 @@ def saved_by(engine: Engine, samples: int) -> Counter:
             found.setdefault(storage.data_ptr(), (str(tensor.dtype).removeprefix("torch."), storage.nbytes(), tensor))
         return tensor
 
-    batches = engine.passes.own([batch_of(samples, engine.model.config.vocab_size)])
+    batches = engine.forward_backward.cut_sequences([batch_of(samples, engine.model.config.vocab_size)])
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = next(engine.passes.loss_sums(0, batches))
+        loss = engine.forward_backward.loss_sum(0, batches[0])
     assert loss.isfinite()
     engine.groups.destroy()
     return Counter((dtype, size) for dtype, size, _ in found.values())
@@ -137,7 +137,7 @@ def alive(world: World, configs: list[Config]) -> list[tuple[int, int, int]]:
         watch = Watch({t.untyped_storage().data_ptr() for t in (*inputs, *engine.model.parameters())}, engine)
         with saved_tensors_hooks(watch.pack, lambda tensor: tensor):
             engine.step(0, batches, lr=0.1)
-        found.append((watch.saved, watch.all, engine.passes.pipeline.peak_live))
+        found.append((watch.saved, watch.all, engine.forward_backward.pipeline.peak_live))
         engine.groups.destroy()
     return found
 
@@ -148,7 +148,7 @@ class Watch:
     def __init__(self, known: set[int], engine: Engine):
         self._known, self._table = known, (SEQ_LEN, 1, engine.model.config.head_dim)
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._pipeline = engine.passes.pipeline
+        self._pipeline = engine.forward_backward.pipeline
         self.saved = self.all = 0
 
     def pack(self, tensor):

@@ -65,9 +65,9 @@ def living(world: World, rows: list) -> list[Counter]:
 
 
 def left_by(engine, samples: int) -> Counter:
-    batches = engine.passes.own([batch_of(samples, engine.model.config.vocab_size)])
+    batches = engine.forward_backward.cut_sequences([batch_of(samples, engine.model.config.vocab_size)])
     with Living({parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}) as made:
-        loss = next(engine.passes.loss_sums(0, batches))
+        loss = engine.forward_backward.loss_sum(0, batches[0])
         found = made.now()
     assert loss.grad_fn is not None
     engine.groups.destroy()
@@ -118,7 +118,7 @@ class Watch:
     def __init__(self, engine):
         self._known = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._pipeline, self.most = engine.passes.pipeline, 0
+        self._pipeline, self.most = engine.forward_backward.pipeline, 0
 
     def see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -65,17 +65,19 @@ def measured(world: World, configs: list[Config]) -> list[dict]:
 
 def held(engine: Engine) -> dict:
     """The memory behind parameters, gradients and masters when backward is over."""
-    parameters, members = list(engine.parameters.values()), getattr(engine.sink, "members", [])
+    parameters, members = list(engine.parameters.values()), getattr(engine.reducer, "members", [])
     if members:
         gradients = [member.gradients.result for member in members]
-        behind = [*parameters, *(member.unit.part for member in members)]
+        behind = [*parameters, *(member.flat_param.part for member in members)]
     else:
         gradients, behind = [parameter.grad for parameter in parameters], parameters
     return {
         "local_parameters": sum(parameter.numel() for parameter in parameters),
         "parameter_bytes": storages(behind),
         "gradient_bytes": storages(gradients),
-        "master_bytes": storages(member.unit.masters.tensor for member in members if member.unit.masters.separate),
+        "master_bytes": storages(
+            member.flat_param.masters.tensor for member in members if member.flat_param.masters.separate
+        ),
     }
 
 
@@ -153,7 +155,7 @@ def test_switches_change_what_was_said(ranks):
 
 
 @pytest.mark.parametrize("limit", [1, 7, 10, 1000])
-def test_buckets_are_cut_as_the_sink_cuts_them(limit):
+def test_buckets_are_cut_as_the_reducer_cuts_them(limit):
     sizes = [5, 3, 3, 12, 1, 1, 1, 6, 2]
     for first in (4, 50):
         cut = buckets.assign(dict(enumerate(sizes)), limit, first)

@@ -33,7 +33,7 @@ def told(world, config, stop_after=None):
     torch.set_num_threads(1)
     trainer = Trainer(world, config)
     trainer.run(Stop(stop_after))
-    return trainer.memory.line, {name: t.clone() for name, t in trainer.engine.updates.stored().items()}
+    return trainer.memory.line, {name: t.clone() for name, t in trainer.engine.reducer.checkpoint_tensors().items()}
 
 
 def numbers(config) -> dict:

@@ -80,7 +80,7 @@ def model_state(world, configs) -> list[dict]:
     found = []
     for config in configs:
         engine = engine_of(world, config)
-        members, summed = engine.sink.members, []
+        members, summed = engine.reducer.members, []
 
         def gradients(members=members) -> int:
             return storages(m.gradients.result for m in members)
@@ -89,9 +89,9 @@ def model_state(world, configs) -> list[dict]:
             summed.append(gradients())
 
         engine.step(0, batches_of(world, config), 0.1, inspect=look)
-        units = [member.unit for member in members]
-        parameters = [*(p for p in engine.parameters.values()), *(unit.part for unit in units)]
-        masters = [unit.masters.tensor for unit in units if unit.masters.separate]
+        flat_params = [member.flat_param for member in members]
+        parameters = [*(p for p in engine.parameters.values()), *(flat_param.part for flat_param in flat_params)]
+        masters = [flat_param.masters.tensor for flat_param in flat_params if flat_param.masters.separate]
         states = [t for state in engine.optimizer.state.values() for t in state.values() if t is not None]
         found.append(
             {
@@ -102,7 +102,7 @@ def model_state(world, configs) -> list[dict]:
                 "moments": sum(t.numel() * t.element_size() for t in states if t.dim()),
                 "moment_elements": sum(t.numel() for t in states if t.dim()),
                 "steps": sum(4 for t in states if not t.dim()),
-                "tensors": len(engine.updates.masters),
+                "tensors": len(engine.reducer.masters),
             }
         )
         engine.groups.destroy()
@@ -205,11 +205,11 @@ def test_stage_0_sends_every_gradient_twice(ranks, world):
 def rows_while_running(world, config) -> tuple[list, list]:
     """In the forward and the backward of each layer: which rows are gathered, or on their way."""
     engine = engine_of(world, config)
-    blocks, forward, backward = engine.updates.blocks, [], []
+    blocks, forward, backward = engine.reducer.gatherer, [], []
 
     def there() -> set:
-        found = {index for index, block in blocks.blocks.items() if block.units[0].is_whole}
-        return found | ({"rest"} if blocks.root.units[0].is_whole else set())
+        found = {index for index, block in blocks.blocks.items() if block.flat_params[0].is_unsharded}
+        return found | ({"rest"} if blocks.root.flat_params[0].is_unsharded else set())
 
     for index, layer in enumerate(engine.model.model.layers):  # these hooks come after the engine's own
         layer.register_forward_pre_hook(lambda *_, index=index: forward.append((index, there())))
@@ -252,12 +252,12 @@ def broken_off(world, config) -> bool:
             with pytest.raises(InterruptedError):
                 broken.step(step, batches_of(world, config, step), 0.1)
             hook.remove()
-            broken.updates.end()
-            broken.sink.clear()
+            broken.reducer.end_backward()
+            broken.reducer.clear()
         else:
             for engine in (whole, broken):
                 engine.step(step, batches_of(world, config, step), 0.1)
-    mine, other = whole.updates.stored(), broken.updates.stored()
+    mine, other = whole.reducer.checkpoint_tensors(), broken.reducer.checkpoint_tensors()
     return all(torch.equal(mine[name], other[name]) for name in mine)
 
 
@@ -266,12 +266,12 @@ def test_a_gradient_after_ready_is_refused(ranks):
 
 
 def late_gradient(world, config) -> str:
-    sink = engine_of(world, config).sink
+    reducer = engine_of(world, config).reducer
     name = "model.norm.weight"
-    sink.add(name, torch.ones(6))
-    sink.ready(name)
+    reducer.add(name, torch.ones(6))
+    reducer.ready(name)
     with pytest.raises(RuntimeError) as error:
-        sink.add(name, torch.ones(6))
+        reducer.add(name, torch.ones(6))
     return str(error.value)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_reduce
-from minidist.parallel.data.reducer import group_of, trainable
+from minidist.parallel.data.reducer import GradientReducer, group_of
 from minidist.parameters import Specs
 
 MIB = 2**20
@@ -82,8 +82,8 @@ class Bucket:
         self.handle = all_reduce(self.buffer, self.group, async_op=True)
 
 
-class BucketedSink:
-    """All-reduce in buckets, launched inside backward. Same interface and same gradients as `NaiveSink`.
+class BucketedReducer(GradientReducer):
+    """All-reduce in buckets, launched inside backward. Same interface and same gradients as `NaiveReducer`.
 
     bucket_bytes: upper size of a bucket (a larger parameter has one alone).
     """
@@ -95,7 +95,7 @@ class BucketedSink:
         groups: Iterable[Group],
         bucket_bytes: int = 25 * MIB,
     ):
-        self._parameters = trainable(parameters)
+        super().__init__(parameters, specs)
         self._given = specs, list(groups), bucket_bytes
         self._make_buckets()
         self._start_step()

@@ -10,8 +10,8 @@ from typing import Literal
 from torch import nn
 
 from minidist.comm import Group, broadcast
-from minidist.parallel.data.buckets import MIB, BucketedSink
-from minidist.parallel.data.reducer import GradSink, NaiveSink
+from minidist.parallel.data.buckets import MIB, BucketedReducer
+from minidist.parallel.data.reducer import GradientReducer, NaiveReducer
 from minidist.parameters import Specs
 
 
@@ -31,14 +31,14 @@ def synchronize(model: nn.Module, group: Group) -> None:
             tensor.data.copy_(whole)
 
 
-def gradient_sink(
+def make_reducer(
     kind: Literal["bucketed", "naive"],
     parameters: Mapping[str, nn.Parameter],
     specs: Specs,
     groups: Iterable[Group],
     bucket_mib: float = 25.0,
-) -> GradSink:
-    """The sink that sums gradients over the replicas of each parameter."""
+) -> GradientReducer:
+    """The reducer that sums gradients over the replicas of each parameter."""
     if kind == "naive":
-        return NaiveSink(parameters, specs, groups)
-    return BucketedSink(parameters, specs, groups, int(bucket_mib * MIB))
+        return NaiveReducer(parameters, specs, groups)
+    return BucketedReducer(parameters, specs, groups, int(bucket_mib * MIB))

@@ -7,7 +7,7 @@ so that it arrives while the stage computes.
 A backward is run in its two halves in every schedule. Where the schedule has it in one piece, the weights' half comes
 at once, but after the transfers that follow the input's: the stage before need not wait for what it does not need.
 
-What a backward computes goes to the sink; the executor says when nothing more will come for a parameter. One that
+What a backward computes goes to the reducer; the executor says when nothing more will come for a parameter. One that
 other stages share is left to the end of the step: its reduction must not get between transfers that are still to come.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minidist.comm import Group, Handle, recv, send
-from minidist.parallel.data.reducer import GradSink, trainable
+from minidist.parallel.data.reducer import GradientReducer, trainable
 from minidist.parallel.pipeline.action_times import unit_times
 from minidist.parallel.pipeline.actions import Op, Place, Schedule, last_backward
 from minidist.parallel.pipeline.split_backward import Half, WeightsLater, weight_gradient
@@ -46,7 +46,7 @@ def _in_halves(program: Program) -> list[Op | Transfer]:
 class Executor:
     """Runs one stage of `schedule`.
 
-    groups: over the stages, one for what forwards pass on and one for what backwards do. sink: where gradients go.
+    groups: over the stages, one for what forwards pass on and one for what backwards do. reducer: where gradients go.
     parameters: of this stage, by global name. used_by: the chunks that use each of them (`split`); shared: names of
     those that other stages use too. in_halves: whether backward comes in halves where the schedule leaves it open; what
     is compiled has its backward in one piece. end: called when a backward through a chunk is over.
@@ -58,14 +58,14 @@ class Executor:
         self,
         schedule: Schedule,
         groups: tuple[Group, Group],
-        sink: GradSink,
+        reducer: GradientReducer,
         parameters: Mapping[str, Tensor],
         used_by: Mapping[str, Sequence[int]],
         shared: Sequence[str] = (),
         in_halves: bool = True,
         end: Callable[[int], None] = lambda chunk: None,
     ):
-        self.schedule, self.stage, self.sink = schedule, groups[0].rank, sink
+        self.schedule, self.stage, self.reducer = schedule, groups[0].rank, reducer
         self._end = end
         self._groups = dict(zip("FB", groups, strict=True))
         self._meter = groups[0].meter
@@ -99,16 +99,16 @@ class Executor:
         self._sends: deque[Handle] = deque()
         self._op: Op | None = None
 
-    # -- the sink's side ----------------------------------------------------------------------------------------------
+    # -- the reducer's side -------------------------------------------------------------------------------------------
 
     def add(self, name: str, grad: Tensor) -> None:
         """A gradient that autograd completed in the backward that runs now."""
-        self.sink.add(name, grad)
+        self.reducer.add(name, grad)
 
     def ready(self, name: str) -> None:
         """Autograd has no more for this backward; whether that was the parameter's last one, the schedule knows."""
         if name in self._complete.get(self._op, ()):
-            self.sink.ready(name)
+            self.reducer.ready(name)
 
     def between_halves(self) -> list[Tensor]:
         """What weight gradients that are still to come are made of."""
@@ -139,7 +139,7 @@ class Executor:
                 with self._meter.span(name, micro_batch=step.micro_batch):
                     run(step, part)
             for name in self._complete.get(step, ()):
-                self.sink.ready(name)
+                self.reducer.ready(name)
             if step.kind == ("W" if self._halved else "B"):  # the last piece of a backward
                 self._end(step.chunk)
         self._op = None
@@ -181,7 +181,7 @@ class Executor:
         halves = self._halves.pop(op._replace(kind="F"))
         while halves:
             half = halves.pop(0)  # and what it holds is free
-            self.sink.add(half[0], weight_gradient(half))
+            self.reducer.add(half[0], weight_gradient(half))
             if all(half[0] != left for left, *_ in halves):
                 self.ready(half[0])
 

@@ -37,7 +37,7 @@ class Together:
     """A model that ranks hold in parts, as `generate` takes one: all ranks go through it together."""
 
     def __init__(self, engine: Engine):
-        self.config, self._model, self.next_logits = engine.model.config, engine.model, engine.passes.next_logits
+        self.config, self._model, self.next_logits = engine.model.config, engine.model, engine.next_logits
 
     @property
     def training(self) -> bool:
@@ -86,7 +86,7 @@ def sample_text(engine: Engine, config: Config, prompt: np.ndarray) -> tuple[str
     All ranks call it. Where each holds the whole model, and all of the time, rank 0 alone has it to do, and the others
     return None.
     """
-    whole = engine.groups.mesh.dp == engine.groups.world.size and engine.updates.blocks is None
+    whole = engine.groups.mesh.dp == engine.groups.world.size and engine.reducer.gatherer is None
     if not config.train.sample_tokens or (whole and engine.groups.world.rank > 0):
         return None
     return continue_text(engine.model if whole else Together(engine), bytes(prompt.tolist()), config)

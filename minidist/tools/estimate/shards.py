@@ -15,7 +15,7 @@ from minidist.tools.estimate.gradient_reduction import MIB, Groups, contributors
 from minidist.tools.estimate.layout import Layout
 from minidist.tools.estimate.states import Weight, weights
 from minidist.zero import layout as rows_of
-from minidist.zero.grouping import REST, block_of, gathers, passing_row
+from minidist.zero.grouping import ROOT, block_of, gathers, transient_buffer_limit
 
 Operation = tuple[str, str, int, int]
 
@@ -24,7 +24,7 @@ Operation = tuple[str, str, int, int]
 class Row:
     """Parameters that lie in one row.
 
-    outer: the use over which equal shards are summed, None where nobody has the same. block: of stage 3, REST for what
+    outer: the use over which equal shards are summed, None where nobody has the same. block: of stage 3, ROOT for what
     is in none. chunk: of the stage, whose backward completes the gradients.
     """
 
@@ -49,7 +49,7 @@ def rows(layout: Layout, groups: Groups, rank: int) -> list[Row]:
             key = _outer(layout, groups, rank, weight), _chunk(layout, stage, weight), _uncut(layout, weight)
             kinds.setdefault(key, []).append(weight)
         for (outer, chunk, uncut), same in kinds.items():
-            lay = rows_of.whole if uncut and size > 1 else rows_of.in_a_row
+            lay = rows_of.whole if uncut and size > 1 else rows_of.lay_out_flat
             parts = [same] if zero.stage == 3 else _buckets(layout, same, limit)
             found += [Row(lay({w.name: w.numel for w in part}, size), outer, block, chunk) for part in parts]
     return found
@@ -58,7 +58,7 @@ def rows(layout: Layout, groups: Groups, rank: int) -> list[Row]:
 def _by_block(layout: Layout, stage: int) -> Iterator[tuple[int, list[Weight]]]:
     every = weights(layout, stage)
     if layout.config.zero.stage < 3:
-        yield REST, every[::-1]
+        yield ROOT, every[::-1]
         return
     of: dict[int, list[Weight]] = {}
     for weight in every:
@@ -81,7 +81,7 @@ def _chunk(layout: Layout, stage: int, weight: Weight) -> int:
     if layout.schedule is None:
         return 0
     index, parts = block_of(weight.name), layout.chunks(stage)
-    if index != REST:
+    if index != ROOT:
         return next(chunk for chunk, part in enumerate(parts) if index in part.layers)
     tied = layout.config.model.tie_embeddings
     first = weight.name.startswith("model.embed_tokens")
@@ -98,7 +98,7 @@ def _limit(layout: Layout, stage: int) -> int:
     limit, each = int(layout.config.comm.bucket_mib * MIB), BYTES[layout.policy.reduce]
     if not layout.config.zero.shares_gradients:
         return limit
-    return passing_row({weight.name: weight.numel * each for weight in weights(layout, stage)}, limit)
+    return transient_buffer_limit({weight.name: weight.numel * each for weight in weights(layout, stage)}, limit)
 
 
 def _buckets(layout: Layout, held: Sequence[Weight], limit: int) -> list[list[Weight]]:
@@ -141,7 +141,7 @@ def messages(layout: Layout, found: Sequence[Row], stage: int) -> Counter[Operat
     zero, policy, sent = layout.config.zero, layout.policy, Counter()
     reduce, parameter = BYTES[policy.reduce], BYTES[policy.parameter]
     rounds = layout.config.train.micro_batches if zero.shares_gradients else 1
-    gathered = _gathers(layout, stage) if zero.stage == 3 else Counter({REST: 1})
+    gathered = _gathers(layout, stage) if zero.stage == 3 else Counter({ROOT: 1})
     for row in found:
         if zero.stage:
             sent["grads", "reduce_scatter", row.layout.numel, reduce] += rounds

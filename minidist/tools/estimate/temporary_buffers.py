@@ -12,7 +12,7 @@ from minidist.process_groups import is_hidden_matrix
 from minidist.tools.estimate import shards, states
 from minidist.tools.estimate.layout import Layout
 from minidist.tools.estimate.shards import Row
-from minidist.zero.grouping import REST
+from minidist.zero.grouping import ROOT
 
 # A place in backward is a layer's number or one of these: head and final norm, embedding, end of backward.
 HEAD, EMBEDDING, DONE = "head", "embedding", "done"
@@ -48,7 +48,7 @@ class TemporaryBuffers:
         blocks = {HEAD: last, EMBEDDING: part.layers[:1], DONE: part.layers[:1]}.get(place)
         if blocks is None:
             blocks = [i for i in (place, place - (self.zero.prefetch and prefetching)) if i in part.layers]
-        gathered = {*blocks, *([REST] if part.first or part.last else [])}
+        gathered = {*blocks, *([ROOT] if part.first or part.last else [])}
         numel = sum(group.layout.numel for group in self.flat_groups if group.block in gathered)
         return numel * BYTES[self.policy.parameter]
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from minidist.tools.memory.storages import ACTIVATIONS, Labels, MemoryPeak, StoragePeak
 from minidist.train.engine import Engine
-from minidist.zero.reducer import ShardedSink
+from minidist.zero.reducer import ZeroReducer
 
 TensorsByKind = Callable[[], Mapping[str, Iterable[Tensor]]]
 
@@ -157,9 +157,9 @@ def engine_tensors_by_kind(engine: Engine) -> TensorsByKind:
 
     def kinds() -> dict[str, Iterable[Tensor]]:
         found = plain()
-        if isinstance(engine.updates, ShardedSink):  # parameters and gradients are views of flat tensors
-            found = {**engine.updates.by_kind(), "states": found["states"]}
-        pipeline = engine.passes.pipeline
+        if isinstance(engine.reducer, ZeroReducer):  # parameters and gradients are views of flat tensors
+            found = {**engine.reducer.tensors_by_kind(), "states": found["states"]}
+        pipeline = engine.forward_backward.pipeline
         return found if pipeline is None else {**found, ACTIVATIONS: pipeline.between_halves()}
 
     return kinds

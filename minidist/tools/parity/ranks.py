@@ -159,8 +159,10 @@ def run_case(groups: Groups, case: Case, file: str, found: Callable[[First], Non
 
         def compare_gradients(step=step, engine=engine, looks=looks):
             looks.append(step)
-            for name, grad in engine.updates.gradients().items():
-                seen.see_tensor("grad", step, name, grad, wanted.get(f"{step}/{name}"), engine.updates.held[name])
+            for name, grad in engine.reducer.gradients().items():
+                seen.see_tensor(
+                    "grad", step, name, grad, wanted.get(f"{step}/{name}"), engine.reducer.master_specs[name]
+                )
             for name, parameter in engine.parameters.items():
                 if not parameter.requires_grad:
                     seen.see_tensor("grad", step, name, parameter.grad, None, engine.specs[name])
@@ -183,12 +185,12 @@ def run_case(groups: Groups, case: Case, file: str, found: Callable[[First], Non
 
 def _end(seen: Comparison, engine: Engine, wanted: dict[str, Tensor], told: list, clipped_steps: int) -> Record:
     """Compare what is left when training is over."""
-    stored = engine.updates.stored()
-    for name, spec in engine.updates.held.items():
-        seen.see_tensor("param", STEPS, name, stored[name], wanted[f"end/{name}"], spec)
+    tensors = engine.reducer.checkpoint_tensors()
+    for name, spec in engine.reducer.master_specs.items():
+        seen.see_tensor("param", STEPS, name, tensors[name], wanted[f"end/{name}"], spec)
     parameters = named_parameters(engine.model)
-    if engine.updates.blocks is not None:
-        engine.updates.blocks.gather_all()
+    if engine.reducer.gatherer is not None:
+        engine.reducer.gatherer.gather_all()
     for name, parameter in parameters.items():
         seen.see_tensor("param", STEPS, name, parameter, wanted[f"end/{name}"], engine.specs[name])
     buffers = dict(engine.model.named_buffers())
@@ -233,7 +235,7 @@ def _resumed(engine: Engine, groups: Groups, case: Case, clip_norm: float, step:
         engine = _engine(groups, case, clip_norm, fresh=1000)
         prepare(engine, checkpoint.read_index(path))
         checkpoint.load(path, pieces(engine), swap, control.rank)
-        engine.updates.restored()
+        engine.reducer.after_load()
     finally:
         swap(None)
         if control.rank == 0:

@@ -11,7 +11,7 @@ that nobody used keeps None and the optimizer leaves it alone.
 
 Usual wrong answers:
 * everything is launched when backward is over
-* the package's own sink under the learner's name
+* the package's own reducer under the learner's name
 * ones, whatever was added
 * a copy of every bucket is sent, and the gradients are held twice
 * the sum is divided by the number of ranks, though every loss was divided already
@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_reduce
 from minidist.parallel.data.buckets import FIRST_BYTES, MIB, _Unlaunched, assign
-from minidist.parallel.data.reducer import group_of, trainable
+from minidist.parallel.data.reducer import GradientReducer, group_of
 from minidist.parameters import Specs
 
 
@@ -73,8 +73,8 @@ class Bucket:
         self.handle = all_reduce(self.buffer, self.group, async_op=True)
 
 
-class BucketedSink:
-    """All-reduce in buckets, launched inside backward. Same interface and same gradients as `NaiveSink`.
+class BucketedReducer(GradientReducer):
+    """All-reduce in buckets, launched inside backward. Same interface and same gradients as `NaiveReducer`.
 
     bucket_bytes: upper size of a bucket (a larger parameter has one alone).
     """
@@ -86,7 +86,7 @@ class BucketedSink:
         groups: Iterable[Group],
         bucket_bytes: int = 25 * MIB,
     ):
-        self._parameters = trainable(parameters)
+        super().__init__(parameters, specs)
         self._given = specs, list(groups), bucket_bytes
         self._make_buckets()
         self._start_step()

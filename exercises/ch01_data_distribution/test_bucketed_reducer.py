@@ -1,4 +1,4 @@
-"""Tests of bucketed_sink: whole numbers as gradients, handed over in an order that differs from rank to rank."""
+"""Tests of bucketed_reducer: whole numbers as gradients, handed over in an order that differs from rank to rank."""
 
 import torch
 from torch import nn
@@ -24,12 +24,12 @@ class Net(nn.Module):
             setattr(self, name.replace(".", "_"), nn.Parameter(torch.full(shape, 0.5 + rank)))
 
 
-def sink_of(answer, world, network, shapes=SHAPES, bucket_bytes=BUCKET_BYTES):
-    """The learner's sink over a model of this rank, and the parameters by name."""
+def reducer_of(answer, world, network, shapes=SHAPES, bucket_bytes=BUCKET_BYTES):
+    """The learner's reducer over a model of this rank, and the parameters by name."""
     model = Net(world.rank, shapes)
     parameters = named_parameters(model)
     specs = replicated(model, network.group.ranks)
-    return answer.BucketedSink(parameters, specs, [network.group], bucket_bytes), parameters
+    return answer.BucketedReducer(parameters, specs, [network.group], bucket_bytes), parameters
 
 
 def gradient(name, shape, rank, step=0):
@@ -43,7 +43,7 @@ def total(name, shape, world, step=0):
     return sum(gradient(name, shape, rank, step) for rank in range(world.size))
 
 
-def backward(sink, network, rank, shapes=SHAPES, step=0, leave_out=(), mixed=False):
+def backward(reducer, network, rank, shapes=SHAPES, step=0, leave_out=(), mixed=False):
     """Hand over this rank's gradients one by one, with a mark before each is ready and one at the end.
 
     mixed: every rank but the first in an order of its own, not that of the model from its end.
@@ -53,9 +53,9 @@ def backward(sink, network, rank, shapes=SHAPES, step=0, leave_out=(), mixed=Fal
         names = names[rank % 2 :: 2] + names[1 - rank % 2 :: 2]
     for name in names:
         if name not in leave_out:
-            sink.add(_attribute(name), gradient(name, shapes[name], rank, step))
+            reducer.add(_attribute(name), gradient(name, shapes[name], rank, step))
             network.event(f"ready {name}")
-            sink.ready(_attribute(name))
+            reducer.ready(_attribute(name))
     network.event("backward is over")
 
 
@@ -79,18 +79,18 @@ def sums_are_right(parameters, world, shapes=SHAPES, step=0):
 def sums_over_ranks(answer, world, network):
     """After finish() every rank has the sums, whatever the size of the buckets."""
     for bucket_bytes in (BUCKET_BYTES, 1, 10**6):
-        sink, parameters = sink_of(answer, world, network, bucket_bytes=bucket_bytes)
-        backward(sink, network, world.rank)
-        sink.finish()
+        reducer, parameters = reducer_of(answer, world, network, bucket_bytes=bucket_bytes)
+        backward(reducer, network, world.rank)
+        reducer.finish()
         sums_are_right(parameters, world)
 
 
 @test(points=3, ranks=(2,))
 def launched_inside_backward(answer, world, network):
     """The first bucket is on its way before half of backward is done, and each one as soon as it may be."""
-    sink, _ = sink_of(answer, world, network)
-    backward(sink, network, world.rank)
-    sink.finish()
+    reducer, _ = reducer_of(answer, world, network)
+    backward(reducer, network, world.rank)
+    reducer.finish()
     expected = []
     for number, bucket in enumerate(BUCKETS):
         expected += [f"ready {name}" for name in bucket] + [f"launch {number}"]
@@ -101,9 +101,9 @@ def launched_inside_backward(answer, world, network):
 @test(points=3, ranks=(4,))
 def launched_in_index_order(answer, world, network):
     """Gradients become ready in another order on every rank; the buckets leave in one."""
-    sink, parameters = sink_of(answer, world, network)
-    backward(sink, network, world.rank, mixed=True)
-    sink.finish()
+    reducer, parameters = reducer_of(answer, world, network)
+    backward(reducer, network, world.rank, mixed=True)
+    reducer.finish()
     sizes = [sum(4 * torch.Size(SHAPES[name]).numel() for name in bucket) for bucket in BUCKETS]
     sent = [record.payload_bytes for record in network.records]
     near = len(sent) == len(sizes) and all(0 <= a - b <= 4 * len(SHAPES) for a, b in zip(sent, sizes, strict=True))
@@ -115,9 +115,9 @@ def launched_in_index_order(answer, world, network):
 @test(points=3, ranks=(2,))
 def waits_at_the_end(answer, world, network):
     """Nothing is waited for before backward is over, and everything before finish() returns."""
-    sink, _ = sink_of(answer, world, network)
-    backward(sink, network, world.rank)
-    sink.finish()
+    reducer, _ = reducer_of(answer, world, network)
+    backward(reducer, network, world.rank)
+    reducer.finish()
     network.event("finish() has returned")
     happened = timeline(network)
     inside = happened[: happened.index("backward is over")]
@@ -135,30 +135,30 @@ def unused_parameters(answer, world, network):
     """A parameter that one rank used gets its gradient everywhere, in every step; one that nobody used keeps None."""
     shapes = {"never": (3,), "rare": (2,), **SHAPES}
     for bucket_bytes in (1, 10**6):
-        sink, parameters = sink_of(answer, world, network, shapes, bucket_bytes)
+        reducer, parameters = reducer_of(answer, world, network, shapes, bucket_bytes)
         for step in range(2):
             user = (world.size - 1 + step) % world.size  # another rank in each step
             leave_out = ("never",) if world.rank == user else ("never", "rare")
-            backward(sink, network, world.rank, shapes, step, leave_out, mixed=True)
-            sink.finish()
+            backward(reducer, network, world.rank, shapes, step, leave_out, mixed=True)
+            reducer.finish()
             what = f"the gradient of a parameter that only rank {user} used, in step {step + 1}"
             expect(what, grad_of(parameters, "rare"), gradient("rare", (2,), user, step).tolist())
             expect("the gradient of a parameter that no rank used", grad_of(parameters, "never"), None)
             sums_are_right(parameters, world, step=step)
-            sink.clear()
+            reducer.clear()
 
 
 @test(points=3, ranks=(2,))
 def what_is_on_its_way_is_left_alone(answer, world, network):
     """A bucket keeps its memory while it travels: rank 1 is late, and rank 0 fills the others meanwhile."""
-    sink, parameters = sink_of(answer, world, network)
+    reducer, parameters = reducer_of(answer, world, network)
     turn = torch.zeros(1)
     if world.rank == 1:
         recv(turn, 0, network.group)
-    backward(sink, network, world.rank)
+    backward(reducer, network, world.rank)
     if world.rank == 0:
         send(turn, 1, network.group)
-    sink.finish()
+    reducer.finish()
     sums_are_right(parameters, world)
 
 
@@ -168,9 +168,9 @@ def no_gradient_is_held_twice(answer, world, network):
     shapes = {f"layer{number}": (25, 100) for number in range(8)}  # 10 kB each
     whole = sum(4 * torch.Size(shape).numel() for shape in shapes.values())
     with PeakMemory() as memory:
-        sink, parameters = sink_of(answer, world, network, shapes, 10_000)
-        backward(sink, network, world.rank, shapes)
-        sink.finish()
+        reducer, parameters = reducer_of(answer, world, network, shapes, 10_000)
+        backward(reducer, network, world.rank, shapes)
+        reducer.finish()
     sums_are_right(parameters, world, shapes)
     # Whatever the answer does, there are the parameters, and a few of one gradient's size while it is being made.
     got, most = memory.peak_bytes - whole, whole + 50_000

@@ -1,10 +1,10 @@
 """Buckets that leave while backward runs.
 
-Write the missing lines of Bucket and BucketedSink; the docstring says what is asked.
+Write the missing lines of Bucket and BucketedReducer; the docstring says what is asked.
 You may call: all_reduce, Tensor.zero_, Bucket.launch, Handle.wait, set.isdisjoint.
-Check it with: python -m exercises check bucketed_sink
+Check it with: python -m exercises check bucketed_reducer
 
-Stub 930e79e3.
+Stub cf81b708.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_reduce
 from minidist.parallel.data.buckets import FIRST_BYTES, MIB, _Unlaunched, assign
-from minidist.parallel.data.reducer import group_of, trainable
+from minidist.parallel.data.reducer import GradientReducer, group_of
 from minidist.parameters import Specs
 
 
@@ -45,8 +45,8 @@ class Bucket:
         raise NotImplementedError("begin to sum the buffer over the group, without waiting")
 
 
-class BucketedSink:
-    """All-reduce in buckets, launched inside backward. Same interface and same gradients as `NaiveSink`.
+class BucketedReducer(GradientReducer):
+    """All-reduce in buckets, launched inside backward. Same interface and same gradients as `NaiveReducer`.
 
     bucket_bytes: upper size of a bucket (a larger parameter has one alone).
     """
@@ -58,7 +58,7 @@ class BucketedSink:
         groups: Iterable[Group],
         bucket_bytes: int = 25 * MIB,
     ):
-        self._parameters = trainable(parameters)
+        super().__init__(parameters, specs)
         self._given = specs, list(groups), bucket_bytes
         self._make_buckets()
         self._start_step()

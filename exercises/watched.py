@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from minidist.zero.grouping import REST
+from minidist.zero.grouping import ROOT
 
 LAYERS = 3
 
@@ -55,9 +55,9 @@ class Net(nn.Module):
         layers = range(LAYERS) if layers is None else layers
         zero = torch.zeros(1, dtype=x.dtype)
         if layers.start == 0:
-            x = Product.apply(x, self.embed, zero, lambda kind: self.look(kind, REST))
+            x = Product.apply(x, self.embed, zero, lambda kind: self.look(kind, ROOT))
         for index in layers:
             x = self.layers[index](x)
         if layers.stop < LAYERS:
             return x
-        return (Product.apply(x, self.head, zero, lambda kind: self.look(kind, REST)).sum(),)
+        return (Product.apply(x, self.head, zero, lambda kind: self.look(kind, ROOT)).sum(),)

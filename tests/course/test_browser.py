@@ -1,5 +1,8 @@
 """The course as a learner has it: JupyterLab in a browser, from `make lab`'s own command on.
 
+The quick suite runs one chapter from top to bottom, and of every other one the cells up to its first exercise: set-up,
+live ranks, a prediction and its measurement, the answer cell that JupyterLab adds. `make test-all` runs all of them
+from top to bottom. What the remaining cells print, nbval compares in every run (test_notebook_rebuilds_package.py).
 Screenshots go to the folder in MINIDIST_SCREENSHOTS, else to pytest's.
 """
 
@@ -158,7 +161,29 @@ def hang_stop_and_go_on(notebook):
     assert "rank 0: 10\nrank 1: 11" in notebook.tell("%%ranks\nx")
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+IN_FULL = "02c_context"  # the shortest one
+
+
+@pytest.mark.parametrize("chapter", [path for path in CHAPTERS if path.stem != IN_FULL], ids=lambda path: path.stem)
+def test_a_chapter_runs_up_to_its_first_exercise(page, lab, pictures, chapter):
+    cells = json.loads(chapter.read_text())["cells"]
+    code = {i: "".join(cell["source"]) for i, cell in enumerate(cells) if cell["cell_type"] == "code"}
+    first = next(i for i, source in code.items() if source.startswith("%exercise "))
+    notebook = Notebook(page, lab, f"chapters/{chapter.parent.name}/{chapter.name}", pictures / chapter.stem)
+    before = len(notebook)
+    for index in [i for i in code if i <= first]:
+        notebook.run(index)
+    assert notebook.errors() == []
+    name = code[first].split()[1]
+    assert len(notebook) == before + 1 and notebook.find(f"%%exercise {name}") == first + 1
+    notebook.picture("exercise", first)
+
+
+@pytest.mark.parametrize(
+    "chapter",
+    [pytest.param(path, marks=() if path.stem == IN_FULL else pytest.mark.exhaustive) for path in CHAPTERS],
+    ids=lambda path: path.stem,
+)
 def test_a_chapter_runs_from_top_to_bottom_and_goes_on(page, lab, pictures, chapter):
     notebook = Notebook(page, lab, f"chapters/{chapter.parent.name}/{chapter.name}", pictures / chapter.stem)
     notebook.run_all(timeout_ms=240_000)

@@ -13,20 +13,17 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from exercises.catalogue import ROOT, Catalogue
+from exercises.catalogue import ROOT
 from minidist.errors import UserError
 from minidist.tools.notebook import weave
+from tests.helpers.chapters import CHAPTERS, each_chapter, exercises_of
 
-CHAPTERS = sorted(file.parent for file in (ROOT / "chapters").glob("*/chapter.toml"))
-CATALOGUE = Catalogue()
 MIN_PREDICTIONS = 4
 MAX_IGNORED = 0.2
 MIN_COLOUR = 0.2  # between the strongest and the weakest of red, green and blue
 MIN_COLOURED = 0.001
 IGNORED = {"nbval-ignore-output", "nbval-skip", "nbval-raises-exception"}
 READ_LATER = re.compile(r"^\| `(minidist[\w.]*:\w+)` \| (.+) \|$", re.MULTILINE)
-
-each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda folder: folder.name)
 
 
 @cache
@@ -38,10 +35,6 @@ def notebooks(chapter: Path) -> list:
 
 def code_cells(chapter: Path) -> list:
     return [cell for notebook in notebooks(chapter) for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def exercises_of(chapter: Path) -> list:
-    return [exercise for exercise in CATALOGUE.values() if exercise.chapter == f"ch{chapter.name}"]
 
 
 def public_symbols(module: str) -> set[str]:

@@ -1,5 +1,9 @@
-"""The notebooks build the package: each runs as stored, and its room, rebuilt from its cells and the solutions of its
-exercises, passes the room's own tests."""
+"""The notebooks build the package: each runs as stored, and the package rebuilt from the cells and the solutions of a
+chapter is the package.
+
+The rebuilt package is compared as source code, so the tests of the package hold for it too. `make test-all` also runs
+those that chapter.toml names.
+"""
 
 import ast
 import os
@@ -14,7 +18,7 @@ import pytest
 
 from exercises.catalogue import ROOT
 from minidist.tools.notebook import weave
-from tests.course.test_chapters import CHAPTERS, each_chapter, exercises_of
+from tests.helpers.chapters import CHAPTERS, each_chapter, exercises_of
 
 DEADLINE_S = 200
 CELL_S = 90
@@ -70,7 +74,8 @@ def rebuilt(folder: Path, pieces: dict[str, str]) -> None:
     """A copy of the package and its tests, with these pieces in the place of the package's own text."""
     for name in ("minidist", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "faults"))
-    (folder / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-q -p no:cacheprovider"\n')
+    options = "-q -p no:cacheprovider -m 'not exhaustive'"
+    (folder / "pyproject.toml").write_text(f'[tool.pytest.ini_options]\naddopts = "{options}"\n')
     for piece, text in pieces.items():
         module, _, path = piece.partition(":")
         file = (folder / Path(*module.split("."))).with_suffix(".py")
@@ -91,6 +96,17 @@ def run_tests(folder: Path, names: list[str], deadline_s: float) -> subprocess.C
 
 
 @each_chapter
+def test_the_package_rebuilt_from_cells_and_solutions_is_the_package(chapter, tmp_path):
+    pieces = texts(chapter)
+    assert len(pieces) > 2
+    rebuilt(tmp_path, pieces)
+    for file in sorted({Path(*piece.partition(":")[0].split(".")).with_suffix(".py") for piece in pieces}):
+        of_cells, of_package = (ast.dump(ast.parse((root / file).read_text())) for root in (tmp_path, ROOT))
+        assert of_cells == of_package, file
+
+
+@pytest.mark.exhaustive
+@each_chapter
 def test_a_room_rebuilt_from_cells_and_solutions_passes_its_tests(chapter, tmp_path):
     pieces = texts(chapter)
     assert len(pieces) > 2
@@ -99,7 +115,13 @@ def test_a_room_rebuilt_from_cells_and_solutions_passes_its_tests(chapter, tmp_p
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-4000:]
 
 
-@pytest.mark.parametrize("piece", ["minidist.data.partition:permutation", "minidist.data.partition:block"])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "minidist.data.partition:permutation",
+        pytest.param("minidist.data.partition:block", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_room_with_a_wrong_cell_fails_them(piece, tmp_path):
     [chapter] = [chapter for chapter in CHAPTERS if chapter.name == "01_data_distribution"]
     head = texts(chapter)[piece].partition(":\n")[0]

@@ -1,6 +1,7 @@
 """A run small enough for a test: a few thousand parameters, a text of a few thousand bytes, steps of milliseconds."""
 
 import dataclasses
+import json
 import random
 import subprocess
 import sys
@@ -57,6 +58,23 @@ def changed(config: Config, **changes) -> Config:
             value = dataclasses.replace(getattr(config, section), **{field: value})
         config = dataclasses.replace(config, **{section: value})
     return config
+
+
+def resuming(config: Config, resume: Path, **changes) -> Config:
+    """The configuration of a run that resumes from `resume`."""
+    every = config.checkpoint.every
+    return changed(config, checkpoint=CheckpointConfig(every=every, resume=resume), **changes)
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """The rows of the metrics file of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve_of(folder: Path) -> list[dict]:
+    """What must be equal in two runs: everything but times and memory."""
+    names = ("step", "tokens", "loss", "grad_norm", "lr", "comm_bytes", "held_out_loss")
+    return [{name: row[name] for name in names if name in row} for row in rows_of(folder) if "step" in row]
 
 
 class Stop:

@@ -7,9 +7,8 @@ from minidist.comm import World
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parameters import named_parameters
-from tests.helpers.small_run import changed, run, small_config, write_text
-from tests.train.test_resume import curve_of, resuming, rows_of
-from tests.zero.test_zero import batches_of, configured, engine_of
+from tests.helpers.small_run import changed, curve_of, resuming, rows_of, run, small_config, write_text
+from tests.helpers.zero_engines import batches_of, configured, engine_of
 
 STAGES = (0, 1, 2, 3)
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tests.zero.test_zero import batches_of, configured, engine_of
+from tests.helpers.zero_engines import batches_of, configured, engine_of
 
 
 def skipped(world, configs) -> list[tuple]:

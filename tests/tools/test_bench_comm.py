@@ -73,7 +73,7 @@ def test_losses_that_differ_end_the_bench():
     assert len(comm.compare_steps(Losing(), 4, 1, 1, None)[0]) == 2  # another order of addition is allowed there
 
 
-def test_wrong_requests_are_refused(capsys):
+def test_wrong_requests_are_refused(server, capsys):
     for options in (["--ranks", "1"], ["--rounds", "0"], ["--sizes", "5"], ["--steps", "-1"]):
-        assert bench(["comm", *options]) == 2
+        assert bench(["comm", *options], server) == 2
         assert "bench:" in capsys.readouterr().err

@@ -211,8 +211,8 @@ def test_the_command_writes_figures_and_a_picture(server, tmp_path, capsys):
         (["--only", "nobody"], "'nobody' is no contender; possible: minidist,"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(capsys, arguments, said):
-    assert main(["dp", *arguments]) == 2
+def test_what_cannot_be_measured_is_refused_in_one_line(server, capsys, arguments, said):
+    assert main(["dp", *arguments], server) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 

@@ -67,6 +67,6 @@ def test_the_command_writes_its_figures(server, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--stages", "5"], ["--steps", "0"]])
-def test_what_cannot_be_measured_is_refused(arguments, capsys):
-    assert main(["model", *arguments]) == 2
+def test_what_cannot_be_measured_is_refused(server, arguments, capsys):
+    assert main(["model", *arguments], server) == 2
     assert "at least 1 round of 1 step, and 2 to 4 stages" in capsys.readouterr().err

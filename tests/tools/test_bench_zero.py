@@ -11,11 +11,12 @@ from bench.__main__ import main
 from bench.contenders import MODES, Ours, Seat
 from bench.contest import FLOOR, Row, Run
 from bench.statistics import overhead_ratio
+from bench.workload import SIZES
 from minidist.comm import Use, bind
 from minidist.errors import RunError
 from minidist.mesh import Mesh
-from tests.tools.test_bench_dp import TINY
 
+TINY = SIZES["tiny"]
 # DeepSpeed leaves segments in /dev/shm, which no test may; its numbers are checked before it is timed, as everybody's.
 CHECKED = [name for name, peer in zero_peers.PEERS.items() if peer.needs != "deepspeed"]
 

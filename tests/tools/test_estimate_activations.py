@@ -1,58 +1,28 @@
 """Activations: the tensors described are those that real runs save, and as many are alive as the executor keeps."""
 
-import dataclasses
 from collections import Counter
 
 import pytest
-import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from minidist.comm import World, bind
-from minidist.config import Config, DataConfig, MeshConfig, ParallelConfig, PrecisionConfig, TrainConfig
-from minidist.data.loader import Batch
-from minidist.models.config import ModelConfig
-from minidist.models.transformer import Transformer
-from minidist.parallelize import parallelize, uses
-from minidist.precision.policy import TORCH_NAMES
+from minidist.comm import World
+from minidist.config import Config
 from minidist.tools.estimate import activations, saved_tensors
 from minidist.tools.estimate.estimate import estimate
-from minidist.tools.estimate.layout import Layout, layout_of
+from minidist.tools.estimate.layout import layout_of
 from minidist.train.engine import Engine
-
-SEQ_LEN = 24
-# No size of it is another one's multiple by chance, so that a wrong formula is another number.
-MODEL = {"vocab_size": 56, "hidden_size": 32, "intermediate_size": 44, "num_heads": 4, "num_kv_heads": 2}
-
-
-def configured(mesh: dict, parallel: dict | None = None, **model) -> Config:
-    return Config(
-        model=ModelConfig(**{**MODEL, "num_layers": 2, **model}),
-        mesh=MeshConfig(**{"dp": 1, **mesh}),
-        parallel=ParallelConfig(**(parallel or {})),
-        data=DataConfig(seq_len=SEQ_LEN),
-    )
-
-
-def in_format(config: Config, dtype: str) -> Config:
-    """The same run with all of it in this dtype, a name of torch's."""
-    policy = {torch_name: name for name, torch_name in TORCH_NAMES.items()}[dtype]
-    return dataclasses.replace(config, precision=PrecisionConfig(policy))
-
-
-def engine_of(world: World, config: Config, dtype: str) -> Engine:
-    config = in_format(config, dtype)
-    mesh = config.mesh_of(world.size)
-    groups = bind(world, mesh, uses(mesh, config))
-    model = Transformer(config.model).to(getattr(torch, dtype))
-    engine = Engine(parallelize(model, groups, config), groups, config.optim, seed=1)
-    engine.model.train()
-    return engine
-
-
-def batch_of(samples: int, vocabulary: int) -> Batch:
-    tokens, labels = torch.randint(vocabulary, (2, samples, SEQ_LEN), generator=torch.Generator().manual_seed(1))
-    return Batch(tokens.clone(), labels.clone(), torch.arange(samples))
+from tests.helpers.activation_cases import (
+    MODEL,
+    SAMPLES,
+    SEQ_LEN,
+    batch_of,
+    configured,
+    described,
+    engine_of,
+    in_format,
+    piped,
+)
 
 
 def saved(world: World, rows: list) -> list[Counter]:
@@ -77,12 +47,6 @@ def saved_by(engine: Engine, samples: int) -> Counter:
     assert loss.isfinite()
     engine.groups.destroy()
     return Counter((dtype, size) for dtype, size, _ in found.values())
-
-
-def described(layout: Layout, samples: int) -> Counter:
-    (chunk,) = layout.model_chunks
-    tensors = activations.local_tensors(layout, activations.saved_by_chunk(layout, chunk), samples)
-    return Counter((tensor.dtype, tensor.bytes) for tensor in tensors)
 
 
 ALONE = [
@@ -123,8 +87,6 @@ def test_the_tensors_described_are_those_that_are_saved(ranks, world, rows):
 
 # -- alive at one time ------------------------------------------------------------------------------------------------
 
-SAMPLES = (3, 2, 2, 2)
-
 
 def alive(world: World, configs: list[Config]) -> list[tuple[int, int, int]]:
     """The most bytes alive in a step that were saved; with the gradients that weight halves wait with; the executor's
@@ -161,11 +123,6 @@ class Watch:
         living |= {storage._cdata: storage.nbytes() for storage in waiting}
         self.all = max(self.all, sum(living.values()))
         return tensor.detach()
-
-
-def piped(schedule: str, **model) -> Config:
-    config = configured({"pp": 2}, {"schedule": schedule}, **{"num_layers": 5, **model})
-    return dataclasses.replace(config, train=TrainConfig(global_batch=sum(SAMPLES), micro_batches=len(SAMPLES)))
 
 
 # What lives on by itself: the batch, and the tables that all micro-batches share.

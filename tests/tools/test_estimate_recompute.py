@@ -19,7 +19,7 @@ from minidist.tools.estimate import activations, saved_tensors
 from minidist.tools.estimate.estimate import estimate
 from minidist.tools.estimate.layout import layout_of
 from minidist.tools.parity.layouts import Layout, layouts
-from tests.tools.test_estimate_activations import (
+from tests.helpers.activation_cases import (
     MODEL,
     SAMPLES,
     SEQ_LEN,
@@ -30,8 +30,8 @@ from tests.tools.test_estimate_activations import (
     in_format,
     piped,
 )
-from tests.tools.test_estimate_traffic import agree
-from tests.tools.test_estimate_traffic import configured as traffic_of
+from tests.helpers.estimate_checks import agree
+from tests.helpers.estimate_checks import configured as traffic_of
 
 
 class Living(TorchDispatchMode):

@@ -62,6 +62,7 @@ def test_every_row_equals_one_process(server, world):
         assert row["worst_tensor"]
 
 
+@pytest.mark.exhaustive
 def test_every_mesh_of_four_ranks_equals_one_process(server):
     """Of each mesh and way of its axes the first row; `minidist parity --ranks 4` runs all."""
     first = {(c.plan.mesh, c.plan.sequence, c.plan.context): c for c in reversed(plan(4)[2].cases)}

@@ -15,7 +15,7 @@ from minidist.config import Config
 from minidist.tools.estimate.estimate import estimate
 from minidist.tools.memory.breakdown import PeakByKind, measure_peak, tensors_by_kind
 from minidist.tools.memory.storages import StoragePeak, shared_segment_bytes
-from tests.tools.test_estimate_activations import batch_of, configured, engine_of
+from tests.helpers.activation_cases import batch_of, configured, engine_of
 
 MIB = 2**20
 

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from minidist.comm import World
-from minidist.config import CheckpointConfig, OptimConfig, PrecisionConfig
+from minidist.config import OptimConfig, PrecisionConfig
 from minidist.errors import UserError
 from minidist.train.resume import resumed_config
 from minidist.train.run_folder import claim
-from tests.helpers.small_run import changed, run, small_config, write_text
+from tests.helpers.small_run import changed, curve_of, resuming, rows_of, run, small_config, write_text
 
 EXACT = {"optim": OptimConfig(warmup_steps=3), "train__steps": 20, "checkpoint__every": 0}
 
@@ -24,24 +24,9 @@ def tensors_of(folder, step):
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def rows_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def curve_of(folder):
-    """What must be equal in two runs: everything but times and memory."""
-    names = ("step", "tokens", "loss", "grad_norm", "lr", "comm_bytes", "held_out_loss")
-    return [{name: row[name] for name in names if name in row} for row in rows_of(folder) if "step" in row]
-
-
 def differing(one, other):
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
-
-
-def resuming(config, resume, **changes):
-    every = config.checkpoint.every
-    return changed(config, checkpoint=CheckpointConfig(every=every, resume=resume), **changes)
 
 
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path):

@@ -7,50 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from minidist.comm import Meter, bind
-from minidist.config import CommConfig, Config, MeshConfig, OptimConfig, PrecisionConfig, TrainConfig, ZeroConfig
-from minidist.data.loader import Loader
-from minidist.data.synthetic import generate
-from minidist.models.config import ModelConfig
-from minidist.models.init import init_parameters
-from minidist.models.transformer import Transformer
-from minidist.parallelize import parallelize, uses
 from minidist.tools.console.sample_text import sample_text
-from minidist.train.engine import Engine
+from tests.helpers.zero_engines import batches_of, configured, engine_of
 
-# 2 layers; no number of ranks divides the number of elements of the embedding, a layer or the last norm.
-MODEL = ModelConfig(vocab_size=129, hidden_size=6, intermediate_size=7, num_layers=2, num_heads=1, num_kv_heads=1)
-BATCH, SEQ = 8, 8
 EMBEDDING, NORM = 129 * 6, 6
 LAYER = 6 + 4 * 36 + 6 + 3 * 42
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-
-
-def configured(world: int, stage: int, policy: str = "fp32", micro_batches: int = 1, **more) -> Config:
-    precision = {"policy": policy, **more.pop("precision", {})}
-    optim = more.pop("optim", {"kind": "adamw", "clip_norm": None})
-    return Config(
-        model=MODEL,
-        mesh=MeshConfig(dp=world),
-        zero=ZeroConfig(stage=stage, **more),
-        precision=PrecisionConfig(**precision),
-        optim=OptimConfig(**optim),
-        comm=CommConfig(),
-        train=TrainConfig(global_batch=BATCH, micro_batches=micro_batches),
-    )
-
-
-def engine_of(world, config: Config) -> Engine:
-    groups = bind(world, config.mesh_of(world.size), uses(config.mesh_of(world.size), config), meter=Meter())
-    model = Transformer(config.model)
-    init_parameters(model, 0)
-    return Engine(parallelize(model, groups, config), groups, config.optim, 0)
-
-
-def batches_of(world, config: Config, step: int = 0):
-    train = config.train
-    loader = Loader(generate(2000), SEQ, 0)
-    return loader.micro_batches(step * BATCH, BATCH, world.rank, world.size, train.micro_batches)
 
 
 # -- bytes that stay ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""Deadlines of tests: a test that hangs fails with the place where it stood, and the tests after it still run."""
+"""The suite itself: a test that hangs fails and the tests after it run, SIGINT works, test modules stand alone."""
 
+import ast
 import os
 import signal
 import subprocess
@@ -120,3 +121,12 @@ def test_processes_of_tests_can_be_interrupted_even_where_the_caller_ignores_sig
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, preexec_fn=ignore)
     assert done.stdout == "default_int_handler\n", done.stderr
+
+
+def test_no_test_module_imports_another():
+    """What several need is in tests/helpers."""
+    for file in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not [name for name in names if name.rpartition(".")[2].startswith("test_")], file

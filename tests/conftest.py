@@ -21,8 +21,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 hypothesis.settings.register_profile("minidist", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.load_profile("minidist")
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0  # of a job; a test has one too (tests/helpers/deadline.py)
 _GONE_WITHIN_S = 10.0
+# Modules that the ranks of most tests import: the server imports them once, before it forks the ranks.
+PRELOAD = (
+    *("torch._dynamo", "safetensors.torch", "matplotlib.figure", "matplotlib.image", "pytest", "hypothesis"),
+    *("minidist.train.trainer", "minidist.tools.parity.ranks", "minidist.tools.notebook.cell"),
+    *("exercises.network", "exercises.observed", "exercises.rankside", "tests.helpers.small_run"),
+)
 _SHARED = Path("/dev/shm")
 
 
@@ -42,7 +48,7 @@ def _nothing_is_left_behind():
 @pytest.fixture(scope="session")
 def server(_nothing_is_left_behind):
     """A warm rank server: `server.run(function, ranks, args, deadline_s=...)`."""
-    with RankServer() as server:
+    with RankServer(preload=PRELOAD) as server:
         yield server
 
 

@@ -9,7 +9,7 @@ import pytest
 from minidist.tools.parity.command import BETWEEN
 from tests.helpers.fault_patches import FAULTS, Edit, Fault, ForkServer, copy, faults, read
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 KNOWN = faults()
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a warm process on Linux only")

@@ -182,8 +182,12 @@ def _exits_with_code():
 
 
 def _serve(stream) -> None:
+    # What the package and its tests import, but never the package itself.
+    import hypothesis  # noqa: F401
+    import matplotlib.figure
+    import matplotlib.image  # noqa: F401
     import pytest  # noqa: F401
-    import safetensors.torch  # noqa: F401  (what the package imports, but never the package itself)
+    import safetensors.torch  # noqa: F401
     import torch._dynamo
     import torch.distributed  # noqa: F401
 

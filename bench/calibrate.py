@@ -22,10 +22,10 @@ from rich.table import Table
 
 from bench import calibrate_picture, command
 from bench.facts import machine_facts
-from minidist.comm import Use, World, bind
-from minidist.comm.cost import Link, bus_bandwidth, fastest, lower_bound
-from minidist.comm.overlap import best_bucket
-from minidist.comm.wire_bytes import OWN
+from minidist.comm import GroupSpec, World, bind
+from minidist.comm.cost import Link, bus_bandwidth, cost_lower_bound, fastest_algorithm
+from minidist.comm.overlap import best_bucket_bytes
+from minidist.comm.wire_bytes import IMPLEMENTED_ALGORITHMS
 from minidist.errors import RunError, UserError
 from minidist.mesh import Mesh
 from minidist.tools.launch import RankServer
@@ -37,7 +37,7 @@ COMPARED = "all_reduce"  # the operation whose winners are shown
 
 def timed(world: World, sizes: Sequence[int], turns: int) -> list[Sample]:
     """What one rank does: measure everything on a group of all ranks."""
-    return measure(bind(world, Mesh(dp=world.size), [Use("calibrate", ("dp",))])["calibrate"], sizes, turns)
+    return measure(bind(world, Mesh(dp=world.size), [GroupSpec("calibrate", ("dp",))])["calibrate"], sizes, turns)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Calibration:
         """Measured time of the algorithm that the model chooses, over that of the fastest."""
         seconds = {s.algorithm: s.seconds for s in self.operations if s.name == name and s.bytes == n}
         seconds.pop(BACKEND, None)
-        return seconds[fastest(name, self.ranks, n, self.link)] / min(seconds.values())
+        return seconds[fastest_algorithm(name, self.ranks, n, self.link)] / min(seconds.values())
 
 
 def main(arguments: Sequence[str] | None = None, server: RankServer | None = None) -> int:
@@ -164,7 +164,7 @@ def _bucket(found: Calibration, options: argparse.Namespace) -> int:
     def seconds(n: float) -> float:
         return Sample(COMPARED, BACKEND, found.ranks, n, 0.0).counts.seconds(link)
 
-    return best_bucket(int(options.gradient_mib * 2**20), options.backward_ms / 1e3, seconds)
+    return best_bucket_bytes(int(options.gradient_mib * 2**20), options.backward_ms / 1e3, seconds)
 
 
 def _print(found: Calibration, console: Console) -> None:
@@ -182,7 +182,7 @@ def _print(found: Calibration, console: Console) -> None:
         table.add_column(head, justify="right")
     for (name, algorithm), own in found.own_links.items():
         sample = next(s for s in found.operations if (s.name, s.algorithm, s.bytes) == (name, algorithm, largest))
-        bound_s = lower_bound(name, found.ranks, largest).seconds(link)
+        bound_s = cost_lower_bound(name, found.ranks, largest).seconds(link)
         from_link, from_own = map(statistics.median, found.errors_of((name, algorithm)))
         table.add_row(
             f"{name} {algorithm}",
@@ -229,10 +229,10 @@ def _run_json(found: Calibration, bucket: int) -> dict:
         "median_error_from_link": statistics.median(from_link),
         "median_error_own_fit": statistics.median(from_own),
         "winners": {
-            str(n): {"computed": fastest(COMPARED, found.ranks, n, found.link), "measured": found.winner(n)}
+            str(n): {"computed": fastest_algorithm(COMPARED, found.ranks, n, found.link), "measured": found.winner(n)}
             for n in found.sizes
         },
-        "choices": list(OWN[COMPARED]),
+        "choices": list(IMPLEMENTED_ALGORITHMS[COMPARED]),
         "bucket_bytes": bucket,
         "samples": [dataclasses.asdict(sample) for sample in found.samples],
     }

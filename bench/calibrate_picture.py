@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import matplotlib
 import numpy as np
 
-from minidist.comm.cost import cost, fastest
-from minidist.comm.wire_bytes import OWN
+from minidist.comm.cost import collective_cost, fastest_algorithm
+from minidist.comm.wire_bytes import IMPLEMENTED_ALGORITHMS
 
 if TYPE_CHECKING:
     from bench.calibrate import Calibration
 
 NAME = "all_reduce"
-COLORS = dict(zip(OWN[NAME], ("#8c8c8c", "#dd8452", "#4c72b0", "#55a868", "#c44e52"), strict=True))
+COLORS = dict(zip(IMPLEMENTED_ALGORITHMS[NAME], ("#8c8c8c", "#dd8452", "#4c72b0", "#55a868", "#c44e52"), strict=True))
 MAP_RANKS = [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
 
 
@@ -37,7 +37,7 @@ def _draw_times(found: "Calibration", axis) -> None:
     for algorithm, color in COLORS.items():
         samples = [s for s in found.operations if (s.name, s.algorithm) == (NAME, algorithm)]
         axis.plot([s.bytes for s in samples], [s.seconds * 1e3 for s in samples], "o", color=color, markersize=4)
-        predicted = [cost(NAME, algorithm, found.ranks, n).seconds(found.link) * 1e3 for n in found.sizes]
+        predicted = [collective_cost(NAME, algorithm, found.ranks, n).seconds(found.link) * 1e3 for n in found.sizes]
         axis.plot(found.sizes, predicted, color=color, linewidth=1, label=algorithm)
     axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="ms")
     axis.set_title(f"{NAME}, {found.ranks} ranks: points measured, lines from the link", loc="left", fontsize=10)
@@ -59,7 +59,7 @@ def _draw_winners(link_from: "Calibration", found: "Sequence[Calibration]", axis
     """Colour: the algorithm of least computed cost; a ring of another colour: what was measured fastest."""
     names = list(COLORS)
     sizes = [1 << k for k in range(8, 29)]
-    grid = [[names.index(fastest(NAME, p, n, link_from.link)) for n in sizes] for p in MAP_RANKS]
+    grid = [[names.index(fastest_algorithm(NAME, p, n, link_from.link)) for n in sizes] for p in MAP_RANKS]
     shades = matplotlib.colors.ListedColormap(list(COLORS.values()))
     axis.pcolormesh(sizes, range(len(MAP_RANKS)), grid, cmap=shades, vmin=0, vmax=len(names) - 1, alpha=0.55)
     for one in found:

@@ -16,7 +16,7 @@ from bench.model_peers import TENSOR, Makers, Place, pipeline_makers
 from bench.rounds import TOLERANCE, one_process, take_turns
 from bench.statistics import Interval
 from bench.workload import Workload
-from minidist.comm import Use, World, bind
+from minidist.comm import GroupSpec, World, bind
 from minidist.errors import RunError, UserError
 from minidist.mesh import Mesh
 from minidist.tools.launch import RankServer
@@ -84,7 +84,7 @@ def turns(world: World, contest: Contest, work: Workload, rounds: int, steps: in
 
     Raises RunError when a contender's losses or gradient norms are others than those of one process.
     """
-    table = bind(world, Mesh(dp=world.size), [Use("bench", ("dp",))])["bench"]
+    table = bind(world, Mesh(dp=world.size), [GroupSpec("bench", ("dp",))])["bench"]
     work = contest.work(work)
     contenders = {name: make(work, world) for name, make in contest.makers().items()}
     loader, size, wanted = work.loader(), work.global_batch, one_process(work)

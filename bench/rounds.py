@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from bench.contenders import Contender, Seat
 from bench.workload import Share, Workload
-from minidist.comm import Group, Use, World, barrier, bind, gather_objects
+from minidist.comm import Group, GroupSpec, World, all_gather_object, barrier, bind
 from minidist.errors import RunError
 from minidist.mesh import Mesh
 
@@ -53,7 +53,7 @@ def run(
 
     Raises RunError when a contender is off by more than TOLERANCE: it would be timed at another task.
     """
-    table = bind(world, Mesh(dp=world.size), [Use("bench", ("dp",))])["bench"]
+    table = bind(world, Mesh(dp=world.size), [GroupSpec("bench", ("dp",))])["bench"]
     shares = work.batches(world.rank, world.size)
     seat = Seat(work, mode, world)
     contenders = {name: make(seat) for name, make in makers.items()}
@@ -138,7 +138,7 @@ def agree(name: str, contender: Contender, shares: Sequence[Share], wanted: Sequ
         numbers = contender.step(shares[i], compare)
         for got, expected in zip(numbers or (), (want.loss, want.grad_norm), strict=False):
             worst = max(worst, abs(got - expected) / abs(expected))
-    seen = gather_objects((worst, held), table)
+    seen = all_gather_object((worst, held), table)
     worst = max(off for off, _ in seen)
     absent = wanted[0].gradients.keys() - {key for _, keys in seen for key in keys}
     if absent or not worst <= TOLERANCE:

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from exercises.testing import Wrong
-from minidist.comm import Meter, Use, World, bind
+from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.comm.status import Channel
 from minidist.mesh import Mesh
 from minidist.tools.launch.device import prefer_loopback
@@ -43,7 +43,7 @@ class Network:
     def group(self):
         """All ranks, for the door's operations. The first test that wants it makes it, on all ranks."""
         world = self._world
-        return bind(world, Mesh(dp=world.size), [Use("data", ("dp",))])["data"]
+        return bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))])["data"]
 
     def begin(self) -> None:
         """Another test has begun: what passed before is not its concern."""

@@ -1,7 +1,7 @@
 """Who sent what to whom in a test, for answers that are to send and receive themselves."""
 
 from exercises.testing import Wrong, expect
-from minidist.comm import gather_objects
+from minidist.comm import all_gather_object
 
 
 class Wire:
@@ -36,7 +36,7 @@ class Wire:
 
     def of_all_ranks(self) -> list[list]:
         """The transfers of every rank, known to all of them. Call it after the block."""
-        return gather_objects(self.transfers, self._network.group)
+        return all_gather_object(self.transfers, self._network.group)
 
     def expect_a_ring(self, world) -> None:
         """Every rank has sent to one neighbour and received from the other, size - 1 times; none waited its turn."""
@@ -49,7 +49,7 @@ class Wire:
         sends, receives = ([one for one in self._records if one.name == name] for name in ("send", "recv"))
         pairs = zip(sends, receives, strict=False)
         begins = all(other.waited is None or one.launched < other.waited for one, other in pairs)
-        at_once = sum(gather_objects(begins, self._network.group))
+        at_once = sum(all_gather_object(begins, self._network.group))
         if at_once < world.size // 2:  # every second one may receive first
             what = "ranks that begin to send before they have received; the others wait for them"
             raise Wrong("wrong", what, f"at least {world.size // 2} of {world.size}", str(at_once))

@@ -136,7 +136,7 @@ def train_with(world: "World", config: "Config", pieces: Sequence[Installed]) ->
     calls = install(pieces)
     run(world, config)
     control = comm.bind(world, Mesh(dp=world.size), [])["control"]
-    of_ranks = comm.gather_objects(dict(calls), control)
+    of_ranks = comm.all_gather_object(dict(calls), control)
     if world.rank == 0:
         for line in told(pieces, of_ranks):
             print(line, flush=True)

@@ -67,7 +67,7 @@ class Mesh:
         spans = [range(size) if axis in axes else (home[axis],) for axis, size in self.sizes.items()]
         return tuple(self.rank(**dict(zip(AXES, at, strict=True))) for at in product(*spans))
 
-    def partition(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
+    def rank_groups(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
         """All the groups along `axes`: disjoint, together every rank, in the order of their first rank."""
         axes = self._known(axes)
         groups: list[tuple[int, ...]] = []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Groups
-from minidist.comm.algorithms import ALGORITHMS, Chosen
+from minidist.comm.algorithms import ALGORITHMS, DeferredAllReduce
 from minidist.compile import compile_layers
 from minidist.config import Config
 from minidist.mesh import Mesh
@@ -162,4 +162,4 @@ def reduced_by(algorithm: str, group: Group) -> Group:
     """The group, with `algorithm` for its all-reduce: "backend" for the library's, or one of `comm/algorithms`."""
     if algorithm == "backend":
         return group
-    return replace(group, algorithm=Chosen(ALGORITHMS["all_reduce"][algorithm]))
+    return replace(group, algorithm=DeferredAllReduce(ALGORITHMS["all_reduce"][algorithm]))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import product
 
-from minidist.comm.group_specs import Use
+from minidist.comm.group_specs import GroupSpec
 from minidist.config import Config
 from minidist.mesh import AXES, Mesh
 from minidist.models.config import ModelConfig
@@ -13,57 +13,57 @@ from minidist.parallel.pipeline.schedules import pipeline_schedule
 
 # Who talks to whom in a step of every layout. "grads": replicas of a parameter that saw other tokens; under ZeRO those
 # of them that share out its shards. "loss": ranks that see other tokens.
-USES: Sequence[Use] = (Use("grads", ("dp", "cp")), Use("loss", ("dp", "cp")))
+USES: Sequence[GroupSpec] = (GroupSpec("grads", ("dp", "cp")), GroupSpec("loss", ("dp", "cp")))
 
 # The uses over which gradients are summed. A parameter takes the first whose ranks are those that contribute to it;
 # under ZeRO its shard takes, besides "grads", the one whose ranks hold the same shard.
 REDUCING = ("grads", "copies", "norms", "heads", "tied")
 
 
-def uses(mesh: Mesh, config: Config) -> list[Use]:
+def uses(mesh: Mesh, config: Config) -> list[GroupSpec]:
     """Who talks to whom in a step of this layout, and what for. What one axis needs is there when its size is not 1."""
     sharing, summing = _reduction(mesh, config)
     found = [sharing, *USES[1:]]
     if config.zero.stage and summing.axes:
         found.append(summing)
     if mesh.tp > 1:
-        found.append(Use("tensor", ("tp",)))
+        found.append(GroupSpec("tensor", ("tp",)))
         found += _summed_over_tensor(mesh.tp, config, summing)
     if mesh.cp > 1:
-        found.append(Use("context", ("cp",)))
+        found.append(GroupSpec("context", ("cp",)))
     if mesh.pp > 1:
-        found += [Use("activations", ("pp",)), Use("gradients", ("pp",))]
+        found += [GroupSpec("activations", ("pp",)), GroupSpec("gradients", ("pp",))]
         both = ends(pipeline_schedule(config, mesh))
         if config.model.tie_embeddings and len(both) > 1:
-            found.append(Use("tied", ("pp", *summing.axes), (("pp", (both,)), *summing.among)))
+            found.append(GroupSpec("tied", ("pp", *summing.axes), (("pp", (both,)), *summing.subgroups)))
     return found
 
 
-def _reduction(mesh: Mesh, config: Config) -> tuple[Use, Use]:
+def _reduction(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
     """Who shares out the gradients of a parameter, and who, of those that saw other tokens, sums the same.
 
     Without ZeRO all replicas sum the same, and nobody shares anything out.
     """
     if config.zero.stage == 0:
-        return USES[0], Use("copies", USES[0].axes)
+        return USES[0], GroupSpec("copies", USES[0].axes)
     inner = config.zero.shard_group_size(mesh) // mesh.cp  # places on the dp axis that share
     if inner == mesh.dp:
-        return USES[0], Use("copies", ())
+        return USES[0], GroupSpec("copies", ())
     sharing = tuple(tuple(range(first, first + inner)) for first in range(0, mesh.dp, inner))
     copies = tuple(zip(*sharing, strict=True))
-    return Use("grads", USES[0].axes, (("dp", sharing),)), Use("copies", ("dp",), (("dp", copies),))
+    return GroupSpec("grads", USES[0].axes, (("dp", sharing),)), GroupSpec("copies", ("dp",), (("dp", copies),))
 
 
-def _summed_over_tensor(tp: int, config: Config, summing: Use) -> list[Use]:
+def _summed_over_tensor(tp: int, config: Config, summing: GroupSpec) -> list[GroupSpec]:
     """Gradients that are parts of a sum on several ranks of the tp axis, as on those of `summing`."""
     found, axes = [], (*summing.axes, "tp")
     if config.parallel.sequence:
-        found.append(Use("norms", axes, summing.among))
+        found.append(GroupSpec("norms", axes, summing.subgroups))
     heads = config.model.num_kv_heads
     if heads < tp and not (heads == 1 and config.parallel.sequence):  # one head for all is the same ranks
         each = tp // heads
         sets = tuple(tuple(range(head * each, (head + 1) * each)) for head in range(heads))
-        found.append(Use("heads", axes, (*summing.among, ("tp", sets))))
+        found.append(GroupSpec("heads", axes, (*summing.subgroups, ("tp", sets))))
     return found
 
 

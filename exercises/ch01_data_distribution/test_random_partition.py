@@ -25,12 +25,12 @@ def each_index_once(answer):
 @test(points=2, ranks=(4,))
 def ranks_share_one_order(answer, world, network):
     """Ranks that drew other random numbers before still cut the same order."""
-    from minidist.comm import gather_objects
+    from minidist.comm import all_gather_object
 
     np.random.seed(1000 + world.rank)  # as after loading different data
     for n in (4, 7, 20):
         mine = indices(answer.random(n, world.size, world.rank, 5, 1))
-        everyone = gather_objects(mine, network.group)
+        everyone = all_gather_object(mine, network.group)
         case = f"n={n}, world_size={world.size}, each rank in its own process"
         expect("the indices of all ranks, sorted", sorted(sum(everyone, [])), list(range(n)), case=case)
 

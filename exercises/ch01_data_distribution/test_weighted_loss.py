@@ -4,7 +4,7 @@ import torch
 
 from exercises.observed import timeline
 from exercises.testing import expect, test
-from minidist.comm import gather_objects
+from minidist.comm import all_gather_object
 
 START = [0.5, -1.0, 2.0]
 # Tokens that count in each micro-batch, rank by rank: uneven padding. The last rank has more than all others.
@@ -50,7 +50,7 @@ def sums_are_those_of_one_process(answer, world, network, counts, weights, case)
     """The parts of all ranks must sum to the numbers of one process."""
     loss, gradient, total = one_process(counts, weights)
     mine, grad, count = step(answer, world, network, counts, weights)
-    parts = gather_objects((mine, [0.0] * 3 if grad is None else grad.tolist()), network.group)
+    parts = all_gather_object((mine, [0.0] * 3 if grad is None else grad.tolist()), network.group)
     expect("the number of tokens that count", count, total, case=case, tolerance=1e-12)
     # Sums of some tens of float64 terms of size one, in another order.
     expect("the gradients of all ranks, summed", _sum([g for _, g in parts]), gradient, case=case, tolerance=1e-12)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from exercises.testing import expect, test
-from minidist.comm import gather_objects
+from minidist.comm import all_gather_object
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
@@ -52,7 +52,7 @@ def one_process(config=CONFIG):
 
 def reduced(name, held, grad, network):
     """What the table says is this rank's gradient: summed over those who hold the same, if it is a contribution."""
-    everywhere = gather_objects(grad.tolist(), network.group)  # known to all ranks, whatever `partial` says
+    everywhere = all_gather_object(grad.tolist(), network.group)  # known to all ranks, whatever `partial` says
     grads = [torch.tensor(everywhere[rank], dtype=torch.float64) for rank in held.holders]
     return sum(grads) if held.partial else grad
 

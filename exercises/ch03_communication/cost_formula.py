@@ -1,29 +1,31 @@
 """What it costs before it is run.
 
-Write the missing lines of cost; the docstring says what is asked.
-You may call: Cost, depth.
+Write the missing lines of collective_cost; the docstring says what is asked.
+You may call: Cost, tree_depth.
 Check it with: python -m exercises check cost_formula
 
-Stub 6ed257c2.
+Stub 323147eb.
 """
 
-from minidist.comm.cost import NOTHING, Cost, _by_seats, depth
-from minidist.comm.power_of_two import Seats
-from minidist.comm.wire_bytes import OWN
+from minidist.comm.cost import ZERO_COST, Cost, _halving_doubling_cost, tree_depth
+from minidist.comm.power_of_two import PowerOfTwoRanks
+from minidist.comm.wire_bytes import IMPLEMENTED_ALGORITHMS
 
 
-def cost(name: str, algorithm: str, size: int, n: float) -> Cost:
-    """The cost of one operation of `size` ranks by an algorithm of `convention.OWN`.
+def collective_cost(name: str, algorithm: str, size: int, n: float) -> Cost:
+    """Return the cost of operation `name` over `size` ranks by an algorithm of `wire_bytes.IMPLEMENTED_ALGORITHMS`.
 
-    n: bytes of the tensor the operation is about, as in the convention table: the whole of all_gather, reduce_scatter
-    and all_to_all. Parts are taken as equal. Raises ValueError for an unknown algorithm.
+    n: bytes of the tensor, as in `wire_bytes`: the full tensor for all_gather, reduce_scatter and all_to_all, with
+    shards taken as equal. Raises ValueError for an unknown algorithm.
     """
-    if algorithm not in OWN.get(name, ()):
-        raise ValueError(f"no algorithm {algorithm!r} for {name!r}: see minidist.comm.wire_bytes.OWN")
+    if algorithm not in IMPLEMENTED_ALGORITHMS.get(name, ()):
+        raise ValueError(
+            f"no algorithm {algorithm!r} for {name!r}: see minidist.comm.wire_bytes.IMPLEMENTED_ALGORITHMS"
+        )
     if size == 1:
-        return NOTHING
-    pass_on, add = Cost(1, n), Cost(1, n, n)  # a whole row in one round, without and with adding it up
-    around, log = (size - 1) / size * n, depth(size)
+        return ZERO_COST
+    pass_on, add = Cost(1, n), Cost(1, n, n)  # the full tensor in one round, without and with a reduction
+    around, log = (size - 1) / size * n, tree_depth(size)
     match name, algorithm:
         case "broadcast", "flat":
             return pass_on * (size - 1)  # one after the other through the root's link
@@ -45,4 +47,4 @@ def cost(name: str, algorithm: str, size: int, n: float) -> Cost:
             raise NotImplementedError("an all-reduce up a tree and down again")
         case "all_reduce", "ring":
             raise NotImplementedError("an all-reduce round the ring")
-    return _by_seats(name, algorithm, Seats(size), n)
+    return _halving_doubling_cost(name, algorithm, PowerOfTwoRanks(size), n)

@@ -1,31 +1,31 @@
 """Partners at distance 1, 2, 4.
 
 Write the missing lines of doubling_all_reduce; the docstring says what is asked.
-You may call: together, combine, seats.first, seats.of, torch.empty_like, send, recv.
+You may call: exchange, reduce_into, active.rank, active.index, torch.empty_like, send, recv.
 Check it with: python -m exercises check recursive_doubling
 
-Stub f712b11c.
+Stub 56809ec4.
 """
 
 import torch
 from torch import Tensor
 
-from minidist.comm.algorithms.halving import fold, unfold
-from minidist.comm.algorithms.rounds import check, combine, finish, row, together
+from minidist.comm.algorithms.halving import fold_extra_ranks, unfold_extra_ranks
+from minidist.comm.algorithms.primitives import check_reduce_op, divide_mean, exchange, flat_view, reduce_into
 from minidist.comm.group import Group
-from minidist.comm.power_of_two import Seats
+from minidist.comm.power_of_two import PowerOfTwoRanks
 
 
 def doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Replace `tensor` (any shape) on every rank by its reduction: partners swap their whole rows and add.
+    """Replace `tensor` (any shape) on every rank by its reduction: partners exchange full buffers and add.
 
-    Both partners add the same two numbers, and a + b = b + a bit for bit, so all ranks get the same bits, which do not
-    depend on where a tensor is cut.
+    Both partners add the same two numbers, and a + b = b + a bit for bit, so all ranks get identical results. Unlike
+    the ring's, the order of additions does not depend on an element's offset in the tensor.
     """
-    check(op, tensor.dtype)
-    mine, seats = row(tensor), Seats(group.size)
-    fold(mine, seats, group, op)
-    if not seats.stands(group.rank):
+    check_reduce_op(op, tensor.dtype)
+    buffer, active = flat_view(tensor), PowerOfTwoRanks(group.size)
+    fold_extra_ranks(buffer, active, group, op)
+    if not active.is_folded(group.rank):
         raise NotImplementedError("swap rows with the partners at distance 1, 2, 4, ... and add")
-        finish(mine, op, group.size)
-    unfold(mine, seats, group)
+        divide_mean(buffer, op, group.size)
+    unfold_extra_ranks(buffer, active, group)

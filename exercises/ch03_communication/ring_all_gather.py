@@ -1,20 +1,20 @@
 """Round the ring: all-gather.
 
-Write the missing lines of travel; the docstring says what is asked.
-You may call: together, send, recv.
+Write the missing lines of ring_gather; the docstring says what is asked.
+You may call: exchange, send, recv.
 Check it with: python -m exercises check ring_all_gather
 
-Stub 75a258df.
+Stub a4befdbe.
 """
 
 from torch import Tensor
 
-from minidist.comm.algorithms.rounds import together
+from minidist.comm.algorithms.primitives import exchange
 from minidist.comm.group import Group
 
 
-def travel(parts: list[Tensor], group: Group) -> None:
-    """Gather: `parts[rank]` of every rank goes round, until each rank has them all."""
+def ring_gather(parts: list[Tensor], group: Group) -> None:
+    """All-gather in place: every rank's `parts[rank]` goes round the ring until each rank has all parts."""
     size, rank = group.size, group.rank
     for step in range(size - 1):
         raise NotImplementedError("pass on what arrived in the round before")

@@ -1,25 +1,25 @@
 """The all-reduce that is optimal in bytes.
 
 Write the missing lines of all_reduce; the docstring says what is asked.
-You may call: cut, row, travel_and_add, finish, travel.
+You may call: split_chunks, flat_view, ring_reduce, divide_mean, ring_gather.
 Check it with: python -m exercises check ring_all_reduce
 
-Stub 116f4e1c.
+Stub 369234b3.
 """
 
 from torch import Tensor
 
-from minidist.comm.algorithms.ring import travel, travel_and_add
-from minidist.comm.algorithms.rounds import check, cut, finish, row
+from minidist.comm.algorithms.primitives import check_reduce_op, divide_mean, flat_view, split_chunks
+from minidist.comm.algorithms.ring import ring_gather, ring_reduce
 from minidist.comm.group import Group
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
     """Replace `tensor` (any shape) on every rank by its reduction: reduce-scatter, then all-gather.
 
-    Each rank first sends the part with its own number, as in the paper, and so completes part `rank + 1`: the parts
-    are named from there. Part c is added up in the order of ranks c, c + 1, ... round to c - 1, on one rank, so all
-    ranks get the same bits; but where a tensor is cut decides that order.
+    Each rank first sends the part of its own index, as in the paper, and so completes part `rank + 1`: the list is
+    rotated accordingly. Part c is summed in the order of ranks c, c + 1, ..., c - 1 (modulo size) and then copied to
+    all ranks, so all get identical results; but the order of additions depends on an element's offset in the tensor.
     """
-    check(op, tensor.dtype)
+    check_reduce_op(op, tensor.dtype)
     raise NotImplementedError("cut the row into parts, reduce-scatter, divide a mean, all-gather")

@@ -1,22 +1,22 @@
 """Round the ring: reduce-scatter.
 
-Write the missing lines of travel_and_add; the docstring says what is asked.
-You may call: together, combine, send, recv.
+Write the missing lines of ring_reduce; the docstring says what is asked.
+You may call: exchange, reduce_into, send, recv.
 Check it with: python -m exercises check ring_reduce_scatter
 
-Stub 9bc584b2.
+Stub b451652e.
 """
 
 from torch import Tensor
 
-from minidist.comm.algorithms.rounds import combine, together
+from minidist.comm.algorithms.primitives import exchange, reduce_into
 from minidist.comm.group import Group
 
 
-def travel_and_add(parts: list[Tensor], group: Group, op: str) -> None:
-    """Reduce: afterwards `parts[rank]` is complete on this rank, and the other parts hold partial results.
+def ring_reduce(parts: list[Tensor], group: Group, op: str) -> None:
+    """Reduce-scatter in place: `parts[rank]` ends up fully reduced on this rank, the other parts hold partial results.
 
-    parts: one view per rank, in all the row; the same lengths on every rank.
+    parts: one view per rank, which together cover the tensor; the same lengths on every rank.
     """
     size, rank = group.size, group.rank
     scratch = parts[0].new_empty(max(part.numel() for part in parts))

@@ -36,7 +36,7 @@ def finished(total, bucket, backward_s, seconds):
 
 
 def times_of(answer, full, lasts):
-    return [list(pair) for pair in answer.in_flight(full, lasts)]
+    return [list(pair) for pair in answer.bucket_intervals(full, lasts)]
 
 
 @test(points=3)
@@ -48,8 +48,8 @@ def one_at_a_time(answer):
     for count in range(1, 12):
         full, lasts = sorted(draw.choices(range(20), k=count)), draw.choices(range(9), k=count)
         expect("[begin, end] of each bucket", times_of(answer, full, lasts), acted_out(full, lasts))
-    refuses(ValueError, answer.in_flight, [1, 2], [1])
-    refuses(ValueError, answer.in_flight, [1], [1, 2])
+    refuses(ValueError, answer.bucket_intervals, [1, 2], [1])
+    refuses(ValueError, answer.bucket_intervals, [1], [1, 2])
 
 
 @test(points=3)
@@ -74,7 +74,7 @@ def as_the_reducer_launches(answer, world, network):
         launched = seen_launches(network, names, order)
         buckets = [names[EACH * number : EACH * (number + 1)] for number in range(BUCKETS)]
         full = [max(order.index(name) + 1 for name in bucket) for bucket in buckets]
-        begins = [begin for begin, _ in answer.in_flight(full, [0] * BUCKETS)]
+        begins = [begin for begin, _ in answer.bucket_intervals(full, [0] * BUCKETS)]
         what = f"gradients that are ready when each bucket leaves (the reducer was seen to launch after {launched})"
         expect(what, begins, launched)
 
@@ -110,10 +110,10 @@ def when_all_is_reduced(answer):
             return alpha + beta * n
 
         done = finished(total, bucket, backward_s, seconds)
-        got = answer.finished_s(total, bucket, backward_s, seconds)
+        got = answer.last_bucket_end_s(total, bucket, backward_s, seconds)
         case = f"{total} bytes in buckets of {bucket}, backward {backward_s} s, {alpha} + {beta} n s each"
         expect("seconds until all is reduced", got, done, tolerance=1e-9, case=case)
-    expect("seconds without any gradient", answer.finished_s(0, 4, 3.0, lambda n: 1.0), 0.0)
+    expect("seconds without any gradient", answer.last_bucket_end_s(0, 4, 3.0, lambda n: 1.0), 0.0)
 
 
 @test(points=3)
@@ -135,7 +135,7 @@ def neither_many_nor_late(answer):
             choices = [64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB, 16384 * KIB]
             soonest = {size: finished(total, size, 0.02, seconds) for size in choices}
             wanted = max(size for size in choices if soonest[size] == min(soonest.values()))
-            got = answer.best_bucket(total, 0.02, seconds, choices)
+            got = answer.best_bucket_bytes(total, 0.02, seconds, choices)
             expect(f"the best bucket on the link {name!r}, of {choices}", got, wanted)
-    smallest = answer.best_bucket(384 * KIB, 0.02, lambda n: 1e-9 * n)
+    smallest = answer.best_bucket_bytes(384 * KIB, 0.02, lambda n: 1e-9 * n)
     expect("the best of the package's own choices where messages cost nothing", smallest, 64 * KIB)

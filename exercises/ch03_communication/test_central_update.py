@@ -4,7 +4,7 @@ import torch
 
 from exercises.testing import expect, test
 from exercises.traffic import Wire
-from minidist.comm import gather_objects
+from minidist.comm import all_gather_object
 
 
 def gradient(rank, n=6):
@@ -47,7 +47,7 @@ def everybody_has_the_new_parameters(answer, world, network):
 def the_root_updates_alone_and_once(answer, world, network):
     """`update` is called on the root only, once, with its parameters and the sum."""
     _, _, update, _ = run(answer, world, network, 1)
-    every = gather_objects(update.calls, network.group)
+    every = all_gather_object(update.calls, network.group)
     expect("calls of update, by rank", [len(calls) for calls in every], [0, 1, 0])
     expect("what update was called with", list(every[1][0]), [[1001.0] * 6, total(world).tolist()])
 

@@ -23,7 +23,7 @@ def ring(size, n, reduced):
 
 
 def counts(answer, name, algorithm, size, n=N):
-    found = answer.cost(name, algorithm, size, n)
+    found = answer.collective_cost(name, algorithm, size, n)
     if not all(hasattr(found, count) for count in ("rounds", "sent", "reduced")):
         raise Wrong("type", "the result has the wrong type", "a Cost", f"{type(found).__name__} {show(found)}")
     return [found.rounds, found.sent, found.reduced]

@@ -4,7 +4,7 @@ import torch
 
 from exercises.testing import expect, test
 from exercises.traffic import Wire
-from minidist.comm.power_of_two import Seats
+from minidist.comm.power_of_two import PowerOfTwoRanks
 
 
 def value(rank, n):
@@ -31,7 +31,7 @@ def powers_of_two(answer, world, network):
 
 @test(points=4, ranks=(3, 5))
 def any_number_of_ranks(answer, world, network):
-    """Every rank ends with the sum on 3 and 5 ranks: some have no seat, and others one of another number."""
+    """Every rank ends with the sum on 3 and 5 ranks: some are folded, and others have another index than rank."""
     for n in (1, 5):
         tensor, every, _ = run(answer, world, network, n)
         expect(f"the sum of {n} elements", tensor, every.sum(0))
@@ -48,13 +48,13 @@ def reduced_as_asked(answer, world, network):
 
 @test(points=4, ranks=(4, 5))
 def a_logarithm_of_messages(answer, world, network):
-    """A rank on a seat swaps with the seats at distance 1, 2, 4, ..., once with each, and its whole row every time."""
+    """An active rank exchanges its full tensor once with each active rank at distance 1, 2, 4, ...."""
     _, _, wire = run(answer, world, network, 6)
-    seats = Seats(world.size)
-    if seats.stands(world.rank) or seats.guest(world.rank) is not None:
+    active = PowerOfTwoRanks(world.size)
+    if active.is_folded(world.rank) or active.folded_partner(world.rank) is not None:
         return
-    seat = seats.of(world.rank)
-    partners = sorted(seats.first(seat ^ 1 << k) for k in range(seats.core.bit_length() - 1))
+    index = active.index(world.rank)
+    partners = sorted(active.rank(index ^ 1 << k) for k in range(active.count.bit_length() - 1))
     expect("ranks sent to", sorted(wire.peers("send")), partners)
     expect("ranks received from", sorted(wire.peers("recv")), partners)
     expect("elements sent", wire.sent(), 6 * len(partners))

@@ -19,7 +19,7 @@ def run(answer, world, network, lengths):
     parts = torch.full((sum(lengths),), -1.0 - world.rank).split(lengths)
     parts[world.rank].copy_(part_of(world.rank, lengths[world.rank]))
     with Wire(network) as wire:
-        answer.travel(list(parts), network.group)
+        answer.ring_gather(list(parts), network.group)
     return parts, wire
 
 

@@ -4,7 +4,7 @@ import torch
 
 from exercises.testing import Wrong, expect, test
 from exercises.traffic import Wire
-from minidist.comm import gather_objects
+from minidist.comm import all_gather_object
 
 
 def value(rank, shape):
@@ -52,7 +52,7 @@ def as_few_bytes_as_there_can_be(answer, world, network):
     """All ranks together send 2 (ranks - 1) times the tensor: each an equal share of that, to its neighbours only."""
     for n in (12, 13):
         _, _, wire = run(answer, world, network, (n,))
-        sent = sum(gather_objects(wire.sent(), network.group))
+        sent = sum(all_gather_object(wire.sent(), network.group))
         expect(f"elements sent by all ranks for {n} elements", sent, 2 * n * (world.size - 1))
         share = 2 * (world.size - 1) * -(-n // world.size)
         if wire.sent() > share:
@@ -67,6 +67,6 @@ def all_ranks_have_the_same_bits(answer, world, network):
     """Whatever the order of addition, it is one order: replicas must not drift apart."""
     tensor = torch.linspace(0.1, 1.1, 7) * (world.rank + 1) ** 3
     answer.all_reduce(tensor, network.group)
-    every = gather_objects(tensor.tolist(), network.group)
+    every = all_gather_object(tensor.tolist(), network.group)
     expect("the sums that ranks have, each as rank 0 has it", every, [every[0]] * world.size)
     expect("the sum", tensor, torch.linspace(0.1, 1.1, 7) * sum((r + 1) ** 3 for r in range(3)), tolerance=1e-4)

@@ -7,7 +7,7 @@ import torch
 from exercises.observed import Held, timeline
 from exercises.rows import cut, laid_out
 from exercises.testing import Wrong, expect, test
-from minidist.comm import Use, bind
+from minidist.comm import GroupSpec, bind
 from minidist.mesh import Mesh
 from minidist.precision.dtypes import Formats
 from minidist.zero.layout import lay_out_flat
@@ -178,7 +178,7 @@ def travels_while_backward_goes_on(answer, world, network):
 @test(points=2, ranks=(4,))
 def copies_are_summed_once(answer, world, network):
     """Where two ranks hold the same shard (hybrid sharding), the shard is summed over them once a step, at its end."""
-    uses = [Use("grads", ("cp",)), Use("copies", ("dp",))]
+    uses = [GroupSpec("grads", ("cp",)), GroupSpec("copies", ("dp",))]
     groups = bind(world, Mesh(dp=2, cp=2), uses)
     before = len(network.records)
     gradients = gradients_of(answer, groups["grads"], groups["copies"])

@@ -5,7 +5,7 @@ import math
 import torch
 
 from exercises.testing import Wrong, expect, test
-from minidist.comm import gather_objects
+from minidist.comm import all_gather_object
 from minidist.config import PrecisionConfig
 from minidist.precision.scaler import LossScaler
 
@@ -71,7 +71,10 @@ def all_skip_or_none(answer, world, network):
             case = f"the squared norm of rank {rank} is {bad}"
             expect("the decision", outcome(result), OVERFLOW, case=case)
             expect(
-                "the scale of each rank", gather_objects(scaler.scale, network.group), [512.0] * world.size, case=case
+                "the scale of each rank",
+                all_gather_object(scaler.scale, network.group),
+                [512.0] * world.size,
+                case=case,
             )
             expect("the scales that overflowed", scaler.overflowed, [1024.0], case=case)
 
@@ -84,7 +87,7 @@ def good_steps_grow_the_scale(answer, world, network):
         spoil = INF if step == 3 and world.rank == world.size - 1 else None
         decide(answer, world, network, spoil=spoil, tokens=1.0, scaler=scaler)
         scales.append(scaler.scale)
-    everywhere = gather_objects(scales, network.group)
+    everywhere = all_gather_object(scales, network.group)
     expect(
         "the scale after each step, on each rank", everywhere, [[1024, 2048, 2048, 1024, 1024, 2048, 2048]] * world.size
     )
@@ -151,10 +154,10 @@ def no_bit_changes(answer, world, network):
         before = shard.clone()
         if result.applied:
             shard -= gradient
-        moved = gather_objects(not torch.equal(shard, before), network.group)
+        moved = all_gather_object(not torch.equal(shard, before), network.group)
         case = f"step {step + 1}" + f", in which rank {bad} overflows" * (bad is not None)
         expect("ranks that have changed their shard", moved, [bad is None] * world.size, case=case)
-        scales = gather_objects(scaler.scale, network.group)
+        scales = all_gather_object(scaler.scale, network.group)
         expect("the scales of all ranks after it", scales, [scales[0]] * world.size, case=case)
     expect("the shard after three good steps", shard, [1.0 + world.rank - 0.75] * 2)
     expect("the scale after them", scaler.scale, 256.0)

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from exercises.observed import PeakMemory
 from exercises.testing import Wrong, expect, test
-from minidist.comm import all_reduce, gather_objects
+from minidist.comm import all_gather_object, all_reduce
 from minidist.models.dropout import DropoutAddress, dropout
 
 TOKENS, HIDDEN, INNER = 6, 4, 8
@@ -266,7 +266,7 @@ def messages_again_in_order(answer, world, network):
     sizes = [8 * TOKENS * (2 + number) for number in range(3)] * (world.size > 1)
     expect("bytes of each message in forward", all_sent[:sent], sizes)
     expect("bytes of each message in backward", all_sent[sent:], sizes[::-1])
-    everywhere = gather_objects(all_sent, network.group)
+    everywhere = all_gather_object(all_sent, network.group)
     expect("messages on all ranks", everywhere, [all_sent] * world.size)
     x, wholes = draw(7, TOKENS, HIDDEN), [[part.clone().requires_grad_() for part in row] for row in parts]
     for number in range(3):

@@ -1,25 +1,26 @@
-"""The one door to the network: nothing outside this folder calls torch.distributed.
+"""Communication: the only part of the core that calls torch.distributed.
 
-`bind` makes the groups of a mesh, the door's operations move tensors through them, the meter counts every byte, the
-board says where each rank stands, and the watchdog turns a deadlock into a sentence.
+Public: `bind` makes the process groups of a mesh from `GroupSpec`s; the operations of `collectives` take a `Group` and
+return a `Handle` if asynchronous; `Meter` counts their bytes. Read in this order: `world`, `group_specs`, `group`,
+`collectives`, `handles`, `wire_bytes`, `meter`, `functional` (for model code), `objects`; then `algorithms`, `cost` and
+`overlap`.
 
-What needs torch is imported when it is first asked for: whoever only watches boards, as the parent of the ranks does,
-starts a second sooner and leaves a core to the ranks that import it at the same time.
+Names are imported on first use, so that a process that only reads rank status does not import torch.
 """
 
 import importlib
 
 _MODULES = {
-    "objects": ("exchange", "gather_objects"),
+    "objects": ("bind_all_gather_object", "all_gather_object"),
     "collectives": (
         "CommError",
         "Handle",
-        "Transfer",
+        "P2POp",
         "all_gather",
         "all_reduce",
         "all_to_all",
         "barrier",
-        "batch",
+        "batch_send_recv",
         "broadcast",
         "recv",
         "reduce_scatter",
@@ -27,7 +28,7 @@ _MODULES = {
     ),
     "group": ("Group", "Groups", "bind"),
     "meter": ("Meter", "Record"),
-    "group_specs": ("Use",),
+    "group_specs": ("GroupSpec",),
     "world": ("World",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -38,5 +39,5 @@ def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value  # asked for once
+    globals()[name] = value  # so that the next access does not come here
     return value

@@ -1,10 +1,10 @@
-"""The operations: every byte between ranks passes one of these functions.
+"""Collectives and point-to-point transfers: every byte between ranks passes through one of these functions.
 
-Each takes a group and moves tensors in place. With `async_op=True` it returns a `Handle` at once, which owns the
-tensors until `wait()`: do not read or write them before. On CUDA `wait()` orders streams and does not block the host.
-Peers and roots are ranks *in the group*. Within a group every rank must launch the same operations in the same order.
+Each takes a `Group` and works in place. With `async_op=True` it returns a `Handle` at once, which owns the tensors
+until `wait()`: do not read or write them before. On CUDA `wait()` orders streams and does not block the host. Peers and
+roots are ranks *in the group*. Within a group every rank must launch the same operations in the same order.
 
-A group of one rank has nobody to talk to: the operation does its local part and nothing is counted.
+In a group of one rank an operation does its local part, and the meter counts nothing.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minidist.comm import direct_exchange as swap
+from minidist.comm import direct_exchange
 from minidist.comm.group import Group
 from minidist.comm.handles import CommError, Handle, announce, done, end, failure, launch
 
@@ -30,13 +30,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _reduction(op: str) -> str:
-    """A sum goes without saying."""
+def _op_label(op: str) -> str:
+    """How `op` appears in messages: sums are the default and stay unnamed."""
     return "" if op == "sum" else op
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Handle | None:
-    """Replace `tensor` (any shape) on every rank by the elementwise sum (max, min, product) over the group."""
+    """Replace `tensor` (any shape) on every rank by the elementwise sum ("max", "min", "product") over the group."""
     if group.size == 1:
         return done(group, async_op)
     if group.algorithm is not None:
@@ -45,34 +45,34 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = F
     def start():
         return dist.all_reduce(tensor, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
 
-    return launch(group, "all_reduce", tensor, start, [tensor], detail=_reduction(op), async_op=async_op)
+    return launch(group, "all_reduce", tensor, start, [tensor], detail=_op_label(op), async_op=async_op)
 
 
 def reduce_scatter(
     output: Tensor, input: Tensor, group: Group, op: str = "sum", async_op: bool = False
 ) -> Handle | None:
-    """Reduce `input` (size * n, ...) over the group and leave part `rank` of the result in `output` (n, ...)."""
-    check_parts("reduce_scatter", whole=input, part=output, group=group)
+    """Reduce `input` (size * n, ...) over the group and write shard `rank` of the result to `output` (n, ...)."""
+    check_shard_sizes("reduce_scatter", full=input, shard=output, group=group)
     if group.size == 1:
         output.copy_(input)
         return done(group, async_op)
-    if swap.suits(input, group):
-        return swap.reduce_scatter(output, input, group, op, _reduction(op), async_op)
+    if direct_exchange.is_supported(input, group):
+        return direct_exchange.reduce_scatter(output, input, group, op, _op_label(op), async_op)
 
     def start():
         return _reduce_scatter(output, input, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
 
-    return launch(group, "reduce_scatter", input, start, [output, input], detail=_reduction(op), async_op=async_op)
+    return launch(group, "reduce_scatter", input, start, [output, input], detail=_op_label(op), async_op=async_op)
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = False) -> Handle | None:
     """Concatenate the `input` (n, ...) of all ranks, in rank order, into `output` (size * n, ...) on every rank."""
-    check_parts("all_gather", whole=output, part=input, group=group)
+    check_shard_sizes("all_gather", full=output, shard=input, group=group)
     if group.size == 1:
         output.copy_(input)
         return done(group, async_op)
-    if swap.suits(input, group):
-        return swap.all_gather(output, input, group, async_op)
+    if direct_exchange.is_supported(input, group):
+        return direct_exchange.all_gather(output, input, group, async_op)
 
     def start():
         return _all_gather(output, input, group=group.process_group, async_op=True)
@@ -100,15 +100,15 @@ def all_to_all(
     input_splits: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Handle | None:
-    """Send part i of `input` to rank i and receive its part for this rank as part i of `output`.
+    """Send part i of `input` to rank i; receive the part that rank i sends to this rank as part i of `output`.
 
-    The parts are consecutive along dimension 0: of equal length, or of the lengths given in rows by the splits.
+    The parts are consecutive along dimension 0: of equal length, or of the lengths that the splits give.
     """
     if group.size == 1:
         output.copy_(input)
         return done(group, async_op)
-    row = input[0].numel() if input.shape[0] else 0
-    splits = None if input_splits is None else [rows * row for rows in input_splits]
+    width = input[0].numel() if input.shape[0] else 0
+    splits = None if input_splits is None else [length * width for length in input_splits]
 
     def start():
         return dist.all_to_all_single(
@@ -124,7 +124,7 @@ def all_to_all(
 
 
 def send(tensor: Tensor, dst: int, group: Group, tag: int = 0, async_op: bool = False) -> Handle | None:
-    """Send `tensor` to group rank `dst`, which must `recv` one of the same shape and dtype under the same tag."""
+    """Send `tensor` to group rank `dst`, which must `recv` a tensor of this shape and dtype with the same tag."""
     _check_peer("send", dst, group)
 
     def start():
@@ -134,7 +134,7 @@ def send(tensor: Tensor, dst: int, group: Group, tag: int = 0, async_op: bool = 
 
 
 def recv(tensor: Tensor, src: int, group: Group, tag: int = 0, async_op: bool = False) -> Handle | None:
-    """Fill `tensor` with what group rank `src` sends to this rank under this tag."""
+    """Receive into `tensor` what group rank `src` sends to this rank with the same tag."""
     _check_peer("recv", src, group)
 
     def start():
@@ -144,8 +144,8 @@ def recv(tensor: Tensor, src: int, group: Group, tag: int = 0, async_op: bool = 
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """One send or recv of a batch; `peer` is a rank in the group."""
+class P2POp:
+    """One transfer of `batch_send_recv`. kind: "send" or "recv"; peer: a rank in the group."""
 
     kind: str
     tensor: Tensor
@@ -153,8 +153,8 @@ class Transfer:
     tag: int = 0
 
 
-def batch(transfers: Sequence[Transfer], group: Group, async_op: bool = False) -> Handle | None:
-    """Start all transfers together, so that no order among them can deadlock (NCCL demands it of concurrent ones)."""
+def batch_send_recv(transfers: Sequence[P2POp], group: Group, async_op: bool = False) -> Handle | None:
+    """Launch all transfers together, so that their order cannot deadlock; NCCL requires it of concurrent transfers."""
     if not transfers:
         return done(group, async_op)
     launched, number = [], group.meter.next_batch()
@@ -187,12 +187,12 @@ def barrier(group: Group, async_op: bool = False) -> Handle | None:
     return launch(group, "barrier", nothing, start, [], async_op=async_op)
 
 
-def check_parts(name: str, whole: Tensor, part: Tensor, group: Group) -> None:
-    """Raise ValueError when `whole` is not one `part` per rank of the group."""
-    if whole.numel() != part.numel() * group.size or whole.dtype != part.dtype:
+def check_shard_sizes(name: str, full: Tensor, shard: Tensor, group: Group) -> None:
+    """Raise ValueError unless `full` has one shard of `shard`'s size and dtype for each rank of the group."""
+    if full.numel() != shard.numel() * group.size or full.dtype != shard.dtype:
         raise ValueError(
-            f"{name} over {group.size} ranks: the whole has {whole.numel()} elements of {whole.dtype}, "
-            f"the part {part.numel()} of {part.dtype}; the whole must be {group.size} parts of one dtype"
+            f"{name} over {group.size} ranks: the full tensor has {full.numel()} elements of {full.dtype}, "
+            f"the shard {shard.numel()} of {shard.dtype}; the full tensor must be {group.size} shards of one dtype"
         )
 
 

@@ -1,8 +1,8 @@
-"""What a collective costs before it is run: the alpha-beta-gamma model.
+"""The alpha-beta-gamma cost model: the modelled time of a collective.
 
-A message of n bytes takes `alpha + n beta` seconds, whatever else is on its way, and a rank sends one and receives one
-at a time; reducing n bytes takes `n gamma`. An algorithm then costs what its slowest chain of rounds does, which is
-three counts: rounds, bytes sent, bytes reduced. They are the `Cost` of this module; a `Link` makes seconds of them.
+A message of n bytes takes `alpha + n beta` seconds; the model ignores contention, and a rank sends one message and
+receives one at a time. Reducing n bytes takes `n gamma`. The cost of an algorithm is that of its critical path: a
+`Cost` counts its rounds, bytes sent and bytes reduced, and a `Link` converts these counts to seconds.
 
 Thakur, Rabenseifner and Gropp 2005, sections 3 and 4 (the model, the algorithms); Rabenseifner 2004; Patarasuk and Yuan
 2009 (all-reduce cannot send less than the ring); Chan et al. 2007 (lower bounds). Bus bandwidth: nccl-tests,
@@ -11,15 +11,15 @@ doc/PERFORMANCE.md.
 
 from dataclasses import dataclass
 
-from minidist.comm.power_of_two import Seats
-from minidist.comm.wire_bytes import OWN
+from minidist.comm.power_of_two import PowerOfTwoRanks
+from minidist.comm.wire_bytes import IMPLEMENTED_ALGORITHMS
 
 
 @dataclass(frozen=True)
 class Link:
-    """What the network and the processor can do. alpha_s: seconds a message takes that carries nothing.
+    """Parameters of the cost model.
 
-    beta_s: seconds per byte sent; gamma_s: seconds per byte reduced.
+    alpha_s: latency of an empty message in seconds. beta_s: seconds per byte sent. gamma_s: seconds per byte reduced.
     """
 
     alpha_s: float
@@ -29,7 +29,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cost:
-    """The counts of the slowest chain: rounds, bytes sent in them, bytes reduced between them."""
+    """Counts on the critical path: rounds, bytes sent in them, bytes reduced between them."""
 
     rounds: float
     sent: float
@@ -42,24 +42,27 @@ class Cost:
         return Cost(self.rounds * times, self.sent * times, self.reduced * times)
 
     def seconds(self, link: Link) -> float:
+        """Modelled time on `link`."""
         return self.rounds * link.alpha_s + self.sent * link.beta_s + self.reduced * link.gamma_s
 
 
-NOTHING = Cost(0, 0)
+ZERO_COST = Cost(0, 0)
 
 
-def cost(name: str, algorithm: str, size: int, n: float) -> Cost:
-    """The cost of one operation of `size` ranks by an algorithm of `convention.OWN`.
+def collective_cost(name: str, algorithm: str, size: int, n: float) -> Cost:
+    """Return the cost of operation `name` over `size` ranks by an algorithm of `wire_bytes.IMPLEMENTED_ALGORITHMS`.
 
-    n: bytes of the tensor the operation is about, as in the convention table: the whole of all_gather, reduce_scatter
-    and all_to_all. Parts are taken as equal. Raises ValueError for an unknown algorithm.
+    n: bytes of the tensor, as in `wire_bytes`: the full tensor for all_gather, reduce_scatter and all_to_all, with
+    shards taken as equal. Raises ValueError for an unknown algorithm.
     """
-    if algorithm not in OWN.get(name, ()):
-        raise ValueError(f"no algorithm {algorithm!r} for {name!r}: see minidist.comm.wire_bytes.OWN")
+    if algorithm not in IMPLEMENTED_ALGORITHMS.get(name, ()):
+        raise ValueError(
+            f"no algorithm {algorithm!r} for {name!r}: see minidist.comm.wire_bytes.IMPLEMENTED_ALGORITHMS"
+        )
     if size == 1:
-        return NOTHING
-    pass_on, add = Cost(1, n), Cost(1, n, n)  # a whole row in one round, without and with adding it up
-    around, log = (size - 1) / size * n, depth(size)
+        return ZERO_COST
+    pass_on, add = Cost(1, n), Cost(1, n, n)  # the full tensor in one round, without and with a reduction
+    around, log = (size - 1) / size * n, tree_depth(size)
     match name, algorithm:
         case "broadcast", "flat":
             return pass_on * (size - 1)  # one after the other through the root's link
@@ -81,40 +84,40 @@ def cost(name: str, algorithm: str, size: int, n: float) -> Cost:
             return (add + pass_on) * log
         case "all_reduce", "ring":
             return Cost(2 * (size - 1), 2 * around, around)
-    return _by_seats(name, algorithm, Seats(size), n)
+    return _halving_doubling_cost(name, algorithm, PowerOfTwoRanks(size), n)
 
 
-def _by_seats(name: str, algorithm: str, seats: Seats, n: float) -> Cost:
-    """Halving and doubling; ranks without a seat add a round before and a round after."""
-    log, folds = depth(seats.core), seats.extra > 0
-    # The blocks of 1, 2, 4, ... seats that are swapped; the first seats stand for most ranks.
-    blocks = sum(seats.first(1 << k) for k in range(log)) / seats.size * n
-    part, rest = n / seats.size, (seats.size - 1) / seats.size * n
+def _halving_doubling_cost(name: str, algorithm: str, active: PowerOfTwoRanks, n: float) -> Cost:
+    """Cost of recursive halving and doubling; folded ranks add a round before and a round after."""
+    log, folds = tree_depth(active.count), active.num_folded > 0
+    # Blocks of 1, 2, 4, ... active ranks are exchanged; the first active ranks represent the most ranks.
+    blocks = sum(active.rank(1 << k) for k in range(log)) / active.size * n
+    part, rest = n / active.size, (active.size - 1) / active.size * n
     match name, algorithm:
         case "all_gather", _:
-            # The guest gets two messages: what is before its own part, and what is behind.
+            # The folded gets two messages: what is before its own part, and what is behind.
             return Cost(log, blocks) + Cost(3, part + rest) * folds
         case "reduce_scatter", _:
             return Cost(log, blocks, blocks) + Cost(2, n + part, n) * folds
         case "all_reduce", "doubling":
             return Cost(1, n, n) * log + Cost(2, 2 * n, n) * folds
-    half = (seats.core - 1) / seats.core * n
+    half = (active.count - 1) / active.count * n
     return Cost(2 * log, 2 * half, half) + Cost(2, 2 * n, n) * folds
 
 
-def hierarchical_seconds(nodes: int, per_node: int, n: float, inside: Link, across: Link) -> float:
-    """Seconds of a hierarchical all-reduce of n bytes: two links, as messages inside a node cost less than across."""
-    within = cost("reduce_scatter", "ring", per_node, n) + cost("all_gather", "ring", per_node, n)
-    return within.seconds(inside) + cost("all_reduce", "ring", nodes, n / per_node).seconds(across)
+def hierarchical_all_reduce_seconds(nodes: int, per_node: int, n: float, inside: Link, across: Link) -> float:
+    """Return the seconds of a hierarchical all-reduce of n bytes, given the links inside a node and across nodes."""
+    within = collective_cost("reduce_scatter", "ring", per_node, n) + collective_cost("all_gather", "ring", per_node, n)
+    return within.seconds(inside) + collective_cost("all_reduce", "ring", nodes, n / per_node).seconds(across)
 
 
-def lower_bound(name: str, size: int, n: float) -> Cost:
-    """What no algorithm can go below, in each of the three counts by itself. Chan et al. 2007, lower bounds.
+def cost_lower_bound(name: str, size: int, n: float) -> Cost:
+    """Return the lower bound of each count, taken separately, over all algorithms for `name`. n: as `collective_cost`.
 
-    Patarasuk and Yuan 2009, theorem 1, for what all_reduce sends.
+    Chan et al. 2007, lower bounds; Patarasuk and Yuan 2009, theorem 1, for the bytes of all_reduce.
     """
     if size == 1:
-        return NOTHING
+        return ZERO_COST
     part = (size - 1) / size * n
     sent, reduced = {
         "broadcast": (n, 0.0),
@@ -124,19 +127,19 @@ def lower_bound(name: str, size: int, n: float) -> Cost:
         "all_reduce": (2 * part, part),
         "all_to_all": (part, 0.0),
     }[name]
-    return Cost(depth(size), sent, reduced)
+    return Cost(tree_depth(size), sent, reduced)
 
 
-def depth(size: int) -> int:
-    """Rounds after which something known to one of `size` ranks can be known to all: ceil(log2(size))."""
+def tree_depth(size: int) -> int:
+    """Rounds that a binomial tree over `size` ranks needs: ceil(log2(size))."""
     return (size - 1).bit_length()
 
 
 def bus_bandwidth(name: str, size: int, n: float, seconds: float) -> float:
-    """Bytes per second that the slowest link must have carried: n / seconds times the operation's own factor.
+    """Return the bus bandwidth of nccl-tests in bytes per second: n / seconds times the operation's factor.
 
-    So scaled, a perfect algorithm shows the link's speed, whatever the operation and the number of ranks. n: as in
-    `cost`.
+    With this factor an optimal algorithm shows the link's bandwidth, whatever the operation and the number of ranks.
+    n: as in `collective_cost`.
     """
     part = (size - 1) / size
     factor = {
@@ -151,11 +154,13 @@ def bus_bandwidth(name: str, size: int, n: float, seconds: float) -> float:
     return factor * n / seconds
 
 
-def fastest(name: str, size: int, n: float, link: Link) -> str:
-    """The algorithm of least cost; of equals the one named first in the table."""
-    return min(OWN[name], key=lambda algorithm: cost(name, algorithm, size, n).seconds(link))
+def fastest_algorithm(name: str, size: int, n: float, link: Link) -> str:
+    """Return the algorithm with the lowest modelled time; of equals, the first in the table."""
+    return min(
+        IMPLEMENTED_ALGORITHMS[name], key=lambda algorithm: collective_cost(name, algorithm, size, n).seconds(link)
+    )
 
 
-def gain(one: Cost, link: Link, faster: float = 10.0) -> float:
+def bandwidth_speedup(one: Cost, link: Link, faster: float = 10.0) -> float:
     """How many times faster an operation gets on a link that carries `faster` times the bytes, latency unchanged."""
     return one.seconds(link) / one.seconds(Link(link.alpha_s, link.beta_s / faster, link.gamma_s))

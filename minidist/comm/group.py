@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch.distributed as dist
 
-from minidist.comm.group_specs import CONTROL, Use
+from minidist.comm.group_specs import CONTROL, GroupSpec
 from minidist.comm.meter import Meter
 from minidist.comm.status import Channel
 from minidist.comm.world import World
@@ -72,7 +72,7 @@ class Groups(Mapping[str, Group]):
     mesh: Mesh
     world: World
     meter: Meter
-    uses: tuple[Use, ...] = ()
+    uses: tuple[GroupSpec, ...] = ()
     _groups: dict[str, Group] = field(default_factory=dict)
 
     def destroy(self) -> None:
@@ -107,7 +107,7 @@ def find(key: str) -> Group:
 def bind(
     world: World,
     mesh: Mesh,
-    uses: Iterable[Use] = (),
+    uses: Iterable[GroupSpec] = (),
     *,
     meter: Meter | None = None,
     backend: str | None = None,
@@ -128,7 +128,7 @@ def bind(
     _announce(world, mesh, uses)
     for use in uses:
         mine, made = None, None
-        for ranks in use.partition(mesh):
+        for ranks in use.rank_groups(mesh):
             pg = None
             if len(ranks) > 1:
                 timeout = timedelta(seconds=timeout_s)
@@ -143,7 +143,7 @@ def bind(
     return groups
 
 
-def _announce(world: World, mesh: Mesh, uses: list[Use]) -> None:
+def _announce(world: World, mesh: Mesh, uses: list[GroupSpec]) -> None:
     """Say on the board that this rank waits for all others to bind the same: making groups blocks like an operation."""
     what = ", ".join(f"{use.name} over {'/'.join(use.axes)}" for use in uses)
     channel, told = Channel("collective", "bind", tuple(range(world.size))), f"on {mesh}: {what}"

@@ -1,4 +1,4 @@
-"""Uses: along which axes of a mesh ranks talk, and what for. Groups are made from them; this needs no torch."""
+"""Group specs: along which mesh axes ranks communicate, and for what purpose. Needs no torch."""
 
 from dataclasses import dataclass
 
@@ -6,25 +6,25 @@ from minidist.mesh import AXES, Mesh
 
 
 @dataclass(frozen=True)
-class Use:
-    """Ranks that differ on `axes` talk to each other for the purpose `name`.
+class GroupSpec:
+    """Declares one family of process groups: ranks that differ only on `axes` form a group for the purpose `name`.
 
-    among: of an axis, the sets of coordinates that talk to each other, where it is not all of them. A rank whose
-    coordinate is in no set has nobody to talk to, and no group for this use.
+    subgroups: (axis, sets of coordinates on it) pairs that split the groups further: only ranks whose coordinate lies
+    in the same set are in one group. A rank whose coordinate lies in no set has no group for this purpose.
     """
 
     name: str
     axes: tuple[str, ...]
-    among: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
+    subgroups: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
 
-    def partition(self, mesh: Mesh) -> list[tuple[int, ...]]:
-        """All groups of this use, in one order."""
-        groups = mesh.partition(self.axes)
-        for axis, sets in self.among:
+    def rank_groups(self, mesh: Mesh) -> list[tuple[int, ...]]:
+        """The ranks of every group, in an order that is the same on all ranks."""
+        groups = mesh.rank_groups(self.axes)
+        for axis, sets in self.subgroups:
             groups = [
                 tuple(rank for rank in group if mesh.coords(rank)[axis] in some) for group in groups for some in sets
             ]
         return groups
 
 
-CONTROL = Use("control", AXES)
+CONTROL = GroupSpec("control", AXES)

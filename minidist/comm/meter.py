@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from minidist.comm.wire_bytes import ALGORITHM, EXACT, sent_elements
+from minidist.comm.wire_bytes import ASSUMED_ALGORITHMS, COUNTED_OPERATIONS, sent_elements
 
 _NOTHING = contextlib.nullcontext()
 
@@ -96,8 +96,8 @@ class Meter:
             dtype=dtype,
             payload_bytes=numel * dtype.itemsize,
             wire_bytes=sent * dtype.itemsize,
-            algorithm=algorithm or ALGORITHM[name],
-            modelled=algorithm is None and name not in EXACT,
+            algorithm=algorithm or ASSUMED_ALGORITHMS[name],
+            modelled=algorithm is None and name not in COUNTED_OPERATIONS,
             device=device,
             peer=peer,
             tag=tag,

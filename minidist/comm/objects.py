@@ -1,4 +1,4 @@
-"""Small things that all ranks must know of each other, sent as tensors like everything else."""
+"""All-gather of picklable objects, sent as tensors through `collectives`."""
 
 import pickle
 from collections.abc import Callable
@@ -10,22 +10,22 @@ from minidist.comm.collectives import all_gather
 from minidist.comm.group import Group
 
 
-def gather_objects(value: Any, group: Group) -> list[Any]:
-    """Every rank's `value` (anything that can be pickled), in rank order, on every rank."""
+def all_gather_object(value: Any, group: Group) -> list[Any]:
+    """Return the `value` (any picklable object) of every rank, in rank order, on every rank."""
     data = pickle.dumps(value)
     device = group.world.control_device
     lengths = torch.empty(group.size, dtype=torch.int64, device=device)
-    mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    all_gather(lengths, mine, group, async_op=True).wait(host=True)
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    all_gather(lengths, length, group, async_op=True).wait(host=True)
     longest = int(lengths.max())
-    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     gathered = torch.empty(group.size * longest, dtype=torch.uint8, device=device)
-    all_gather(gathered, mine, group, async_op=True).wait(host=True)
+    all_gather(gathered, padded, group, async_op=True).wait(host=True)
     rows = gathered.view(group.size, longest).cpu()
     return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths.tolist(), strict=True)]
 
 
-def exchange(group: Group) -> Callable[[Any], list[Any]]:
-    """`gather_objects` with the group filled in, for code that must not depend on the network."""
-    return lambda value: gather_objects(value, group)
+def bind_all_gather_object(group: Group) -> Callable[[Any], list[Any]]:
+    """Return `all_gather_object` with `group` filled in, for code that takes it as an argument, such as `fault`."""
+    return lambda value: all_gather_object(value, group)

@@ -1,9 +1,9 @@
-"""Any number of ranks on a power of two of seats: how algorithms that pair ranks off cope with the ranks left over.
+"""Fold any number of ranks onto a power of two, for algorithms that pair ranks off.
 
-Of `size` ranks, `core`, the largest power of two not above `size`, have a seat; `extra = size - core` have none. Among
-the first `2 * extra` ranks each odd one hands its input to the even one before it, which sits for both, and gets its
-result from it at the end. The ranks that a run of seats stands for are neighbours, so what they are due is one stretch
-of memory. Rabenseifner 2004; Thakur et al. 2005, section 4.5.
+Of `size` ranks, `count`, the largest power of two not above `size`, are *active*; the other `size - count` are
+*folded*. Among the first `2 * num_folded` ranks, each odd one hands its input to the even one before it and receives
+its result from it at the end. Consecutive active ranks represent consecutive ranks, so their shards are contiguous in
+memory. Rabenseifner 2004; Thakur et al. 2005, section 4.5.
 """
 
 from dataclasses import dataclass
@@ -11,33 +11,33 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class Seats:
-    """The seats of a group of `size` ranks."""
+class PowerOfTwoRanks:
+    """The active and the folded ranks of a group of `size` ranks."""
 
     size: int
 
     @cached_property
-    def core(self) -> int:
-        """Number of seats."""
+    def count(self) -> int:
+        """Number of active ranks: the largest power of two not above `size`."""
         return 1 << (self.size.bit_length() - 1)
 
     @property
-    def extra(self) -> int:
-        """Ranks without a seat."""
-        return self.size - self.core
+    def num_folded(self) -> int:
+        """Number of folded ranks."""
+        return self.size - self.count
 
-    def stands(self, rank: int) -> bool:
-        """Whether `rank` has no seat: `rank - 1` sits for both."""
-        return rank < 2 * self.extra and rank % 2 == 1
+    def is_folded(self, rank: int) -> bool:
+        """Whether `rank` is folded into `rank - 1`."""
+        return rank < 2 * self.num_folded and rank % 2 == 1
 
-    def guest(self, rank: int) -> int | None:
-        """The rank that the seated `rank` sits for besides itself."""
-        return rank + 1 if rank < 2 * self.extra else None
+    def folded_partner(self, rank: int) -> int | None:
+        """The rank that is folded into the active `rank`, or None."""
+        return rank + 1 if rank < 2 * self.num_folded else None
 
-    def of(self, rank: int) -> int:
-        """The seat that stands for `rank`."""
-        return rank // 2 if rank < 2 * self.extra else rank - self.extra
+    def index(self, rank: int) -> int:
+        """Index, among the active ranks, of the one that represents `rank`."""
+        return rank // 2 if rank < 2 * self.num_folded else rank - self.num_folded
 
-    def first(self, seat: int) -> int:
-        """The rank on `seat`, which is the first of those it stands for; `size` for the seat behind the last."""
-        return seat + min(seat, self.extra)
+    def rank(self, index: int) -> int:
+        """The group rank of the active rank `index`; `size` for index `count`."""
+        return index + min(index, self.num_folded)

@@ -212,10 +212,10 @@ def sum_of_ranks(world) -> float:
     """What the two probing ranks do: one all-reduce."""
     import torch
 
-    from minidist.comm import Use, all_reduce, bind
+    from minidist.comm import GroupSpec, all_reduce, bind
     from minidist.mesh import Mesh
 
-    group = bind(world, Mesh(dp=world.size), [Use("probe", ("dp",))])["probe"]
+    group = bind(world, Mesh(dp=world.size), [GroupSpec("probe", ("dp",))])["probe"]
     total = torch.tensor([world.rank + 1.0])
     all_reduce(total, group)
     return total.item()

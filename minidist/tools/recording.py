@@ -19,8 +19,8 @@ from torch._C import _distributed_c10d as c10d  # the options are not in torch.d
 
 from minidist.comm.collectives import REDUCE_OPS
 from minidist.comm.meter import Meter, Record
-from minidist.comm.network import over_network
 from minidist.comm.status import Channel, RankStatus
+from minidist.tools.torch_group import create_torch_group
 
 NAME = "recorded"
 _NO_DESCRIPTION = ("undefined", "default_pg")  # what torch says of a group when nobody has said anything
@@ -40,7 +40,7 @@ def mount(meter: Meter, status: RankStatus | None = None, use: str = "torch", wa
 
     def create(options, _backend_options) -> RecordingGroup:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-        inner = over_network(options.store, options.group_rank, options.group_size, options.timeout)
+        inner = create_torch_group(options.store, options.group_rank, options.group_size, options.timeout)
         return RecordingGroup(inner, ranks, meter, status, use, options.group_id, wait or _wait)
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])

@@ -82,7 +82,7 @@ class Trainer:
         meter = make_meter(config.trace)
         self.groups = comm.bind(world, self.mesh, uses(self.mesh, config), meter=meter, timeout_s=config.comm.timeout_s)
         self.control = self.groups["control"]
-        self.swap = comm.exchange(self.control)
+        self.swap = comm.bind_all_gather_object(self.control)
         self._together(lambda: runfolder.check_outputs(config) if world.rank == 0 else None)
         self.trace = Trace(config.trace, self.groups)
         self.corpus = self._together(self._open_corpus)

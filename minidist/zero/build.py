@@ -58,7 +58,7 @@ class _Builder:
         if self.zero.stage:
             self.group = groups["grads"]
             (use,) = [use for use in groups.uses if use.name == "grads"]
-            self.place = {r: i for ranks in use.partition(groups.mesh) for i, r in enumerate(ranks)}
+            self.place = {r: i for ranks in use.rank_groups(groups.mesh) for i, r in enumerate(ranks)}
         else:  # every rank keeps all of it
             self.group = Group("alone", (rank,), 0, None, groups.world, groups.meter)
             self.place = dict.fromkeys(range(groups.world.size), 0)

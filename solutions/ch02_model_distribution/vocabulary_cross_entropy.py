@@ -42,7 +42,7 @@ class _CrossEntropy(torch.autograd.Function):
         mine = counts & (local >= 0) & (local < logits.shape[1])
         column = local.masked_fill(~mine, 0)[:, None]
         # The largest logit is subtracted so that no exponential overflows; it cancels, and so has no gradient.
-        shifted = logits - ops.largest(logits.amax(1), key)[:, None]
+        shifted = logits - ops.all_reduce_max(logits.amax(1), key)[:, None]
         at_label = shifted.gather(1, column)[:, 0].masked_fill(~mine, 0)
         exponentials = shifted.exp_()
         normalizer, at_label = ops.all_reduce(torch.stack((exponentials.sum(1), at_label)), key)

@@ -24,18 +24,18 @@ Usual wrong answers:
 
 from torch import Tensor
 
-from minidist.comm.algorithms.rounds import row, together
+from minidist.comm.algorithms.primitives import exchange, flat_view
 from minidist.comm.group import Group
 
 
 def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
     """Replace `tensor` on every rank by that of group rank `src`, along a binomial tree."""
-    mine, size = row(tensor), group.size
+    buffer, size = flat_view(tensor), group.size
     place = (group.rank - src) % size  # the root is at place 0
     distance = 1
     while distance < size:  # places below `distance` have the tensor
         if place < distance and place + distance < size:
-            together(group, send=[(mine, (group.rank + distance) % size)])
+            exchange(group, send=[(buffer, (group.rank + distance) % size)])
         elif distance <= place < 2 * distance:
-            together(group, recv=[(mine, (group.rank - distance) % size)])
+            exchange(group, recv=[(buffer, (group.rank - distance) % size)])
         distance *= 2

@@ -33,39 +33,41 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 
-def in_flight(full_s: Sequence[float], lasts_s: Sequence[float]) -> list[tuple[float, float]]:
-    """When the reduction of each bucket begins and ends, in seconds from the begin of backward: (begins, ends) of each.
+def bucket_intervals(ready_s: Sequence[float], durations_s: Sequence[float]) -> list[tuple[float, float]]:
+    """Return (start, end) of each bucket's reduction, in seconds since the start of backward.
 
-    full_s: when the last gradient of each bucket is there, in index order, which need not be the order of time.
-    lasts_s: what the reduction of each takes. A bucket begins when it is full and the one before it is done.
-    Raises ValueError when there are not as many of one as of the other.
+    ready_s: when the last gradient of each bucket is ready, in index order, which may differ from the order in time.
+    durations_s: how long each bucket's reduction takes. A reduction starts when its bucket is ready and the one before
+    it is done. Raises ValueError when the lengths differ.
     """
     times, done_s = [], 0.0
-    for full, lasts in zip(full_s, lasts_s, strict=True):
+    for full, lasts in zip(ready_s, durations_s, strict=True):
         begins_s = max(full, done_s)
         done_s = begins_s + lasts
         times.append((begins_s, done_s))
     return times
 
 
-def finished_s(total: int, bucket: int, backward_s: float, seconds: Callable[[float], float]) -> float:
-    """When the last of `total` bytes of gradients is reduced, counted from the begin of backward; 0.0 without any.
+def last_bucket_end_s(total: int, bucket: int, backward_s: float, seconds: Callable[[float], float]) -> float:
+    """Return when the last of `total` bytes of gradients is reduced, in seconds since the start of backward.
 
-    Backward gives gradients at an even rate over `backward_s`; buckets are of `bucket` bytes, the last of the rest.
-    seconds: what the reduction of that many bytes takes while backward runs.
+    Backward produces gradients at a constant rate over `backward_s`; each bucket has `bucket` bytes, the last one the
+    remainder. seconds: how long reducing that many bytes takes during backward. 0.0 when `total` is 0.
     """
     if total == 0:
         return 0.0
     sizes = [min(bucket, total - given) for given in range(0, total, bucket)]
-    full_s = [backward_s * given / total for given in accumulate(sizes)]
-    return in_flight(full_s, [seconds(size) for size in sizes])[-1][1]
+    ready_s = [backward_s * given / total for given in accumulate(sizes)]
+    return bucket_intervals(ready_s, [seconds(size) for size in sizes])[-1][1]
 
 
-def best_bucket(total: int, backward_s: float, seconds: Callable[[float], float], choices: Sequence[int] = ()) -> int:
-    """The bucket size in bytes with which the gradients are reduced soonest; of equals the largest.
+def best_bucket_bytes(
+    total: int, backward_s: float, seconds: Callable[[float], float], choices: Sequence[int] = ()
+) -> int:
+    """Return the bucket size in bytes with which all gradients are reduced soonest; of equals, the largest.
 
-    Small ones pay alpha often; with large ones the last, which nothing hides, is long. choices: powers of two from 64
-    KiB up to all in one when not given.
+    Small buckets pay the latency often; with large ones the last reduction, which nothing overlaps, takes long.
+    choices: sizes to consider, by default powers of two from 64 KiB to one bucket for everything.
     """
     sizes = choices or [1 << k for k in range(16, max(17, (max(total, 1) - 1).bit_length() + 1))]
-    return min(sizes, key=lambda size: (finished_s(total, size, backward_s, seconds), -size))
+    return min(sizes, key=lambda size: (last_bucket_end_s(total, size, backward_s, seconds), -size))

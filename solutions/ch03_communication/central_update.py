@@ -35,11 +35,11 @@ def central_update(
     root: int = 0,
     op: str = "sum",
 ) -> None:
-    """One root collects the gradients, updates the parameters, and sends them to everybody.
+    """Reduce the gradients to one root, update the parameters there, and broadcast them.
 
     update: called on the root only, with its `parameters` and the reduced `gradient`; changes the parameters in place.
-    Only the root needs the optimizer's state; in return all bytes of a step pass through its one link: the parameter
-    server of Li et al. 2014, with one server. `gradient` is reduced in place on the root and unchanged elsewhere.
+    Only the root needs optimizer state; in return all bytes of a step pass through its one link. This is the parameter
+    server of Li et al. 2014 with a single server. `gradient` is reduced in place on the root, unchanged elsewhere.
     """
     flat_reduce(gradient, root, group, op)
     if group.rank == root:

@@ -5,8 +5,8 @@ whole row is sent every time: for short rows, where a message costs its latency 
 faster.
 
 Both partners add the same two numbers, and a + b is b + a bit for bit, so all ranks end with the same bits. A number
-of ranks that is no power of two leaves some without a seat: they hand their row over before and get the result
-afterwards.
+of ranks that is no power of two leaves some ranks over: they are folded, send their tensor before and receive the
+result afterwards.
 
 Usual wrong answers:
 * adds, whatever is asked
@@ -16,8 +16,8 @@ Usual wrong answers:
 * wrong on the fourth rank only
 * partners at distance 1 only
 * the library's all-reduce
-* the seats pass rows round a ring
-* takes a seat's number for a rank
+* the active ranks pass full tensors round a ring
+* takes the index of an active rank for a rank
 * the partner's row takes the place of this rank's
 * zeros
 """
@@ -25,27 +25,27 @@ Usual wrong answers:
 import torch
 from torch import Tensor
 
-from minidist.comm.algorithms.halving import fold, unfold
-from minidist.comm.algorithms.rounds import check, combine, finish, row, together
+from minidist.comm.algorithms.halving import fold_extra_ranks, unfold_extra_ranks
+from minidist.comm.algorithms.primitives import check_reduce_op, divide_mean, exchange, flat_view, reduce_into
 from minidist.comm.group import Group
-from minidist.comm.power_of_two import Seats
+from minidist.comm.power_of_two import PowerOfTwoRanks
 
 
 def doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Replace `tensor` (any shape) on every rank by its reduction: partners swap their whole rows and add.
+    """Replace `tensor` (any shape) on every rank by its reduction: partners exchange full buffers and add.
 
-    Both partners add the same two numbers, and a + b = b + a bit for bit, so all ranks get the same bits, which do not
-    depend on where a tensor is cut.
+    Both partners add the same two numbers, and a + b = b + a bit for bit, so all ranks get identical results. Unlike
+    the ring's, the order of additions does not depend on an element's offset in the tensor.
     """
-    check(op, tensor.dtype)
-    mine, seats = row(tensor), Seats(group.size)
-    fold(mine, seats, group, op)
-    if not seats.stands(group.rank):
-        arriving, distance = torch.empty_like(mine), 1
-        while distance < seats.core:
-            peer = seats.first(seats.of(group.rank) ^ distance)
-            together(group, send=[(mine, peer)], recv=[(arriving, peer)])
-            combine(mine, arriving, op)
+    check_reduce_op(op, tensor.dtype)
+    buffer, active = flat_view(tensor), PowerOfTwoRanks(group.size)
+    fold_extra_ranks(buffer, active, group, op)
+    if not active.is_folded(group.rank):
+        arriving, distance = torch.empty_like(buffer), 1
+        while distance < active.count:
+            peer = active.rank(active.index(group.rank) ^ distance)
+            exchange(group, send=[(buffer, peer)], recv=[(arriving, peer)])
+            reduce_into(buffer, arriving, op)
             distance *= 2
-        finish(mine, op, group.size)
-    unfold(mine, seats, group)
+        divide_mean(buffer, op, group.size)
+    unfold_extra_ranks(buffer, active, group)

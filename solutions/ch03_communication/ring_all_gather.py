@@ -22,13 +22,13 @@ Usual wrong answers:
 
 from torch import Tensor
 
-from minidist.comm.algorithms.rounds import together
+from minidist.comm.algorithms.primitives import exchange
 from minidist.comm.group import Group
 
 
-def travel(parts: list[Tensor], group: Group) -> None:
-    """Gather: `parts[rank]` of every rank goes round, until each rank has them all."""
+def ring_gather(parts: list[Tensor], group: Group) -> None:
+    """All-gather in place: every rank's `parts[rank]` goes round the ring until each rank has all parts."""
     size, rank = group.size, group.rank
     for step in range(size - 1):
         leaving, arriving = parts[(rank - step) % size], parts[(rank - 1 - step) % size]
-        together(group, send=[(leaving, (rank + 1) % size)], recv=[(arriving, (rank - 1) % size)])
+        exchange(group, send=[(leaving, (rank + 1) % size)], recv=[(arriving, (rank - 1) % size)])

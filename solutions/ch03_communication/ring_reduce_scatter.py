@@ -27,19 +27,19 @@ Usual wrong answers:
 
 from torch import Tensor
 
-from minidist.comm.algorithms.rounds import combine, together
+from minidist.comm.algorithms.primitives import exchange, reduce_into
 from minidist.comm.group import Group
 
 
-def travel_and_add(parts: list[Tensor], group: Group, op: str) -> None:
-    """Reduce: afterwards `parts[rank]` is complete on this rank, and the other parts hold partial results.
+def ring_reduce(parts: list[Tensor], group: Group, op: str) -> None:
+    """Reduce-scatter in place: `parts[rank]` ends up fully reduced on this rank, the other parts hold partial results.
 
-    parts: one view per rank, in all the row; the same lengths on every rank.
+    parts: one view per rank, which together cover the tensor; the same lengths on every rank.
     """
     size, rank = group.size, group.rank
     scratch = parts[0].new_empty(max(part.numel() for part in parts))
     for step in range(size - 1):
         leaving, staying = parts[(rank - 1 - step) % size], parts[(rank - 2 - step) % size]
         arriving = scratch[: staying.numel()]
-        together(group, send=[(leaving, (rank + 1) % size)], recv=[(arriving, (rank - 1) % size)])
-        combine(staying, arriving, op)  # it leaves in the next round, or is the part this rank keeps
+        exchange(group, send=[(leaving, (rank + 1) % size)], recv=[(arriving, (rank - 1) % size)])
+        reduce_into(staying, arriving, op)  # sent on in the next round; after the last, the result of this rank

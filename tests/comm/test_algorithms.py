@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minidist import comm
-from minidist.comm import Meter, Use, World, bind
+from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.comm.algorithms import ALGORITHMS, central_update, hierarchical_all_reduce
-from minidist.comm.wire_bytes import sent_by, sent_by_hierarchical
+from minidist.comm.wire_bytes import sent_elements_by_algorithm, sent_elements_hierarchical
 from minidist.mesh import Mesh
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -19,7 +19,7 @@ NAMES = [(name, algorithm) for name, algorithms in ALGORITHMS.items() for algori
 
 
 def group_of(world: World):
-    return bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=Meter())["data"]
+    return bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"]
 
 
 def draw(seed: int, rank: int, shape, dtype: torch.dtype) -> torch.Tensor:
@@ -183,7 +183,9 @@ def uneven_all_to_all(world: World) -> int:
     ALGORITHMS["all_to_all"]["pairwise"](got, every[rank].clone(), group, received, rows[rank])
     parts = [every[a][sum(rows[a][:rank]) :][: rows[a][rank]] for a in range(p)]
     assert torch.equal(got, torch.cat(parts))
-    want = sent_by("all_to_all", "pairwise", 2 * sum(rows[rank]), p, rank, splits=[2 * r for r in rows[rank]])
+    want = sent_elements_by_algorithm(
+        "all_to_all", "pairwise", 2 * sum(rows[rank]), p, rank, splits=[2 * r for r in rows[rank]]
+    )
     assert group.meter.total_wire_bytes == 4 * want
     return want
 
@@ -194,7 +196,9 @@ def test_all_to_all_takes_parts_of_any_length(ranks):
 
 def hierarchy(world: World, nodes: int) -> int:
     per_node = world.size // nodes
-    groups = bind(world, Mesh(pp=nodes, dp=per_node), [Use("inside", ("dp",)), Use("across", ("pp",))], meter=Meter())
+    groups = bind(
+        world, Mesh(pp=nodes, dp=per_node), [GroupSpec("inside", ("dp",)), GroupSpec("across", ("pp",))], meter=Meter()
+    )
     sent = 0
     for seed, n in enumerate((0, 1, 4, 11)):
         for op in ("sum", "mean", "max"):
@@ -202,7 +206,7 @@ def hierarchy(world: World, nodes: int) -> int:
             mine, before = every[world.rank].clone(), groups.meter.total_wire_bytes
             hierarchical_all_reduce(mine, groups["inside"], groups["across"], op)
             got = groups.meter.total_wire_bytes - before
-            assert got == 4 * sent_by_hierarchical(n, nodes, per_node, world.rank)
+            assert got == 4 * sent_elements_hierarchical(n, nodes, per_node, world.rank)
             close(mine, every, op)
             same_bits(groups["control"], mine) if world.size > 1 else None
             sent += got
@@ -229,7 +233,9 @@ def central(world: World) -> tuple:
     torch.testing.assert_close(parameters, float(root + 1) - 0.1 * mean, rtol=1e-14, atol=1e-15)
     assert len(calls) == (world.rank == root)
     assert world.rank == root or torch.equal(mine, gradients[world.rank])
-    assert group.meter.total_wire_bytes == 8 * sent_by("central_update", "flat", 7, world.size, world.rank, root=root)
+    assert group.meter.total_wire_bytes == 8 * sent_elements_by_algorithm(
+        "central_update", "flat", 7, world.size, world.rank, root=root
+    )
     return tuple(parameters.tolist())
 
 
@@ -281,6 +287,6 @@ def test_what_cannot_be_done_is_refused_before_anything_is_sent(ranks):
         assert said[1] == "no reduction 'xor': possible are sum, mean, max, min, product"
         assert said[2].startswith("no mean of torch.int32")
         assert "shape [2, 3] and strides (1, 2) is not contiguous" in said[3]
-        assert "the whole has 3 elements" in said[4] and "the whole has 2 elements" in said[5]
-        assert said[6] == "all_to_all over 2 ranks: 3 rows of output do not make 2 equal parts"
-        assert said[7] == "all_to_all over 2 ranks: 2 rows of input do not make the parts [2, 1]"
+        assert "the full tensor has 3 elements" in said[4] and "the full tensor has 2 elements" in said[5]
+        assert said[6] == "all_to_all over 2 ranks: the 3 rows of output cannot be split into 2 equal parts"
+        assert said[7] == "all_to_all over 2 ranks: the 2 rows of input cannot be split into parts of [2, 1] rows"

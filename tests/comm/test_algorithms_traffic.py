@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from minidist import comm
-from minidist.comm import Meter, Use, World, bind
+from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.comm.algorithms import ALGORITHMS
-from minidist.comm.wire_bytes import OWN, sent_by
+from minidist.comm.wire_bytes import IMPLEMENTED_ALGORITHMS, sent_elements_by_algorithm
 from minidist.mesh import Mesh
 from minidist.tools.deadlock.nccl_rules import violations
 from minidist.tools.network.sockets import bytes_sent
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 def traffic(world: World) -> list:
     """(operation, algorithm, n, dtype, what the meter saw sent) of everything, each in bytes."""
-    group, seen = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=Meter())["data"], []
+    group, seen = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"], []
     for name, algorithm in NAMES:
         for dtype in DTYPES:
             for n in (0, 3, 17) if dtype.is_floating_point else (1, 10):
@@ -56,20 +56,20 @@ def test_what_is_sent_is_what_the_table_says(ranks, size):
     for rank, seen in enumerate(ranks(traffic, size)):
         for name, algorithm, n, dtype, got in seen:
             whole = n * size if name in ("all_gather", "reduce_scatter", "all_to_all") else n
-            want = sent_by(name, algorithm, whole, size, rank, root=n % size) * dtype.itemsize
+            want = sent_elements_by_algorithm(name, algorithm, whole, size, rank, root=n % size) * dtype.itemsize
             assert got == want, f"{algorithm} {name} of {n} {dtype}, rank {rank} of {size}"
 
 
 def test_the_table_and_the_registry_name_the_same_algorithms():
-    table = {name: set(algorithms) for name, algorithms in OWN.items() if name != "central_update"}
+    table = {name: set(algorithms) for name, algorithms in IMPLEMENTED_ALGORITHMS.items() if name != "central_update"}
     assert table == {name: set(algorithms) for name, algorithms in ALGORITHMS.items()}
     with pytest.raises(ValueError, match="no algorithm 'gossip' for 'all_reduce': there are broadcast: flat, tree; "):
-        sent_by("all_reduce", "gossip", 1, 2, 0)
+        sent_elements_by_algorithm("all_reduce", "gossip", 1, 2, 0)
 
 
 def logs(world: World) -> list:
     """The records of every algorithm, one after the other."""
-    group = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=Meter())["data"]
+    group = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"]
     for name, algorithm in NAMES:
         once_only(group, name, algorithm, 7, torch.float32, root=1)
     return group.meter.records
@@ -84,7 +84,7 @@ def test_transfers_that_are_in_flight_together_were_launched_together(ranks, siz
 
 def carried(world: World) -> list:
     """(operation, algorithm, elements, bytes the meter saw, bytes the kernel sent, transfers) on this rank."""
-    group, seen, n = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=Meter())["data"], [], 30_001
+    group, seen, n = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"], [], 30_001
     for name, algorithm in NAMES:
         comm.barrier(group)
         records, metered, kernel = len(group.meter.records), group.meter.total_wire_bytes, bytes_sent()
@@ -109,7 +109,7 @@ def test_the_kernel_sent_what_the_meter_counted(ranks, size):
 
 def library(world: World) -> dict:
     """Of the backend's own collectives, and of the door's in their place: bytes the kernel sent, and the table's."""
-    ours, n, found = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=Meter())["data"], 120_000, {}
+    ours, n, found = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"], 120_000, {}
     group = dataclasses.replace(ours)
     group.over_gloo = False  # so that the door asks the backend for all of them
     whole, other, part = torch.ones(n), torch.ones(n), torch.ones(n // world.size)

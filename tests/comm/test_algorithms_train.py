@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from minidist import comm
-from minidist.comm import Meter, Use, World, bind
+from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.comm.algorithms import ALGORITHMS
-from minidist.comm.wire_bytes import sent_by
+from minidist.comm.wire_bytes import sent_elements_by_algorithm
 from minidist.config import CommConfig, Config
 from minidist.mesh import Mesh
 from minidist.models import ModelConfig, Transformer
@@ -57,7 +57,7 @@ def sent_in_a_step(world: World, algorithm: str) -> tuple:
 def test_the_gradients_of_a_step_travel_as_the_algorithm_says(ranks, algorithm):
     for rank, (names, sent, buckets) in enumerate(ranks(sent_in_a_step, 3, algorithm)):
         assert names == {"send", "recv"}
-        assert sent == 4 * sum(sent_by("all_reduce", algorithm, n, 3, rank) for n in buckets)
+        assert sent == 4 * sum(sent_elements_by_algorithm("all_reduce", algorithm, n, 3, rank) for n in buckets)
 
 
 def test_every_all_reduce_can_be_chosen():
@@ -67,7 +67,7 @@ def test_every_all_reduce_can_be_chosen():
 
 def waits(world: World, algorithm: str, order: list[int]) -> list:
     """Three all-reduces launched, waited for in `order`: sums, and what was sent at each point."""
-    group = bind(world, Mesh(dp=world.size), [Use("grads", ("dp",))], meter=Meter())["grads"]
+    group = bind(world, Mesh(dp=world.size), [GroupSpec("grads", ("dp",))], meter=Meter())["grads"]
     group, meter = reduced_by(algorithm, group), group.meter
     tensors = [torch.full((n,), float(world.rank + 10 * n)) for n in (3, 4, 5)]
     handles = [comm.all_reduce(tensor, group, async_op=True) for tensor in tensors]
@@ -88,7 +88,7 @@ def test_operations_run_when_waited_for_in_the_order_of_launch(ranks, order):
     for rank, (sums, (at_launch, after), names) in enumerate(ranks(waits, size, "ring", order)):
         assert sums == [[3.0 + 30 * n] * n for n in (3, 4, 5)]
         assert at_launch == 0
-        assert after == 4 * sum(sent_by("all_reduce", "ring", n, size, rank) for n in (3, 4, 5))
+        assert after == 4 * sum(sent_elements_by_algorithm("all_reduce", "ring", n, size, rank) for n in (3, 4, 5))
         assert names == {"send", "recv"}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minidist import comm
-from minidist.comm import Meter, Transfer, Use, World, bind
+from minidist.comm import GroupSpec, Meter, P2POp, World, bind
 from minidist.mesh import Mesh
 
 SHAPES = [(), (1,), (5,), (3, 4), (0,), (2, 0)]
@@ -20,7 +20,7 @@ def value(rank: int, shape=(6,), dtype=torch.float64) -> torch.Tensor:
 
 
 def everything(world: World, backend: str) -> int:
-    groups = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], backend=backend)
+    groups = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], backend=backend)
     group, n, rank, checks = groups["data"], world.size, world.rank, 0
     for shape in SHAPES:
         for dtype in DTYPES:
@@ -79,12 +79,12 @@ def test_operations_give_what_arithmetic_says(ranks, size, backend):
 
 
 def transfers(world: World) -> list:
-    groups = bind(world, Mesh(dp=world.size), [Use("pipe", ("dp",))])
+    groups = bind(world, Mesh(dp=world.size), [GroupSpec("pipe", ("dp",))])
     group, n, rank = groups["pipe"], world.size, world.rank
     right, left = (rank + 1) % n, (rank - 1) % n
     # Everybody sends right and receives from the left; as blocking calls in this order it would deadlock.
     got = torch.empty(4)
-    comm.batch([Transfer("send", value(rank, (4,), torch.float32), right), Transfer("recv", got, left)], group)
+    comm.batch_send_recv([P2POp("send", value(rank, (4,), torch.float32), right), P2POp("recv", got, left)], group)
     same(got, value(left, (4,), torch.float32))
     handle = comm.send(value(rank, (4,), torch.float32), right, group, tag=3, async_op=True)
     comm.recv(got, left, group, tag=3)
@@ -105,7 +105,7 @@ def test_transfers_arrive_and_are_counted_as_sent(ranks):
 
 
 def metered(world: World) -> tuple:
-    groups = bind(world, Mesh(dp=world.size), [Use("a", ("dp",)), Use("none", ("tp",))], meter=Meter())
+    groups = bind(world, Mesh(dp=world.size), [GroupSpec("a", ("dp",)), GroupSpec("none", ("tp",))], meter=Meter())
     first = comm.all_reduce(torch.ones(10), groups["a"], async_op=True)
     second = comm.all_reduce(torch.ones(10, dtype=torch.float64), groups["control"], async_op=True)
     groups.meter.event("between")
@@ -129,7 +129,7 @@ def test_the_meter_keeps_order_and_bytes_and_a_group_of_one_sends_nothing(ranks)
 
 def objects(world: World) -> list:
     groups = bind(world, Mesh(dp=world.size))
-    return comm.gather_objects({"rank": world.rank, "text": "x" * (1000 * world.rank)}, groups["control"])
+    return comm.all_gather_object({"rank": world.rank, "text": "x" * (1000 * world.rank)}, groups["control"])
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -140,7 +140,7 @@ def test_every_rank_knows_every_object(ranks, size):
 
 def overlapping(world: World) -> list:
     mesh = Mesh(pp=2, tp=2)
-    groups = bind(world, mesh, [Use("tp", ("tp",)), Use("pp", ("pp",)), Use("all", ("pp", "tp"))])
+    groups = bind(world, mesh, [GroupSpec("tp", ("tp",)), GroupSpec("pp", ("pp",)), GroupSpec("all", ("pp", "tp"))])
     sums = []
     for use in ("pp", "tp", "all"):
         mine = torch.tensor([10.0**world.rank])
@@ -164,7 +164,7 @@ def refusals(world: World) -> list[str]:
         partial(comm.send, torch.empty(2), world.rank, control),
         partial(comm.recv, torch.empty(2), 2, control),
         partial(bind, world, Mesh(dp=3)),
-        partial(bind, world, Mesh(dp=2), [Use("x", ("dp",)), Use("x", ("tp",))]),
+        partial(bind, world, Mesh(dp=2), [GroupSpec("x", ("dp",)), GroupSpec("x", ("tp",))]),
         partial(groups.__getitem__, "grads"),
     ]
     said = []
@@ -177,7 +177,7 @@ def refusals(world: World) -> list[str]:
 
 def test_impossible_calls_are_refused_before_anything_is_sent(ranks):
     for rank, said in enumerate(ranks(refusals, 2)):
-        assert "the whole has 5 elements of torch.float32, the part 2" in said[0]
+        assert "the full tensor has 5 elements of torch.float32, the shard 2" in said[0]
         assert "4 of torch.float64" in said[1] or "4 elements of torch.float64" in said[1]
         assert f"send with peer {rank}: this is rank {rank} of 2" in said[2]
         assert "recv with peer 2" in said[3]

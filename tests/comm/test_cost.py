@@ -9,21 +9,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist.comm import Meter, Use, World, bind
+from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.comm.algorithms import ALGORITHMS
 from minidist.comm.cost import (
     Cost,
     Link,
+    bandwidth_speedup,
     bus_bandwidth,
-    cost,
-    depth,
-    fastest,
-    gain,
-    hierarchical_seconds,
-    lower_bound,
+    collective_cost,
+    cost_lower_bound,
+    fastest_algorithm,
+    hierarchical_all_reduce_seconds,
+    tree_depth,
 )
-from minidist.comm.overlap import best_bucket, finished_s, in_flight
-from minidist.comm.wire_bytes import OWN
+from minidist.comm.overlap import best_bucket_bytes, bucket_intervals, last_bucket_end_s
+from minidist.comm.wire_bytes import IMPLEMENTED_ALGORITHMS
 from minidist.mesh import Mesh
 from minidist.tools.network.calibrate import Sample, errors, fit, link_of, measure
 
@@ -35,7 +35,7 @@ KIB, MIB = 2**10, 2**20
 
 def rounds_of(world: World, n: int) -> list:
     """For every algorithm, the rounds of this rank: each a list of (send or recv, peer, bytes)."""
-    group = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=Meter())["data"]
+    group = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"]
     found = []
     for name, algorithm in NAMES:
         group.meter.records.clear()
@@ -88,10 +88,10 @@ def acted_out(rounds: list[list], link: Link) -> float:
 
 @pytest.mark.parametrize("size", range(2, 9))
 def test_the_counts_are_those_of_the_algorithm_acted_out(ranks, size):
-    n = 840 * 4  # divides by every number of ranks, and by every number of seats
+    n = 840 * 4  # divides by every number of ranks, and by every number of active ranks
     every = ranks(rounds_of, size, n)
     for i, (name, algorithm) in enumerate(NAMES):
-        rounds, counts = [mine[i] for mine in every], cost(name, algorithm, size, 4 * n)
+        rounds, counts = [mine[i] for mine in every], collective_cost(name, algorithm, size, 4 * n)
         got = acted_out(rounds, Link(1.0, 0.0)), acted_out(rounds, Link(0.0, 1.0))
         want = counts.rounds, counts.sent
         if algorithm == "naive":  # in the order in which it lists its messages a port may have to wait
@@ -106,39 +106,41 @@ def test_the_counts_are_those_of_the_algorithm_acted_out(ranks, size):
 @pytest.mark.parametrize("name, algorithm", NAMES)
 @given(size=st.integers(1, 64), n=st.integers(0, 10**9))
 def test_nothing_is_below_the_lower_bound(name, algorithm, size, n):
-    counts, bound = cost(name, algorithm, size, n), lower_bound(name, size, n)
+    counts, bound = collective_cost(name, algorithm, size, n), cost_lower_bound(name, size, n)
     for field in ("rounds", "sent", "reduced"):
         assert getattr(counts, field) >= getattr(bound, field) * (1 - 1e-12), field
 
 
 def test_counts_of_papers():
     n = 2400.0
-    assert cost("all_reduce", "ring", 6, n) == Cost(10, 2 * 5 * 400, 5 * 400)
-    assert cost("all_reduce", "rabenseifner", 8, n) == Cost(6, 2 * 7 * 300, 7 * 300)
-    assert cost("all_reduce", "doubling", 8, n) == Cost(3, 3 * n, 3 * n)
-    assert cost("all_reduce", "tree", 5, n) == Cost(6, 6 * n, 3 * n)
-    assert cost("central_update", "flat", 4, n) == Cost(6, 6 * n, 3 * n)
-    assert cost("broadcast", "flat", 4, n) == Cost(3, 3 * n) and cost("broadcast", "tree", 4, n) == Cost(2, 2 * n)
-    assert cost("all_reduce", "ring", 1, n) == Cost(0, 0)
-    assert [depth(size) for size in range(1, 10)] == [0, 1, 2, 2, 3, 3, 3, 3, 4]
+    assert collective_cost("all_reduce", "ring", 6, n) == Cost(10, 2 * 5 * 400, 5 * 400)
+    assert collective_cost("all_reduce", "rabenseifner", 8, n) == Cost(6, 2 * 7 * 300, 7 * 300)
+    assert collective_cost("all_reduce", "doubling", 8, n) == Cost(3, 3 * n, 3 * n)
+    assert collective_cost("all_reduce", "tree", 5, n) == Cost(6, 6 * n, 3 * n)
+    assert collective_cost("central_update", "flat", 4, n) == Cost(6, 6 * n, 3 * n)
+    assert collective_cost("broadcast", "flat", 4, n) == Cost(3, 3 * n) and collective_cost(
+        "broadcast", "tree", 4, n
+    ) == Cost(2, 2 * n)
+    assert collective_cost("all_reduce", "ring", 1, n) == Cost(0, 0)
+    assert [tree_depth(size) for size in range(1, 10)] == [0, 1, 2, 2, 3, 3, 3, 3, 4]
     with pytest.raises(ValueError, match="no algorithm 'gossip'"):
-        cost("all_reduce", "gossip", 2, n)
+        collective_cost("all_reduce", "gossip", 2, n)
 
 
 def test_every_algorithm_of_the_table_has_a_cost():
-    for name, algorithms in OWN.items():
+    for name, algorithms in IMPLEMENTED_ALGORITHMS.items():
         for algorithm in algorithms:
-            assert cost(name, algorithm, 6, 100).rounds > 0
+            assert collective_cost(name, algorithm, 6, 100).rounds > 0
 
 
 def test_across_slow_links_a_hierarchy_beats_the_flat_ring():
     near, far, n = Link(1e-6, 1e-11), Link(1e-5, 1e-9), 1e8
-    flat = cost("all_reduce", "ring", 32, n).seconds(far)
-    assert hierarchical_seconds(4, 8, n, near, far) < flat / 5
+    flat = collective_cost("all_reduce", "ring", 32, n).seconds(far)
+    assert hierarchical_all_reduce_seconds(4, 8, n, near, far) < flat / 5
     # 8 ranks of one node, or 8 nodes of one rank, are a ring.
-    ring = cost("all_reduce", "ring", 8, n)
-    assert hierarchical_seconds(1, 8, n, near, far) == pytest.approx(ring.seconds(near))
-    assert hierarchical_seconds(8, 1, n, near, far) == pytest.approx(ring.seconds(far))
+    ring = collective_cost("all_reduce", "ring", 8, n)
+    assert hierarchical_all_reduce_seconds(1, 8, n, near, far) == pytest.approx(ring.seconds(near))
+    assert hierarchical_all_reduce_seconds(8, 1, n, near, far) == pytest.approx(ring.seconds(far))
 
 
 # -- what follows from them -------------------------------------------------------------------------------------------
@@ -147,54 +149,61 @@ LINK = Link(alpha_s=1e-4, beta_s=1e-9, gamma_s=1e-10)
 
 
 def test_short_rows_want_few_rounds_and_long_ones_few_bytes():
-    assert fastest("all_reduce", 16, KIB, LINK) == "doubling"
-    assert fastest("all_reduce", 16, 64 * MIB, LINK) == "rabenseifner"
+    assert fastest_algorithm("all_reduce", 16, KIB, LINK) == "doubling"
+    assert fastest_algorithm("all_reduce", 16, 64 * MIB, LINK) == "rabenseifner"
     # Off a power of two Rabenseifner hands whole rows over, and the ring does not.
-    assert fastest("all_reduce", 12, 64 * MIB, LINK) == "ring"
-    assert fastest("broadcast", 2, MIB, LINK) == "flat" and fastest("broadcast", 9, MIB, LINK) == "tree"
+    assert fastest_algorithm("all_reduce", 12, 64 * MIB, LINK) == "ring"
+    assert (
+        fastest_algorithm("broadcast", 2, MIB, LINK) == "flat"
+        and fastest_algorithm("broadcast", 9, MIB, LINK) == "tree"
+    )
 
 
 @given(size=st.integers(2, 64), n=st.integers(1, 10**9))
 def test_a_perfect_algorithm_shows_the_links_bandwidth(size, n):
     for name in ("all_reduce", "all_gather", "reduce_scatter"):
-        seconds = cost(name, "ring", size, n).seconds(Link(0.0, 1e-9))
+        seconds = collective_cost(name, "ring", size, n).seconds(Link(0.0, 1e-9))
         assert bus_bandwidth(name, size, n, seconds) == pytest.approx(1e9)
     assert bus_bandwidth("broadcast", size, n, n * 1e-9) == pytest.approx(1e9)
 
 
 def test_a_link_ten_times_faster_helps_bytes_not_rounds():
-    assert gain(cost("all_reduce", "ring", 4, 10**12), Link(1e-4, 1e-9)) == pytest.approx(10, rel=1e-3)
-    assert gain(cost("all_reduce", "ring", 4, 8), Link(1e-4, 1e-9)) == pytest.approx(1, rel=1e-3)
+    assert bandwidth_speedup(collective_cost("all_reduce", "ring", 4, 10**12), Link(1e-4, 1e-9)) == pytest.approx(
+        10, rel=1e-3
+    )
+    assert bandwidth_speedup(collective_cost("all_reduce", "ring", 4, 8), Link(1e-4, 1e-9)) == pytest.approx(
+        1, rel=1e-3
+    )
 
 
 def test_a_bucket_begins_when_it_is_full_and_the_one_before_it_is_done():
-    assert in_flight([1.0, 2.0, 5.0], [0.5, 2.0, 1.0]) == [(1.0, 1.5), (2.0, 4.0), (5.0, 6.0)]
+    assert bucket_intervals([1.0, 2.0, 5.0], [0.5, 2.0, 1.0]) == [(1.0, 1.5), (2.0, 4.0), (5.0, 6.0)]
     # The second is full first, and waits for the one ahead of it.
-    assert in_flight([3.0, 1.0], [0.5, 0.5]) == [(3.0, 3.5), (3.5, 4.0)]
-    assert in_flight([], []) == []
+    assert bucket_intervals([3.0, 1.0], [0.5, 0.5]) == [(3.0, 3.5), (3.5, 4.0)]
+    assert bucket_intervals([], []) == []
 
 
 def test_buckets_are_reduced_while_backward_goes_on():
-    assert finished_s(100, 100, 5.0, lambda n: n * 0.01) == pytest.approx(6.0)
+    assert last_bucket_end_s(100, 100, 5.0, lambda n: n * 0.01) == pytest.approx(6.0)
     # Two halves: the first, full at 2.5, is done at 3.0, the second at 5.5.
-    assert finished_s(100, 50, 5.0, lambda n: n * 0.01) == pytest.approx(5.5)
+    assert last_bucket_end_s(100, 50, 5.0, lambda n: n * 0.01) == pytest.approx(5.5)
     # A network slower than backward is the only thing that counts: 4 messages of 3 s after the first is full.
-    assert finished_s(100, 25, 4.0, lambda n: 3.0) == pytest.approx(13.0)
-    assert finished_s(0, 25, 4.0, lambda n: 3.0) == 0.0
+    assert last_bucket_end_s(100, 25, 4.0, lambda n: 3.0) == pytest.approx(13.0)
+    assert last_bucket_end_s(0, 25, 4.0, lambda n: 3.0) == 0.0
 
 
 def test_the_best_bucket_lies_between_many_messages_and_one_late_one():
     def seconds(n):
-        return cost("all_reduce", "ring", 8, n).seconds(LINK)
+        return collective_cost("all_reduce", "ring", 8, n).seconds(LINK)
 
     total, backward_s = 100 * MIB, 0.3
-    best = best_bucket(total, backward_s, seconds)
+    best = best_bucket_bytes(total, backward_s, seconds)
     assert MIB <= best <= 32 * MIB
-    times = {1 << k: finished_s(total, 1 << k, backward_s, seconds) for k in range(16, 28)}
+    times = {1 << k: last_bucket_end_s(total, 1 << k, backward_s, seconds) for k in range(16, 28)}
     assert times[best] == min(times.values()) and times[1 << 16] > times[best] < times[1 << 27]
     # Without latency small is best, without bandwidth to pay large is.
-    assert best_bucket(total, backward_s, lambda n: n * 1e-9) == 64 * KIB
-    assert best_bucket(total, backward_s, lambda n: 1.0) == 128 * MIB
+    assert best_bucket_bytes(total, backward_s, lambda n: n * 1e-9) == 64 * KIB
+    assert best_bucket_bytes(total, backward_s, lambda n: 1.0) == 128 * MIB
 
 
 # -- the fit ----------------------------------------------------------------------------------------------------------
@@ -247,7 +256,7 @@ def test_a_figure_nothing_is_known_of_is_zero_and_none_is_below():
 
 
 def measured(world: World) -> list:
-    group = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))])["data"]
+    group = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))])["data"]
     return [(s.name, s.algorithm, s.ranks, s.bytes, s.seconds > 0) for s in measure(group, [64, 4096], turns=1)]
 
 

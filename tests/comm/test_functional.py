@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from minidist.comm import Meter, Use, World, bind
+from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.comm import functional as ops
 from minidist.mesh import Mesh
 
 
 def values(world: World) -> list[torch.Tensor]:
     """Each op's result and the gradient of sum_ranks(weight * result) with respect to this rank's input."""
-    groups = bind(world, Mesh(tp=world.size), [Use("tp", ("tp",))])
+    groups = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))])
     key, n = groups["tp"].key, world.size
     found = []
     for name, extra in (("all_reduce", ()), ("all_gather", (n,)), ("reduce_scatter", (n,)), ("all_to_all", ())):
@@ -52,7 +52,7 @@ def test_values_and_gradients_are_those_of_one_process(ranks, n):
 
 
 def compiled(world: World) -> tuple:
-    groups = bind(world, Mesh(tp=world.size), [Use("tp", ("tp",))], meter=Meter())
+    groups = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))], meter=Meter())
     key, n, meter = groups["tp"].key, world.size, groups.meter
 
     def block(x):

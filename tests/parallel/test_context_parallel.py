@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from minidist.comm import Meter, Use, World, bind
+from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
 from minidist.models import IGNORE, DropoutAddress, ModelConfig, Transformer, init_parameters
 from minidist.models.layers import Attention
@@ -57,7 +57,7 @@ def attention(kind: str, layout: str, group):
 
 
 def attended(world: World, kind: str, layout: str, shapes: list) -> list:
-    group = bind(world, Mesh(cp=world.size), [Use("context", ("cp",))])["context"]
+    group = bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))])["context"]
     found = []
     for shape in shapes:
         own = positions(layout, shape[3], group.size, group.rank)
@@ -94,7 +94,7 @@ def test_gloo_carries_it_as_well(ranks, kind):
 
 
 def uneven_heads(world: World) -> str:
-    group = bind(world, Mesh(cp=world.size), [Use("context", ("cp",))])["context"]
+    group = bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))])["context"]
     query, key, value, _ = problem((1, 3, 3, 4, 2))
     try:
         attention("ulysses", "contiguous", group)(query, key, value)
@@ -154,7 +154,7 @@ def one_process() -> tuple:
 
 def trained(world: World, kind: str, layout: str | None, how: str = "plain") -> tuple:
     meter = Meter()
-    group = bind(world, Mesh(cp=world.size), [Use("context", ("cp",))], meter=meter)["context"]
+    group = bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))], meter=meter)["context"]
     model = whole()
     split(model, group, kind, layout)
     layout = layout or {"ring": "zigzag", "ulysses": "contiguous"}[kind]
@@ -198,7 +198,7 @@ def test_recomputation_and_micro_batches_in_flight_change_nothing(ranks, kind, h
 
 
 def on_a_mesh(world: World, kind: str, sequence: bool) -> tuple:
-    uses = [Use("context", ("cp",)), Use("tp", ("tp",))]
+    uses = [GroupSpec("context", ("cp",)), GroupSpec("tp", ("tp",))]
     groups = bind(world, Mesh(cp=2, tp=2), uses, meter=Meter())
     model = whole()
     held = split_tensor(model, groups["tp"], sequence)
@@ -228,7 +228,7 @@ def test_it_composes_with_tensor_parallelism(ranks, kind, sequence):
 
 def compiled(world: World, kind: str, layout: str) -> list:
     meter = Meter()
-    group = bind(world, Mesh(cp=world.size), [Use("context", ("cp",))], meter=meter)["context"]
+    group = bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))], meter=meter)["context"]
     found = []
     for wrap in (lambda layer: layer, lambda layer: torch.compile(layer, fullgraph=True, backend="aot_eager")):
         model = whole()

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minidist.comm import Group, Meter, Use, World, bind
+from minidist.comm import Group, GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
 from minidist.models.layers import Attention
 from minidist.parallel.context import kernels, ring
@@ -22,7 +22,7 @@ B, HEADS, KV_HEADS, D = 2, 12, 2, 4
 
 
 def context(world: World, meter: Meter | None = None) -> Group:
-    return bind(world, Mesh(cp=world.size), [Use("context", ("cp",))], meter=meter)["context"]
+    return bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))], meter=meter)["context"]
 
 
 def own_part(length: int, dtype=torch.float64, kv_heads: int = KV_HEADS) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minidist.comm import Meter, Use, World, bind
+from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
 from minidist.models import ModelConfig, Transformer
 from minidist.parallel.data.reducer import collect
@@ -57,7 +57,7 @@ class Reducer:
 
 def through_stages(world: World, kind: str, micro_batches: int) -> tuple:
     made = schedule(kind, world.size, micro_batches)
-    uses = [Use("activations", ("pp",)), Use("gradients", ("pp",))]
+    uses = [GroupSpec("activations", ("pp",)), GroupSpec("gradients", ("pp",))]
     groups = bind(world, Mesh(pp=world.size), uses, meter=Meter())
     chunk_of = {made.position(world.rank, chunk): chunk for chunk in range(made.chunks)}
     parameters, reducer, end = parameters_of(list(chunk_of)), Reducer(), made.positions - 1

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.comm import Meter, Use, World, bind
+from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
 from minidist.parallel.data.buckets import assign
 from minidist.parallel.data.reducer import collect, group_of
@@ -58,7 +58,7 @@ def data(rank: int, micro_batch: int, dtype=torch.float64) -> torch.Tensor:
 
 def set_up(world: World, kind: str, mib: float, dtype=torch.float64):
     """A replica that started different from the others', its reducer, and the meter."""
-    groups = bind(world, Mesh(dp=world.size), [Use("grads", ("dp",))], meter=Meter())
+    groups = bind(world, Mesh(dp=world.size), [GroupSpec("grads", ("dp",))], meter=Meter())
     model = seeded(world.rank, dtype)
     with torch.no_grad():
         model.scale.fill_(0.5 + world.rank)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minidist.comm import Meter, Use, World, bind
+from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
 from minidist.models import IGNORE, DropoutAddress, ModelConfig, Transformer, init_parameters
 from minidist.models.transformer import token_loss
@@ -45,7 +45,7 @@ def address(config: ModelConfig) -> DropoutAddress | None:
 
 
 def in_parallel(world: World, config: ModelConfig, sequence: bool) -> tuple:
-    group = bind(world, Mesh(tp=world.size), [Use("tp", ("tp",))], meter=Meter())["tp"]
+    group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))], meter=Meter())["tp"]
     model = whole(config)
     held = split(model, group, sequence)
     total, count = model(*batch(config), address=address(config))
@@ -97,7 +97,7 @@ def test_loss_and_gradients_are_those_of_one_process(ranks, shape, size, sequenc
 
 def traffic(world: World, config: ModelConfig, sequence: bool) -> list:
     meter = Meter()
-    group = bind(world, Mesh(tp=world.size), [Use("tp", ("tp",))], meter=meter)["tp"]
+    group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))], meter=meter)["tp"]
     model = whole(config)
     split(model, group, sequence)
     model(*batch(config))[0].backward()
@@ -120,7 +120,7 @@ def test_what_a_step_sends(ranks):
 
 def uneven(world: World) -> str:
     config = SHAPES["grouped"]
-    group = bind(world, Mesh(tp=world.size), [Use("tp", ("tp",))])["tp"]
+    group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))])["tp"]
     model = whole(config)
     split(model, group, sequence=True)
     try:
@@ -135,7 +135,7 @@ def test_a_sequence_that_does_not_divide_is_refused(ranks):
 
 
 def extreme(world: World) -> list:
-    group = bind(world, Mesh(tp=world.size), [Use("tp", ("tp",))])["tp"]
+    group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))])["tp"]
     logits = torch.tensor([[[1e4, -1e4, 0.0, 3.0], [5.0, 5.0, 5.0, 5.0], [1.0, 2.0, 3.0, 4.0]]])
     first = 2 * group.rank
     part = logits[..., first : first + 2].clone().requires_grad_()
@@ -172,7 +172,7 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do(change, size, s
 def compiled(world: World, sequence: bool) -> tuple:
     config = replace(SHAPES["two for four"], dropout=0.0)
     meter = Meter()
-    group = bind(world, Mesh(tp=world.size), [Use("tp", ("tp",))], meter=meter)["tp"]
+    group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))], meter=meter)["tp"]
     found = []
     for wrap in (lambda layer: layer, lambda layer: torch.compile(layer, fullgraph=True, backend="aot_eager")):
         model = whole(config)

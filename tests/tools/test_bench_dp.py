@@ -17,7 +17,7 @@ from bench.contenders import MODES, Floor, Ours, Seat, TorchDDP
 from bench.contest import FLOOR
 from bench.statistics import median_interval, paired_ratios, step_times
 from bench.workload import SIZES, Share
-from minidist.comm import Use, bind
+from minidist.comm import GroupSpec, bind
 from minidist.errors import RunError
 from minidist.mesh import Mesh
 
@@ -62,7 +62,7 @@ def test_the_interval_covers_the_true_median_as_often_as_it_says():
 
 def verdicts(world, kinds):
     """Name and mode to how far the contender is off one process, or to why it is not timed."""
-    table = bind(world, Mesh(dp=world.size), [Use("bench", ("dp",))])["bench"]
+    table = bind(world, Mesh(dp=world.size), [GroupSpec("bench", ("dp",))])["bench"]
     shares, wanted, found = TINY.batches(world.rank, world.size), rounds.one_process(TINY), {}
     for name, mode in itertools.product(kinds, MODES):
         contender = (lineup.LINEUP.get(name) or WRONG[name])(Seat(TINY, mode, world))

@@ -12,7 +12,7 @@ from bench.contenders import MODES, Ours, Seat
 from bench.contest import FLOOR, Row, Run
 from bench.statistics import overhead_ratio
 from bench.workload import SIZES
-from minidist.comm import Use, bind
+from minidist.comm import GroupSpec, bind
 from minidist.errors import RunError
 from minidist.mesh import Mesh
 
@@ -46,7 +46,7 @@ class OtherShard(Ours):
 
 def verdicts(world, names):
     """Name and mode to how far the peer is off one process, or to why it is not timed."""
-    table = bind(world, Mesh(dp=world.size), [Use("bench", ("dp",))])["bench"]
+    table = bind(world, Mesh(dp=world.size), [GroupSpec("bench", ("dp",))])["bench"]
     shares, wanted, found = TINY.batches(world.rank, world.size), rounds.one_process(TINY), {}
     wrong = {kind.__name__: lambda seat, kind=kind: kind(seat, reshard=True) for kind in (OtherClip, OtherNorm)}
     wrong["OtherShard"] = lambda seat: OtherShard(seat, stage=3)

@@ -8,8 +8,8 @@ import pytest
 from bench.__main__ import main as bench
 from bench.calibrate import Calibration, main
 from minidist.comm.algorithms import ALGORITHMS
-from minidist.comm.cost import Link, fastest
-from minidist.comm.wire_bytes import OWN
+from minidist.comm.cost import Link, fastest_algorithm
+from minidist.comm.wire_bytes import IMPLEMENTED_ALGORITHMS
 from minidist.tools.network.calibrate import BACKEND, Sample
 
 LINK = Link(alpha_s=1e-4, beta_s=1e-9, gamma_s=2e-10)
@@ -49,7 +49,7 @@ def test_what_is_slower_than_its_messages_shows_in_the_link_and_not_in_its_own_f
 def test_the_winner_is_what_was_fastest_and_a_wrong_choice_has_its_price():
     found = made(4)
     for n in found.sizes:
-        assert found.winner(n) == fastest("all_reduce", 4, n, LINK)
+        assert found.winner(n) == fastest_algorithm("all_reduce", 4, n, LINK)
         assert found.price_of_choice(n) == pytest.approx(1)
     large = found.sizes[-1]
     assert found.winner(large) == "rabenseifner"
@@ -66,7 +66,7 @@ def test_the_command_measures_fits_and_draws(server, tmp_path, capsys):
     for run in figures["runs"]:
         assert all(value >= 0 for value in run["link"].values()) and any(run["link"].values())
         assert len(run["held_out_bytes"]) == 2 and run["median_error_from_link"] >= 0
-        assert {winner["measured"] for winner in run["winners"].values()} <= set(OWN["all_reduce"])
+        assert {winner["measured"] for winner in run["winners"].values()} <= set(IMPLEMENTED_ALGORITHMS["all_reduce"])
         assert run["bucket_bytes"] >= 2**16
         assert {f"{name} {algorithm}" for name, algorithm in KINDS[2:]} <= run["own_links"].keys()
     picture = matplotlib.image.imread(tmp_path / "out" / "c.png")

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minidist.comm import Use, all_reduce, barrier, bind, broadcast, recv, send
+from minidist.comm import GroupSpec, all_reduce, barrier, bind, broadcast, recv, send
 from minidist.mesh import Mesh
 from minidist.tools.deadlock.status_report import rank_names
 from minidist.tools.launch import RankFailure
 
-GRADS = Use("grads", ("dp",))
+GRADS = GroupSpec("grads", ("dp",))
 DEADLINE_S = 30.0  # a missed verdict fails as "deadline", not as a hang
 
 
@@ -89,7 +89,7 @@ def test_different_operations_at_one_sequence_number_are_both_named(server):
 
 
 def two_groups_crossed(world):
-    made = groups(world, Use("a", ("dp",)), Use("b", ("dp",)))
+    made = groups(world, GroupSpec("a", ("dp",)), GroupSpec("b", ("dp",)))
     first, second = ("a", "b") if world.rank == 0 else ("b", "a")
     all_reduce(torch.zeros(2), made[first])
     all_reduce(torch.zeros(2), made[second])
@@ -103,7 +103,7 @@ def test_groups_in_crossed_order_are_a_circle(server):
 
 
 def one_pair_is_stuck(world):
-    made = bind(world, Mesh(pp=2, dp=2), (Use("pair", ("dp",)),))["pair"]
+    made = bind(world, Mesh(pp=2, dp=2), (GroupSpec("pair", ("dp",)),))["pair"]
     if world.rank == 1:
         return
     if world.rank == 0:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minidist import comm
-from minidist.comm import Meter, Transfer, Use, World, bind
+from minidist.comm import GroupSpec, Meter, P2POp, World, bind
 from minidist.data.loader import Loader
 from minidist.data.synthetic import generate
 from minidist.mesh import Mesh
@@ -57,7 +57,7 @@ def test_every_layout_obeys_the_rules(ranks, size):
 
 
 def disorderly(world: World) -> list:
-    groups = bind(world, Mesh(dp=2), [Use("a", ("dp",)), Use("b", ("dp",))], meter=Meter())
+    groups = bind(world, Mesh(dp=2), [GroupSpec("a", ("dp",)), GroupSpec("b", ("dp",))], meter=Meter())
     uses = ("a", "b") if world.rank == 0 else ("b", "a")
     handles = [comm.all_reduce(torch.ones(1), groups[use], async_op=True) for use in uses]
     for handle in handles:  # gloo forgives it
@@ -77,8 +77,8 @@ def transfers(world: World, how: str) -> list:
     peer = 1 - world.rank
     mine, theirs = torch.ones(3), torch.empty(3)
     if how == "batched":
-        comm.batch([Transfer("send", mine, peer), Transfer("recv", theirs, peer)], group)
-        comm.batch([Transfer("recv", theirs, peer), Transfer("send", mine, peer)], group)
+        comm.batch_send_recv([P2POp("send", mine, peer), P2POp("recv", theirs, peer)], group)
+        comm.batch_send_recv([P2POp("recv", theirs, peer), P2POp("send", mine, peer)], group)
         return group.meter.records
     sends_first = how == "head to head" or world.rank == 0
     calls = [(comm.send, mine), (comm.recv, theirs)]

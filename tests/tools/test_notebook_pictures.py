@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from minidist.comm import Meter
-from minidist.comm.wire_bytes import ALGORITHM, sent_elements
+from minidist.comm.wire_bytes import ASSUMED_ALGORITHMS, sent_elements
 from minidist.errors import UserError
 from minidist.tools.notebook import LiveRanks, timeline, traffic
 from minidist.tools.notebook.pictures import Span, lanes
@@ -56,7 +56,7 @@ def test_a_tree_begins_at_its_root(root):
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
-@pytest.mark.parametrize("name", sorted(set(ALGORITHM) - {"send", "recv", "barrier"}))
+@pytest.mark.parametrize("name", sorted(set(ASSUMED_ALGORITHMS) - {"send", "recv", "barrier"}))
 def test_every_byte_of_the_meter_is_in_the_matrix_once(name, size):
     n = 3 * size
     matrix = traffic(records(name, n, root=size - 1, size=size), draw=False)

@@ -123,8 +123,8 @@ def test_a_wait_of_torch_itself_tells_what_was_not_begun(live):
 
 def test_groups_that_take_long_to_end_are_no_deadlock(live):
     """gloo sleeps for each connection that a group gives up: with many, for longer than a deadlock takes to be told."""
-    make = "groups = bind(world, Mesh(dp=3), [Use(str(i), ('dp',)) for i in range(50)])"
-    run(live, f"from minidist.comm import Use, bind\nfrom minidist.mesh import Mesh\n{make}")
+    make = "groups = bind(world, Mesh(dp=3), [GroupSpec(str(i), ('dp',)) for i in range(50)])"
+    run(live, f"from minidist.comm import GroupSpec, bind\nfrom minidist.mesh import Mesh\n{make}")
     assert run(live, "groups.destroy()").kind == "done"
     works(live)
 

@@ -6,14 +6,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from minidist import comm
-from minidist.comm import Meter, Transfer, Use, World, bind
+from minidist.comm import GroupSpec, Meter, P2POp, World, bind
 from minidist.mesh import Mesh
 from minidist.tools.recording import RecordingGroup, mount
 
 
 def both_mounts(world: World) -> tuple[list, list]:
     upper, lower = Meter(), Meter()
-    groups = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=upper, backend=mount(lower))
+    groups = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=upper, backend=mount(lower))
     group, n = groups["data"], world.size
     comm.all_reduce(torch.ones(7), group)
     comm.all_reduce(torch.ones(3, dtype=torch.float64), group, "max", async_op=True).wait()
@@ -25,7 +25,7 @@ def both_mounts(world: World) -> tuple[list, list]:
     received = [1 + ((r + 1) % n == world.rank) for r in range(n)]
     comm.all_to_all(torch.empty(sum(received), 2), torch.ones(sum(splits), 2), group, received, splits)
     right, left = (world.rank + 1) % n, (world.rank - 1) % n
-    comm.batch([Transfer("send", torch.ones(4), right), Transfer("recv", torch.empty(4), left)], group)
+    comm.batch_send_recv([P2POp("send", torch.ones(4), right), P2POp("recv", torch.empty(4), left)], group)
     comm.barrier(group)
     return [facts(r) for r in upper.records], [facts(r) for r in lower.records]
 
@@ -48,7 +48,7 @@ def parts_go_directly(world: World) -> tuple:
     The numbers of the ranks have no common sum in another order, and the results lie in the memory of what was given.
     """
     upper, lower = Meter(), Meter()
-    groups = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=upper, backend=mount(lower))
+    groups = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=upper, backend=mount(lower))
     group, n = groups["data"], world.size
     group.over_gloo = True  # a recording group is not, so that it shows what torch is asked for
     given = [torch.randn(n * 5, generator=torch.Generator().manual_seed(r)) for r in range(n)]
@@ -80,7 +80,7 @@ def test_parts_that_go_directly_take_the_bytes_that_the_door_counts(ranks, size)
 
 def shifted(world: World) -> list:
     """Sends and receives of the caller's own, while parts are on their way between the same ranks."""
-    groups = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], backend="gloo")
+    groups = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], backend="gloo")
     group, n, rank = groups["data"], world.size, world.rank
     out, got = torch.empty(3), torch.empty(3)
     if rank % 2:

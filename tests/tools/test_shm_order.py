@@ -221,7 +221,7 @@ def test_work_on_its_way_ends_although_the_group_is_destroyed(ranks):
 
 
 def through_the_door(world: World) -> tuple[list[str], list[float]]:
-    group = comm.bind(world, Mesh(dp=world.size), [comm.Use("here", ("dp",))])["here"]
+    group = comm.bind(world, Mesh(dp=world.size), [comm.GroupSpec("here", ("dp",))])["here"]
     x = torch.ones(300_000)
     comm.all_reduce(x, group)
     comm.barrier(group)

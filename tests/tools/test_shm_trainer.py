@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minidist import comm
-from minidist.comm import Meter, Use, World, bind
+from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.config import CommConfig, Config
 from minidist.errors import UserError
 from minidist.mesh import Mesh
@@ -36,7 +36,7 @@ def test_a_run_has_the_same_losses_over_both(ranks, tmp_path, size):
 
 def through_the_door(world: World) -> list:
     meter = Meter()
-    group = bind(world, Mesh(dp=world.size), [Use("data", ("dp",))], meter=meter)["data"]
+    group = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=meter)["data"]
     total, whole = torch.full((7,), float(world.rank)), torch.empty(3 * world.size)
     comm.all_reduce(total, group)
     comm.all_gather(whole, torch.full((3,), float(world.rank)), group, async_op=True).wait()

@@ -15,13 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
 import torch
-from minidist.comm import Use, all_reduce, bind
+from minidist.comm import GroupSpec, all_reduce, bind
 from minidist.mesh import Mesh
 from minidist.tools.launch import threads_per_rank
 from minidist.tools.launch.torchrun import torchrun_world, under_torchrun
 assert under_torchrun()
 with torchrun_world(device="cpu") as world:
-    grads = bind(world, Mesh(dp=world.size), [Use("grads", ("dp",))])["grads"]
+    grads = bind(world, Mesh(dp=world.size), [GroupSpec("grads", ("dp",))])["grads"]
     total = torch.tensor([world.rank + 1.0])
     all_reduce(total, grads)
     threads = torch.get_num_threads() == threads_per_rank(2, {})

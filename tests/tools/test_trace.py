@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from minidist.comm import Meter, Transfer, all_reduce, batch, bind
+from minidist.comm import Meter, P2POp, all_reduce, batch_send_recv, bind
 from minidist.mesh import Mesh
 from minidist.tools.trace.chrome import COMMUNICATION, COMPUTE, WAITING, events
 from minidist.tools.trace.clock import HostClock
@@ -118,7 +118,7 @@ def told_to_the_meter(world):
     meter.started, meter.waiting = note_start, note_wait
     first, second = torch.ones(2), torch.ones(2)
     handle = all_reduce(first, group, async_op=True)
-    batch([Transfer("send", first, 1 - world.rank, 3), Transfer("recv", second, 1 - world.rank, 3)], group)
+    batch_send_recv([P2POp("send", first, 1 - world.rank, 3), P2POp("recv", second, 1 - world.rank, 3)], group)
     handle.wait()
     meter.begin(HostClock())
     all_reduce(first, group)

@@ -27,7 +27,7 @@ def test_tp_is_innermost_and_pp_outermost():
 
 @given(meshes, some_axes)
 def test_groups_are_a_partition_of_all_ranks(mesh, axes):
-    groups = mesh.partition(axes)
+    groups = mesh.rank_groups(axes)
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
     assert {len(group) for group in groups} == {math.prod(mesh.sizes[axis] for axis in axes)}
 

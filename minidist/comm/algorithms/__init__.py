@@ -1,22 +1,22 @@
-"""Collectives made of send and receive, each by the name of its algorithm.
-
-Every transfer goes through the door, so the meter counts it and the board shows it, and each function has the
-arguments of the door's operation of that name. They run on any backend that can send: rounds of transfers that are
-started together, which no order can deadlock. Any number of ranks, any number of elements, any dtype.
+"""Collective algorithms built on send and receive, by operation and name.
 
     ALGORITHMS["all_reduce"]["ring"](tensor, group, "mean")
 
-They are synchronous. `Chosen` gives an all-reduce the asynchronous form that gradients need.
+Each function takes the arguments of the operation of that name in `collectives` and is synchronous; `DeferredAllReduce`
+gives an all-reduce the asynchronous form that gradients need. Every transfer goes through `collectives`, so the meter
+counts it. They run on any backend, number of ranks, number of elements and dtype.
+
+Read `primitives`, then `root` (flat and tree), `direct`, `ring`, `halving`; `deferred` last.
 """
 
 from collections.abc import Callable, Mapping
 
 from minidist.comm.algorithms import direct, halving, ring, root
-from minidist.comm.algorithms.chosen import Chosen
-from minidist.comm.algorithms.hierarchical import hierarchical_all_reduce
+from minidist.comm.algorithms.deferred import DeferredAllReduce
+from minidist.comm.algorithms.ring import hierarchical_all_reduce
 from minidist.comm.algorithms.root import central_update
 
-# By operation, then by algorithm: the names of the convention table.
+# By operation, then by algorithm: the names in `wire_bytes.IMPLEMENTED_ALGORITHMS`.
 ALGORITHMS: Mapping[str, Mapping[str, Callable[..., None]]] = {
     "broadcast": {"flat": root.flat_broadcast, "tree": root.tree_broadcast},
     "reduce": {"flat": root.flat_reduce, "tree": root.tree_reduce},
@@ -32,4 +32,4 @@ ALGORITHMS: Mapping[str, Mapping[str, Callable[..., None]]] = {
     "all_to_all": {"pairwise": direct.pairwise_all_to_all},
 }
 
-__all__ = ["ALGORITHMS", "Chosen", "central_update", "hierarchical_all_reduce"]
+__all__ = ["ALGORITHMS", "DeferredAllReduce", "central_update", "hierarchical_all_reduce"]

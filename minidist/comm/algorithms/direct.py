@@ -1,32 +1,39 @@
-"""Algorithms whose ranks talk to each other directly: everything to everybody, and the pairwise all-to-all."""
+"""All-reduces by direct exchange and by tree, and the pairwise all-to-all."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from minidist.comm.algorithms.primitives import (
+    check_reduce_op,
+    divide_mean,
+    exchange,
+    flat_view,
+    reduce_into,
+    split_chunks,
+)
 from minidist.comm.algorithms.root import tree_broadcast, tree_reduce
-from minidist.comm.algorithms.rounds import check, combine, cut, finish, row, together
 from minidist.comm.group import Group
 
 
 def naive_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Replace `tensor` (any shape) on every rank by its reduction: everybody sends all it has to everybody.
+    """Replace `tensor` (any shape) on every rank by its reduction: every rank sends its tensor to every other rank.
 
-    One round, `size - 1` times the bytes, and memory for `size - 1` more tensors. Having all contributions at once, it
-    reduces them in rank order, 16-bit floats in float32 and rounded once: the most exact of all.
+    One round, `size - 1` times the bytes, and memory for `size - 1` more tensors. Each rank has all inputs at once and
+    reduces them in rank order, 16-bit floats in float32 with one rounding: the most exact algorithm here.
     """
-    check(op, tensor.dtype)
-    mine, others = row(tensor), [rank for rank in range(group.size) if rank != group.rank]
-    arrived = {rank: torch.empty_like(mine) for rank in others} | {group.rank: mine}
-    together(group, send=[(mine, rank) for rank in others], recv=[(arrived[rank], rank) for rank in others])
+    check_reduce_op(op, tensor.dtype)
+    buffer, others = flat_view(tensor), [rank for rank in range(group.size) if rank != group.rank]
+    arrived = {rank: torch.empty_like(buffer) for rank in others} | {group.rank: buffer}
+    exchange(group, send=[(buffer, rank) for rank in others], recv=[(arrived[rank], rank) for rank in others])
     floating = tensor.dtype.is_floating_point
     wide = torch.promote_types(tensor.dtype, torch.float32) if floating else tensor.dtype
     total = arrived[0].to(wide, copy=True)
     for rank in range(1, group.size):
-        combine(total, arrived[rank].to(wide), op)
-    finish(total, op, group.size)
-    mine.copy_(total)
+        reduce_into(total, arrived[rank].to(wide), op)
+    divide_mean(total, op, group.size)
+    buffer.copy_(total)
 
 
 def tree_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
@@ -42,27 +49,27 @@ def pairwise_all_to_all(
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
 ) -> None:
-    """Send part i of `input` to rank i and receive its part for this rank as part i of `output`.
+    """Send part i of `input` to rank i; receive the part that rank i sends to this rank as part i of `output`.
 
-    The parts are consecutive along dimension 0: of equal length, or of the lengths given in rows by the splits.
-    In round k every rank sends to the one k places on, so nobody receives from two at once. Thakur et al. 2005,
-    section 4.3.
+    The parts are consecutive along dimension 0: of equal length, or of the lengths that the splits give. In round k
+    every rank sends to rank + k and receives from rank - k, so no rank receives from two at once. Thakur et al. 2005,
+    section 4.3. Raises ValueError when the splits do not add up to the tensors' lengths.
     """
     size, rank = group.size, group.rank
-    for what, whole, splits in (("output", output, output_splits), ("input", input, input_splits)):
-        rows = whole.shape[0] if whole.dim() else 0
+    for what, tensor, splits in (("output", output, output_splits), ("input", input, input_splits)):
+        rows = tensor.shape[0] if tensor.dim() else 0
         if (splits is None and rows % size) or (splits is not None and (len(splits) != size or sum(splits) != rows)):
-            cuts = f"{size} equal parts" if splits is None else f"the parts {list(splits)}"
-            raise ValueError(f"all_to_all over {size} ranks: {rows} rows of {what} do not make {cuts}")
+            parts = f"{size} equal parts" if splits is None else f"parts of {list(splits)} rows"
+            raise ValueError(f"all_to_all over {size} ranks: the {rows} rows of {what} cannot be split into {parts}")
     leaving, arriving = _parts(input, input_splits, size), _parts(output, output_splits, size)
     arriving[rank].copy_(leaving[rank])
     for step in range(1, size):
         right, left = (rank + step) % size, (rank - step) % size
-        together(group, send=[(leaving[right], right)], recv=[(arriving[left], left)])
+        exchange(group, send=[(leaving[right], right)], recv=[(arriving[left], left)])
 
 
-def _parts(whole: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:
+def _parts(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:
     if splits is None:
-        return cut(row(whole), size)
-    width = whole[0].numel() if whole.shape[0] else 0
-    return list(row(whole).split([rows * width for rows in splits]))
+        return split_chunks(flat_view(tensor), size)
+    width = tensor[0].numel() if tensor.shape[0] else 0
+    return list(flat_view(tensor).split([rows * width for rows in splits]))

@@ -1,145 +1,149 @@
-"""Recursive halving and doubling: partners at distance 1, 2, 4, ... swap, so log2(size) rounds are enough.
+"""Recursive halving and doubling: ranks exchange with partners at distance 1, 2, 4, ..., in log2(size) rounds.
 
-halve    reduce-scatter: give away the half of the row that the partner's side keeps, add what comes for one's own
-double   all-gather: swap all one has with a partner who has as much; what one has doubles
-Rabenseifner's all-reduce is the first and then the second: the bytes of the ring in a logarithm of its rounds.
-`doubling_all_reduce` swaps the whole row every round: more bytes, half the rounds, and so the best for short rows.
+Recursive halving is a reduce-scatter, recursive doubling an all-gather. Rabenseifner's all-reduce is one after the
+other: as few bytes as the ring, in 2 log2(size) rounds. `doubling_all_reduce` exchanges the full buffer every round:
+more bytes, half the rounds, and so the fastest for small tensors.
 
-A power of two of ranks is needed; `Seats` makes any number one. Thakur et al. 2005, sections 4.1 (recursive doubling),
-4.4 (recursive halving), 4.5 (all-reduce); Rabenseifner 2004.
+Both need a power of two of ranks; `PowerOfTwoRanks` folds any other number onto one. Thakur et al. 2005, sections 4.1
+(recursive doubling), 4.4 (recursive halving), 4.5 (all-reduce); Rabenseifner 2004.
 """
 
 import torch
 from torch import Tensor
 
-from minidist.comm.algorithms.rounds import check, combine, finish, row, together
-from minidist.comm.collectives import check_parts
+from minidist.comm.algorithms.primitives import check_reduce_op, divide_mean, exchange, flat_view, reduce_into
+from minidist.comm.collectives import check_shard_sizes
 from minidist.comm.group import Group
-from minidist.comm.power_of_two import Seats
-from minidist.comm.wire_bytes import chunks
+from minidist.comm.power_of_two import PowerOfTwoRanks
+from minidist.comm.wire_bytes import chunk_sizes
 
 
-def fold(mine: Tensor, seats: Seats, group: Group, op: str) -> None:
-    """Ranks without a seat hand their row to the one that sits for them, which adds it to its own."""
-    if seats.stands(group.rank):
-        together(group, send=[(mine, group.rank - 1)])
-    elif (guest := seats.guest(group.rank)) is not None:
-        arriving = torch.empty_like(mine)
-        together(group, recv=[(arriving, guest)])
-        combine(mine, arriving, op)
+def fold_extra_ranks(buffer: Tensor, active: PowerOfTwoRanks, group: Group, op: str) -> None:
+    """Reduce the buffer of every folded rank into that of its partner, so that only the active ranks remain."""
+    if active.is_folded(group.rank):
+        exchange(group, send=[(buffer, group.rank - 1)])
+    elif (folded := active.folded_partner(group.rank)) is not None:
+        arriving = torch.empty_like(buffer)
+        exchange(group, recv=[(arriving, folded)])
+        reduce_into(buffer, arriving, op)
 
 
-def unfold(mine: Tensor, seats: Seats, group: Group) -> None:
-    """Ranks without a seat get the whole row from the one that sits for them."""
-    if seats.stands(group.rank):
-        together(group, recv=[(mine, group.rank - 1)])
-    elif (guest := seats.guest(group.rank)) is not None:
-        together(group, send=[(mine, guest)])
+def unfold_extra_ranks(buffer: Tensor, active: PowerOfTwoRanks, group: Group) -> None:
+    """Send the result from every active rank back to the rank folded into it. The inverse of `fold_extra_ranks`."""
+    if active.is_folded(group.rank):
+        exchange(group, recv=[(buffer, group.rank - 1)])
+    elif (folded := active.folded_partner(group.rank)) is not None:
+        exchange(group, send=[(buffer, folded)])
 
 
-def halve(mine: Tensor, bounds: list[int], seats: Seats, group: Group, op: str) -> None:
-    """Reduce over the seats: seat s ends with `mine[bounds[s] : bounds[s + 1]]` complete. Other ranks do nothing.
+def recursive_halving(buffer: Tensor, bounds: list[int], active: PowerOfTwoRanks, group: Group, op: str) -> None:
+    """Reduce-scatter over the active ranks: active rank i ends with `buffer[bounds[i] : bounds[i + 1]]` complete.
 
-    bounds: where in the row what a seat ends with begins, and the end of the row: (core + 1,).
+    Each round halves the range that a rank still reduces: it sends the other half to its partner and adds what the
+    partner sends. bounds: (count + 1,), start of each active rank's shard, and the end of the buffer. Folded ranks
+    return at once.
     """
-    if seats.stands(group.rank):
+    if active.is_folded(group.rank):
         return
-    seat = seats.of(group.rank)
-    scratch = torch.empty_like(mine)
-    low, high = 0, seats.core  # this rank still reduces for the seats from low to below high
+    index = active.index(group.rank)
+    scratch = torch.empty_like(buffer)
+    low, high = 0, active.count  # this rank still reduces the shards of active ranks low <= i < high
     while high - low > 1:
         middle = (low + high) // 2
         distance = middle - low
-        first, second = mine[bounds[low] : bounds[middle]], mine[bounds[middle] : bounds[high]]
-        if seat < middle:
-            partner, staying, leaving, high = seat + distance, first, second, middle
+        first, second = buffer[bounds[low] : bounds[middle]], buffer[bounds[middle] : bounds[high]]
+        if index < middle:
+            partner, staying, leaving, high = index + distance, first, second, middle
         else:
-            partner, staying, leaving, low = seat - distance, second, first, middle
-        peer, arriving = seats.first(partner), scratch[: staying.numel()]
-        together(group, send=[(leaving, peer)], recv=[(arriving, peer)])
-        combine(staying, arriving, op)
+            partner, staying, leaving, low = index - distance, second, first, middle
+        peer, arriving = active.rank(partner), scratch[: staying.numel()]
+        exchange(group, send=[(leaving, peer)], recv=[(arriving, peer)])
+        reduce_into(staying, arriving, op)
 
 
-def double(mine: Tensor, bounds: list[int], seats: Seats, group: Group) -> None:
-    """Gather over the seats: every seat's stretch of the row reaches all of them. The way back of `halve`."""
-    if seats.stands(group.rank):
+def recursive_doubling(buffer: Tensor, bounds: list[int], active: PowerOfTwoRanks, group: Group) -> None:
+    """All-gather over the active ranks: each round exchanges all gathered shards with a partner, which doubles them.
+
+    bounds: as in `recursive_halving`, whose exchanges it runs in reverse.
+    """
+    if active.is_folded(group.rank):
         return
-    seat, distance = seats.of(group.rank), 1
-    while distance < seats.core:
-        partner = seat ^ distance  # the other half of an aligned block of 2 * distance seats
-        low, other = seat - seat % distance, partner - partner % distance
-        have = mine[bounds[low] : bounds[low + distance]]
-        lack = mine[bounds[other] : bounds[other + distance]]
-        peer = seats.first(partner)
-        together(group, send=[(have, peer)], recv=[(lack, peer)])
+    index, distance = active.index(group.rank), 1
+    while distance < active.count:
+        partner = index ^ distance  # in the other half of an aligned block of 2 * distance active ranks
+        low, other = index - index % distance, partner - partner % distance
+        have = buffer[bounds[low] : bounds[low + distance]]
+        lack = buffer[bounds[other] : bounds[other + distance]]
+        peer = active.rank(partner)
+        exchange(group, send=[(have, peer)], recv=[(lack, peer)])
         distance *= 2
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str = "sum") -> None:
-    """Leave part `rank` of the reduction of `input` (size * n, ...) in `output` (n, ...); `input` is not changed."""
-    check_parts("reduce_scatter", whole=input, part=output, group=group)
-    check(op, input.dtype)
-    seats, n, rank = Seats(group.size), output.numel(), group.rank
-    work, result = row(input).clone(), row(output)
-    fold(work, seats, group, op)
-    halve(work, [n * seats.first(seat) for seat in range(seats.core + 1)], seats, group, op)
-    if seats.stands(rank):
-        together(group, recv=[(result, rank - 1)])
+    """Write shard `rank` of the reduction of `input` (size * n, ...) to `output` (n, ...); `input` is not changed."""
+    check_shard_sizes("reduce_scatter", full=input, shard=output, group=group)
+    check_reduce_op(op, input.dtype)
+    active, n, rank = PowerOfTwoRanks(group.size), output.numel(), group.rank
+    work, result = flat_view(input).clone(), flat_view(output)
+    fold_extra_ranks(work, active, group, op)
+    recursive_halving(work, [n * active.rank(index) for index in range(active.count + 1)], active, group, op)
+    if active.is_folded(rank):
+        exchange(group, recv=[(result, rank - 1)])
     else:
-        if (guest := seats.guest(rank)) is not None:
-            together(group, send=[(work[n * guest : n * (guest + 1)], guest)])
+        if (folded := active.folded_partner(rank)) is not None:
+            exchange(group, send=[(work[n * folded : n * (folded + 1)], folded)])
         result.copy_(work[n * rank : n * (rank + 1)])
-    finish(result, op, group.size)
+    divide_mean(result, op, group.size)
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
     """Concatenate the `input` (n, ...) of all ranks, in rank order, into `output` (size * n, ...) on every rank."""
-    check_parts("all_gather", whole=output, part=input, group=group)
-    seats, n, rank, mine = Seats(group.size), input.numel(), group.rank, row(output)
-    mine[n * rank : n * (rank + 1)].copy_(row(input))
-    guest = seats.guest(rank)
-    if seats.stands(rank):
-        together(group, send=[(mine[n * rank : n * (rank + 1)], rank - 1)])
-    elif guest is not None:
-        together(group, recv=[(mine[n * guest : n * (guest + 1)], guest)])
-    double(mine, [n * seats.first(seat) for seat in range(seats.core + 1)], seats, group)
-    # A rank without a seat has its own part: it gets what is before it and what is behind it.
-    if seats.stands(rank):
-        together(group, recv=[(mine[: n * rank], rank - 1), (mine[n * (rank + 1) :], rank - 1)])
-    elif guest is not None:
-        together(group, send=[(mine[: n * guest], guest), (mine[n * (guest + 1) :], guest)])
+    check_shard_sizes("all_gather", full=output, shard=input, group=group)
+    active, n, rank, buffer = PowerOfTwoRanks(group.size), input.numel(), group.rank, flat_view(output)
+    buffer[n * rank : n * (rank + 1)].copy_(flat_view(input))
+    folded = active.folded_partner(rank)
+    if active.is_folded(rank):
+        exchange(group, send=[(buffer[n * rank : n * (rank + 1)], rank - 1)])
+    elif folded is not None:
+        exchange(group, recv=[(buffer[n * folded : n * (folded + 1)], folded)])
+    recursive_doubling(buffer, [n * active.rank(index) for index in range(active.count + 1)], active, group)
+    # A folded rank already has its own shard: it receives what precedes it and what follows it.
+    if active.is_folded(rank):
+        exchange(group, recv=[(buffer[: n * rank], rank - 1), (buffer[n * (rank + 1) :], rank - 1)])
+    elif folded is not None:
+        exchange(group, send=[(buffer[: n * folded], folded), (buffer[n * (folded + 1) :], folded)])
 
 
 def doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Replace `tensor` (any shape) on every rank by its reduction: partners swap their whole rows and add.
+    """Replace `tensor` (any shape) on every rank by its reduction: partners exchange full buffers and add.
 
-    Both partners add the same two numbers, and a + b = b + a bit for bit, so all ranks get the same bits, which do not
-    depend on where a tensor is cut.
+    Both partners add the same two numbers, and a + b = b + a bit for bit, so all ranks get identical results. Unlike
+    the ring's, the order of additions does not depend on an element's offset in the tensor.
     """
-    check(op, tensor.dtype)
-    mine, seats = row(tensor), Seats(group.size)
-    fold(mine, seats, group, op)
-    if not seats.stands(group.rank):
-        arriving, distance = torch.empty_like(mine), 1
-        while distance < seats.core:
-            peer = seats.first(seats.of(group.rank) ^ distance)
-            together(group, send=[(mine, peer)], recv=[(arriving, peer)])
-            combine(mine, arriving, op)
+    check_reduce_op(op, tensor.dtype)
+    buffer, active = flat_view(tensor), PowerOfTwoRanks(group.size)
+    fold_extra_ranks(buffer, active, group, op)
+    if not active.is_folded(group.rank):
+        arriving, distance = torch.empty_like(buffer), 1
+        while distance < active.count:
+            peer = active.rank(active.index(group.rank) ^ distance)
+            exchange(group, send=[(buffer, peer)], recv=[(arriving, peer)])
+            reduce_into(buffer, arriving, op)
             distance *= 2
-        finish(mine, op, group.size)
-    unfold(mine, seats, group)
+        divide_mean(buffer, op, group.size)
+    unfold_extra_ranks(buffer, active, group)
 
 
 def rabenseifner_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
     """Replace `tensor` (any shape) on every rank by its reduction: recursive halving, then recursive doubling."""
-    check(op, tensor.dtype)
-    mine, seats = row(tensor), Seats(group.size)
-    lengths = chunks(mine.numel(), seats.core)
-    bounds = [sum(lengths[:seat]) for seat in range(seats.core + 1)]
-    fold(mine, seats, group, op)
-    halve(mine, bounds, seats, group, op)
-    if not seats.stands(group.rank):
-        seat = seats.of(group.rank)
-        finish(mine[bounds[seat] : bounds[seat + 1]], op, group.size)
-    double(mine, bounds, seats, group)
-    unfold(mine, seats, group)
+    check_reduce_op(op, tensor.dtype)
+    buffer, active = flat_view(tensor), PowerOfTwoRanks(group.size)
+    lengths = chunk_sizes(buffer.numel(), active.count)
+    bounds = [sum(lengths[:index]) for index in range(active.count + 1)]
+    fold_extra_ranks(buffer, active, group, op)
+    recursive_halving(buffer, bounds, active, group, op)
+    if not active.is_folded(group.rank):
+        index = active.index(group.rank)
+        divide_mean(buffer[bounds[index] : bounds[index + 1]], op, group.size)
+    recursive_doubling(buffer, bounds, active, group)
+    unfold_extra_ranks(buffer, active, group)

@@ -1,68 +1,94 @@
-"""The ring: every rank only ever sends to the next one, and what is sent in all is as little as can be.
+"""Ring algorithms: every rank sends only to the next one, and the total number of bytes is minimal.
 
-The row is cut into one part per rank. In `size - 1` rounds the partial sums of all parts travel round the ring and each
-rank adds its share as they pass: reduce-scatter. In `size - 1` more the finished parts travel round: all-gather. Both
-after another are the all-reduce that is optimal in bytes: 2 (size - 1) / size of the row per rank.
+The tensor is split into one chunk per rank. In `size - 1` rounds the partial sums of all chunks go round the ring, and
+each rank adds its local chunk to them: reduce-scatter. In `size - 1` more rounds the reduced chunks go round:
+all-gather. The two in sequence are the bandwidth-optimal all-reduce: a rank sends 2 (size - 1) / size of the tensor.
 Patarasuk and Yuan 2009, section 3; Thakur et al. 2005, sections 4.1 and 4.4.
 """
 
 from torch import Tensor
 
-from minidist.comm.algorithms.rounds import check, combine, cut, finish, row, together
-from minidist.comm.collectives import check_parts
+from minidist.comm.algorithms.primitives import (
+    check_reduce_op,
+    divide_mean,
+    exchange,
+    flat_view,
+    reduce_into,
+    split_chunks,
+)
+from minidist.comm.collectives import check_shard_sizes
 from minidist.comm.group import Group
 
 
-def travel_and_add(parts: list[Tensor], group: Group, op: str) -> None:
-    """Reduce: afterwards `parts[rank]` is complete on this rank, and the other parts hold partial results.
+def ring_reduce(parts: list[Tensor], group: Group, op: str) -> None:
+    """Reduce-scatter in place: `parts[rank]` ends up fully reduced on this rank, the other parts hold partial results.
 
-    parts: one view per rank, in all the row; the same lengths on every rank.
+    parts: one view per rank, which together cover the tensor; the same lengths on every rank.
     """
     size, rank = group.size, group.rank
     scratch = parts[0].new_empty(max(part.numel() for part in parts))
     for step in range(size - 1):
         leaving, staying = parts[(rank - 1 - step) % size], parts[(rank - 2 - step) % size]
         arriving = scratch[: staying.numel()]
-        together(group, send=[(leaving, (rank + 1) % size)], recv=[(arriving, (rank - 1) % size)])
-        combine(staying, arriving, op)  # it leaves in the next round, or is the part this rank keeps
+        exchange(group, send=[(leaving, (rank + 1) % size)], recv=[(arriving, (rank - 1) % size)])
+        reduce_into(staying, arriving, op)  # sent on in the next round; after the last, the result of this rank
 
 
-def travel(parts: list[Tensor], group: Group) -> None:
-    """Gather: `parts[rank]` of every rank goes round, until each rank has them all."""
+def ring_gather(parts: list[Tensor], group: Group) -> None:
+    """All-gather in place: every rank's `parts[rank]` goes round the ring until each rank has all parts."""
     size, rank = group.size, group.rank
     for step in range(size - 1):
         leaving, arriving = parts[(rank - step) % size], parts[(rank - 1 - step) % size]
-        together(group, send=[(leaving, (rank + 1) % size)], recv=[(arriving, (rank - 1) % size)])
+        exchange(group, send=[(leaving, (rank + 1) % size)], recv=[(arriving, (rank - 1) % size)])
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str = "sum") -> None:
-    """Leave part `rank` of the reduction of `input` (size * n, ...) in `output` (n, ...); `input` is not changed."""
-    check_parts("reduce_scatter", whole=input, part=output, group=group)
-    check(op, input.dtype)
-    parts = cut(row(input).clone(), group.size)
-    travel_and_add(parts, group, op)
-    finish(parts[group.rank], op, group.size)
-    row(output).copy_(parts[group.rank])
+    """Write shard `rank` of the reduction of `input` (size * n, ...) to `output` (n, ...); `input` is not changed."""
+    check_shard_sizes("reduce_scatter", full=input, shard=output, group=group)
+    check_reduce_op(op, input.dtype)
+    parts = split_chunks(flat_view(input).clone(), group.size)
+    ring_reduce(parts, group, op)
+    divide_mean(parts[group.rank], op, group.size)
+    flat_view(output).copy_(parts[group.rank])
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
     """Concatenate the `input` (n, ...) of all ranks, in rank order, into `output` (size * n, ...) on every rank."""
-    check_parts("all_gather", whole=output, part=input, group=group)
-    parts = cut(row(output), group.size)
-    parts[group.rank].copy_(row(input))
-    travel(parts, group)
+    check_shard_sizes("all_gather", full=output, shard=input, group=group)
+    parts = split_chunks(flat_view(output), group.size)
+    parts[group.rank].copy_(flat_view(input))
+    ring_gather(parts, group)
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
     """Replace `tensor` (any shape) on every rank by its reduction: reduce-scatter, then all-gather.
 
-    Each rank first sends the part with its own number, as in the paper, and so completes part `rank + 1`: the parts
-    are named from there. Part c is added up in the order of ranks c, c + 1, ... round to c - 1, on one rank, so all
-    ranks get the same bits; but where a tensor is cut decides that order.
+    Each rank first sends the part of its own index, as in the paper, and so completes part `rank + 1`: the list is
+    rotated accordingly. Part c is summed in the order of ranks c, c + 1, ..., c - 1 (modulo size) and then copied to
+    all ranks, so all get identical results; but the order of additions depends on an element's offset in the tensor.
     """
-    check(op, tensor.dtype)
-    parts = cut(row(tensor), group.size)
+    check_reduce_op(op, tensor.dtype)
+    parts = split_chunks(flat_view(tensor), group.size)
     parts = parts[1:] + parts[:1]
-    travel_and_add(parts, group, op)
-    finish(parts[group.rank], op, group.size)
-    travel(parts, group)
+    ring_reduce(parts, group, op)
+    divide_mean(parts[group.rank], op, group.size)
+    ring_gather(parts, group)
+
+
+def hierarchical_all_reduce(tensor: Tensor, inside: Group, across: Group, op: str = "sum") -> None:
+    """Replace `tensor` (any shape) on every rank by its reduction over all nodes, for slow links between nodes.
+
+    Reduce-scatter inside each node, all-reduce of the shards across nodes, all-gather inside each node. Across nodes a
+    rank sends 2 (nodes - 1) / nodes of its shard: with m ranks per node, an m-th of what a ring over all ranks sends.
+    Mikami et al. 2018 (2D-torus all-reduce).
+
+    inside: the ranks of this node. across: the ranks with this rank's index in every node. All nodes have equally many.
+    """
+    check_reduce_op(op, tensor.dtype)
+    parts = split_chunks(flat_view(tensor), inside.size)
+    shard = parts[inside.rank]
+    partial_op = "sum" if op == "mean" else op
+    ring_reduce(parts, inside, partial_op)
+    all_reduce(shard, across, partial_op)
+    divide_mean(shard, op, inside.size * across.size)
+    ring_gather(parts, inside)

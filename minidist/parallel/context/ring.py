@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minidist.comm import Group, Transfer, batch
+from minidist.comm import Group, P2POp, batch_send_recv
 from minidist.comm.group import find
 from minidist.parallel.context import kernels
 from minidist.parallel.context.causal import Part, part
@@ -93,9 +93,9 @@ class Hop:
     def __init__(self, leaving: Sequence[Tensor], group: Group):
         self._arriving = [torch.empty_like(tensor) for tensor in leaving]
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-        transfers = [Transfer("send", tensor, after) for tensor in leaving if tensor.numel()]
-        transfers += [Transfer("recv", tensor, before) for tensor in self._arriving if tensor.numel()]
-        self._handle = batch(transfers, group, async_op=True)
+        transfers = [P2POp("send", tensor, after) for tensor in leaving if tensor.numel()]
+        transfers += [P2POp("recv", tensor, before) for tensor in self._arriving if tensor.numel()]
+        self._handle = batch_send_recv(transfers, group, async_op=True)
 
     def wait(self) -> list[Tensor]:
         """What has arrived, in the order of what has left."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from minidist.comm.group_specs import CONTROL
-from minidist.comm.wire_bytes import sent_by, sent_elements
+from minidist.comm.wire_bytes import sent_elements, sent_elements_by_algorithm
 from minidist.process_groups import REDUCING, uses
 from minidist.tools.estimate import gradient_reduction, shards, states
 from minidist.tools.estimate.flops import recomputes_down_projection
@@ -26,7 +26,7 @@ class Traffic:
     def __init__(self, layout: Layout):
         self.layout, mesh = layout, layout.mesh
         specs = [CONTROL, *uses(mesh, layout.config)]
-        self._groups = {spec.name: gradient_reduction.group_by_rank(spec.partition(mesh)) for spec in specs}
+        self._groups = {spec.name: gradient_reduction.group_by_rank(spec.rank_groups(mesh)) for spec in specs}
         # Ranks at one (pp, tp) coordinate reduce the same; those of a stage with equal batches compute the same.
         self._reduction_operations = cache(self._list_reductions)
         self._flat_groups = cache(self._find_flat_groups)
@@ -67,7 +67,7 @@ class Traffic:
     def _sent_elements(self, spec: str, name: str, elements: int, size: int, group_rank: int) -> int:
         algorithm = self.layout.config.comm.algorithm
         if spec in REDUCING and algorithm != "backend":
-            return sent_by(name, algorithm, elements, size, group_rank)
+            return sent_elements_by_algorithm(name, algorithm, elements, size, group_rank)
         return sent_elements(name, elements, size, group_rank)
 
     def _list_reductions(self, stage: int, tensor: int) -> Counter[Operation]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minidist.comm.group import Group, Use, bind
+from minidist.comm.group import Group, GroupSpec, bind
 from minidist.comm.meter import Meter
 from minidist.comm.world import World
 from minidist.mesh import AXES, Mesh
@@ -57,7 +57,7 @@ class Seat:
             world_size=world.size,
             timeout=timedelta(hours=12),
         )
-        return bind(world, Mesh(dp=world.size), [Use("comm", AXES)], timeout_s=12 * 3600.0)["comm"]
+        return bind(world, Mesh(dp=world.size), [GroupSpec("comm", AXES)], timeout_s=12 * 3600.0)["comm"]
 
     def cut(self) -> None:
         """Shut every connection of the process groups, so that waits inside torch, which hear no signal, end in an

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
-from minidist.comm import gather_objects
+from minidist.comm import all_gather_object
 from minidist.config import Config
 from minidist.tools.deadlock.status_report import rank_names
 from minidist.tools.estimate.estimate import MEMORY_KINDS, SHARED_MEMORY, RankCost, estimate
@@ -64,7 +64,7 @@ class Tracker:
         """After a step: if it was measured, bring it together and write it."""
         if self._mine is None:
             return
-        peaks, wrong = zip(*gather_objects(self._mine, self._group), strict=True)
+        peaks, wrong = zip(*all_gather_object(self._mine, self._group), strict=True)
         self._mine = None
         if self._group.rank:
             return

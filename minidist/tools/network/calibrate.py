@@ -16,8 +16,8 @@ import torch
 
 from minidist.comm import collectives as door
 from minidist.comm.algorithms import ALGORITHMS
-from minidist.comm.algorithms.rounds import together
-from minidist.comm.cost import NOTHING, Cost, Link, cost
+from minidist.comm.algorithms.primitives import exchange
+from minidist.comm.cost import ZERO_COST, Cost, Link, collective_cost
 from minidist.comm.group import Group
 
 BACKEND = "backend"  # the library's own algorithm, whatever it is: taken for the ring's counts
@@ -28,7 +28,7 @@ _STEPS = 50
 class Sample:
     """One measured size.
 
-    bytes: of the tensor that `cost` is about; seconds: of the slowest rank, the median of the turns.
+    bytes: of the tensor that `collective_cost` is about; seconds: of the slowest rank, the median of the turns.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Sample:
 def counts(name: str, algorithm: str, ranks: int, n: float) -> Cost:
     """The model's counts of an algorithm of ours, or of a library's collective as the convention table names it."""
     if algorithm != BACKEND:
-        return cost(name, algorithm, ranks, n)
-    return cost(name, {"broadcast": "tree", "all_to_all": "pairwise"}.get(name, "ring"), ranks, n)
+        return collective_cost(name, algorithm, ranks, n)
+    return collective_cost(name, {"broadcast": "tree", "all_to_all": "pairwise"}.get(name, "ring"), ranks, n)
 
 
 def measure(group: Group, sizes: Sequence[int], turns: int) -> list[Sample]:
@@ -83,7 +83,7 @@ def _cases(group: Group, n: int) -> Iterator[tuple[str, str, Callable[[], None]]
     size, rank = group.size, group.rank
     whole, other, part = torch.ones(n // 4), torch.ones(n // 4), torch.ones(n // 4 // size)
     right, left = (rank + 1) % size, (rank - 1) % size
-    yield "round", "", lambda: together(group, send=[(whole, right)], recv=[(other, left)])
+    yield "round", "", lambda: exchange(group, send=[(whole, right)], recv=[(other, left)])
     yield "add", "", lambda: torch.maximum(whole, other, out=whole)
     # The maximum: sums of sums would grow beyond what a float can hold.
     arguments: dict[str, tuple] = {
@@ -145,5 +145,5 @@ def link_of(samples: Iterable[Sample]) -> Link:
 
 def errors(samples: Iterable[Sample], link: Link) -> list[float]:
     """|predicted / measured - 1| of each sample that the model has a cost for."""
-    samples = [sample for sample in samples if sample.counts != NOTHING]
+    samples = [sample for sample in samples if sample.counts != ZERO_COST]
     return [abs(sample.counts.seconds(link) / sample.seconds - 1) for sample in samples]

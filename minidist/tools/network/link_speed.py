@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from minidist.comm import collectives as door
-from minidist.comm.algorithms.rounds import together
-from minidist.comm.group import Use, bind
+from minidist.comm.algorithms.primitives import exchange
+from minidist.comm.group import GroupSpec, bind
 from minidist.comm.world import World
 from minidist.mesh import Mesh
 from minidist.tools.shm.group import ShmGroup
@@ -36,13 +36,13 @@ class Figures:
 
 def figures(world: World, large: int = LARGE, turns: int = TURNS) -> Figures:
     """Measure on all ranks; the same figures on each. large: bytes to use in place of LARGE."""
-    group = bind(world, Mesh(dp=world.size), [Use("links", ("dp",))])["links"]
+    group = bind(world, Mesh(dp=world.size), [GroupSpec("links", ("dp",))])["links"]
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     small, small_other = (torch.zeros(SMALL // 4, device=world.device) for _ in range(2))
     whole, other = (torch.zeros(large // 4, device=world.device) for _ in range(2))
     calls: dict[str, tuple[int, Callable[[], object]]] = {  # how many of them one turn times, and what
-        "small_message_s": (20, lambda: together(group, send=[(small, right)], recv=[(small_other, left)])),
-        "large_message_s": (1, lambda: together(group, send=[(whole, right)], recv=[(other, left)])),
+        "small_message_s": (20, lambda: exchange(group, send=[(small, right)], recv=[(small_other, left)])),
+        "large_message_s": (1, lambda: exchange(group, send=[(whole, right)], recv=[(other, left)])),
         "small_all_reduce_s": (20, lambda: door.all_reduce(small, group)),
         "large_all_reduce_s": (1, lambda: door.all_reduce(whole, group)),
         "copy_s": (1, lambda: other.copy_(whole)),

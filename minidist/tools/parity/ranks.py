@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minidist.comm import Groups, World, bind, exchange
+from minidist.comm import Groups, World, bind, bind_all_gather_object
 from minidist.fault import checkpoint
 from minidist.parallelize import parallelize, uses
 from minidist.parameters import Box, named_parameters
@@ -228,7 +228,7 @@ def _engine(groups: Groups, case: Case, clip_norm: float, fresh: int = 0) -> Eng
 def _resumed(engine: Engine, groups: Groups, case: Case, clip_norm: float, step: int) -> Engine:
     """Save, forget everything, and go on from the checkpoint in an engine that began with other values."""
     control = groups["control"]
-    swap = exchange(control)
+    swap = bind_all_gather_object(control)
     root = swap(tempfile.mkdtemp(prefix="minidist-parity-") if control.rank == 0 else None)[0]
     try:
         path = checkpoint.save(root, step, pieces(engine), {}, swap, control.rank)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minidist.comm.wire_bytes import chunks
+from minidist.comm.wire_bytes import chunk_sizes
 from minidist.tools.shm.barrier import GroupBarrier, ShmError
 from minidist.tools.shm.process_context import ProcessContext
 from minidist.tools.shm.reduce import Reduction
@@ -258,7 +258,7 @@ def _slot_views(slots: list[Tensor], n: int, dtype: torch.dtype, rank: int) -> _
 
 def _own_slice_and_rest(tensor: Tensor, size: int, rank: int) -> tuple[Tensor, list[Tensor]]:
     """Return a rank's slice of the last dimension, and the parts before and behind it."""
-    lengths = chunks(tensor.shape[-1], size)
+    lengths = chunk_sizes(tensor.shape[-1], size)
     begin = sum(lengths[:rank])
     end, n = begin + lengths[rank], tensor.shape[-1]
     peers = [tensor.narrow(-1, at, to - at) for at, to in ((0, begin), (end, n)) if to > at]

@@ -8,12 +8,12 @@ import sys
 
 import torch.distributed as dist
 
-from minidist.comm.network import over_network
 from minidist.tools.shm.barrier import GroupBarrier
 from minidist.tools.shm.gpu import describe_gpu, make_gpu_group
 from minidist.tools.shm.group import ShmGroup
 from minidist.tools.shm.group_resources import GroupResources
 from minidist.tools.shm.process_context import ProcessContext
+from minidist.tools.torch_group import create_torch_group
 
 _CONTEXT: list[ProcessContext] = []  # the one context of this process, while it has groups
 
@@ -32,13 +32,13 @@ def create_group(options, _backend_options) -> dist.ProcessGroup:
     if any(info["place"] != infos[0]["place"] or not info["place"] for info in infos):
         if rank == 0:
             print(f"backend shm: {_reason(infos)}; these {size} ranks talk over gloo", file=sys.stderr, flush=True)
-        return over_network(store, rank, size, timeout)
+        return create_torch_group(store, rank, size, timeout)
     resources = _connect_ranks(infos, ranks, rank, timeout.total_seconds(), options.group_id)
 
     def gpus(group: ShmGroup):
         infos = _exchange_infos(dist.PrefixStore("gpus/", store), rank, size, describe_gpu())
         inner = dist.PrefixStore("inner/", store)
-        return make_gpu_group(infos, rank, group, lambda: over_network(inner, rank, size, timeout))
+        return make_gpu_group(infos, rank, group, lambda: create_torch_group(inner, rank, size, timeout))
 
     return ShmGroup(resources, options.group_id, gpus)
 

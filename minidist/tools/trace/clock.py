@@ -15,7 +15,7 @@ import torch
 
 from minidist.comm.collectives import recv, send
 from minidist.comm.group import Group
-from minidist.comm.objects import gather_objects
+from minidist.comm.objects import all_gather_object
 
 EXCHANGES = 16
 
@@ -25,7 +25,7 @@ def offset_from_first(group: Group, now: Callable[[], int] = time.monotonic_ns) 
 
     Every rank of the group calls it. (0, 0) on the first rank's own host.
     """
-    nodes = gather_objects(group.world.node_rank, group)
+    nodes = all_gather_object(group.world.node_rank, group)
     for place, node in enumerate(nodes):
         if node != nodes[0]:
             if group.rank == 0:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from minidist.comm import Group, Groups, Meter, gather_objects
+from minidist.comm import Group, Groups, Meter, all_gather_object
 from minidist.config import TraceConfig
 from minidist.tools.trace.chrome import events
 from minidist.tools.trace.clock import DeviceClock, HostClock, offset_from_first
@@ -87,7 +87,7 @@ class Trace:
             return
         recording = self._meter.end(self._clock[0])
         # What was recorded ends here: the gathering is not part of it.
-        gathered = gather_objects((recording, self._clock, self._group.world.node_rank), self._group)
+        gathered = all_gather_object((recording, self._clock, self._group.world.node_rank), self._group)
         if self._group.rank == 0:
             self.line = _write(self._config.file, self._group, gathered, (self._first + 1, step))
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 
-def over_network(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def create_torch_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """A plain torch group over gloo, and over nccl for CUDA tensors where there is one."""
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)

@@ -1,7 +1,7 @@
-"""The configuration: typed, one docstring per field (which is its help), checked before any rank starts.
+"""The typed configuration of a training run. The docstring below a field is its help on the command line.
 
-A value comes from, later winning: the default here, a TOML file (`--config FILE`), the command line
-(`--section.field value`).
+A value comes from the default here, from a TOML file (`--config FILE`) or from the command line
+(`--section.field value`); each overrides the one before. `minidist.validation` checks the result before a rank starts.
 """
 
 import dataclasses
@@ -18,54 +18,56 @@ ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"]
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """The grid of ranks, outermost axis first. Their product is the number of ranks."""
+    """The device mesh, outermost axis first. The product of its axes is the number of ranks."""
 
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline parallelism: number of stages that the layers are divided into."""
     dp: int | None = None
-    """Data-parallel replicas; all ranks that the other axes leave when not given."""
+    """Data parallelism: number of model replicas; when not given, the ranks that the other axes leave."""
     cp: int = 1
-    """Parts a sequence is cut into (context parallelism)."""
+    """Context parallelism: number of ranks that each sequence is sharded over."""
     tp: int = 1
-    """Parts an operator is cut into (tensor parallelism)."""
+    """Tensor parallelism: number of ranks that each layer's weight matrices are sharded over."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the axes of the mesh do their work."""
+    """How the axes of the mesh work."""
 
     schedule: ScheduleKind = "1f1b"
-    """In which order pipeline stages work; `minidist simulate` shows each."""
+    """Pipeline schedule: the order of forward and backward passes on each stage. `minidist simulate` draws it."""
     chunks: int | None = None
-    """Parts of the model on each stage: interleaved takes 2 (when not given) or more, zb-v 2, the others 1."""
+    """Model chunks per pipeline stage. interleaved: 2 or more (2 when not given). zb-v: 2. The others: 1."""
     sequence: bool = False
-    """Share the sequence over tp between the operators (sequence parallelism): the same bytes sent, less memory."""
+    """Sequence parallelism: outside of attention and MLP, shard activations along the sequence over the tp ranks. Sends
+    the same number of bytes and needs less memory."""
     context: Literal["ring", "ulysses"] = "ring"
-    """How attention sees a sequence cut over cp. ring: keys and values go round. ulysses: heads are exchanged."""
+    """Attention under context parallelism. ring: keys and values pass around a ring of ranks. ulysses: an all-to-all
+    gives each rank complete sequences for some of the heads."""
 
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """What data-parallel ranks share out instead of holding it all alike (ZeRO, arXiv 1910.02054)."""
+    """What is sharded across data-parallel ranks instead of replicated (ZeRO, arXiv 1910.02054)."""
 
     stage: Literal[0, 1, 2, 3] = 0
-    """0: nothing. 1: the optimizer's states and master weights. 2: and the gradients. 3: and the parameters."""
+    """0: nothing is sharded. 1: optimizer states and master weights. 2: gradients, too. 3: parameters, too."""
     keep_gradients: bool = False
-    """Stage 2: hold whole gradients over the micro-batches of a step and reduce them once, instead of reducing shards
-    in each: fewer bytes sent, more memory. Without micro-batches it changes nothing."""
+    """Stage 2: accumulate unsharded gradients over the micro-batches of a step and reduce them once, instead of
+    reducing them in every micro-batch: fewer bytes sent, more memory. No difference with one micro-batch."""
     keep_last_block: bool = True
-    """Stage 3: the part of the model whose backward comes right after its forward stays gathered in between."""
+    """Stage 3: keep the last block gathered between its forward and its backward, which follows at once."""
     prefetch: bool = True
-    """Stage 3: gather the next block while this one computes."""
+    """Stage 3: all-gather the next block's parameters while the current block computes."""
     shard: int | None = None
-    """Ranks that share one set of shards; all of dp x cp when not given. With fewer, dp / shard of cp ranks each hold
-    the same shards (hybrid sharding: sharded inside a node, replicated across nodes)."""
+    """Number of ranks that one set of shards is divided over; all dp x cp ranks when not given. A smaller number gives
+    hybrid sharding: sharded inside each group of ranks (a node, say), replicated across the groups."""
     offload: bool = False
-    """On CUDA: master weights and the optimizer's states live in the host's memory, where the update runs."""
+    """On CUDA: keep master weights and optimizer states in host memory, and run the optimizer there."""
 
     @property
     def shares_gradients(self) -> bool:
-        """Whether a rank keeps gradients of its shards only, and so reduces them in every micro-batch."""
+        """Whether gradients are sharded, so that every micro-batch reduces them."""
         return self.stage == 3 or (self.stage == 2 and not self.keep_gradients)
 
     def shard_group_size(self, mesh: Mesh) -> int:
@@ -78,64 +80,68 @@ Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """In which number format each thing is; `minidist/precision/policy.py` says what a policy stands for."""
+    """The dtype of each kind of tensor, and loss scaling."""
 
     policy: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """fp32, fp64: everything. bf16, fp16: compute and parameters, with fp32 for sums and for the masters."""
+    """fp32, fp64: everything in this dtype. bf16, fp16: mixed precision, with compute and parameters in this dtype and
+    gradient sums, master weights and optimizer states in fp32. The options below change single dtypes."""
     compute: Dtype | None = None
-    """Of activations and matrix products; that of the policy when not given, and so are the others."""
+    """Dtype of activations and matrix products; the policy's when not given."""
     parameter: Dtype | None = None
-    """Of the parameters that forward and backward read."""
+    """Dtype of the parameters in forward and backward; that of compute when not given."""
     grad_accum: Dtype | None = None
-    """In which gradients of micro-batches are added up."""
+    """Dtype in which the gradients of micro-batches are accumulated; the policy's when not given."""
     reduce: Dtype | None = None
-    """In which gradients go from rank to rank; that of grad_accum when not given."""
+    """Dtype in which gradients are reduced across ranks; that of grad_accum when not given."""
     master: Literal["fp64", "fp32", "stochastic"] | None = None
-    """Of the copy that the optimizer updates, and of its states. stochastic: no copy; an updated parameter is rounded
-    up or down at random, so that small updates count on average (bf16)."""
+    """Dtype of the master weights and of the optimizer states; the policy's when not given. stochastic: no master
+    weights; bf16 parameters are updated with stochastic rounding."""
     loss_scale: Literal["auto", "dynamic", "none"] = "auto"
-    """dynamic: the loss is multiplied so that small gradients are not lost; halved on overflow. auto: for fp16 only."""
+    """dynamic: multiply the loss so that small gradients do not underflow; halve the scale on overflow. auto: dynamic
+    if gradients pass through fp16, else none."""
     initial_scale: float = 65536.0
-    """Loss scale at the start."""
+    """Loss scale of the first step."""
     growth_interval: int = 2000
-    """Steps without overflow after which the scale is doubled."""
+    """Steps without overflow after which the loss scale is doubled."""
     max_overflows: int = 20
-    """So many steps skipped one after another end the run."""
+    """End the run after this many consecutive steps were skipped because of overflow."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is learned from, and how it is cut."""
+    """The training text and how it is divided."""
 
     source: Literal["stdlib", "synthetic"] = "stdlib"
-    """stdlib: the Python standard library's own sources, byte by byte. synthetic: a pinned text of known entropy."""
+    """stdlib: the source files of Python's standard library, as bytes. synthetic: generated text of known entropy."""
     path: Path | None = None
-    """A text file, or a folder of text files, to learn from instead."""
+    """A text file, or a folder of text files, to train on instead of --data.source."""
     seq_len: int = 128
     """Tokens per sample."""
     shares: tuple[float, ...] | None = None
-    """Part of the global batch each data-parallel rank gets, for machines of unequal speed; equal when not given."""
+    """Relative share of the global batch of each data-parallel rank, for machines of unequal speed; equal when not
+    given."""
     weights: tuple[float, ...] | None = None
-    """w_i of each data-parallel rank's data in theta <- theta - lr * sum_i w_i * grad_i; all 1 when not given."""
+    """Weight w_i of each data-parallel rank's data in theta <- theta - lr * sum_i w_i * grad_i; all 1 by default."""
     min_length: int | None = None
-    """Pad: give every sample a pseudo-random length from this to seq_len and ignore what is beyond."""
+    """Give every sample a pseudo-random length from this to seq_len, and mask the labels beyond it. All samples have
+    full length when not given."""
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The update rule and the learning rate."""
+    """The optimizer and the learning rate schedule."""
 
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
-    """adamw: Loshchilov and Hutter 2019. sgd: plain, or with momentum. muon: Jordan et al. 2024, for the matrices of
-    the layers, with adamw for all else."""
+    """adamw: Loshchilov and Hutter 2019. sgd: with or without momentum. muon: Jordan et al. 2024 for the weight
+    matrices of the layers, and adamw for all other parameters."""
     lr: float = 3e-3
     """Peak learning rate."""
     weight_decay: float = 0.01
     """Decoupled weight decay of AdamW and Muon; L2 penalty of SGD."""
     decay: Literal["all", "matrices"] = "all"
-    """Which parameters weight decay holds for. matrices: those of two dimensions or more, not the norms."""
+    """Parameters that weight decay applies to. matrices: only those with two or more dimensions, so not the norms."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's moments."""
+    """Decay rates of AdamW's first and second moment."""
     eps: float = 1e-8
     """Added to AdamW's denominator."""
     momentum: float = 0.0
@@ -143,95 +149,99 @@ class OptimConfig:
     muon_momentum: float = 0.95
     """Momentum of Muon."""
     muon_lr_ratio: float = 1.0
-    """Learning rate of Muon's matrices, as a multiple of that of all else; 1 suits, as updates are of equal size."""
+    """Learning rate of Muon's matrices, as a multiple of that of all other parameters. Their updates have the same RMS,
+    so 1 works."""
     muon_steps: int = 5
     """Newton-Schulz iterations of a Muon update."""
     clip_norm: float | None = 1.0
-    """Gradients are scaled down to this global norm; none: never."""
+    """Clip gradients to this global norm; none: no clipping."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up: cosine to the end; wsd: constant, then linear decay over the last part; constant."""
+    """After the warm-up: cosine decay to the last step; wsd: constant, then linear decay over the last steps; or
+    constant."""
     warmup_steps: int = 20
     """Steps over which the learning rate rises linearly from 0."""
     min_lr_fraction: float = 0.1
-    """Learning rate at the end, as a fraction of the peak (cosine and wsd)."""
+    """Learning rate of the last step, as a fraction of the peak (cosine and wsd)."""
     decay_fraction: float = 0.2
-    """Last part of the steps in which wsd decays."""
+    """Fraction of the steps, at the end, over which wsd decays."""
 
 
 @dataclass(frozen=True)
 class CommConfig:
-    """How ranks talk."""
+    """How ranks communicate."""
 
     backend: Literal["auto", "gloo", "nccl", "shm"] = "auto"
     """auto: nccl for one rank per GPU, else shm on Linux and gloo elsewhere. shm: shared memory between the ranks of
-    one machine; it talks over gloo, and says so, where the ranks are on several."""
+    one machine; it falls back to gloo, with a note, if the ranks are on several machines."""
     gradients: Literal["bucketed", "naive"] = "bucketed"
-    """bucketed: all-reduce in buckets while backward runs. naive: one all-reduce per parameter after backward."""
+    """bucketed: reduce gradients in buckets, overlapped with backward. naive: one all-reduce per parameter after
+    backward."""
     algorithm: Literal["backend", "naive", "tree", "ring", "doubling", "rabenseifner"] = "backend"
-    """Of the gradients' all-reduce. backend: the library's own. The others are those of minidist/comm/algorithms, on
-    send and receive only; they run when backward is over."""
+    """All-reduce algorithm for gradients. backend: the library's own. The others are built on send and receive
+    (minidist/comm/algorithms) and run after backward."""
     bucket_mib: float = 25.0
-    """Largest gradient bucket in MiB (2**20 bytes); without ZeRO the first is at most 1 MiB, to leave early."""
+    """Largest gradient bucket in MiB (2**20 bytes). Without ZeRO the first bucket is at most 1 MiB, so that the first
+    all-reduce starts early."""
     timeout_s: float = 600.0
-    """After this many seconds in one operation the run is given up."""
+    """Abort the run if one operation takes longer than this, in seconds."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, how much at once, and how often to look."""
+    """Length of the run, batch size, logging and evaluation."""
 
     steps: int = 600
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     global_batch: int = 32
-    """Samples per step, over all ranks."""
+    """Samples per step over all ranks."""
     micro_batches: int = 1
-    """Parts in which each rank goes through its share of the global batch. With a pipeline they are its micro-batches,
-    without one gradients accumulate over them."""
+    """Micro-batches that each rank divides its samples of a step into: those of the pipeline, or without a pipeline
+    those that gradients are accumulated over."""
     seed: int = 1234
-    """Of initial values, data order and dropout."""
+    """Random seed of the initial parameters, the data order and dropout."""
     log_every: int = 10
-    """Steps between lines of metrics."""
+    """Log metrics every this many steps."""
     eval_every: int = 100
-    """Steps between evaluations on held-out text; 0: only at the end."""
+    """Evaluate on held-out text every this many steps; 0: only at the end."""
     eval_samples: int = 256
-    """Held-out samples per evaluation."""
+    """Number of held-out samples per evaluation."""
     sample_tokens: int = 200
-    """Tokens of text written at the end; 0: none."""
+    """Tokens to generate as a sample at the end; 0: none."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What survives."""
+    """When to save checkpoints, and what to resume from."""
 
     every: int = 200
-    """Steps between checkpoints; 0: only at the end and on a stop."""
+    """Save a checkpoint every this many steps; 0: only at the end, and when the run is stopped."""
     keep: int = 3
-    """Checkpoints kept; older ones are removed."""
+    """Number of checkpoints to keep; older ones are deleted."""
     resume: Path | None = None
-    """A checkpoint, or a run folder whose newest checkpoint to go on from."""
+    """Continue from this checkpoint, or from the newest checkpoint of this run folder."""
 
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """Some steps recorded on every rank, to look at: who computed, communicated or waited, and when."""
+    """A timeline of some steps: when each rank computed, communicated or waited."""
 
     file: Path | None = None
-    """Where to write them, as a Chrome trace; `--trace FILE` for short. None: no trace."""
+    """Write a Chrome trace to this file; `--trace FILE` for short. No trace when not given."""
     first: int | None = None
-    """The first recorded step; the first of this run when not given, which also warms up."""
+    """First step to record; the first of this run, which includes warm-up costs, when not given."""
     steps: int = 10
-    """How many are recorded. Until they are over each rank holds them in memory: some 1.5 kB per operation."""
+    """Number of steps to record. Each rank keeps them in memory until the last: about 1.5 kB per operation."""
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """One step measured on every rank: what its memory consists of where it is most, beside what was estimated."""
+    """The peak memory of one step by category on every rank, measured and estimated."""
 
     file: Path | None = None
-    """Where to draw it, a .png, .svg or .pdf; the numbers go beside it, in a .json of the same name. `--memory FILE`
-    for short. None: nothing is measured."""
+    """Draw a chart to this .png, .svg or .pdf, and write the numbers to a .json of the same name; `--memory FILE` for
+    short. No measurement when not given."""
     step: int | None = None
-    """The step that is measured; the second of this run when not given, as the first makes the optimizer's states."""
+    """Step to measure; the second of this run when not given, as the first one allocates the optimizer states."""
 
 
 @dataclass(frozen=True)
@@ -251,21 +261,23 @@ class Config:
     trace: TraceConfig = field(default_factory=TraceConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     recompute: Literal["none", "block", "selective"] = "none"
-    """What backward computes again instead of keeping it. block: every layer, from its input. selective: attention."""
+    """Activation recomputation (checkpointing). block: recompute each layer in backward from its input. selective: only
+    the core of attention."""
     compile: bool = False
     """Compile every layer with torch.compile."""
     device: str = "auto"
-    """cpu; cuda: a GPU per rank; cuda:0: this GPU for all ranks; auto: cuda where there are enough GPUs, else cpu."""
+    """cpu; cuda: one GPU per rank; cuda:0: this GPU for all ranks; auto: cuda if there is a GPU per rank, else cpu."""
     folder: Path | None = None
-    """Run folder: metrics.jsonl, config.toml, loss.png, checkpoints. The next free runs/0001 when not given."""
+    """Run folder, for metrics.jsonl, config.toml, loss.png and checkpoints; the next free one of runs/0001, runs/0002,
+    ... when not given."""
 
     def mesh_of(self, world_size: int) -> Mesh:
-        """The mesh for that many ranks. Raises UserError when they do not fill it."""
+        """The mesh of `world_size` ranks. Raises UserError if the axes do not multiply to that number."""
         m = self.mesh
         for axis, size in dataclasses.asdict(m).items():
             if size is not None and size < 1:
                 raise UserError(f"mesh.{axis} is {size}; a mesh axis is at least 1. Give --mesh.{axis} 1 or more.")
-        model = m.pp * m.cp * m.tp  # ranks that one replica of the model takes
+        model = m.pp * m.cp * m.tp  # ranks of one model replica
         dp = max(1, world_size // model) if m.dp is None else m.dp
         if dp * model != world_size:
             needed = dp * model

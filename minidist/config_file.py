@@ -1,7 +1,6 @@
 """The configuration as a TOML file: strict when it is read, complete when it is written."""
 
 import dataclasses
-import difflib
 import json
 import tomllib
 import types
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from minidist.config import Config
-from minidist.errors import UserError
+from minidist.errors import UserError, suggest
 
 # What a person calls TOML's types.
 _TOML_NAMES = {
@@ -34,12 +33,19 @@ def from_toml(path: Path, base: Config | None = None) -> Config:
     return from_text(text, str(path), base)
 
 
+def ranks_in_toml(path: Path) -> int | None:
+    """The number of ranks that a TOML file asks for, which is no part of the configuration; None without `ranks`."""
+    ranks = tomllib.loads(Path(path).read_text()).get("ranks")
+    return None if ranks is None else _convert(ranks, int, f"{path}: ranks")
+
+
 def from_text(text: str, name: str, base: Config | None = None) -> Config:
     """As `from_toml`, of a text that came from `name`."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{name} is not a TOML file: {error}") from None
+    values.pop("ranks", None)  # `ranks_in_toml`
     return _merge(base or Config(), values, name, "")
 
 
@@ -48,9 +54,7 @@ def _merge(into: Any, values: dict, path: str, prefix: str) -> Any:
     for key, value in values.items():
         name = prefix + key
         if key not in hints:
-            close = difflib.get_close_matches(key, hints, 1)
-            guess = f"did you mean {prefix}{close[0]}?" if close else f"possible here: {', '.join(hints)}"
-            raise UserError(f"{path}: there is no option {name}; {guess}")
+            raise UserError(f"{path}: there is no option {name}; {suggest(name, [prefix + one for one in hints])}")
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, dict):
                 raise UserError(f"{path}: {name} is a section, not a value: write [{name}] and its fields below")
@@ -70,7 +74,7 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
     if origin is Literal:
         if value in arguments:
             return value
-        raise UserError(f"{name} is {value!r}; possible: {', '.join(map(str, arguments))}")
+        raise UserError(f"{name} is {value!r}; {suggest(str(value), map(str, arguments))}")
     if origin is tuple and isinstance(value, list):
         if arguments[-1] is not Ellipsis and len(value) != len(arguments):
             raise UserError(f"{name} has {len(value)} values; it must have {len(arguments)}")

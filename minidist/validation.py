@@ -5,16 +5,15 @@ concern each. Every message says what was given, what is possible and one change
 `find_warnings` lists settings that are valid but pointless. Nothing here needs torch.
 """
 
-import difflib
 import math
 import re
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from minidist.config import Config, ScheduleKind
-from minidist.errors import UserError
+from minidist.errors import UserError, suggest
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.parallel.context.chunks import LAYOUTS, num_chunks, resolve_layout
@@ -181,7 +180,7 @@ def validate_schedule(kind: str, stages: int, micro_batches: int, chunks: int | 
     chunks: None for the schedule's own default.
     """
     if kind not in SCHEDULES:
-        raise UserError(f"there is no schedule {kind!r}; {suggest(kind, SCHEDULES)}.")
+        raise UserError(f"there is no schedule {kind!r}; {suggest(kind, SCHEDULES)}")
     for name, number in (("stages", stages), ("micro-batches", micro_batches)):
         if number < 1:
             raise UserError(f"{kind} with {number} {name}: a pipeline needs at least 1. Give 1 or more {name}.")
@@ -471,15 +470,7 @@ def find_zero_warnings(config: Config, mesh: Mesh) -> list[str]:
     return found
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
-
-
-def suggest(given: str, possible: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the closest possible one, if any, and all that there are."""
-    names = list(possible)
-    close = difflib.get_close_matches(given, names, 1)
-    guess = f"did you mean {close[0]}? " if close else ""
-    return f"{guess}possible: {', '.join(names)}"
+# -- text -------------------------------------------------------------------------------------------------------------
 
 
 def _value_of(config: Config, name: str) -> Any:

@@ -41,17 +41,17 @@ def complete(root: str | Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def latest(root: str | Path) -> Path:
+def latest(root: str | Path, purpose: str = "resume from") -> Path:
     """The complete checkpoint with the highest step in `root`; `root` itself when it is one.
 
-    Raises UserError, which says what the folder does hold, when there is none.
+    purpose: what for, in the message. Raises UserError, which says what the folder does hold, when there is none.
     """
     root = Path(root)
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
-        raise UserError(f"no checkpoint to resume from: {root} {what}. {_offer(root.parent)}")
+        raise UserError(f"no checkpoint to {purpose}: {root} {what}. {_offer(root.parent)}")
     if _PARTIAL.fullmatch(root.name):
-        raise UserError(f"no checkpoint to resume from: {root} was never finished. {_offer(root.parent)}")
+        raise UserError(f"no checkpoint to {purpose}: {root} was never finished. {_offer(root.parent)}")
     if _COMPLETE.fullmatch(root.name):
         return root
     if found := complete(root):
@@ -67,7 +67,7 @@ def latest(root: str | Path) -> Path:
     holds = [text for text, some in zip(holds, (unfinished, other), strict=True) if some]
     below = [root / name for name in other if complete(root / name)]
     raise UserError(
-        f"no checkpoint to resume from: {root} {'holds ' + ' and '.join(holds) if holds else 'is empty'}. "
+        f"no checkpoint to {purpose}: {root} {'holds ' + ' and '.join(holds) if holds else 'is empty'}. "
         + (_offer(below[0]) if below else "A checkpoint is a folder like step-00000100. " + _ADVICE)
     )
 
@@ -137,7 +137,7 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-_ADVICE = "Give a folder that holds one, or start a new run."
+_ADVICE = "Give a folder that holds one; minidist train writes them to runs/0001/checkpoints, for example."
 
 
 def _replaced_is_stale(folder: Path) -> bool:

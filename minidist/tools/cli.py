@@ -1,38 +1,44 @@
 """The command line: `minidist train`, `estimate`, `doctor`, ... Reads options, checks them, and hands over.
 
-Whatever is wrong with what was asked for ends in one message and exit code 2, before any rank starts; a run that failed
+A wrong option or an impossible request ends in one message and exit code 2, before any rank starts; a run that failed
 ends in one message and exit code 1. Neither shows a traceback.
 """
 
-import difflib
+import os
 import re
+import select
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from minidist import __version__
-from minidist.errors import RunError, UserError
-
-if TYPE_CHECKING:
-    from minidist.config import Config
+from minidist.config import Config
+from minidist.errors import RunError, UserError, suggest
+from minidist.tools.options import FLAT, parse_options
 
 COMMANDS = {
     "train": "train a model on the ranks of this machine, or under torchrun",
-    "sample": "text from a checkpoint",
+    "sample": "generate text from a checkpoint",
     "parity": "compare every layout of N ranks with one process",
-    "estimate": "what a layout costs: memory, bytes sent, FLOPs, bubble",
-    "simulate": "time a pipeline schedule: its bubble, its memory, a drawing",
-    "doctor": "what this machine can do, and what to fix",
+    "estimate": "memory, bytes sent, FLOPs and pipeline bubble of a layout",
+    "simulate": "the bubble and the memory of a pipeline schedule, and a drawing of it",
+    "doctor": "check this machine, and say what to fix",
 }
+# The exit code of a program that SIGPIPE ended, as a shell reports it.
+_PIPE_CLOSED = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _run(argv))
+
+
+def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(usage())
+        print(usage("minidist", COMMANDS))
         return 0 if argv else 2
     if argv[0] == "--version":
         print(f"minidist {__version__}")
@@ -48,24 +54,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     from minidist.tools.launch.torchrun import hold_sigterm
 
     hold_sigterm()
+    if argv[0] not in runners:
+        raise UserError(f"there is no command {argv[0]!r}; {suggest(argv[0], runners)} minidist --help describes them.")
+    return runners[argv[0]](argv[1:])
+
+
+def exit_code(run: Callable[[], int], name: str = "minidist") -> int:
+    """The exit code of a command: what `run` returns, or that of the error it raises, whose message goes to stderr.
+
+    A reader who has closed our standard output, as `head` does, ends the command without a message, like SIGPIPE.
+    """
     try:
-        if argv[0] not in runners:
-            close = difflib.get_close_matches(argv[0], runners, 1)
-            guess = f"did you mean {close[0]}?" if close else f"possible: {', '.join(runners)}"
-            raise UserError(f"there is no command {argv[0]!r}; {guess} (minidist --help)")
-        return runners[argv[0]](argv[1:])
+        code = run()
+        sys.stdout.flush()
+        return code
     except (UserError, RunError) as error:
-        complain(error)
+        complain(error, name)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
+        return _PIPE_CLOSED
 
 
-def usage() -> str:
-    """The commands, one line each."""
-    lines = ["usage: minidist COMMAND [OPTIONS]", ""]
-    lines += [f"  {name:<8} {what}" for name, what in COMMANDS.items()]
-    return "\n".join([*lines, "", "minidist COMMAND --help lists the options of a command."])
+def _output_is_closed() -> bool:
+    """Whether nobody reads our standard output any more; if so, nothing that is still buffered is written."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes when it exits, too
+    return True
+
+
+def usage(program: str, commands: dict[str, str]) -> str:
+    """The help of a program that has commands: one line for each."""
+    width = max(map(len, commands)) + 2
+    lines = [f"usage: {program} COMMAND [OPTIONS]", ""]
+    lines += [f"  {name:<{width}}{what}" for name, what in commands.items()]
+    return "\n".join([*lines, "", f"{program} COMMAND --help lists the options of a command."])
 
 
 def complain(error: UserError | RunError, name: str = "minidist") -> None:
@@ -81,18 +110,23 @@ def complain(error: UserError | RunError, name: str = "minidist") -> None:
         print(f"{name}: rank {own_rank()}: {error}", file=sys.stderr, flush=True)
 
 
-def _parse(kind, name: str, argv: list[str], default=None):
-    import tyro
+def _parse(kind: type, name: str, argv: list[str], default: Any = None) -> Any:
+    return parse_options(kind, f"minidist {name}", argv, default)
 
-    from minidist.tools.launch.torchrun import is_first_rank, let_first_rank_tell
 
-    more = {} if default is None else {"default": default}
-    try:
-        return tyro.cli(kind, prog=f"minidist {name}", args=argv, console_outputs=is_first_rank(), **more)
-    except SystemExit as end:
-        if end.code and not is_first_rank():
-            let_first_rank_tell()
-        raise
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a decoder-only transformer, by default on the source files of Python's standard library.
+
+    Ctrl-C or SIGTERM: the run saves a checkpoint after the current step and exits with code 0; a second Ctrl-C ends it
+    at once.
+    """
+
+    run: Annotated[Config, FLAT] = field(default_factory=Config)
+    ranks: int | None = None
+    """Ranks to start on this machine; one per GPU, or two on the CPU, when not given. torchrun starts ranks itself."""
+    config: Path | None = None
+    """A TOML file with options, `ranks` among them; those on the command line win."""
 
 
 def _train(argv: list[str]) -> int:
@@ -102,49 +136,35 @@ def _train(argv: list[str]) -> int:
     return 0
 
 
-def train_options(argv: list[str], over: Sequence[str] = ()) -> tuple["Config", int | None]:
-    """What `minidist train` is asked for: the configuration, and the ranks to start here (None when not given).
+def train_options(argv: list[str], over: Sequence[str] = ()) -> tuple[Config, int | None]:
+    """Read the options of `minidist train`: the configuration, and the ranks to start here (None when not given).
 
-    over: options in the place of the defaults; those in `argv` win over them.
+    over: options that replace the defaults; those in `argv` win over them.
     """
-    import tyro
-
-    from minidist.config import Config
-
-    @dataclass(frozen=True)
-    class TrainOptions:
-        """Train a decoder-only transformer, by default on the sources of Python's standard library.
-
-        Ctrl-C or SIGTERM: the run saves after its step and ends with exit code 0; a second Ctrl-C ends it at once.
-        """
-
-        run: Annotated[Config, tyro.conf.arg(name="")]
-        ranks: int | None = None
-        """Ranks to start here; one per GPU, or two on the CPU, when not given. torchrun decides it itself."""
-        config: Path | None = None
-        """A TOML file with options; those on the command line win."""
-
     argv = [re.sub(r"^--(trace|memory)(?=$|=)", r"--\1.file", word) for word in argv]
-    options = TrainOptions(_base_config(argv))
+    base, ranks = _base_config(argv)
+    options = TrainOptions(base, ranks)
     if over:
-        options = _parse(TrainOptions, "train", list(over), default=options)
-    options = _parse(TrainOptions, "train", argv, default=options)
+        options = _parse(TrainOptions, "train", list(over), options)
+    options = _parse(TrainOptions, "train", argv, options)
     return options.run, options.ranks
 
 
-def _base_config(argv: list[str]):
-    """Where options start from: the TOML file, over the run to resume, over the defaults."""
-    from minidist.config import Config
-    from minidist.config_file import from_toml
+def _base_config(argv: list[str]) -> tuple[Config, int | None]:
+    """What the options change: the TOML file, over the run to resume, over the defaults; and the file's `ranks`."""
+    from minidist.config_file import from_toml, ranks_in_toml
+    from minidist.tools.launch.torchrun import under_torchrun
     from minidist.train.resume import resumed_config
 
     file, base = _value_of(argv, "--config"), Config()
     resume = _value_of(argv, "--checkpoint.resume")
     if resume is None and file is not None:
         resume = from_toml(Path(file)).checkpoint.resume
-    if resume not in (None, "None"):
+    if resume not in (None, "None", "none"):
         base = resumed_config(Path(resume))
-    return base if file is None else from_toml(Path(file), base)
+    if file is None:
+        return base, None
+    return from_toml(Path(file), base), None if under_torchrun() else ranks_in_toml(Path(file))
 
 
 def _value_of(argv: list[str], option: str) -> str | None:
@@ -171,45 +191,41 @@ def _parity(argv: list[str]) -> int:
     return parity(_parse(ParityOptions, "parity", argv))
 
 
-def _estimate(argv: list[str]) -> int:
-    import tyro
+@dataclass(frozen=True)
+class EstimateOptions:
+    """Estimate the cost of a training run on every rank: memory, bytes sent, FLOPs and the pipeline's bubble.
 
-    from minidist.config import Config
+    Takes the options of `minidist train`; starts no rank and reads no data.
+    """
+
+    run: Annotated[Config, FLAT] = field(default_factory=Config)
+    ranks: int | None = None
+    """Ranks of the run; by default as many as `minidist train` would start."""
+    config: Path | None = None
+    """A TOML file with options; those on the command line win."""
+    t_comm: float = 0.0
+    """Time of a transfer between stages, for the bubble, in forwards of the costliest stage."""
+    json: bool = False
+    """Print JSON, with every rank in it, instead of a table."""
+    parameters: float | None = None
+    """Estimate the model states from a parameter count alone, for example 7.5e9."""
+    block: Literal["llama", "gpt"] = "llama"
+    """llama: the package's own model. gpt: one layer and the FLOPs of Megatron's GPT, as published."""
+    step_time_s: float | None = None
+    """Measured time of a step; together with --peak-tflops it gives MFU and HFU."""
+    peak_tflops: float | None = None
+    """Dense peak of one accelerator in TFLOP/s; an A100 has 312 in 16 bits."""
+
+
+def _estimate(argv: list[str]) -> int:
     from minidist.tools.estimate import gpt, parameter_count
     from minidist.tools.estimate.command import main
     from minidist.tools.estimate.flops import parse_measured_step
     from minidist.tools.launch.start import chosen_ranks
 
-    @dataclass(frozen=True)
-    class EstimateOptions:
-        """Estimate the cost of a training run on every rank: memory, bytes sent, FLOPs and the pipeline's bubble.
-
-        Takes the options of `minidist train`; starts no rank and reads no data.
-        """
-
-        run: Annotated[Config, tyro.conf.arg(name="")]
-        ranks: int | None = None
-        """Ranks of the run; by default as many as `minidist train` would start."""
-        config: Path | None = None
-        """A TOML file with options; those on the command line win."""
-        t_comm: float = 0.0
-        """Time of a transfer between stages, for the bubble, in forwards of the costliest stage."""
-        json: bool = False
-        """Print JSON, with every rank in it, instead of a table."""
-        parameters: float | None = None
-        """Estimate the model states from a parameter count alone, for example 7.5e9."""
-        block: Literal["llama", "gpt"] = "llama"
-        """llama: the package's own model. gpt: one layer and the FLOPs of Megatron's GPT, as published."""
-        step_time_s: float | None = None
-        """Measured time of a step; together with --peak-tflops it gives MFU and HFU."""
-        peak_tflops: float | None = None
-        """Dense peak of one accelerator in TFLOP/s; an A100 has 312 in 16 bits."""
-
-    options = _parse(EstimateOptions, "estimate", argv, default=EstimateOptions(_base_config(argv)))
-    ranks, step = (
-        chosen_ranks(options.run, options.ranks),
-        parse_measured_step(options.step_time_s, options.peak_tflops),
-    )
+    options = _parse(EstimateOptions, "estimate", argv, EstimateOptions(*_base_config(argv)))
+    ranks = chosen_ranks(options.run, options.ranks)
+    step = parse_measured_step(options.step_time_s, options.peak_tflops)
     if options.parameters is not None and (step or options.block == "gpt"):
         raise UserError(
             f"--parameters {options.parameters:g} estimates model states only, while --block gpt, --step-time-s and "

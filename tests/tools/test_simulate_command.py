@@ -8,7 +8,7 @@ import pytest
 
 from minidist.tools.cli import main
 
-PUBLISHED = "--stages 8 --microbatches 24 --t-f 18.522 --t-b 18.086 --t-w 9.337 --t-comm 0.601"
+PUBLISHED = "--stages 8 --micro-batches 24 --t-f 18.522 --t-b 18.086 --t-w 9.337 --t-comm 0.601"
 
 
 def simulate(capsys, words):
@@ -20,7 +20,7 @@ def simulate(capsys, words):
 def test_json_gives_the_published_bubble(capsys, kind, bubble):
     said = json.loads(simulate(capsys, f"--kind {kind} {PUBLISHED} --json"))
     assert said["bubble"] == bubble
-    assert (said["kind"], said["stages"], said["microbatches"], said["chunks"]) == (kind, 8, 24, 1)
+    assert (said["kind"], said["stages"], said["micro_batches"], said["chunks"]) == (kind, 8, 24, 1)
     assert said["total"] == pytest.approx(24 * 45.945 / (1 - bubble), rel=1e-4) and said["total"] <= said["makespan"]
     assert said["busy"] == [1102.68] * 8
     alive = {"1f1b": [8, 7, 6, 5, 4, 3, 2, 1], "zb-h1": [8] * 8, "zb-h2": [15] * 8}
@@ -39,12 +39,12 @@ def test_without_options_it_shows_one_f_one_b(capsys):
 
 
 def test_a_long_line_is_wrapped(capsys):
-    said = simulate(capsys, "--stages 40 --microbatches 50")
+    said = simulate(capsys, "--stages 40 --micro-batches 50")
     assert "peak live  40 39 38" in said and "\n           " in said and max(map(len, said.splitlines())) <= 100
 
 
 def test_times_may_be_given_for_each_stage(capsys):
-    said = json.loads(simulate(capsys, "--stages 3 --microbatches 2 --t-f 1 2 4 --t-b 0 --t-w 0 --json"))
+    said = json.loads(simulate(capsys, "--stages 3 --micro-batches 2 --t-f 1 2 4 --t-b 0 --t-w 0 --json"))
     assert said["busy"] == [2, 4, 8] and said["makespan"] == 11
 
 
@@ -52,7 +52,7 @@ def test_a_schedule_written_by_hand(capsys, tmp_path):
     file = tmp_path / "mine.txt"
     file.write_text("F0 F1 B0 B1\nF0 B0 F1 B1\n")
     said = json.loads(simulate(capsys, f"--file {file} --json"))
-    assert (said["kind"], said["stages"], said["microbatches"], said["peak_live"]) == (str(file), 2, 2, [2, 1])
+    assert (said["kind"], said["stages"], said["micro_batches"], said["peak_live"]) == (str(file), 2, 2, [2, 1])
 
 
 def test_the_chunks_of_a_file_may_be_a_v(capsys, tmp_path):
@@ -72,14 +72,14 @@ def test_a_picture_is_written(capsys, tmp_path, suffix):
     ("words", "message"),
     [
         ("--kind zb-h3", "there is no schedule 'zb-h3'; did you mean zb-h2? possible: gpipe, 1f1b, interleaved"),
-        ("--kind interleaved --microbatches 6", "6 is not a multiple of 4. Give 4 or 8"),
+        ("--kind interleaved --micro-batches 6", "6 is not a multiple of 4. Give 4 or 8"),
         (
-            "--kind zb-h2 --microbatches 4",
+            "--kind zb-h2 --micro-batches 4",
             "7 micro-batches in flight, but there are only 4: give 7 micro",
         ),
         ("--stages 0", "with 0 stages"),
         ("--stages -2", "with -2 stages"),
-        ("--microbatches 0", "with 0 micro-batches"),
+        ("--micro-batches 0", "with 0 micro-batches"),
         ("--chunks 2", "1f1b needs 1 chunk per stage, but chunks is 2"),
         ("--t-f -1", "t-f is -1.0; a time is a number, 0 or more"),
         ("--t-b 1 2 3", "t-b has 3 times for 4 stages: give 1 for all of them, or 4"),
@@ -87,7 +87,7 @@ def test_a_picture_is_written(capsys, tmp_path, suffix):
         ("--file nowhere.txt", "--file nowhere.txt cannot be read: No such file"),
         ("--file dead.txt", "stage 1 waits at F1 (operation 2 of 4) for stage 0's F1 (operation 3). Put B0 before F1"),
         ("--file leak.txt", "stage 1 never runs B0 (the schedule is one of 1 micro-batches): the activation of F0 is"),
-        ("--file leak.txt --stages 2", "--file leak.txt says itself what --stages is: leave --stages out"),
+        ("--file leak.txt --stages 2", "--file leak.txt already says what --stages is: leave --stages out"),
         ("--file .", "--file . cannot be read: Is a directory"),
         ("--file bytes.bin", "--file bytes.bin cannot be read: it is not text"),
         ("--picture nowhere/a.png", "--picture nowhere/a.png: there is no folder"),

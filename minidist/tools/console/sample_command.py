@@ -10,20 +10,20 @@ from minidist.train import run_folder as runfolder
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Text from a checkpoint."""
+    """Generate text from a checkpoint."""
 
     checkpoint: Path
-    """A checkpoint, or a run folder whose newest one to use."""
+    """A checkpoint, or a run folder, whose newest checkpoint is used."""
     prompt: str = "def "
-    """What the text begins with."""
+    """The beginning of the text."""
     tokens: int = 400
-    """Tokens to add."""
+    """Number of tokens to generate."""
     temperature: float = 0.8
-    """Divides the logits; 0 always takes the likeliest token."""
+    """Divides the logits; 0 always takes the most likely token."""
     top_k: int | None = None
-    """Choose among this many likeliest tokens only."""
+    """Sample from this many of the most likely tokens only; from all of them when not given."""
     seed: int = 0
-    """Of the choices; the same seed gives the same text."""
+    """Random seed; the same seed gives the same text."""
 
 
 def sample(options: SampleOptions) -> str:
@@ -35,7 +35,7 @@ def sample(options: SampleOptions) -> str:
         raise UserError(f"--top-k is {options.top_k}; it must be at least 1.")
     if not options.prompt:
         raise UserError("--prompt is empty; give at least one character to begin with.")
-    path = folders.latest(runfolder.checkpoints_of(options.checkpoint))
+    path = folders.latest(runfolder.checkpoints_of(options.checkpoint), "sample from")
     from minidist.tools.console.sample_text import (  # here: with it comes torch, which takes seconds
         continue_text,
         load_model,

@@ -34,7 +34,7 @@ class ParityOptions:
     ranks: int = 2
     """Ranks of the layouts to compare; one rank is always compared too."""
     json: Path | None = None
-    """File for the rows, as JSON."""
+    """Write the rows to this file as JSON."""
     only: str | None = None
     """Run the rows whose name contains this or matches it as a regular expression: "dp=2 bucketed.*sgd"; or, by its
     exact name, any row that --full has. "; " stands between several."""

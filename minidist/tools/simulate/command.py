@@ -18,36 +18,36 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """Time one pipeline schedule: its bubble, the activations it keeps alive, and who does what when.
+    """Simulate one pipeline schedule: its bubble, its live activations, and a drawing of what runs when on each stage.
 
-    Kinds: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v. Times are for one micro-batch through all that a stage holds,
-    in any unit; one number is for every stage, several are one for each.
+    Kinds: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v. Times are for one micro-batch and all layers of a stage, in any
+    unit; give one number for all stages, or one per stage.
     """
 
     kind: str | None = None
-    """The schedule; 1f1b when not given."""
+    """Pipeline schedule; 1f1b when not given."""
     stages: int | None = None
-    """Ranks of the pipeline; 4 when not given."""
-    microbatches: int | None = None
-    """Micro-batches of a step; twice the stages when not given."""
+    """Number of pipeline stages; 4 when not given."""
+    micro_batches: int | None = None
+    """Micro-batches per step; twice the stages when not given."""
     chunks: int | None = None
-    """Parts of the model on each stage: interleaved takes 2 (when not given) or more, zb-v 2, the others 1."""
+    """Model chunks per pipeline stage. interleaved: 2 or more (2 when not given). zb-v: 2. The others: 1."""
     t_f: tuple[float, ...] = (1.0,)
-    """Time of a forward."""
+    """Time of a forward pass (F)."""
     t_b: tuple[float, ...] = (1.0,)
-    """Time of the gradient of a stage's input, the half of a backward that the stage before waits for."""
+    """Time of the input gradient (B), the part of the backward pass that the previous stage waits for."""
     t_w: tuple[float, ...] = (1.0,)
-    """Time of the gradient of a stage's weights, the other half."""
+    """Time of the weight gradient (W), the other part of the backward pass."""
     t_comm: float = 0.0
-    """Time from the end of an operation until its result has arrived at another stage; both may compute meanwhile."""
+    """Time to transfer a result to another stage; both stages may compute meanwhile."""
     file: Path | None = None
-    """A schedule written by hand instead of a kind: a line for each stage, as F0 F1 B0 B1 (F0.1: through chunk 1)."""
+    """A text file with your own schedule: one line per stage, such as F0 F1 B0 B1 (F0.1: forward through chunk 1)."""
     placement: Literal["loop", "v"] = "loop"
-    """Where chunks of a file are: chunk 1 goes on with stage 0 (loop), or with the stage where chunk 0 ended (v)."""
+    """Placement of the chunks of --file: chunk 1 starts on stage 0 (loop), or on the last stage (v)."""
     picture: Path | None = None
-    """File for the drawing as a picture: .png, .svg or .pdf."""
+    """Write the drawing to this .png, .svg or .pdf."""
     json: bool = False
-    """Print JSON (times in the unit of the options) instead of the drawing."""
+    """Print JSON, with times in the unit of the options, instead of the drawing."""
 
 
 def main(options: SimulateOptions) -> int:
@@ -68,12 +68,13 @@ def chosen(options: SimulateOptions) -> Schedule:
     """The schedule the options ask for."""
     if options.file is None:
         stages = 4 if options.stages is None else options.stages
-        micro_batches = 2 * stages if options.microbatches is None else options.microbatches
+        micro_batches = 2 * stages if options.micro_batches is None else options.micro_batches
         kind = "1f1b" if options.kind is None else options.kind
         return schedule(kind, stages, micro_batches, options.chunks)
-    given = [name for name in ("kind", "stages", "microbatches", "chunks") if getattr(options, name) is not None]
+    given = [name for name in ("kind", "stages", "micro_batches", "chunks") if getattr(options, name) is not None]
     if given:
-        raise UserError(f"--file {options.file} says itself what --{given[0]} is: leave --{given[0]} out.")
+        name = given[0].replace("_", "-")
+        raise UserError(f"--file {options.file} already says what --{name} is: leave --{name} out.")
     try:
         return read(options.file.read_text(), str(options.file), options.placement)
     except (OSError, UnicodeDecodeError) as error:
@@ -88,7 +89,7 @@ def as_json(timeline: Timeline) -> dict:
     return {
         "kind": timeline.schedule.kind,
         "stages": timeline.schedule.stages,
-        "microbatches": timeline.schedule.micro_batches,
+        "micro_batches": timeline.schedule.micro_batches,
         "chunks": timeline.schedule.chunks,
         "total": round(timeline.total, _DIGITS),
         "makespan": round(timeline.makespan, _DIGITS),

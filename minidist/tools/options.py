@@ -1,0 +1,331 @@
+"""Options of a command: a dataclass says which there are, its field docstrings are their help.
+
+A field `name: type = default` is the option `--name value`; a field that is itself a dataclass is a section, whose
+options are `--section.name value`. Supported types: bool (`--name` and `--no-name`), int, float, str, Path, Literal,
+tuples of these (several values, one after the other), and each of them or None.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from minidist.errors import UserError, suggest
+
+# Markers for a field's type. Annotated[Config, FLAT]: its options have no prefix; Annotated[str, POSITIONAL]:
+# a word without a name in front; Annotated[..., HIDDEN]: an option that help leaves out.
+FLAT, POSITIONAL, HIDDEN = "flat", "positional", "hidden"
+
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+# What other trainers call an option of ours.
+_ALIASES = {
+    "batch-size": "train.global-batch",
+    "global-batch-size": "train.global-batch",
+    "max-steps": "train.steps",
+    "train-iters": "train.steps",
+    "epochs": "train.steps",
+    "microbatches": "train.micro-batches",
+    "num-microbatches": "train.micro-batches",
+    "gradient-accumulation-steps": "train.micro-batches",
+    "learning-rate": "optim.lr",
+    "optimizer": "optim.kind",
+    "dtype": "precision.policy",
+    "layers": "model.num-layers",
+    "world-size": "ranks",
+    "nproc-per-node": "ranks",
+    "output-dir": "folder",
+    "tensor-model-parallel-size": "mesh.tp",
+    "pipeline-model-parallel-size": "mesh.pp",
+    "context-parallel-size": "mesh.cp",
+}
+_COLUMN = 30
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a command.
+
+    name: without the leading dashes. path: the fields that lead to its value. kind: its type, without None.
+    optional: whether it may be None.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    kind: Any
+    optional: bool
+    help: str
+    section: str
+    positional: bool = False
+    hidden: bool = False
+
+    @property
+    def negation(self) -> str:
+        """The name that switches a bool off."""
+        section, _, last = self.name.rpartition(".")
+        return f"{section}.no-{last}" if section else f"no-{last}"
+
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(self.kind) is tuple
+
+    @property
+    def item(self) -> Any:
+        """The type of one value."""
+        return typing.get_args(self.kind)[0] if self.is_list else self.kind
+
+
+def parse_options(
+    kind: type, program: str, words: Sequence[str], default: Any = None, keep_unknown: bool = False
+) -> Any:
+    """Read `words` into an instance of the dataclass `kind`; `--help` prints its help and exits.
+
+    program: what the person typed before the words. default: where values start from. keep_unknown: return
+    (options, words that are none of them) instead. Raises UserError for an unknown option or a wrong value.
+    """
+    options = options_of(kind)
+    if {"-h", "--help"} & set(words):
+        print(help_text(kind, program, options, default))
+        raise SystemExit(0)
+    by_name = {option.name: option for option in options if not option.positional}
+    negated = {option.negation: option for option in options if option.kind is bool}
+    places = [option for option in options if option.positional]
+    values: dict[tuple[str, ...], Any] = {}
+    unknown: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, inline = word.removeprefix("--").partition("=")
+        name = name.replace("_", "-")
+        if not word.startswith("--"):
+            if keep_unknown:
+                unknown.append(word)
+            elif not places:
+                raise UserError(f"{word!r} belongs to no option; options begin with --. {program} --help lists them.")
+            else:
+                place = places[0] if places[0].is_list else places.pop(0)
+                value = _convert(place, word)
+                values[place.path] = (*values.get(place.path, ()), value) if place.is_list else value
+        elif name in by_name and by_name[name].kind is not bool:
+            option = by_name[name]
+            given = [inline] if equals else _take(option, rest)
+            values[option.path] = _value_of(option, given)
+        elif name in by_name or name in negated:
+            if equals:
+                raise UserError(f"--{name} takes no value, and was given {inline!r}: write --{name} alone.")
+            values[(by_name.get(name) or negated[name]).path] = name in by_name
+        elif keep_unknown:
+            unknown.append(word)
+        else:
+            guess = _guess(name, [*by_name, *negated]) or "."
+            raise UserError(f"there is no option --{name}{guess} {program} --help lists all of them.")
+    made = _make(kind, values, program, options) if default is None else _replace(default, values)
+    return (made, unknown) if keep_unknown else made
+
+
+def options_of(kind: type, path: tuple[str, ...] = (), prefix: str = "", section: str = "") -> list[Option]:
+    """Every option of a dataclass, in the order of its fields; sections after the options of their own level."""
+    plain, nested = [], []
+    hints, documented = typing.get_type_hints(kind, include_extras=True), _field_docstrings(kind)
+    for field in dataclasses.fields(kind):
+        hint, marks = hints[field.name], ()
+        if typing.get_origin(hint) is typing.Annotated:
+            hint, *marks = typing.get_args(hint)
+        name, optional = prefix + field.name.replace("_", "-"), False
+        if dataclasses.is_dataclass(hint):
+            flat = FLAT in marks
+            nested += options_of(hint, (*path, field.name), "" if flat else f"{name}.", "" if flat else name)
+            continue
+        if typing.get_origin(hint) in (types.UnionType, typing.Union):
+            (hint,) = [one for one in typing.get_args(hint) if one is not types.NoneType]
+            optional = True
+        plain.append(
+            Option(
+                name,
+                (*path, field.name),
+                hint,
+                optional,
+                documented.get(field.name, ""),
+                section,
+                POSITIONAL in marks,
+                HIDDEN in marks,
+            )
+        )
+    return plain + sorted(nested, key=lambda option: option.section != "")
+
+
+def help_text(kind: type, program: str, options: Sequence[Option], default: Any = None) -> str:
+    """The help of a command, as wide as the terminal but at most 100 columns."""
+    width = min(100, max(40, shutil.get_terminal_size().columns))
+    shown = [option for option in options if not option.hidden]
+    places = "".join(f" {_metavar(option)}" for option in shown if option.positional)
+    lines = [f"usage: {program}{places} [OPTIONS]", ""]
+    for paragraph in inspect.cleandoc(kind.__doc__ or "").split("\n\n"):
+        lines += [*textwrap.wrap(" ".join(paragraph.split()), width), ""]
+    sections = dict.fromkeys(option.section for option in shown)
+    for section in sections:
+        about = _section_help(kind, section)
+        title = f"{section}: {about}" if about else section or "options:"
+        lines += textwrap.wrap(title, width)
+        for option in shown:
+            if option.section == section:
+                lines += _option_help(option, _default_of(kind, default, option.path), width)
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _option_help(option: Option, default: Any, width: int) -> list[str]:
+    head = f"  {_metavar(option)}" if option.positional else f"  --{option.name}"
+    if option.kind is bool:
+        head += f", --{option.negation}" * bool(default)
+    elif not option.positional:
+        head += f" {_metavar(option)}"
+    said = " ".join(option.help.split())
+    if not any(default is nothing for nothing in (None, False, (), dataclasses.MISSING)):
+        said += f" (default: {_text(default)})"
+    indent = " " * min(_COLUMN, width // 3)
+    body = textwrap.wrap(said, width, initial_indent=indent, subsequent_indent=indent)
+    if len(head) < len(indent) - 1 and body:
+        return [head.ljust(len(indent)) + body[0].lstrip(), *body[1:]]
+    return [head, *body]
+
+
+def _metavar(option: Option) -> str:
+    if typing.get_origin(option.item) is Literal:
+        one = "{" + ",".join(map(str, typing.get_args(option.item))) + "}"
+    elif option.positional:
+        one = option.name.upper()
+    else:
+        one = _METAVARS.get(option.item, "VALUE")
+    if not option.is_list:
+        return f"[{one}]" if option.positional and option.optional else one
+    counted = typing.get_args(option.kind)
+    return f"[{one} ...]" if counted[-1] is Ellipsis else " ".join([one] * len(counted))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _take(option: Option, rest: list[str]) -> list[str]:
+    """Remove from `rest` the words that are the option's values."""
+    given = []
+    while rest and not rest[0].startswith("--") and (option.is_list or not given):
+        given.append(rest.pop(0))
+    return given
+
+
+def _value_of(option: Option, given: list[str]) -> Any:
+    if option.optional and len(given) == 1 and given[0].lower() == "none":
+        return None
+    if not given:
+        raise UserError(f"--{option.name} needs a value: {_expected(option)}.")
+    values = tuple(_convert(option, word) for word in given)
+    if not option.is_list:
+        return values[0]
+    counted = typing.get_args(option.kind)
+    if counted[-1] is not Ellipsis and len(values) != len(counted):
+        raise UserError(f"--{option.name} has {len(values)} values; it needs {len(counted)}.")
+    return values
+
+
+def _convert(option: Option, word: str) -> Any:
+    name = option.name.upper() if option.positional else f"--{option.name}"
+    if typing.get_origin(option.item) is Literal:
+        choices = {str(choice): choice for choice in typing.get_args(option.item)}
+        if word not in choices:
+            raise UserError(f"{name} is {word!r}; {suggest(word, choices)}")
+        return choices[word]
+    try:
+        return option.item(word)
+    except ValueError:
+        raise UserError(f"{name} is {word!r}; it must be {_expected(option)}.") from None
+
+
+def _expected(option: Option) -> str:
+    if typing.get_origin(option.item) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(option.item)))
+    one = _TYPE_NAMES[option.item]
+    return f"{one} or several" if option.is_list else one
+
+
+def _guess(given: str, names: Sequence[str]) -> str:
+    """The options that a wrong name may have meant, as the end of a sentence."""
+    if (alias := _ALIASES.get(given)) in names:
+        return f"; did you mean --{alias}?"
+    last = given.rpartition(".")[2]
+    alike = [name for name in names if name.rpartition(".")[2] == last]
+    alike.sort(key=lambda name: not name.startswith(("train.", "model.", "mesh.")))
+    if not alike:
+        alike = difflib.get_close_matches(given, names, 1, 0.7)
+    if not alike and "." not in given:
+        lasts = {name.rpartition(".")[2]: name for name in reversed(names)}
+        alike = [lasts[one] for one in difflib.get_close_matches(given, lasts, 1, 0.7)]
+    return f"; did you mean {' or '.join(f'--{name}' for name in alike[:3])}?" if alike else ""
+
+
+def _make(kind: type, values: dict[tuple[str, ...], Any], program: str, options: Sequence[Option]) -> Any:
+    """An instance of `kind` from the values given and its own defaults."""
+    required = {}
+    for option in options:
+        if _default_of(kind, None, option.path) is dataclasses.MISSING:
+            if option.path not in values:
+                name = option.name.upper() if option.positional else f"--{option.name} {_metavar(option)}"
+                about = " ".join(option.help.split())
+                raise UserError(f"{name} is missing. {about} {program} --help lists all options.")
+            required[option.path[0]] = values.pop(option.path)
+    return _replace(kind(**required), values)
+
+
+def _replace(instance: Any, values: dict[tuple[str, ...], Any]) -> Any:
+    """A copy of a dataclass instance with the fields changed to which the paths lead."""
+    fields: dict[str, dict[tuple[str, ...], Any]] = {}
+    for (first, *rest), value in values.items():
+        fields.setdefault(first, {})[tuple(rest)] = value
+    changes = {
+        name: below[()] if () in below else _replace(getattr(instance, name), below) for name, below in fields.items()
+    }
+    return dataclasses.replace(instance, **changes)
+
+
+def _default_of(kind: type, default: Any, path: tuple[str, ...]) -> Any:
+    """The value of an option that was not given; dataclasses.MISSING for one that has to be."""
+    if default is None:
+        field = next(field for field in dataclasses.fields(kind) if field.name == path[0])
+        factory = field.default_factory
+        default, path = field.default if factory is dataclasses.MISSING else factory(), path[1:]
+    for name in path:
+        default = getattr(default, name)
+    return default
+
+
+def _section_help(kind: type, section: str) -> str:
+    """The first sentence of a section's class."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hint := hints[field.name]):
+            if field.name.replace("_", "-") == section:
+                return " ".join((hint.__doc__ or "").split())
+            if found := _section_help(hint, section):
+                return found
+    return ""
+
+
+def _field_docstrings(kind: type) -> dict[str, str]:
+    """The string that stands below each field of a dataclass, which Python itself does not keep."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    found = {}
+    for field, below in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            found[field.target.id] = below.value.value
+    return found

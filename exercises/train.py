@@ -131,10 +131,10 @@ def train_with(world: "World", config: "Config", pieces: Sequence[Installed]) ->
     """What every rank runs: put the pieces in their places, train, and say how often each was called."""
     from minidist import comm
     from minidist.mesh import Mesh
-    from minidist.train.trainer import train as run
+    from minidist.tools.launch.run import train_and_report
 
     calls = install(pieces)
-    run(world, config)
+    train_and_report(world, config)
     control = comm.bind(world, Mesh(dp=world.size), [])["control"]
     of_ranks = comm.all_gather_object(dict(calls), control)
     if world.rank == 0:

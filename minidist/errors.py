@@ -1,6 +1,7 @@
-"""The two ways a command ends badly: the person asked for something impossible, or the run failed.
+"""Errors that end a command with one message, and how messages name ranks.
 
-Both carry one message written for the person who can mend it; the command line prints the message and no traceback.
+`UserError`: the request is impossible; `RunError`: the run failed. The command line prints their message, written for
+the person who can fix the cause, and no traceback.
 """
 
 import difflib
@@ -8,7 +9,7 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """What was asked for is impossible; the message says what was given, what is possible and the one change to make.
+    """An impossible request; the message says what was given, what is possible and the one change to make.
 
     The process ends with exit code 2, and nothing on disk has changed.
     """
@@ -20,7 +21,7 @@ class RunError(Exception):
     """A run that was possible failed (a rank died, ranks deadlocked, a loss was not finite). Exit code 1."""
 
     exit_code = 1
-    # Whether it strikes some ranks and not others, so that rank 0 may have nothing to say of it.
+    # Whether the error may occur on some ranks only, so that rank 0 may have nothing to report.
     of_some_ranks = False
 
 
@@ -35,3 +36,16 @@ def suggest(given: str, possible: Iterable[str], most: int = 12) -> str:
     if not close:
         return everything
     return f"did you mean {close[0]}?" + (f" {everything}" if len(names) <= most else "")
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks for a message: `rank 3`, `ranks 0-2, 5`."""
+    ranks = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
-from minidist.errors import RunError
+from minidist.errors import RunError, format_ranks
 from minidist.fault.agree import Exchange
 from minidist.precision.scaler import LossScaler
-from minidist.tools.deadlock.status_report import rank_names
 from minidist.train.agree import StepResult
 
 
@@ -24,7 +23,7 @@ def check(result: StepResult, step: int, scaler: LossScaler | None, swap: Exchan
 def _not_finite(result: StepResult, step: int, swap: Exchange) -> str:
     names = [name for names in swap(result.not_finite) for name in names[:1]]
     own = [rank for rank, finite in enumerate(swap(result.own_loss_finite)) if not finite]
-    where = f"the loss of {rank_names(own)}" if own else "the reduced gradient"
+    where = f"the loss of {format_ranks(own)}" if own else "the reduced gradient"
     return (
         f"step {step}: {where} is not finite; the first tensor that is not: {names[0] if names else 'none'}. No "
         "parameter was updated. Lower --optim.lr, or clip with --optim.clip-norm. "

@@ -101,7 +101,7 @@ def last_checkpoint(folder: Path) -> str:
     return f"The last checkpoint is {found[max(found)]}: go on with --checkpoint.resume {folder}"
 
 
-class Metrics:
+class MetricsFile:
     """metrics.jsonl: one JSON object per line, appended and flushed.
 
     {"start": 0, "corpus": fingerprint, ...} when a run begins or goes on, {"step": 10, "loss": ...} per log step,
@@ -115,8 +115,8 @@ class Metrics:
         before = read_metrics((source or folder) / self.path.name) if start else []
         self.rows = [row for row in before if row.get("step", start) <= start and row.get("start", -1) < start]
         with writing(folder):
-            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
-            write_whole(folder / "config.toml", to_toml(config))
+            write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
+            write_atomically(folder / "config.toml", to_toml(config))
 
     def write(self, row: dict) -> None:
         self.rows.append(row)
@@ -146,51 +146,17 @@ def writing(folder: Path):
         ) from error
 
 
-PICTURES = (".png", ".svg", ".pdf")
-
-
-def check_outputs(config: Config) -> None:
-    """Raise UserError when `--trace` or `--memory` names a file that could not be written, before there is anything to
-    write."""
-    if config.trace.file is not None:
-        _check_free("trace", config.trace.file, config.trace.file)
-    if (picture := config.memory.file) is not None:
-        if picture.suffix.lower() not in PICTURES:
-            raise UserError(f"--memory {picture} is to be a picture: give a name that ends in {', '.join(PICTURES)}.")
-        for file in (picture, picture.with_suffix(".json")):
-            _check_free("memory", picture, file)
-    if config.memory.file is not None and config.trace.file == config.memory.file.with_suffix(".json"):
-        raise UserError(
-            f"--memory {config.memory.file} writes its numbers to {config.trace.file}, and so does --trace: give one "
-            "of them another name."
-        )
-
-
-def _check_free(option: str, given: Path, path: Path) -> None:
-    if path.exists():
-        what = given if path == given else f"{given}: {path}, where its numbers go,"
-        whose = {"trace": "the trace", "memory": "the picture"}[option]
-        raise UserError(f"--{option} {what} is there already: remove it, or give {whose} another name.")
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file under another name, then rename it, so that a reader never sees half of it. Raises OSError."""
     try:
-        _aside(path).write_bytes(b"")
-        _aside(path).unlink()
-    except OSError as error:
-        raise UserError(
-            f"--{option} {given} cannot be written: {error.strerror}. "
-            "Give a file in a folder that exists and where you may write."
-        ) from None
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file aside and give it its name, so that a reader never sees half of it. Raises OSError."""
-    try:
-        _aside(path).write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(_aside(path), path)
+        partial_path(path).write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(partial_path(path), path)
     except OSError:
         with contextlib.suppress(OSError):
-            _aside(path).unlink()
+            partial_path(path).unlink()
         raise
 
 
-def _aside(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
+    """Return the name under which a file is written before it gets its own."""
     return path.with_name(path.name + ".partial")

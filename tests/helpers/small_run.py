@@ -12,6 +12,7 @@ import torch
 
 from minidist.config import CheckpointConfig, Config, DataConfig, OptimConfig, TrainConfig
 from minidist.models.config import ModelConfig
+from minidist.tools.launch.run import make_meter, make_observers
 from minidist.train.trainer import Trainer
 
 WORDS = ("to be", "or not", "that is", "the question", "ay", "there", "\n")
@@ -91,12 +92,17 @@ class Stop:
         return "SIGTERM" if self._left == 0 else None
 
 
+def make_trainer(world, config: Config) -> Trainer:
+    """The trainer of `minidist train`, with all its observers."""
+    return Trainer(world, config, make_observers(config), make_meter(config))
+
+
 def run(world, config: Config, stop_after: int | None = None) -> dict:
     """Train on this rank; returns the summary."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a model this small is slower on every further thread
     try:
-        return Trainer(world, config).run(Stop(stop_after))
+        return make_trainer(world, config).run(Stop(stop_after))
     finally:
         torch.set_num_threads(threads)
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm import GroupSpec, all_reduce, barrier, bind, broadcast, recv, send
+from minidist.errors import format_ranks
 from minidist.mesh import Mesh
-from minidist.tools.deadlock.status_report import rank_names
 from minidist.tools.launch import RankFailure
 
 GRADS = GroupSpec("grads", ("dp",))
@@ -49,7 +49,7 @@ def test_a_skipped_all_reduce_names_the_rank_that_skipped_it(server):
     where = line_of(skip_one_all_reduce, "all_reduce(tensor")
     # On a busy machine one of the three may not have come to its wait yet when the others are already lost.
     assert error.kind == "deadlock" and error.ranks and set(error.ranks) <= {0, 1, 3}
-    who = rank_names(error.ranks)
+    who = format_ranks(error.ranks)
     assert f"{who}: waiting in all_reduce #3 (3, 5) float32 of 'grads' (ranks 0-3) at {where}" in str(error)
     assert "rank 2: returned" in str(error)
     assert "rank 2 returned without launching all_reduce #3 of 'grads'" in str(error)

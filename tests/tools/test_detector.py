@@ -4,9 +4,9 @@ import threading
 from dataclasses import replace
 
 from minidist.comm.status import Channel
+from minidist.errors import format_ranks
 from minidist.tools.deadlock.detector import Observer, judge
 from minidist.tools.deadlock.status_page import StatusPage
-from minidist.tools.deadlock.status_report import rank_names
 from minidist.tools.deadlock.watchdog import Watchdog
 from tests.helpers.status_pages import GRADS, returned, snapshots, waiting
 
@@ -154,7 +154,7 @@ def test_a_deadlock_is_told_though_another_rank_works_on_and_on():
 
 
 def test_rank_names_are_merged_into_runs():
-    assert [rank_names(ranks) for ranks in ([3], [2, 0, 1, 5], [0, 2])] == ["rank 3", "ranks 0-2, 5", "ranks 0, 2"]
+    assert [format_ranks(ranks) for ranks in ([3], [2, 0, 1, 5], [0, 2])] == ["rank 3", "ranks 0-2, 5", "ranks 0, 2"]
 
 
 # The watchdog: the same judge, over a store

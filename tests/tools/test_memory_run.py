@@ -12,8 +12,7 @@ from minidist.tools.cli import main, train_options
 from minidist.tools.estimate.estimate import MEMORY_KINDS
 from minidist.tools.memory import tracker
 from minidist.tools.memory.storages import MemoryPeak
-from minidist.train.trainer import Trainer
-from tests.helpers.small_run import OPTIONS, Command, Stop, run, small_config, write_text
+from tests.helpers.small_run import OPTIONS, Command, Stop, make_trainer, run, small_config, write_text
 
 TIMES = ("step_time_s", "tokens_per_s", "memory")
 KINDS = set(MEMORY_KINDS.values())
@@ -31,9 +30,11 @@ def measured(folder, text, **changes):
 def told(world, config, stop_after=None):
     """Train; the last line about memory, and every number of the model."""
     torch.set_num_threads(1)
-    trainer = Trainer(world, config)
+    trainer = make_trainer(world, config)
     trainer.run(Stop(stop_after))
-    return trainer.memory.line, {name: t.clone() for name, t in trainer.engine.reducer.checkpoint_tensors().items()}
+    return trainer.observers[0].line, {
+        name: t.clone() for name, t in trainer.engine.reducer.checkpoint_tensors().items()
+    }
 
 
 def numbers(config) -> dict:
@@ -136,7 +137,7 @@ def test_a_run_that_ends_before_says_so(ranks, tmp_path, text):
 def profiled(world, config, when):
     """Another profiler on rank 1: all the time, or from within the measured step on."""
     torch.set_num_threads(1)
-    trainer = Trainer(world, config)
+    trainer = make_trainer(world, config)
     other = torch.autograd.profiler.profile()
     if world.rank == 1 and when == "before":
         other.__enter__()
@@ -152,7 +153,7 @@ def profiled(world, config, when):
     done = trainer.run(Stop())["step"]
     if world.rank == 1:
         other.__exit__(None, None, None)
-    return done, trainer.memory.line
+    return done, trainer.observers[0].line
 
 
 @pytest.mark.parametrize(("when", "why"), [("before", "is recording"), ("meanwhile", "took the place of this one")])
@@ -198,7 +199,7 @@ def test_what_cannot_be_written_or_measured_is_refused(tmp_path, capsys):
 
 def refuse(world, config):
     with pytest.raises(UserError) as error:
-        Trainer(world, config)
+        make_trainer(world, config)
     return str(error.value)
 
 

@@ -7,9 +7,9 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
-from minidist.tools.console.live import Live, sparkline
+from minidist.tools.console.lines import PlainView, end_line, metrics_line
+from minidist.tools.console.live import LiveView, sparkline
 from minidist.tools.console.loss_plot import draw_loss, label_places
-from minidist.tools.console.reporter import Plain, end_line, metrics_line
 from minidist.tools.console.sample_text import readable
 from minidist.train.agree import StepResult
 from minidist.train.metrics import mfu
@@ -48,12 +48,12 @@ def test_the_end_is_compared_with_counting():
 
 
 def test_plain_lines_come_in_the_order_of_events(capsys):
-    reporter = Plain(["first", "second"])
-    reporter.log(ROW, LANES)
-    reporter.held_out(20, 2.25)
-    reporter.text("def ", "f():\n    pass")
-    reporter.end(1.25, LINES)
-    reporter.close()
+    view = PlainView(["first", "second"])
+    view.show_metrics(ROW, LANES)
+    view.show_held_out_loss(20, 2.25)
+    view.show_sample("def ", "f():\n    pass")
+    view.show_end(1.25, LINES)
+    view.close()
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "first",
@@ -67,7 +67,7 @@ def test_plain_lines_come_in_the_order_of_events(capsys):
     ]
 
 
-def drawn(console: Console, live: Live) -> str:
+def drawn(console: Console, live: LiveView) -> str:
     with console.capture() as capture:
         console.print(live._draw())
     return capture.get()
@@ -75,12 +75,12 @@ def drawn(console: Console, live: Live) -> str:
 
 def test_the_live_view_shows_numbers_and_a_lane_per_rank():
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    live = Live(["a [bracketed] header"], 50, 10, console=console)
+    live = LiveView(["a [bracketed] header"], 50, 10, console=console)
     try:
         assert "the first step is running" in drawn(console, live) and "10/50" in drawn(console, live)
-        live.step(20, StepResult(2.5, 32.0, 1.25, True, True, False))
-        live.log(ROW, LANES)
-        live.held_out(20, 2.25)
+        live.show_step(20, StepResult(2.5, 32.0, 1.25, True, True, False))
+        live.show_metrics(ROW, LANES)
+        live.show_held_out_loss(20, 2.25)
         live.note("checkpoint: [red]folder")
         shown = drawn(console, live)
     finally:

@@ -14,8 +14,7 @@ from minidist.comm import Meter
 from minidist.errors import UserError
 from minidist.tools.cli import main, train_options
 from minidist.tools.trace.traffic import traffic_matrix
-from minidist.train.trainer import Trainer
-from tests.helpers.small_run import OPTIONS, Command, Stop, descendants, run, small_config, write_text
+from tests.helpers.small_run import OPTIONS, Command, Stop, descendants, make_trainer, run, small_config, write_text
 
 STEPS = 3
 
@@ -33,14 +32,14 @@ def traced(folder, text, **changes):
 def logged(world, config, stop_after=None):
     """Train with a meter that also keeps every record; those of the steps that were traced, and the last line."""
     torch.set_num_threads(1)
-    trainer = Trainer(world, config)
+    trainer = make_trainer(world, config)
     meter, places = trainer.groups.meter, []
     meter.keep, begin, end = True, meter.begin, meter.end
     meter.begin = lambda times: (places.append(len(meter.records)), begin(times))
     meter.end = lambda offset: (places.append(len(meter.records)), end(offset))[1]
     trainer.run(Stop(stop_after))
     begun, ended = places or (0, 0)
-    return meter.records[begun:ended], trainer.trace.line
+    return meter.records[begun:ended], trainer.observers[0].line
 
 
 def read(config):
@@ -119,7 +118,7 @@ def test_every_micro_batch_has_its_forward_and_its_backward_inside_its_step(rank
 
 def held_up(world, config):
     """Rank 1 does not come to the end of its first backward before rank 0 waits for its gradients."""
-    trainer = Trainer(world, config)
+    trainer = make_trainer(world, config)
     meter, store, waiting = trainer.groups.meter, world.store, trainer.groups.meter.waiting
     if world.rank == 0:
 
@@ -220,7 +219,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_training(tmp_path, mon
 
 def refuse(world, config):
     try:
-        Trainer(world, config)
+        make_trainer(world, config)
     except UserError as error:
         return str(error)
 
@@ -231,10 +230,10 @@ def test_a_place_that_only_rank_0_needs_is_refused_on_all_ranks(ranks, tmp_path,
 
 
 def without_its_folder(world, config):
-    trainer = Trainer(world, config)
+    trainer = make_trainer(world, config)
     if world.rank == 0:
         shutil.rmtree(config.trace.file.parent)
-    return trainer.run(Stop())["step"], trainer.trace.line
+    return trainer.run(Stop())["step"], trainer.observers[0].line
 
 
 def test_a_trace_that_cannot_be_written_in_the_end_does_not_end_the_run(ranks, tmp_path, text):
@@ -261,9 +260,9 @@ def test_the_short_option_is_the_long_one(tmp_path):
 
 
 def plain(world, config):
-    trainer = Trainer(world, config)
+    trainer = make_trainer(world, config)
     trainer.run(Stop())
-    return type(trainer.groups.meter), trainer.groups.meter.records, trainer.trace.line
+    return type(trainer.groups.meter), trainer.groups.meter.records, len(trainer.observers)
 
 
 def test_without_the_option_nothing_is_kept_and_a_run_that_goes_on_does_not_trace_again(ranks, tmp_path, text):
@@ -271,4 +270,4 @@ def test_without_the_option_nothing_is_kept_and_a_run_that_goes_on_does_not_trac
     ranks(run, 2, config)
     assert "trace.json" not in (config.folder / "config.toml").read_text()
     untraced = small_config(tmp_path / "other", text, trace__first=2)
-    assert ranks(plain, 2, untraced) == [(Meter, [], None)] * 2
+    assert ranks(plain, 2, untraced) == [(Meter, [], 1)] * 2

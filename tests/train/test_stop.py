@@ -7,7 +7,7 @@ import pytest
 
 from minidist.fault import folders
 from minidist.fault.index import verify
-from minidist.train.trainer import train
+from minidist.tools.launch.run import train_and_report
 from tests.helpers.small_run import OPTIONS, Command, run, small_config, write_text
 
 LONG = ("--train.steps", "1000000", "--checkpoint.every", "0", "--train.log-every", "1", "--folder", "run")
@@ -29,7 +29,7 @@ def test_all_ranks_end_after_the_step_in_which_one_was_asked(ranks, tmp_path, ra
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_ranks_saves_and_ends_them(server, tmp_path, number):
     config = small_config(tmp_path / "run", write_text(tmp_path), checkpoint__every=0, train__steps=1_000_000)
-    job = server.start(train, 2, (config,), deadline_s=60)
+    job = server.start(train_and_report, 2, (config,), deadline_s=60)
     while "step      2 " not in job.output(0):
         assert not job.poll(1.0), job.output(0)
     job.signal(number)

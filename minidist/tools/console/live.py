@@ -6,14 +6,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from minidist.tools.console.reporter import MB, Silent, end_line, norm_text
+from minidist.tools.console.lines import MB, PlainView, end_line, norm_text
 from minidist.train.agree import StepResult
 
 _LANE_WIDTH = 24
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
-class Live(Silent):
+class LiveView(PlainView):
     """Redraws in place; notes scroll by above it and stay."""
 
     def __init__(self, header: list[str], steps: int, start: int = 0, console: Console | None = None):
@@ -38,26 +38,26 @@ class Live(Silent):
         self._live = RichLive(self._draw(), console=self.console, refresh_per_second=4)
         self._live.start()
 
-    def step(self, step: int, result: StepResult) -> None:
+    def show_step(self, step: int, result: StepResult) -> None:
         self._progress.update(self._task, completed=step)
         if result.loss is not None:
             self._losses.append(result.loss)
         self._live.update(self._draw())
 
-    def log(self, row: dict, lanes: list[dict]) -> None:
-        self._row, self._lanes = row, lanes
+    def show_metrics(self, row: dict, ranks: list[dict]) -> None:
+        self._row, self._lanes = row, ranks
         self._live.update(self._draw())
 
-    def held_out(self, step: int, loss: float) -> None:
+    def show_held_out_loss(self, step: int, loss: float) -> None:
         self._held_out = (step, loss)
         self._live.update(self._draw())
 
-    def text(self, prompt: str, continuation: str) -> None:
+    def show_sample(self, prompt: str, continuation: str) -> None:
         self.console.rule("sample: held-out text, then the model", align="left", style="dim")
         self.console.print(Text.assemble((prompt, "dim"), (continuation, "bold")))
         self.console.rule(style="dim")
 
-    def end(self, held_out: float, lines: dict[str, float]) -> None:
+    def show_end(self, held_out: float, lines: dict[str, float]) -> None:
         self.note(end_line(held_out, lines))
 
     def note(self, line: str) -> None:

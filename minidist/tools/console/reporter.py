@@ -1,108 +1,95 @@
-"""What a person sees of a run: one plain line per log step, or a live view on a terminal. Only rank 0 speaks."""
+"""The observer that shows a run to a person: lines or a live view while it trains; at the end the loss plot, a sample
+of the model's text and the n-gram baselines."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
-from minidist.comm import World
-from minidist.config import Config
-from minidist.mesh import Mesh
+from minidist.tools.console.lines import PlainView
+from minidist.tools.console.loss_plot import draw_loss
+from minidist.tools.console.ngram import baselines
+from minidist.tools.console.sample_text import sample_text
+from minidist.train import run_folder
 from minidist.train.agree import StepResult
+from minidist.train.observer import Observer
+from minidist.train.trainer import Trainer
 
-MB = 1e6
+_PROMPT_TOKENS = 48
 
 
-class Silent:
-    """What the other ranks say. Each method is told what happens, as it happens."""
+class Reporter(Observer):
+    """Shows a run on rank 0. The other ranks only take part in sampling, which a sharded model needs all ranks for."""
 
-    def step(self, step: int, result: StepResult) -> None:
-        """A step is done."""
+    def __init__(self):
+        self._view: PlainView | None = None
 
-    def log(self, row: dict, lanes: list[dict]) -> None:
-        """A line of metrics, and what each rank did in that step."""
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.world.rank == 0:
+            self._view = make_view(trainer)
 
-    def held_out(self, step: int, loss: float) -> None:
-        """The loss on held-out text after a step, in nats per token."""
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        if self._view:
+            self._view.show_step(trainer.progress.step, result)
 
-    def text(self, prompt: str, continuation: str) -> None:
-        """What the model makes of the prompt."""
+    def on_log(self, row: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        if self._view:
+            self._view.show_metrics(row, ranks)
 
-    def end(self, held_out: float, lines: dict[str, float]) -> None:
-        """The last held-out loss, and losses to compare it with by name."""
+    def on_evaluation(self, step: int, loss: float) -> None:
+        if self._view:
+            self._view.show_held_out_loss(step, loss)
 
-    def note(self, line: str) -> None:
-        """Anything else worth a line."""
+    def on_checkpoint(self, path: Path) -> None:
+        self.on_note(f"checkpoint: {path}")
+
+    def on_note(self, line: str) -> None:
+        if self._view:
+            self._view.note(line)
+
+    def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
+        stopped, corpus = summary["stopped"], trainer.corpus
+        prompt = corpus.held_out[:_PROMPT_TOKENS]
+        sample = None if stopped else sample_text(trainer.engine, trainer.config, prompt)  # all ranks call it
+        if trainer.world.rank:
+            return
+        lines = {} if stopped else baselines(corpus)
+        summary |= lines
+        if corpus.entropy_rate is not None:
+            lines["best possible"] = corpus.entropy_rate
+        self._view.close()
+        with run_folder.writing(trainer.folder):
+            draw_loss(trainer.metrics_file.rows, lines, trainer.folder / "loss.png")
+        if stopped:
+            steps = f"{summary['step']} of {trainer.config.train.steps}"
+            self._view.note(f"stopped after step {steps}: go on with --checkpoint.resume {trainer.folder}")
+            return
+        if sample is not None:
+            self._view.show_sample(*sample)
+        self._view.show_end(summary["held_out_loss"], lines)
+        self._view.note(f"run folder: {trainer.folder}")
 
     def close(self) -> None:
-        """Training is over; notes may still come."""
+        if self._view:
+            self._view.close()
 
 
-class Plain(Silent):
-    """Lines, for a file or a pipe."""
-
-    def __init__(self, header: list[str]):
-        for line in header:
-            self.note(line)
-
-    def log(self, row: dict, lanes: list[dict]) -> None:
-        self.note(metrics_line(row))
-
-    def held_out(self, step: int, loss: float) -> None:
-        self.note(f"step {step:>6}  held-out loss {loss:.4f}")
-
-    def text(self, prompt: str, continuation: str) -> None:
-        self.note("sample: held-out text up to the bar, then the model")
-        self.note("\n".join("    " + line for line in f"{prompt}\u2503{continuation}".splitlines()))
-
-    def end(self, held_out: float, lines: dict[str, float]) -> None:
-        self.note(end_line(held_out, lines))
-
-    def note(self, line: str) -> None:
-        print(line, flush=True)
-
-
-def metrics_line(row: dict) -> str:
-    """One log step as one line."""
-    loss = "no tokens" if row["loss"] is None else f"{row['loss']:.4f}"
-    line = (
-        f"step {row['step']:>6}  loss {loss}  grad norm {norm_text(row)}  lr {row['lr']:.2e}  "
-        f"{row['step_time_s'] * 1e3:.0f} ms  {row['tokens_per_s']:,.0f} tokens/s  "
-        f"sent {row['comm_bytes'] / MB:.1f} MB  memory {row['memory'] / MB:.0f} MB"
-    )
-    return line + (f"  mfu {row['mfu']:.1%}" if "mfu" in row else "")
-
-
-def norm_text(row: dict) -> str:
-    """The gradient norm of a log step; with scaled losses it may have overflowed."""
-    return f"overflow at scale {row['loss_scale'] * 2:g}" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
-
-
-def end_line(held_out: float, lines: dict[str, float]) -> str:
-    """The last held-out loss beside what counting reaches."""
-    others = ", ".join(f"{name} {value:.4f}" for name, value in lines.items())
-    verdict = "" if "bigram" not in lines else "below" if held_out < lines["bigram"] else "not below"
-    return f"held-out loss {held_out:.4f} nats per token ({others})" + (verdict and f": {verdict} the bigram model")
-
-
-def make_reporter(world: World, config: Config, mesh: Mesh, corpus: str, folder: Path, step: int) -> Silent:
-    """The reporter of this rank: live on a terminal, plain lines elsewhere, silent on ranks other than 0.
-
-    step: where the run begins, above 0 for one that goes on.
-    """
-    if world.rank != 0:
-        return Silent()
+def make_view(trainer: Trainer) -> PlainView:
+    """Make the view of a run: a live view on a terminal, plain lines elsewhere."""
+    world, config, step = trainer.world, trainer.config, trainer.progress.step
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}"
     backend = f" over {world.backend}" if world.backend else ""
     train = config.train
     header = [
-        f"{ranks}{backend}, {mesh}; model of {config.model.num_parameters():,} parameters",
-        corpus,
+        f"{ranks}{backend}, {trainer.mesh}; model of {config.model.num_parameters():,} parameters",
+        trainer.corpus.describe(),
         f"{train.steps} steps of {train.global_batch} samples x {config.data.seq_len} tokens, "
-        f"{train.micro_batches} micro-batch{'es' if train.micro_batches > 1 else ''} per rank; run folder {folder}",
+        f"{train.micro_batches} micro-batch{'es' if train.micro_batches > 1 else ''} per rank; "
+        f"run folder {trainer.folder}",
     ]
     if step:
         header.append(f"going on after step {step}")
     if sys.stdout.isatty():
-        from minidist.tools.console.live import Live
+        from minidist.tools.console.live import LiveView  # here: it imports rich
 
-        return Live(header, train.steps, step)
-    return Plain(header)
+        return LiveView(header, train.steps, step)
+    return PlainView(header)

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from minidist.comm.status import Channel
+from minidist.errors import format_ranks
 from minidist.tools.deadlock.status_page import Progress, Snapshot
-from minidist.tools.deadlock.status_report import describe, group_name, place, rank_names
+from minidist.tools.deadlock.status_report import describe, group_name, place
 
 ENDED = ("returned", "failed", "died")
 _JOIN_S = 1.0
@@ -172,7 +173,7 @@ def _deadlock(hopeless: Mapping[int, list[int]], snapshots: Mapping[int, Snapsho
     stuck = tuple(hopeless)
     involved = sorted({*stuck, *(m for ranks in hopeless.values() for m in ranks)})
     verb = "waits for something" if len(stuck) == 1 else "wait for something"
-    lines = [f"deadlock: {rank_names(stuck)} {verb} that can never happen"]
+    lines = [f"deadlock: {format_ranks(stuck)} {verb} that can never happen"]
     lines += describe({rank: snapshots[rank] for rank in involved})
     lines += _reason(hopeless, snapshots)
     return Verdict("deadlock", stuck, "\n".join(lines))
@@ -185,7 +186,7 @@ def _reason(hopeless: Mapping[int, list[int]], snapshots: Mapping[int, Snapshot]
         if ended:
             part = _part(rank, snapshots[rank])
             same = [m for m in ended if snapshots[m].state == snapshots[ended[0]].state]
-            return [f"{rank_names(same)} {snapshots[ended[0]].state} without launching {part}"]
+            return [f"{format_ranks(same)} {snapshots[ended[0]].state} without launching {part}"]
     links, rank = [], next(iter(hopeless))
     while rank not in [first for first, _ in links]:
         links.append((rank, hopeless[rank][0]))

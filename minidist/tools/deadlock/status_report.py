@@ -1,8 +1,9 @@
 """Where ranks stand, in words. Ranks that stand alike share a line."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from minidist.comm.status import Channel
+from minidist.errors import format_ranks
 from minidist.tools.deadlock.status_page import Snapshot
 
 _MAX_LINES = 6
@@ -13,7 +14,7 @@ def describe(snapshots: Mapping[int, Snapshot | None]) -> list[str]:
     same: dict[str, list[int]] = {}
     for rank, snapshot in sorted(snapshots.items()):
         same.setdefault(stands(snapshot), []).append(rank)
-    lines = [f"  {rank_names(ranks)}: {text}" for text, ranks in same.items()]
+    lines = [f"  {format_ranks(ranks)}: {text}" for text, ranks in same.items()]
     if len(lines) > _MAX_LINES:
         lines[_MAX_LINES:] = [f"  ... and {len(lines) - _MAX_LINES} more"]
     return lines
@@ -41,19 +42,6 @@ def place(where: str) -> str:
     return "/".join(parts[-2:])
 
 
-def rank_names(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
-    ranks = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
-
-
 def group_name(channel: Channel) -> str:
     """`'grads' (ranks 0-3)`."""
-    return f"'{channel.use}' ({rank_names(channel.ranks)})"
+    return f"'{channel.use}' ({format_ranks(channel.ranks)})"

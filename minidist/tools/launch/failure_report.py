@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from minidist.errors import RunError, UserError
+from minidist.errors import RunError, UserError, format_ranks
 from minidist.tools.deadlock.detector import mismatched
 from minidist.tools.deadlock.status_page import Snapshot
-from minidist.tools.deadlock.status_report import describe, rank_names
+from minidist.tools.deadlock.status_report import describe
 from minidist.tools.launch.failure import RankError, RankFailure
 from minidist.tools.launch.remote_rank import RemoteRank
 
@@ -18,7 +18,7 @@ _MAX_FRAMES = 4
 def death_report(ranks: Sequence[RemoteRank], boards: Sequence[Snapshot | None]) -> RankFailure:
     """Ranks died. What peers raised because their connection broke is told as where they waited."""
     dead = [number for number, rank in enumerate(ranks) if rank.died]
-    lines = [f"{rank_names(same)} {death}" for death, same in _merge({n: ranks[n].death for n in dead}).items()]
+    lines = [f"{format_ranks(same)} {death}" for death, same in _merge({n: ranks[n].death for n in dead}).items()]
     errors = {n: rank.error for n, rank in enumerate(ranks) if rank.error}
     own = {n: error for n, error in errors.items() if not error.from_network}
     lines += _merged_errors(own)
@@ -53,7 +53,7 @@ def deadline_report(deadline_s: float, boards: Sequence[Snapshot | None], stacks
     lines += describe(dict(enumerate(boards)))
     short = {n: "\n".join(stack.splitlines()[:_MAX_FRAMES]) for n, stack in stacks.items()}
     for stack, same in _merge(short).items():
-        lines += [f"{rank_names(same)}, innermost call first:", *stack.splitlines()] if stack else []
+        lines += [f"{format_ranks(same)}, innermost call first:", *stack.splitlines()] if stack else []
     failure = _failure("deadline", range(len(boards)), lines, {})
     failure.stacks = dict(stacks)
     return failure
@@ -63,7 +63,7 @@ def _failure(kind: str, ranks: Sequence[int], lines: Sequence[str], errors: Mapp
     failure = RankFailure(kind, ranks, "\n".join(lines))
     failure.tracebacks = {n: error.traceback for n, error in errors.items()}
     for traceback, same in _merge(failure.tracebacks).items():
-        failure.add_note(f"[{rank_names(same)}] {traceback}")  # shown by an uncaught exception, not by str()
+        failure.add_note(f"[{format_ranks(same)}] {traceback}")  # shown by an uncaught exception, not by str()
     return failure
 
 
@@ -74,7 +74,7 @@ def _merged_errors(errors: Mapping[int, RankError]) -> list[str]:
     for error, ranks in list(same.items())[:_MAX_ERRORS]:
         told = error.message.strip().splitlines() or [""]
         told = told[:_MAX_LINES] + (["..."] if len(told) > _MAX_LINES else [])
-        lines += [f"{rank_names(ranks)} raised {error.kind}: {told[0]}", *(f"  {line}" for line in told[1:])]
+        lines += [f"{format_ranks(ranks)} raised {error.kind}: {told[0]}", *(f"  {line}" for line in told[1:])]
         lines += [f"  at {error.where}"] if error.where else []
     return lines + ([f"... and {len(same) - _MAX_ERRORS} other errors"] if len(same) > _MAX_ERRORS else [])
 

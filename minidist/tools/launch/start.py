@@ -22,7 +22,8 @@ from minidist.tools.launch.torchrun import (
     torchrun_world,
     under_torchrun,
 )
-from minidist.train import run_folder as runfolder
+from minidist.tools.output_files import check_output_files
+from minidist.train import run_folder
 from minidist.train.resume import check_before
 from minidist.validation import validate
 
@@ -110,18 +111,20 @@ def train_here(config: Config, ranks: int, program: Callable | None = None, more
     """Train on fresh ranks of this machine. Raises UserError before any of them starts, RunError when the run fails."""
     validate(config, ranks)
     place = choose_place(config, ranks)
-    runfolder.check_outputs(config)
+    check_output_files(config)
     check_before(config, open_corpus(config.data.source, config.data.path, config.data.seq_len))
-    folder = runfolder.claim(config)
+    folder = run_folder.claim(config)
     if place == "cpu" and config.device != "cpu" and (found := gpus()):
         print(f"{ranks} ranks and {found} GPUs: running on the CPU", file=sys.stderr, flush=True)
-    preload = ("torch._dynamo", "minidist.train.trainer")
+    preload = ("torch._dynamo", "minidist.tools.launch.run")
     try:
         with RankServer(method=None if place == "cpu" else "spawn", preload=preload) as server, _whole_terminal():
-            from minidist.train.trainer import train  # while the server imports torch, this process does too
+            from minidist.tools.launch.run import (
+                train_and_report,  # while the server imports torch, this process does too
+            )
 
             job = server.start(
-                program or train,
+                program or train_and_report,
                 ranks,
                 (dataclasses.replace(config, folder=folder), *more),
                 backend=config.comm.backend,
@@ -131,7 +134,7 @@ def train_here(config: Config, ranks: int, program: Callable | None = None, more
             )
             _wait(job, folder)
     finally:
-        runfolder.abandon(folder)
+        run_folder.abandon(folder)
 
 
 def _wait(job: "Job", folder: Path) -> None:
@@ -151,12 +154,12 @@ def _wait(job: "Job", folder: Path) -> None:
     try:
         job.wait()
     except KeyboardInterrupt:
-        raise StoppedError(signal.SIGINT, f"ended at once. {runfolder.last_checkpoint(folder)}") from None
+        raise StoppedError(signal.SIGINT, f"ended at once. {run_folder.last_checkpoint(folder)}") from None
     except RankFailure as failure:
         if asked and _only_stopped(failure, asked):
             name = signal.Signals(asked[0]).name
             raise StoppedError(asked[0], f"ended by {name} before the first step; nothing was written.") from None
-        last = runfolder.last_checkpoint(folder)
+        last = run_folder.last_checkpoint(folder)
         raise RunError(str(failure) if last in str(failure) else f"{failure}\n{last}") from failure
     finally:
         for number, handler in before.items():
@@ -185,7 +188,7 @@ def train_under_torchrun(config: Config, program: Callable | None = None, more: 
     meeting_port()
     validate(config, torchrun_size())
     choose_place(config, torchrun_local_size())
-    from minidist.train.trainer import train
+    from minidist.tools.launch.run import train_and_report
 
     with torchrun_world(config.device, config.comm.backend, config.comm.timeout_s) as world:
-        (program or train)(world, config, *more)
+        (program or train_and_report)(world, config, *more)

@@ -8,82 +8,92 @@ that a file is whole or is not there.
 import contextlib
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from minidist.comm import all_gather_object
 from minidist.config import Config
-from minidist.tools.deadlock.status_report import rank_names
+from minidist.errors import format_ranks
 from minidist.tools.estimate.estimate import MEMORY_KINDS, SHARED_MEMORY, RankCost, estimate
 from minidist.tools.memory.bars import bar_figure_size, draw_memory_bars, format_bytes
 from minidist.tools.memory.breakdown import PeakByKind, engine_tensors_by_kind
 from minidist.tools.memory.storages import MemoryPeak
-from minidist.train.engine import Engine
-from minidist.train.run_folder import write_whole
-
-Result = TypeVar("Result")
+from minidist.tools.output_files import check_memory_files
+from minidist.train.agree import StepResult
+from minidist.train.observer import Observer
+from minidist.train.run_folder import write_atomically
+from minidist.train.trainer import Trainer
 
 _DRAWN = 16  # ranks; with more, the rank with the highest peak of each stage
 _ALLOCATOR = "allocator's peak"
 
 
-class Tracker:
-    """Measures one step of a run, or none when no file was asked for. Every rank calls every method.
+class MemoryTracker(Observer):
+    """Measures the memory of one step of a run on every rank."""
 
-    done: the steps that were made before this run began.
-    """
-
-    def __init__(self, config: Config, engine: Engine, done: int):
-        self._config, self._engine, self._group = config, engine, engine.groups["control"]
-        wanted, self._done = config.memory.step, done
-        self._step = None if config.memory.file is None else wanted or done + 2
-        self._told: str | None = None
+    def __init__(self, config: Config):
+        self._config = config
+        self._report: str | None = None
         self._mine: tuple[MemoryPeak | None, str | None] | None = None
 
-    def during(self, step: int, run: Callable[[], Result]) -> Result:
-        """What `run`, which is step number `step`, gives; measured if it is the one."""
-        if step != self._step:
-            return run()
+    def check(self) -> None:
+        check_memory_files(self._config)
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._engine, self._group, self._done = trainer.engine, trainer.control, trainer.progress.step
+        self._step = self._config.memory.step or self._done + 2
+
+    @contextlib.contextmanager
+    def around_step(self, trainer: Trainer) -> Iterator[None]:
+        """Measure the step if it is the one to measure."""
+        if trainer.progress.step + 1 != self._step:
+            yield
+            return
         watch, wrong = PeakByKind(engine_tensors_by_kind(self._engine), self._group.world.device), None
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(watch)
-            except RuntimeError as error:  # on this rank alone, maybe: it takes the step like the others
+            except RuntimeError as error:  # perhaps on this rank alone: it takes the step like the others
                 wrong = str(error)
-            result = run()
+            yield
             try:
                 stack.pop_all().close()
             except RuntimeError as error:
                 wrong = str(error)
         self._mine = (None, wrong) if wrong else (watch.peak, None)
-        return result
 
-    def gather(self) -> None:
-        """After a step: if it was measured, bring it together and write it."""
-        if self._mine is None:
-            return
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        if self._mine is not None:
+            self._gather()
+
+    def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
+        if self.line is not None:
+            trainer.note(self.line)
+
+    def _gather(self) -> None:
+        """Gather the measurements of all ranks; rank 0 writes them."""
         peaks, wrong = zip(*all_gather_object(self._mine, self._group), strict=True)
         self._mine = None
         if self._group.rank:
             return
         if ranks := [rank for rank, why in enumerate(wrong) if why]:
-            self._told = (
-                f"no memory measured: it takes torch's profiler, which {rank_names(ranks)} cannot have in step "
+            self._report = (
+                f"no memory measured: it takes torch's profiler, which {format_ranks(ranks)} cannot have in step "
                 f"{self._step} ({wrong[ranks[0]]}). Let no other profiler run then, or give another --memory.step."
             )
             return
         world = self._group.world
         comm = replace(self._config.comm, backend=world.backend or self._config.comm.backend)
         costs = estimate(replace(self._config, comm=comm), world.size).ranks
-        self._told = _write(self._config.memory.file, self._step, world.device.type, peaks, costs)
+        self._report = _write(self._config.memory.file, self._step, world.device.type, peaks, costs)
 
     @property
     def line(self) -> str | None:
         """What rank 0 says of it at the end of the run."""
-        if self._step is None or self._told is not None or self._group.rank:
-            return self._told
+        if self._report is not None or self._group.rank:
+            return self._report
         if self._step <= self._done:
             return f"no memory measured: the run went on after step {self._done}, past --memory.step {self._step}"
         return f"no memory measured: the run ended before step {self._step}"
@@ -121,8 +131,8 @@ def _write(path: Path, step: int, device: str, peaks: Sequence[MemoryPeak], cost
         ],
     }
     try:
-        write_whole(path.with_suffix(".json"), json.dumps(numbers, indent=1))
-        write_whole(path, picture(step, device, peaks, costs, path.suffix[1:]))
+        write_atomically(path.with_suffix(".json"), json.dumps(numbers, indent=1))
+        write_atomically(path, picture(step, device, peaks, costs, path.suffix[1:]))
     except OSError as error:  # not worth the end of a run
         return f"{report}\nthe picture {path} could not be written: {error.strerror or error}"
     return f"{report}\npicture: {path}; all ranks in numbers: {path.with_suffix('.json')}"

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from minidist.comm import Record
-from minidist.tools.deadlock.status_report import rank_names
+from minidist.errors import format_ranks
 from minidist.tools.notebook.cell import Fault
 
 _MAX_TEXT = 10_000  # characters of one rank's output
@@ -67,9 +67,9 @@ def merged(texts: Mapping[int, str]) -> list[str]:
     for text, ranks in same(texts).items():
         lines = text.splitlines()
         if len(lines) == 1:
-            told.append(f"{rank_names(ranks)}: {text}")
+            told.append(f"{format_ranks(ranks)}: {text}")
         elif lines:
-            told += [f"{rank_names(ranks)}:", *(f"  {line}" for line in lines)]
+            told += [f"{format_ranks(ranks)}:", *(f"  {line}" for line in lines)]
     return told
 
 
@@ -88,7 +88,7 @@ def fault_messages(faults: Mapping[int, Fault]) -> list[str]:
     for fault, ranks in list(groups.items())[:_MAX_FAULTS]:
         first, *more = fault.message.strip().splitlines() or [""]
         more = more[:_MAX_MESSAGE_LINES] + (["..."] if len(more) > _MAX_MESSAGE_LINES else [])
-        lines = [f"{rank_names(ranks)} raised {fault.kind}" + (f": {first}" if first else "")]
+        lines = [f"{format_ranks(ranks)} raised {fault.kind}" + (f": {first}" if first else "")]
         lines += [f"  {line}" for line in more]
         lines += [f"  line {fault.line} of the cell: {fault.text}"] if fault.line else []
         lines += [f"  raised at {fault.inside}"] if fault.inside else []
@@ -112,4 +112,4 @@ def lines_of_cell(stacks: Mapping[int, str], ranks: Iterable[int]) -> list[str]:
         found = re.search(r'File "cell ([^"]+)", line (\d+)', stack)
         first = stack.strip().splitlines()
         places[rank] = f"line {found[2]} of cell {found[1]}" if found else first[0].strip() if first else "no answer"
-    return [f"  {rank_names(who)}: {place}" for place, who in same(places).items()]
+    return [f"  {format_ranks(who)}: {place}" for place, who in same(places).items()]

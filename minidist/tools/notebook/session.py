@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from minidist.errors import RunError, UserError
-from minidist.tools.deadlock.status_report import rank_names
+from minidist.errors import RunError, UserError, format_ranks
 from minidist.tools.launch import RankServer
 from minidist.tools.launch.device import choose_device
 from minidist.tools.launch.live_job import LiveJob
@@ -182,7 +181,7 @@ class LiveRanks:
         return [f"{why}. {self._gone()}"]
 
     def _gone(self) -> str:
-        return f"All ranks were restarted: the variables of {rank_names(range(self.n))} are gone."
+        return f"All ranks were restarted: the variables of {format_ranks(range(self.n))} are gone."
 
     def _free(self) -> None:
         """Stop those that still run the cell, as far as they can be stopped."""
@@ -207,7 +206,7 @@ class LiveRanks:
         told = own if own or kind == "died" else faults
         errors = [*fault_messages(told), *([why] if why else [])]
         if kind == "done" and (left := [n for n, answer in answers.items() if answer.kind == "stopped"]):
-            kind, errors = "stopped", [*errors, f"{rank_names(left)} raised KeyboardInterrupt"]
+            kind, errors = "stopped", [*errors, f"{format_ranks(left)} raised KeyboardInterrupt"]
         alone = not all(answer.grouped for answer in answers.values())
         ended = kind if kind != "deadlock" or not own else "error"  # the others wait for those that raised
         ended = "error" if kind == "done" and faults else ended
@@ -217,7 +216,7 @@ class LiveRanks:
         elif not job.answered:
             stuck = [n for n in range(self.n) if n not in answers]
             self._restart()
-            notes = [*notes, f"{rank_names(stuck)} could not be stopped. {self._gone()}"]
+            notes = [*notes, f"{format_ranks(stuck)} could not be stopped. {self._gone()}"]
         elif kind != "done" or alone or len(faults) > len(own) or (faults and not balanced(job.standing())):
             if self._regroup():
                 notes = [*notes, "The ranks keep their variables and have a new process group."]

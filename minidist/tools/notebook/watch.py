@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable
 
+from minidist.errors import format_ranks
 from minidist.tools.deadlock.detector import mismatched
 from minidist.tools.deadlock.status_page import Progress, Snapshot
-from minidist.tools.deadlock.status_report import rank_names, stands
+from minidist.tools.deadlock.status_report import stands
 from minidist.tools.launch.live_job import LiveJob
 from minidist.tools.notebook.blocked import Still
 from minidist.tools.notebook.result import in_the_cell, lines_of_cell, so_far
@@ -99,11 +100,11 @@ class Watch:
         """Where every rank stands: the wait that its board shows, or the line that its stack shows."""
         standing = self._job.standing()
         waiting = {n: s for n, s in standing.items() if s.state == "waiting"}
-        told = [f"  {rank_names([n])}: {in_the_cell(stands(s))}" for n, s in sorted(waiting.items())]
+        told = [f"  {format_ranks([n])}: {in_the_cell(stands(s))}" for n, s in sorted(waiting.items())]
         ended = sorted(self._job.answers)
         running = [n for n in self._pending() if n not in waiting]
         told += self._lines(running) if running else []
-        return told + ([f"  {rank_names(ended)}: reached the end of the cell"] if ended else [])
+        return told + ([f"  {format_ranks(ended)}: reached the end of the cell"] if ended else [])
 
 
 def unmatched(boards: dict[int, Snapshot]) -> list[str]:
@@ -122,7 +123,7 @@ def unmatched(boards: dict[int, Snapshot]) -> list[str]:
                 name = progress.recent[at][1] if -at <= len(progress.recent) else "an operation"
                 late = [n for n in counts if n not in begun]
                 told.append(
-                    f"  {name} #{seq} of '{channel.use}': begun by {rank_names(begun)}, not by {rank_names(late)}"
+                    f"  {name} #{seq} of '{channel.use}': begun by {format_ranks(begun)}, not by {format_ranks(late)}"
                 )
     return ["operations that wait for others:", *told[:_MAX_UNMATCHED]] if told else []
 

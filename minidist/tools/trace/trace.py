@@ -9,23 +9,22 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from minidist.comm import Group, Groups, Meter, all_gather_object
-from minidist.config import TraceConfig
+from minidist.comm import Group, all_gather_object
+from minidist.config import Config
+from minidist.tools.output_files import check_trace_file
 from minidist.tools.trace.chrome import events
 from minidist.tools.trace.clock import DeviceClock, HostClock, offset_from_first
 from minidist.tools.trace.intervals import both, length
-from minidist.tools.trace.timed_meter import Recording, TimedMeter
+from minidist.tools.trace.timed_meter import Recording
 from minidist.tools.trace.traffic import traffic_matrix
-from minidist.train.run_folder import write_whole
+from minidist.train.observer import Observer
+from minidist.train.run_folder import write_atomically
+from minidist.train.trainer import Trainer
 
 COMPUTED = ("forward", "backward", "gradient norm", "optimizer")
 _TOLD_RANKS = 8  # as many have their shares in the line at the end; the file has those of all
-
-
-def make_meter(config: TraceConfig) -> Meter:
-    """The meter of a run: of totals only, and of times as well if there will be a trace."""
-    return Meter(keep=False) if config.file is None else TimedMeter()
 
 
 @dataclass(frozen=True)
@@ -57,30 +56,45 @@ def shares(recording: Recording) -> Shares:
     return Shares(compute / whole, exposed / whole, 1 - (compute + exposed) / whole, hidden)
 
 
-class Trace:
-    """The trace of one run, or of none when no file was asked for. Every rank calls every method."""
+class Trace(Observer):
+    """Records the trace of one run. The run's meter must be a `TimedMeter`.
 
-    def __init__(self, config: TraceConfig, groups: Groups):
-        self._config, self._meter, self._group = config, groups.meter, groups["control"]
-        self._first: int | None = None  # the step before which the recording began, in steps done
-        self._ended = config.file is None
+    line: what rank 0 says about the trace at the end of the run.
+    """
+
+    def __init__(self, config: Config):
+        self._whole_config, self._config = config, config.trace
+        self._first: int | None = None  # steps done when the recording began
+        self._ended = False
         self.line: str | None = None
-        """What rank 0 says of it at the end of the run."""
 
-    def at(self, step: int) -> None:
-        """Between two steps, when `step` steps are done: begin or end the recording if it is time to."""
+    def check(self) -> None:
+        check_trace_file(self._whole_config)
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._meter, self._group = trainer.groups.meter, trainer.control
+
+    def before_step(self, trainer: Trainer) -> None:
+        """Begin or end the recording if it is time to."""
+        step = trainer.progress.step
         if self._ended:
             return
         if self._first is None:
             if step + 1 >= (self._config.first or 0):
                 self._begin(step)
         elif step >= self._first + self._config.steps:
-            self.finish(step)
+            self._finish(step)
 
-    def finish(self, step: int) -> None:
-        """End the recording if there is one, when `step` steps are done, and write it."""
-        if self._ended:
-            return
+    def on_last_step(self, trainer: Trainer) -> None:
+        if not self._ended:
+            self._finish(trainer.progress.step)
+
+    def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
+        if self.line is not None:
+            trainer.note(self.line)
+
+    def _finish(self, step: int) -> None:
+        """End the recording after `step` steps and write it."""
         self._ended = True
         if self._first is None:
             self.line = f"no trace: the run ended after step {step}, before --trace.first {self._config.first}"
@@ -115,7 +129,7 @@ def _write(path: Path, group: Group, gathered: Sequence[tuple], steps: tuple[int
         },
     }
     try:
-        write_whole(path, json.dumps(trace))
+        write_atomically(path, json.dumps(trace))
     except OSError as error:  # not worth the end of a run
         return f"the trace {path} could not be written: {error.strerror or error}"
     return tell(path, steps, parts)

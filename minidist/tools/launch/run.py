@@ -1,0 +1,35 @@
+"""What every rank runs for `minidist train`: the trainer with the observers that the configuration asks for."""
+
+from typing import Any
+
+from minidist.comm import Meter, World
+from minidist.config import Config
+from minidist.tools.console.reporter import Reporter
+from minidist.tools.memory.tracker import MemoryTracker
+from minidist.tools.trace.timed_meter import TimedMeter
+from minidist.tools.trace.trace import Trace
+from minidist.train.observer import Observer
+from minidist.train.trainer import train
+
+
+def train_and_report(world: World, config: Config) -> dict[str, Any]:
+    """Train like `train.trainer.train`; print and draw what happens, and record a trace and memory if asked.
+
+    The summary has the held-out losses of a unigram and a bigram model as well, on rank 0.
+    """
+    return train(world, config, make_observers(config), make_meter(config))
+
+
+def make_observers(config: Config) -> list[Observer]:
+    """Return the observers of a run."""
+    observers: list[Observer] = []
+    if config.trace.file is not None:
+        observers.append(Trace(config))
+    if config.memory.file is not None:
+        observers.append(MemoryTracker(config))
+    return [*observers, Reporter()]
+
+
+def make_meter(config: Config) -> Meter:
+    """Return the meter of a run: one that keeps times if a trace is asked for, else one of totals only."""
+    return Meter(keep=False) if config.trace.file is None else TimedMeter()

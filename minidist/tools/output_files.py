@@ -1,0 +1,51 @@
+"""Checks of the files that `--trace` and `--memory` name, before a run begins. Needs no torch."""
+
+from pathlib import Path
+
+from minidist.config import Config
+from minidist.errors import UserError
+from minidist.train.run_folder import partial_path
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_output_files(config: Config) -> None:
+    """Raise UserError if `--trace` or `--memory` names a file that exists or cannot be written."""
+    check_trace_file(config)
+    check_memory_files(config)
+
+
+def check_trace_file(config: Config) -> None:
+    """Raise UserError if the file of `--trace` exists or cannot be written."""
+    if (file := config.trace.file) is not None:
+        _check_free("trace", file, file)
+
+
+def check_memory_files(config: Config) -> None:
+    """Raise UserError if the picture of `--memory` or the file of its numbers exists or cannot be written."""
+    if (picture := config.memory.file) is None:
+        return
+    if picture.suffix.lower() not in PICTURES:
+        raise UserError(f"--memory {picture} is to be a picture: give a name that ends in {', '.join(PICTURES)}.")
+    for file in (picture, picture.with_suffix(".json")):
+        _check_free("memory", picture, file)
+    if config.trace.file == picture.with_suffix(".json"):
+        raise UserError(
+            f"--memory {picture} writes its numbers to {config.trace.file}, and so does --trace: give one of them "
+            "another name."
+        )
+
+
+def _check_free(option: str, given: Path, path: Path) -> None:
+    if path.exists():
+        what = given if path == given else f"{given}: {path}, where its numbers go,"
+        whose = {"trace": "the trace", "memory": "the picture"}[option]
+        raise UserError(f"--{option} {what} is there already: remove it, or give {whose} another name.")
+    try:
+        partial_path(path).write_bytes(b"")
+        partial_path(path).unlink()
+    except OSError as error:
+        raise UserError(
+            f"--{option} {given} cannot be written: {error.strerror}. "
+            "Give a file in a folder that exists and where you may write."
+        ) from None

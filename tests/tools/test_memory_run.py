@@ -27,14 +27,16 @@ def measured(folder, text, **changes):
     return small_config(folder / "run", text, **{"memory__file": folder / "memory.png", "train__steps": 3, **changes})
 
 
+def line_of(trainer):
+    return next((one.line for one in trainer.observers if isinstance(one, tracker.MemoryTracker)), None)
+
+
 def told(world, config, stop_after=None):
     """Train; the last line about memory, and every number of the model."""
     torch.set_num_threads(1)
     trainer = make_trainer(world, config)
     trainer.run(Stop(stop_after))
-    return trainer.observers[0].line, {
-        name: t.clone() for name, t in trainer.engine.reducer.checkpoint_tensors().items()
-    }
+    return line_of(trainer), {name: t.clone() for name, t in trainer.engine.reducer.checkpoint_tensors().items()}
 
 
 def numbers(config) -> dict:
@@ -153,7 +155,7 @@ def profiled(world, config, when):
     done = trainer.run(Stop())["step"]
     if world.rank == 1:
         other.__exit__(None, None, None)
-    return done, trainer.observers[0].line
+    return done, line_of(trainer)
 
 
 @pytest.mark.parametrize(("when", "why"), [("before", "is recording"), ("meanwhile", "took the place of this one")])

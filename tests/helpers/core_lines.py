@@ -1,0 +1,31 @@
+"""Lines of the core: every module of the package outside `minidist/tools`, with docstrings, comments and blank lines.
+
+`python -m tests.helpers.core_lines` prints the count by folder.
+"""
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "minidist"
+TOP = "top level"
+
+
+def core_modules() -> list[Path]:
+    """The files of the core. `__main__.py` is not among them: it is the entry of the command line, which is a tool."""
+    modules = sorted(PACKAGE.rglob("*.py"))
+    return [path for path in modules if path.relative_to(PACKAGE).parts[0] not in ("tools", "__main__.py")]
+
+
+def core_lines() -> dict[str, int]:
+    """Lines by folder, the modules at the top level together."""
+    lines: dict[str, int] = {}
+    for path in core_modules():
+        parts = path.relative_to(PACKAGE).parts
+        folder = parts[0] if len(parts) > 1 else TOP
+        lines[folder] = lines.get(folder, 0) + len(path.read_text().splitlines())
+    return lines
+
+
+if __name__ == "__main__":
+    counts = core_lines()
+    for name, count in [*sorted(counts.items()), ("together", sum(counts.values()))]:
+        print(f"{name:<12}{count:>8,}")

@@ -245,7 +245,7 @@ def test_a_trace_that_cannot_be_written_in_the_end_does_not_end_the_run(ranks, t
 
 def test_what_cannot_be_traced_is_refused(tmp_path, capsys):
     for options, message in (
-        (["--trace.first", "601"], "trace.first is 601, and the run ends at step 600: nothing would be recorded"),
+        (["--trace.first", "601"], "trace.first is 601, but the run ends at step 600: no step would be recorded"),
         (["--trace.steps", "0"], "trace.steps is 0; it must be 1 or more"),
         (["--trace.first", "0"], "trace.first is 0; it must be 1 or more"),
     ):

@@ -1,10 +1,10 @@
-"""A rank's place from its environment.
+"""Read a process's rank from its environment.
 
 Write the missing lines of rank_and_world; the docstring says what is asked.
 You may call: whole_number, Place, UserError.
 Check it with: python -m exercises check rank_and_world
 
-Stub 07fb8d1c.
+Stub ad74ae83.
 """
 
 from collections.abc import Mapping
@@ -20,4 +20,4 @@ def rank_and_world(environ: Mapping[str, str]) -> Place:
     GROUP_RANK this is the first machine.
     Raises UserError when RANK or WORLD_SIZE is missing, one is no whole number, or they do not fit together.
     """
-    raise NotImplementedError("return this rank's place, and refuse what cannot be")
+    raise NotImplementedError("return this rank's assignment; raise UserError for contradictory numbers")

@@ -1,23 +1,23 @@
 """The script that everyone copies.
 
-This is the training script that everyone copies, and it has six faults. Mend it, so that torchrun runs it on any
-number of ranks, with or without GPUs, and the model it returns is the one that a single process would have trained:
+This is the training script that everyone copies, and it has six faults. Repair it, so that torchrun runs it on any
+number of ranks, with or without GPUs, and every rank returns the model that a single process would have trained:
 
-* every process joins as the rank that torchrun made it (RANK, LOCAL_RANK and WORLD_SIZE in os.environ), and the group
-  is ended when training is over;
-* each rank computes on a GPU of its own over nccl where there is one for each, else on the CPU over gloo;
-* a step is taken for every batch_size samples, in their order, the last batch may be shorter. The ranks share each
-  batch: over all ranks every sample is read once per epoch, also when a rank's share of a batch is empty;
-* all replicas start as the one of rank 0, and each step applies the gradient of the mean loss over the whole batch;
-* the parameters go over the network once, at the start, and each gradient once per step.
+* Every process joins with the rank that torchrun assigned to it (RANK, LOCAL_RANK and WORLD_SIZE in os.environ), and
+  destroys the process group at the end of training.
+* Each rank computes on its own GPU with nccl if the machine has a GPU per rank, otherwise on the CPU with gloo.
+* The script takes one step per batch of batch_size samples, in the order of `data`; the last batch may be smaller. The
+  ranks shard each batch: per epoch each sample is read once in total, also if a rank's shard of a batch is empty.
+* All replicas start with the parameters of rank 0. Each step applies the gradient of the mean loss over the full batch.
+* Each parameter is sent once, at the start, and each gradient once per step.
 
-The check lets no program start processes of its own: a DataLoader does without num_workers.
+The check does not let a program start processes: a DataLoader must not use num_workers.
 
 Run it yourself with: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
 Check it with: python -m exercises check repaired_script
 
-Stub 860aa6e1.
+Stub d3c7acd8.
 """
 
 import os
@@ -40,12 +40,12 @@ class Network(nn.Module):
 
 
 def device_and_backend(local_rank, local_world_size):
-    """Where this rank computes (a torch.device), and over which backend it talks ("nccl" or "gloo")."""
+    """Return the torch.device of this rank and the name of its backend, "nccl" or "gloo"."""
     return None, "nccl"
 
 
 def train_epoch(model, optimizer, loader):
-    """One step for every batch of the loader."""
+    """Take one step per batch of the loader."""
     for inputs, targets in loader:
         loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
@@ -56,7 +56,8 @@ def train_epoch(model, optimizer, loader):
 def main(data, model, epochs=10, batch_size=32):
     """Train `model` on every rank that torchrun started, and return it.
 
-    data: (inputs (10,), target (1,)) by index, the same on all ranks. model: of this rank; rank 0's counts.
+    data[i] is the pair inputs (10,), target (1,), equal on all ranks. model: this rank's replica; training starts with
+    the parameters of rank 0.
     """
     dist.init_process_group(backend="nccl", init_method="env://", world_size=4, rank=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

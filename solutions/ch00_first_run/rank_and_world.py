@@ -1,11 +1,11 @@
-"""A rank's place from its environment: the solution, as it stands in minidist.tools.launch.environment.
+"""Read a process's rank from its environment: the solution, as it stands in minidist.tools.launch.environment.
 
-The program is the same on every rank, so its place can only come from outside. Whatever is written into the source
-(rank 0 of 4, in the script that everyone copies) is said by every process at once, and each waits for ranks that
-never come.
+The same source runs on every rank, so only the environment can tell a process its rank. A rank in the source (rank 0
+of 4, in the script that everyone copies) is claimed by every process at once, and each waits for ranks that never
+connect.
 
-Numbers that do not fit together are refused here, before the first connection: afterwards nobody could say why
-nothing happens. The message names the variables, because the person who can mend it sees no others.
+The function refuses contradictory numbers before the first connection. Later the program would only hang, without a
+hint at the cause. The message names the environment variables, because those are what the user can correct.
 
 Usual wrong answers:
 * shows ValueError or KeyError and no variable

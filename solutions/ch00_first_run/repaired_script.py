@@ -1,13 +1,14 @@
 """The script that everyone copies: the solution.
 
-Each fault hides the next one. A process that is told its place joins; a backend that the machine has connects; a
-device of its own keeps ranks out of each other's way; a share of every batch makes the work less instead of the same
-work many times. All that runs, and the loss falls, also without the rest: with replicas that start apart and are
-never brought together, every rank trains a model of its own on a part of the data.
+Each fault hides the next one. A process that reads its rank from the environment can join the group; a backend that
+the machine supports can connect; one device per rank keeps the ranks from competing for one GPU; a sharded batch
+divides the work among the ranks instead of repeating it. Without the rest the script runs and the loss falls all the
+same: with replicas that start different and are never synchronized, every rank trains its own model on a part of the
+data.
 
-What makes it one training is that all replicas start equal and apply the same gradient, which has to be that of the
-whole batch: sums divided by the one count, then summed over ranks. Means of means are right only when all shares are
-equal.
+The run trains one model if all replicas start equal and apply the same gradient, and that gradient must be the one of
+the full batch: each rank divides its loss sum by the size of the full batch, and the gradients are summed over the
+ranks. A mean of per-rank means is correct only if all shards have the same size.
 
 Usual wrong answers:
 * the CPU, however many GPUs there are
@@ -61,14 +62,14 @@ class Network(nn.Module):
 
 
 def device_and_backend(local_rank, local_world_size):
-    """Where this rank computes (a torch.device), and over which backend it talks ("nccl" or "gloo")."""
+    """Return the torch.device of this rank and the name of its backend, "nccl" or "gloo"."""
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size:
         return torch.device("cuda", local_rank), "nccl"
     return torch.device("cpu"), "gloo"
 
 
 def train_epoch(model, optimizer, data, batch_size, device):
-    """One step for every batch_size samples of `data`, of which this rank computes its share."""
+    """Take one step per batch of batch_size samples of `data`; this rank computes its shard of each batch."""
     for start in range(0, len(data), batch_size):
         batch = range(start, min(start + batch_size, len(data)))
         share = [data[index] for index in batch[dist.get_rank() :: dist.get_world_size()]]
@@ -88,7 +89,8 @@ def train_epoch(model, optimizer, data, batch_size, device):
 def main(data, model, epochs=10, batch_size=32):
     """Train `model` on every rank that torchrun started, and return it.
 
-    data: (inputs (10,), target (1,)) by index, the same on all ranks. model: of this rank; rank 0's counts.
+    data[i] is the pair inputs (10,), target (1,), equal on all ranks. model: this rank's replica; training starts with
+    the parameters of rank 0.
     """
     device, backend = device_and_backend(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     dist.init_process_group(backend, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))

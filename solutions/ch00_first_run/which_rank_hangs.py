@@ -1,11 +1,12 @@
-"""Which ranks wait for ever: the solution.
+"""Which ranks hang: the solution.
 
-A rank hangs when what it waits for can no longer come. To see it, no clock is needed: write down what every rank
-waits for. If everybody whom a rank needs has returned, or is stuck as well, it is stuck. That is how the board of
-minidist proves a deadlock in a fraction of a second, where a time-out would have kept thirty minutes of silence.
+A rank hangs if the operation it waits for can no longer be matched. You do not need a clock to see that: write down
+which operation each rank waits in. If every rank that could match the operation has returned or hangs itself, the
+rank hangs. minidist detects a deadlock in this way, from the status of all ranks, in a fraction of a second; torch's
+timeout would end it after thirty minutes.
 
-In the ring, ranks that begin with different halves meet at once; had all of them sent first, all would wait. At the
-end of the chain rank 3 waits for rank 2, which has done nothing wrong either.
+In the ring, even ranks send first and odd ranks receive first, so every send finds its receiver. If all ranks sent
+first, all would block. At the end of the chain rank 3 waits for rank 2, which is blocked itself.
 
 Usual wrong answers:
 * ranks that never come to the barrier are said to wait in it
@@ -41,21 +42,21 @@ ANSWERS = {
 
 
 def one_skips_the_sum(rank):
-    """The loss of rank 1 is no number, and it leaves the gradient of this step out."""
+    """The loss of rank 1 is NaN, so rank 1 skips the all-reduce of this step."""
     gradient = torch.ones(10)
     if rank != 1:
         dist.all_reduce(gradient)
 
 
 def both_send_first(rank):
-    """Two ranks exchange ten numbers."""
+    """Two ranks exchange ten numbers; both send before they receive."""
     mine, theirs = torch.full((10,), float(rank)), torch.empty(10)
     dist.send(mine, 1 - rank)
     dist.recv(theirs, 1 - rank)
 
 
 def barrier_on_rank_0(rank):
-    """Only rank 0 writes the checkpoint, and waits until everybody is there."""
+    """Only rank 0 writes the checkpoint, and waits in a barrier for the other ranks."""
     total = torch.ones(1)
     dist.all_reduce(total)
     if rank == 0:
@@ -63,7 +64,7 @@ def barrier_on_rank_0(rank):
 
 
 def neighbours_take_turns(rank):
-    """Everybody sends to the right and receives from the left; odd ranks do it the other way round."""
+    """Each rank sends to its right neighbour and receives from its left one; odd ranks receive first."""
     left, right = (rank - 1) % 4, (rank + 1) % 4
     mine, theirs = torch.full((10,), float(rank)), torch.empty(10)
     if rank % 2 == 0:
@@ -75,7 +76,7 @@ def neighbours_take_turns(rank):
 
 
 def head_of_the_chain_leaves(rank):
-    """Numbers go down a chain of ranks, but the first rank has ended its training early."""
+    """Each rank passes the numbers on to the next, but the first rank has returned early."""
     numbers = torch.zeros(10)
     if rank == 0:
         return

@@ -1,8 +1,8 @@
-"""Which ranks wait for ever? Each function below is started on as many ranks as RANKS says, with the rank as its
-argument. Fill in ANSWERS: the set of the ranks that never return; set() when all of them do.
+"""Which ranks hang? The check starts each function below on the number of ranks in RANKS and passes it the rank. Fill
+in ANSWERS: the set of the ranks that never return, or set() if all return.
 
-Nothing here knows the answers. The check runs the functions and looks where the ranks stand, so it does not help to
-change them.
+This file does not contain the answers: the check runs the functions and observes which ranks are blocked. Changing the
+functions does not help.
 """
 
 import torch
@@ -25,21 +25,21 @@ ANSWERS = {
 
 
 def one_skips_the_sum(rank):
-    """The loss of rank 1 is no number, and it leaves the gradient of this step out."""
+    """The loss of rank 1 is NaN, so rank 1 skips the all-reduce of this step."""
     gradient = torch.ones(10)
     if rank != 1:
         dist.all_reduce(gradient)
 
 
 def both_send_first(rank):
-    """Two ranks exchange ten numbers."""
+    """Two ranks exchange ten numbers; both send before they receive."""
     mine, theirs = torch.full((10,), float(rank)), torch.empty(10)
     dist.send(mine, 1 - rank)
     dist.recv(theirs, 1 - rank)
 
 
 def barrier_on_rank_0(rank):
-    """Only rank 0 writes the checkpoint, and waits until everybody is there."""
+    """Only rank 0 writes the checkpoint, and waits in a barrier for the other ranks."""
     total = torch.ones(1)
     dist.all_reduce(total)
     if rank == 0:
@@ -47,7 +47,7 @@ def barrier_on_rank_0(rank):
 
 
 def neighbours_take_turns(rank):
-    """Everybody sends to the right and receives from the left; odd ranks do it the other way round."""
+    """Each rank sends to its right neighbour and receives from its left one; odd ranks receive first."""
     left, right = (rank - 1) % 4, (rank + 1) % 4
     mine, theirs = torch.full((10,), float(rank)), torch.empty(10)
     if rank % 2 == 0:
@@ -59,7 +59,7 @@ def neighbours_take_turns(rank):
 
 
 def head_of_the_chain_leaves(rank):
-    """Numbers go down a chain of ranks, but the first rank has ended its training early."""
+    """Each rank passes the numbers on to the next, but the first rank has returned early."""
     numbers = torch.zeros(10)
     if rank == 0:
         return

@@ -8,7 +8,7 @@ from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Op, Place
 from minidist.parallel.pipeline.schedules import KINDS, schedule
 from minidist.parallel.pipeline.transfers import Transfer, rendezvous, with_transfers
-from minidist.tools.simulate.timeline import Times, simulate
+from minidist.tools.simulate.timeline import StageTimes, simulate_schedule
 
 TIME = st.integers(0, 8).map(lambda quarters: quarters / 4)
 
@@ -30,14 +30,14 @@ def naive(made):
 @given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.lists(TIME, min_size=4, max_size=4))
 def test_programs_made_from_a_timeline_end_whatever_the_times(kind, stages, times):
     made = schedule(kind, stages, 2 * stages)
-    programs = with_transfers(simulate(made, Times(1.0 + times[0], *times[1:])))
+    programs = with_transfers(simulate_schedule(made, StageTimes(1.0 + times[0], *times[1:])))
     rendezvous(made, programs)
     assert [[step for step in program if isinstance(step, Op)] for program in programs] == [*map(list, made.orders)]
 
 
 def test_a_transfer_stands_after_what_began_before_it_was_there():
     """The middle stage, F taking 1, B 2, a transfer 0.5: F0 runs from 1.5 to 2.5, and at 2 stage 0 has ended F1."""
-    program = with_transfers(simulate(schedule("1f1b", 3, 4), Times(1.0, 1.0, 1.0, 0.5)))[1]
+    program = with_transfers(simulate_schedule(schedule("1f1b", 3, 4), StageTimes(1.0, 1.0, 1.0, 0.5)))[1]
     assert " | ".join(map(str, program[:10])) == (
         "recv F0 from stage 0 | F0 | recv F1 from stage 0 | send F0 to stage 2 | F1 | recv F2 from stage 0 | "
         "send F1 to stage 2 | recv B0 from stage 2 | B0 | send B0 to stage 0"
@@ -46,7 +46,7 @@ def test_a_transfer_stands_after_what_began_before_it_was_there():
 
 @given(st.sampled_from(list(KINDS)), st.integers(2, 4))
 def test_what_one_stage_sends_another_receives_in_the_same_order(kind, stages):
-    programs = with_transfers(simulate(schedule(kind, stages, 2 * stages), Times()))
+    programs = with_transfers(simulate_schedule(schedule(kind, stages, 2 * stages), StageTimes()))
     for a in range(stages):
         for b in range(stages):
             sent = [s.result_of for s in programs[a] if isinstance(s, Transfer) and (s.kind, s.peer) == ("send", b)]
@@ -57,7 +57,7 @@ def test_what_one_stage_sends_another_receives_in_the_same_order(kind, stages):
 @pytest.mark.parametrize(("kind", "edges"), [("1f1b", 3 * 2), ("interleaved", 7 * 2), ("zb-v", 6 * 2)])
 def test_every_edge_between_stages_is_one_transfer_and_the_turn_of_a_v_is_none(kind, edges):
     """4 stages: 3 edges; 8 parts in a loop: 7; in a V: 6, as parts 3 and 4 are on one stage. Forward and back."""
-    programs = with_transfers(simulate(schedule(kind, 4, 8), Times()))
+    programs = with_transfers(simulate_schedule(schedule(kind, 4, 8), StageTimes()))
     transfers = [step for program in programs for step in program if isinstance(step, Transfer)]
     assert (
         len([t for t in transfers if t.kind == "send"]) == len([t for t in transfers if t.kind == "recv"]) == edges * 8

@@ -174,7 +174,7 @@ MAPPED = [
 @pytest.mark.skipif(sys.platform != "linux", reason="the backend shm, and its pages in /proc")
 @pytest.mark.parametrize(("world", "config"), MAPPED)
 def test_mapped_segments_are_what_the_ranks_have_touched(ranks, world, config):
-    found = [each.segments for (each,) in ranks(peaks, world, [config], 3)]
+    found = [each.shared_segments for (each,) in ranks(peaks, world, [config], 3)]
     said = [cost.shared_segment_bytes for cost in estimate(config, world).ranks]
     # Whose part of a shared page is counted how depends on who has it mapped at the time, but their sum does not.
     assert sum(said) == pytest.approx(sum(found), rel=0.15), (said, found)

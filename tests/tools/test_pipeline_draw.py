@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
 from minidist.parallel.pipeline.schedules import KINDS, schedule
-from minidist.tools.simulate.draw import COLORS, colored, picture, text
-from minidist.tools.simulate.timeline import Times, simulate
+from minidist.tools.simulate.draw import COLORS, color_text, draw_figure, draw_text
+from minidist.tools.simulate.timeline import StageTimes, simulate_schedule
 
 
 def timeline(kind, stages, micro_batches, *times):
-    return simulate(schedule(kind, stages, micro_batches), Times(*times))
+    return simulate_schedule(schedule(kind, stages, micro_batches), StageTimes(*times))
 
 
 def test_a_small_schedule_shows_every_name():
-    assert text(timeline("1f1b", 2, 3)) == (
+    assert draw_text(timeline("1f1b", 2, 3)) == (
         "stage 0 F0--F1--........B0------F2--B1------....B2------\n"
         "stage 1 ....F0--B0------F1--B1------F2--B2------........\n"
         "F forward, B backward; . idle; a column is 0.25"
@@ -25,7 +25,7 @@ def test_a_small_schedule_shows_every_name():
 
 
 def test_chunks_after_the_first_are_in_lower_case():
-    lines = text(timeline("zb-v", 2, 1)).splitlines()
+    lines = draw_text(timeline("zb-v", 2, 1)).splitlines()
     assert lines[:2] == [
         "stage 0 F0--........f0--b0--w0--........B0--W0--",
         "stage 1 ....F0--f0--........b0--w0--B0--W0--....",
@@ -35,13 +35,13 @@ def test_chunks_after_the_first_are_in_lower_case():
 
 def test_where_names_do_not_fit_there_are_letters_and_where_they_do_not_what_is_at_the_middle():
     made = timeline("1f1b", 2, 4)
-    assert text(made, 24).splitlines()[:2] == ["stage 0 FF..B-FB-FB-.B-", "stage 1 .FB-FB-FB-FB-.."]
-    assert text(made, 18).splitlines()[:2] == ["stage 0 F..BFBFB.B", "stage 1 .BBBBBBBB."]
+    assert draw_text(made, 24).splitlines()[:2] == ["stage 0 FF..B-FB-FB-.B-", "stage 1 .FB-FB-FB-FB-.."]
+    assert draw_text(made, 18).splitlines()[:2] == ["stage 0 F..BFBFB.B", "stage 1 .BBBBBBBB."]
 
 
 def test_on_a_terminal_operations_have_the_colours_of_the_picture():
-    drawing = text(timeline("zb-v", 2, 1))
-    said = colored(drawing)
+    drawing = draw_text(timeline("zb-v", 2, 1))
+    said = color_text(drawing)
     assert said.plain == drawing
     first = [
         (said.plain[span.start : span.end], span.style) for span in said.spans if span.end <= said.plain.index("\n")
@@ -68,7 +68,7 @@ def test_each_operation_stands_where_it_runs(kind, stages, b, comm):
     """At four columns for a unit of time, all names fit and all edges fall between columns."""
     made = timeline(kind, stages, 2 * stages, 1.0, b, 1.0, comm)
     width = round(made.makespan * 8) + len("stage 0 ")
-    for spans, line in zip(made.spans, text(made, width).splitlines(), strict=False):
+    for spans, line in zip(made.spans, draw_text(made, width).splitlines(), strict=False):
         step = min(s.end - s.start for spans in made.spans for s in spans) / 4
         expected = [(str(s.op), round(s.start / step), round((s.end - s.start) / step)) for s in spans]
         assert drawn(line.removeprefix(line[: len("stage 0 ")])) == expected
@@ -77,7 +77,7 @@ def test_each_operation_stands_where_it_runs(kind, stages, b, comm):
 @given(st.sampled_from(list(KINDS)), st.integers(1, 12), st.integers(1, 3), st.integers(30, 140))
 def test_no_line_of_a_stage_is_wider_than_asked(kind, stages, groups, width):
     made = timeline(kind, stages, stages * groups + stages, 1.3, 1.1, 0.7, 0.2)
-    lines = text(made, width).splitlines()
+    lines = draw_text(made, width).splitlines()
     assert len(lines) == stages + 1
     assert max(map(len, lines[:-1])) <= width and len({len(line) for line in lines[:-1]}) == 1
     assert all(re.fullmatch(r" *stage \d+ [FBWfbw.0-9-]+", line) for line in lines[:-1])
@@ -85,14 +85,14 @@ def test_no_line_of_a_stage_is_wider_than_asked(kind, stages, groups, width):
 
 def test_the_share_of_dots_is_the_idle_share():
     made = timeline("gpipe", 8, 32, 1.3, 1.1, 0.7)
-    rows = "".join(line.removeprefix("stage ")[2:] for line in text(made, 2000).splitlines()[:-1])
+    rows = "".join(line.removeprefix("stage ")[2:] for line in draw_text(made, 2000).splitlines()[:-1])
     assert rows.count(".") / len(rows) == pytest.approx(made.bubble, abs=0.01)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_picture_has_a_bar_for_every_operation_in_its_colour(kind):
     made = timeline(kind, 4, 8, 1.0, 1.5, 0.5, 0.25)
-    axes = picture(made).axes[0]
+    axes = draw_figure(made).axes[0]
     assert len(axes.collections) == 4
     for stage, (bars, spans) in enumerate(zip(axes.collections, made.spans, strict=True)):
         boxes = [path.get_extents() for path in bars.get_paths()]
@@ -107,12 +107,12 @@ def test_the_picture_has_a_bar_for_every_operation_in_its_colour(kind):
 
 def test_the_numbers_in_the_picture_are_the_micro_batches():
     made = timeline("zb-h1", 4, 8)
-    texts = [(round(t.get_position()[1]), t.get_text()) for t in picture(made).axes[0].texts]
+    texts = [(round(t.get_position()[1]), t.get_text()) for t in draw_figure(made).axes[0].texts]
     assert texts == [(stage, str(span.op.micro_batch)) for stage, spans in enumerate(made.spans) for span in spans]
 
 
 def test_a_picture_too_dense_for_numbers_has_none_and_a_legend_says_what_colours_mean():
-    figure = picture(timeline("zb-v", 8, 256))
+    figure = draw_figure(timeline("zb-v", 8, 256))
     assert not figure.axes[0].texts
     labels = [entry.get_text() for entry in figure.legends[0].get_texts()]
     assert labels == [

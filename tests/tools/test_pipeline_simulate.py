@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minidist.errors import UserError
 from minidist.parallel.pipeline.schedules import KINDS, schedule
-from minidist.tools.simulate.timeline import Times, simulate
+from minidist.tools.simulate.timeline import StageTimes, simulate_schedule
 from tests.helpers.pipeline_reference import cost, longest_paths
 
 PUBLISHED = json.loads((Path(__file__).resolve().parents[1] / "published" / "zero_bubble.json").read_text())["rows"]
@@ -19,11 +19,11 @@ SOME_TIME = st.integers(1, 40).map(lambda eighths: eighths / 8)  # exact in bina
 
 
 def times(row):
-    return Times(row["t_f"], row["t_b"], row["t_w"], row["t_comm"])
+    return StageTimes(row["t_f"], row["t_b"], row["t_w"], row["t_comm"])
 
 
 def timeline(kind, stages, micro_batches, *of, chunks=None):
-    return simulate(schedule(kind, stages, micro_batches, chunks), Times(*of))
+    return simulate_schedule(schedule(kind, stages, micro_batches, chunks), StageTimes(*of))
 
 
 def row_id(row):
@@ -33,7 +33,7 @@ def row_id(row):
 @pytest.mark.parametrize("row", PUBLISHED, ids=row_id)
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-h2"])
 def test_the_bubble_is_the_published_one_to_four_decimals(kind, row):
-    made = simulate(schedule(kind, row["stages"], row["micro_batches"]), times(row))
+    made = simulate_schedule(schedule(kind, row["stages"], row["micro_batches"]), times(row))
     assert round(made.bubble, 4) == row[kind]
 
 
@@ -53,7 +53,7 @@ def test_the_published_bubble_of_interleaved_leaves_out_transfers(row):
         return 1 - row["micro_batches"] * (row["t_f"] + row["t_b"] + row["t_w"]) / total
 
     assert round(bubble(carried), 4) == row["interleaved"]
-    ours = simulate(made, times(row)).bubble
+    ours = simulate_schedule(made, times(row)).bubble
     assert ours == pytest.approx(bubble(lambda *_: True), abs=1e-12) and ours > row["interleaved"]
 
 
@@ -85,7 +85,7 @@ def test_a_second_method_gives_every_start_and_end(kind, stages, groups, numbers
     by_stage = {"F": f, "B": b if splits else [x + y for x, y in zip(b, w, strict=True)], "W": w}
     stage_of = {p: made.owner(p)[0] for p in range(made.positions)}
     known = longest_paths(made.orders, lambda kind, p: by_stage[kind][stage_of[p]] / made.chunks, comm, made.placement)
-    got = simulate(made, Times(f, b, w, comm))
+    got = simulate_schedule(made, StageTimes(f, b, w, comm))
     for stage, spans in enumerate(got.spans):
         for span in spans:
             key = (span.op.kind, span.op.micro_batch, made.position(stage, span.op.chunk))
@@ -109,7 +109,7 @@ def test_zb_h2_with_few_micro_batches_would_be_worse_than_zb_h1_and_is_refused()
         schedule("zb-h2", 6, 7)
     many = schedule("zb-h2", 6, 11)
     few = [[op for op in order if op.micro_batch < 7] for order in many.orders]
-    slow = simulate(type(many)("zb-h2", 7, few), Times(5, 0.5, 5)).total
+    slow = simulate_schedule(type(many)("zb-h2", 7, few), StageTimes(5, 0.5, 5)).total
     assert slow > timeline("zb-h1", 6, 7, 5, 0.5, 5).total
 
 

@@ -12,7 +12,7 @@ from minidist.tools.estimate.estimate import MEMORY_KINDS, SHARED_MEMORY, Estima
 from minidist.tools.estimate.flops import MeasuredStep
 from minidist.tools.estimate.layout import Layout
 from minidist.tools.estimate.table import format_si, print_table
-from minidist.tools.simulate.command import as_json as pipeline_json
+from minidist.tools.simulate.command import timeline_json
 from minidist.tools.simulate.draw import WIDTH
 from minidist.validation import find_warnings
 
@@ -44,7 +44,7 @@ def estimate_json(found: Estimate, measured: MeasuredStep | None = None) -> dict
         "flops_per_step": model_flops,
         "hardware_flops_per_step": hardware_flops,
         **flops.utilisation_json(measured, model_flops, hardware_flops, layout.mesh.world_size),
-        "pipeline": None if found.pipeline is None else pipeline_json(found.pipeline),
+        "pipeline": None if found.pipeline is None else timeline_json(found.pipeline),
         "stages": [
             [[chunk.layers.start, chunk.layers.stop] for chunk in layout.chunks(stage)]
             for stage in range(layout.mesh.pp)

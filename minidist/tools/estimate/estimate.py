@@ -10,7 +10,7 @@ from minidist.tools.estimate.layout import Layout, layout_of
 from minidist.tools.estimate.peak_memory import PeakBytes, PeakMemory
 from minidist.tools.estimate.shared_memory import shared_segment_bytes
 from minidist.tools.estimate.traffic import Traffic
-from minidist.tools.simulate.timeline import Timeline
+from minidist.tools.simulate.timeline import PipelineTimeline
 
 # The kinds of tensors: the field of `RankCost` with a kind's own peak, and the kind's name in tables and charts.
 MEMORY_KINDS = {
@@ -79,7 +79,7 @@ class Estimate:
 
     layout: Layout
     ranks: Sequence[RankCost]
-    pipeline: Timeline | None
+    pipeline: PipelineTimeline | None
 
 
 def estimate(config: Config, world_size: int, t_comm: float = 0.0) -> Estimate:

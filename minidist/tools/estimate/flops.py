@@ -12,7 +12,7 @@ from minidist.config import Config
 from minidist.errors import UserError
 from minidist.process_groups import forward_flops
 from minidist.tools.estimate.layout import Layout
-from minidist.tools.simulate.timeline import Timeline, Times, simulate
+from minidist.tools.simulate.timeline import PipelineTimeline, StageTimes, simulate_schedule
 
 
 def stage_flops_per_token(layout: Layout, stage: int) -> int:
@@ -58,7 +58,7 @@ def step_flops(layout: Layout) -> tuple[int, int]:
     return per_token * tokens, (per_token + recomputed) * tokens
 
 
-def simulate_pipeline(layout: Layout, t_comm: float = 0.0) -> Timeline | None:
+def simulate_pipeline(layout: Layout, t_comm: float = 0.0) -> PipelineTimeline | None:
     """The pipeline's timeline when each action takes as long as its FLOPs; None with a single stage.
 
     Products with weights cost the same in F, B and W. Core attention has no weights: it costs twice as much in B as in
@@ -73,7 +73,7 @@ def simulate_pipeline(layout: Layout, t_comm: float = 0.0) -> Timeline | None:
     unit = max(w + a for w, a in zip(matmuls, core, strict=True))
     f = [(w + a) / unit for w, a in zip(matmuls, core, strict=True)]
     b = [(w + 2 * a + r) / unit for w, a, r in zip(matmuls, core, recomputed, strict=True)]
-    return simulate(layout.schedule, Times(f, b, [w / unit for w in matmuls], t_comm))
+    return simulate_schedule(layout.schedule, StageTimes(f, b, [w / unit for w in matmuls], t_comm))
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,4 @@
-"""Simulate a pipeline schedule: its timeline, its bubble, its drawing, the command."""
+"""`minidist simulate`: the timeline of a pipeline schedule, its bubble and its peak of micro-batches in flight.
+
+Read in this order: `timeline` (the simulation), `draw` (as text and as a figure), `command`.
+"""

@@ -1,4 +1,4 @@
-"""`minidist simulate`: what one pipeline schedule costs, as numbers, a drawing, and JSON."""
+"""`minidist simulate`: the timeline of a pipeline schedule, as a drawing, numbers or JSON."""
 
 import json
 import textwrap
@@ -10,8 +10,8 @@ from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.schedule_text import read
 from minidist.parallel.pipeline.schedules import KINDS, schedule
-from minidist.tools.simulate.draw import WIDTH, colored, picture, text
-from minidist.tools.simulate.timeline import Timeline, Times, simulate
+from minidist.tools.simulate.draw import WIDTH, color_text, draw_figure, draw_text
+from minidist.tools.simulate.timeline import PipelineTimeline, StageTimes, simulate_schedule
 
 _DIGITS = 6
 
@@ -51,21 +51,23 @@ class SimulateOptions:
 
 
 def main(options: SimulateOptions) -> int:
-    """Simulate, and print; returns the exit code. Raises UserError for what cannot be."""
+    """Simulate and print; returns the exit code. Raises UserError for invalid options and schedules that cannot run."""
     if options.picture is not None:
         _check_picture(options.picture)
-    timeline = simulate(chosen(options), Times(options.t_f, options.t_b, options.t_w, options.t_comm))
+    timeline = simulate_schedule(
+        choose_schedule(options), StageTimes(options.t_f, options.t_b, options.t_w, options.t_comm)
+    )
     if options.picture is not None:
-        picture(timeline).savefig(options.picture)
+        draw_figure(timeline).savefig(options.picture)
     if options.json:
-        print(json.dumps(as_json(timeline)))
+        print(json.dumps(timeline_json(timeline)))
     else:
-        show(timeline)
+        print_timeline(timeline)
     return 0
 
 
-def chosen(options: SimulateOptions) -> Schedule:
-    """The schedule the options ask for."""
+def choose_schedule(options: SimulateOptions) -> Schedule:
+    """The schedule that the options describe. Raises UserError for contradictory options and unreadable files."""
     if options.file is None:
         stages = 4 if options.stages is None else options.stages
         micro_batches = 2 * stages if options.micro_batches is None else options.micro_batches
@@ -78,14 +80,14 @@ def chosen(options: SimulateOptions) -> Schedule:
     try:
         return read(options.file.read_text(), str(options.file), options.placement)
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
+        why = getattr(error, "strerror", None) or "it is not a text file"
         raise UserError(
             f"--file {options.file} cannot be read: {why}. Give a file with a line for each stage."
         ) from None
 
 
-def as_json(timeline: Timeline) -> dict:
-    """What is to be said of a timeline: the bubble to four digits after the point, as papers have it, times to six."""
+def timeline_json(timeline: PipelineTimeline) -> dict:
+    """The figures of a timeline: the bubble to four decimals, as in the papers, times to six."""
     return {
         "kind": timeline.schedule.kind,
         "stages": timeline.schedule.stages,
@@ -99,16 +101,16 @@ def as_json(timeline: Timeline) -> dict:
     }
 
 
-def show(timeline: Timeline) -> None:
-    """Print the drawing, in colours on a terminal, and the numbers below it."""
+def print_timeline(timeline: PipelineTimeline) -> None:
+    """Print the drawing, in colours on a terminal, and the figures below it."""
     from rich.console import Console
 
     what = KINDS.get(timeline.schedule.kind)
     unit = "" if timeline.schedule.chunks == 1 else f" (each 1/{timeline.schedule.chunks} of a stage)"
     print(f"{timeline.schedule.kind}{f': {what}' if what else ''}\n")
-    Console(soft_wrap=True).print(colored(text(timeline)))
-    print(f"\ntotal      {timeline.total:.6g} from a stage's first operation to its last")
-    print(f"bubble     {timeline.bubble:.4f} of it, with nothing to do")
+    Console(soft_wrap=True).print(color_text(draw_text(timeline)))
+    print(f"\ntotal      {timeline.total:.6g} from the first action of a stage to its last")
+    print(f"bubble     {timeline.bubble:.4f} of it is idle")
     live = textwrap.wrap(f"peak live  {_by_stage(timeline.peak_live)}{unit}", WIDTH, subsequent_indent=" " * 11)
     print("\n".join(live))
 
@@ -116,7 +118,7 @@ def show(timeline: Timeline) -> None:
 def _by_stage(counts: list[int]) -> str:
     if len(counts) > 1 and len(set(counts)) == 1:
         return f"{counts[0]} micro-batches on each stage"
-    return f"{' '.join(map(str, counts))} micro-batches, stage by stage"
+    return f"{' '.join(map(str, counts))} micro-batches, by stage"
 
 
 def _check_picture(path: Path) -> None:

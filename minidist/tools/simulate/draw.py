@@ -1,4 +1,4 @@
-"""A timeline for people: as text in a terminal, and as a picture, in the colours the papers use."""
+"""Draws a timeline as text or as a figure, in the colours of Qi et al. 2023."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING
 
 from minidist.parallel.pipeline.action_times import Span
 from minidist.parallel.pipeline.actions import Op
-from minidist.tools.simulate.timeline import Timeline
+from minidist.tools.simulate.timeline import PipelineTimeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.text import Text
 
 WIDTH = 100
-_POINTS = 720  # width of the picture's axes, 1/72 inch each
-_CELL = 4  # columns of the shortest operation, at most: enough for its name
+_POINTS = 720  # width of the figure's axes in points (1/72 inch)
+_CELL = 4  # upper limit for the columns of the shortest action: enough for its name
 # Dark for chunk 0, with white numbers, and light for later chunks, with black ones (Qi et al. 2023, figure 8).
 COLORS = {"F": ("#2f5fa8", "#a9c6ee"), "B": ("#1b8a8f", "#a5dfe0"), "W": ("#5fa52a", "#c3e6ae")}
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 
 
-def text(timeline: Timeline, width: int = WIDTH) -> str:
-    """A line for each stage, time from left to right, `.` where it waits; no line is longer than `width`.
+def draw_text(timeline: PipelineTimeline, width: int = WIDTH) -> str:
+    """The timeline as text: a line per stage, time from left to right, `.` where the stage is idle; no line is longer
+    than `width`.
 
-    Operations show their names (F12), or, if the shortest of them is less than two columns wide, their letters (F-).
-    Where even that is too wide, a column has the letter of the operation at its middle. Lower case are chunks after the
-    first.
+    Actions show their names (F12) or, if the shortest is less than two columns wide, their letters (F-). Where even
+    that is too wide, each column shows the letter of the action at its middle. Chunks after the first are in lower case.
     """
     labels = [f"stage {stage} " for stage in range(timeline.schedule.stages)]
     edge = len(labels[-1])
@@ -40,12 +40,12 @@ def text(timeline: Timeline, width: int = WIDTH) -> str:
     return "\n".join([*lines, f"{letters}{lower}; . idle; a column is {step:.4g}"])
 
 
-def _splits(timeline: Timeline) -> bool:
+def _splits(timeline: PipelineTimeline) -> bool:
     return timeline.schedule.splits_backward
 
 
-def _scale(timeline: Timeline, columns: int) -> tuple[float, int]:
-    """The time of a column, and how many of them the shortest operation has: a whole number, 0 for less than one."""
+def _scale(timeline: PipelineTimeline, columns: int) -> tuple[float, int]:
+    """(the time of a column, the columns of the shortest action: a whole number, 0 if less than one)."""
     shortest = min(span.end - span.start for spans in timeline.spans for span in spans if span.end > span.start)
     whole = min(_CELL, int(columns * shortest / timeline.makespan * (1 + 1e-9)))
     return shortest / whole if whole else timeline.makespan / columns, whole
@@ -71,8 +71,8 @@ def _cell(op: Op | None, width: int, shortest: int) -> str:
     return (name if shortest > 1 and len(name) <= width else letter).ljust(width, "-")
 
 
-def colored(drawing: str) -> "Text":
-    """What `text` drew in the picture's colours, for rich to print, which knows whether a terminal has them."""
+def color_text(drawing: str) -> "Text":
+    """The output of `draw_text` in colours, for rich to print (which drops them where a terminal has none)."""
     from rich.text import Text
 
     lines = [Text(line) for line in drawing.splitlines()]
@@ -83,11 +83,11 @@ def colored(drawing: str) -> "Text":
     return Text("\n").join(lines)
 
 
-def picture(timeline: Timeline, title: str | None = None) -> "Figure":
-    """The timeline as bars, a row for each stage, with the numbers of the micro-batches where they fit.
+def draw_figure(timeline: PipelineTimeline, title: str | None = None) -> "Figure":
+    """The timeline as a figure: a row of bars per stage, with micro-batch numbers where they fit.
 
-    Save it with `.savefig(path)`; a notebook shows it. title: by default the kind, the bubble and the peak of live
-    micro-batches.
+    Save it with `.savefig(path)`; a notebook shows it. title: by default the kind, the bubble and the peak number of
+    micro-batches in flight.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -115,8 +115,8 @@ def _color(op: Op) -> str:
     return COLORS[op.kind][min(op.chunk, 1)]
 
 
-def _number(axes, stage: int, span: Span, timeline: Timeline) -> None:
-    """The micro-batch's number in its bar, as large as fits the longest number; none where nobody could read it."""
+def _number(axes, stage: int, span: Span, timeline: PipelineTimeline) -> None:
+    """Write the micro-batch's number in its bar, as large as the longest number fits; nothing if too small to read."""
     points = _POINTS * (span.end - span.start) / timeline.makespan
     size = min(8.0, 1.2 * points / len(str(timeline.schedule.micro_batches - 1)))
     if size >= 3.5:
@@ -125,14 +125,14 @@ def _number(axes, stage: int, span: Span, timeline: Timeline) -> None:
         axes.text(middle, stage, span.op.micro_batch, ha="center", va="center_baseline", fontsize=size, color=color)
 
 
-def _title(timeline: Timeline) -> str:
+def _title(timeline: PipelineTimeline) -> str:
     schedule = timeline.schedule
     size = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
     chunks = f", {schedule.chunks} chunks a stage" if schedule.chunks > 1 else ""
-    return f"{schedule.kind}, {size}{chunks}: bubble {timeline.bubble:.4f}, at most {max(timeline.peak_live)} alive"
+    return f"{schedule.kind}, {size}{chunks}: bubble {timeline.bubble:.4f}, peak {max(timeline.peak_live)} in flight"
 
 
-def _label(kind: str, chunk: int, timeline: Timeline) -> str:
+def _label(kind: str, chunk: int, timeline: PipelineTimeline) -> str:
     name = "input gradient" if kind == "B" and _splits(timeline) else _NAMES[kind]
     later = f"chunk {chunk}" if timeline.schedule.chunks <= 2 else ("chunk 0", "later chunks")[chunk]
     return f"{kind} {name}" + (f", {later}" if timeline.schedule.chunks > 1 else "")

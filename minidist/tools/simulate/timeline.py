@@ -1,7 +1,7 @@
-"""When every operation of a schedule begins and ends, and how much of the pipeline's time nobody works.
+"""The simulated timeline of a pipeline schedule: step time, bubble and peak micro-batches in flight.
 
-`parallel.pipeline.action_times` computes start and end of every operation; this module validates the given times and
-derives step time, bubble and peak activations.
+`parallel.pipeline.action_times` computes the start and end of every action; this module validates the stage times that
+it needs.
 """
 
 import math
@@ -15,12 +15,12 @@ from minidist.parallel.pipeline.check import peak_live
 
 
 @dataclass(frozen=True)
-class Times:
-    """How long a stage's forward, input-gradient half and weight half take for a micro-batch, in any unit of time.
+class StageTimes:
+    """The times of a stage's forward (F), input gradient (B) and weight gradient (W) per micro-batch, in any unit.
 
-    f, b, w: one number for all stages; or one per stage; or, with several chunks, one per part of the model, from the
-    input on. A number per stage is for all of its chunks together. A whole backward takes b + w. comm: from the end of
-    an operation on one stage until its result has arrived at another.
+    f, b, w: one number for all stages; or one per stage, for all of its chunks together; or one per model chunk, in the
+    order of forward. A backward that is not split takes b + w. comm: from the end of an action on one stage until its
+    result has arrived at another.
     """
 
     f: float | Sequence[float] = 1.0
@@ -28,8 +28,9 @@ class Times:
     w: float | Sequence[float] = 1.0
     comm: float = 0.0
 
-    def of(self, schedule: Schedule) -> dict[str, list[float]]:
-        """Times of the operations by kind, for each part of the model. Raises UserError when there are too few."""
+    def action_durations(self, schedule: Schedule) -> dict[str, list[float]]:
+        """The duration of each kind of action, per model chunk. Raises UserError for invalid times and for a number of
+        them that does not fit the schedule."""
         if not _is_time(self.comm):
             raise UserError(f"t-comm is {self.comm}; it must be 0 or more.")
         by = {kind: self._by_position(kind, schedule) for kind in "fbw"}
@@ -59,41 +60,41 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Timeline(ActionTimes):
-    """A schedule with the times of its operations, and what follows from them: step time, bubble, peak activations."""
+class PipelineTimeline(ActionTimes):
+    """A schedule with the times of its actions, and its step time, bubble and peak micro-batches in flight."""
 
     @property
     def total(self) -> float:
-        """What a step costs: the longest that a stage takes from its own first operation to its own last.
+        """The time of a step: the longest time of any stage from its first action to its last.
 
-        Steps follow each other, so a stage that began late may end late (Qi et al. 2023, section 5.3 and equation 3).
+        Steps follow each other, so a stage that starts late may end late (Qi et al. 2023, section 5.3 and equation 3).
         """
         return max(spans[-1].end - spans[0].start for spans in self.spans)
 
     @property
     def makespan(self) -> float:
-        """From the first operation of any stage to the last of any: what one step alone takes."""
+        """The time from the first action of any stage to the last of any: the time of a single step by itself."""
         return max(spans[-1].end for spans in self.spans) - min(spans[0].start for spans in self.spans)
 
     @property
     def busy(self) -> list[float]:
-        """For every stage the time it computes."""
+        """The compute time of every stage."""
         return [math.fsum(span.end - span.start for span in spans) for spans in self.spans]
 
     @property
     def bubble(self) -> float:
-        """The share of `total` in which a stage has nothing to do, on average over the stages."""
+        """The fraction of `total` in which a stage is idle, averaged over the stages."""
         return max(0.0, 1 - math.fsum(self.busy) / (len(self.spans) * self.total))
 
     @property
     def peak_live(self) -> list[int]:
-        """For every stage the most micro-batches alive, as `check.peak_live` counts them."""
+        """The peak number of micro-batches in flight on every stage, as `check.peak_live` counts them."""
         return peak_live(self.schedule)
 
 
-def simulate(schedule: Schedule, times: Times) -> Timeline:
-    """The timeline of a schedule. Raises UserError for one that cannot run, and for times that cannot be."""
-    return Timeline(schedule, compute_spans(schedule, times.of(schedule), times.comm))
+def simulate_schedule(schedule: Schedule, times: StageTimes) -> PipelineTimeline:
+    """Simulate a schedule. Raises UserError if it cannot run, and for invalid times."""
+    return PipelineTimeline(schedule, compute_spans(schedule, times.action_durations(schedule), times.comm))
 
 
 def _is_time(value: float) -> bool:

@@ -29,15 +29,24 @@ from minidist.comm.wire_bytes import IMPLEMENTED_ALGORITHMS
 from minidist.errors import RunError, UserError
 from minidist.mesh import Mesh
 from minidist.tools.launch import RankServer
-from minidist.tools.network.calibrate import BACKEND, Sample, errors, fit, link_of, measure
+from minidist.tools.network.calibrate import (
+    BACKEND,
+    TimedOperation,
+    fit_link,
+    fit_link_to_primitives,
+    measure_collectives,
+    relative_errors,
+)
 
 BACKENDS = ("gloo", "shm")
 COMPARED = "all_reduce"  # the operation whose winners are shown
 
 
-def timed(world: World, sizes: Sequence[int], turns: int) -> list[Sample]:
+def timed(world: World, sizes: Sequence[int], turns: int) -> list[TimedOperation]:
     """What one rank does: measure everything on a group of all ranks."""
-    return measure(bind(world, Mesh(dp=world.size), [GroupSpec("calibrate", ("dp",))])["calibrate"], sizes, turns)
+    return measure_collectives(
+        bind(world, Mesh(dp=world.size), [GroupSpec("calibrate", ("dp",))])["calibrate"], sizes, turns
+    )
 
 
 @dataclass(frozen=True)
@@ -45,41 +54,41 @@ class Calibration:
     """What was measured on one number of ranks. Every other size is fitted, the ones between are held out."""
 
     ranks: int
-    samples: list[Sample]
+    samples: list[TimedOperation]
 
     @cached_property
     def sizes(self) -> list[int]:
         return sorted({sample.bytes for sample in self.samples})
 
     @cached_property
-    def fitted(self) -> list[Sample]:
+    def fitted(self) -> list[TimedOperation]:
         return [sample for sample in self.samples if sample.bytes in self.sizes[::2]]
 
     @cached_property
-    def held_out(self) -> list[Sample]:
+    def held_out(self) -> list[TimedOperation]:
         return [sample for sample in self.operations if sample.bytes in self.sizes[1::2]]
 
     @cached_property
-    def operations(self) -> list[Sample]:
+    def operations(self) -> list[TimedOperation]:
         """The samples that are collectives: what is predicted."""
         return [sample for sample in self.samples if sample.name not in ("round", "add")]
 
     @cached_property
     def link(self) -> Link:
         """From rounds of transfers and adding up alone."""
-        return link_of(self.fitted)
+        return fit_link_to_primitives(self.fitted)
 
     @cached_property
     def own_links(self) -> dict[tuple[str, str], Link]:
         """Of each algorithm, from its own timings."""
         kinds = dict.fromkeys((sample.name, sample.algorithm) for sample in self.operations)
-        return {kind: fit(s for s in self.fitted if (s.name, s.algorithm) == kind) for kind in kinds}
+        return {kind: fit_link(s for s in self.fitted if (s.name, s.algorithm) == kind) for kind in kinds}
 
     def errors_of(self, kind: tuple[str, str] | None = None) -> tuple[list[float], list[float]]:
         """Relative errors at held-out sizes, predicted from the one link and from the own ones; None: of all kinds."""
         chosen = [s for s in self.held_out if kind is None or (s.name, s.algorithm) == kind]
-        own = [errors([sample], self.own_links[sample.name, sample.algorithm])[0] for sample in chosen]
-        return errors(chosen, self.link), own
+        own = [relative_errors([sample], self.own_links[sample.name, sample.algorithm])[0] for sample in chosen]
+        return relative_errors(chosen, self.link), own
 
     def winner(self, n: int, name: str = COMPARED) -> str:
         """Our algorithm that was measured fastest at n bytes."""
@@ -162,7 +171,7 @@ def _bucket(found: Calibration, options: argparse.Namespace) -> int:
     link = found.own_links[COMPARED, BACKEND]
 
     def seconds(n: float) -> float:
-        return Sample(COMPARED, BACKEND, found.ranks, n, 0.0).counts.seconds(link)
+        return TimedOperation(COMPARED, BACKEND, found.ranks, n, 0.0).cost.seconds(link)
 
     return best_bucket_bytes(int(options.gradient_mib * 2**20), options.backward_ms / 1e3, seconds)
 

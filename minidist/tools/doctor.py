@@ -239,9 +239,9 @@ def _ranks(name: str) -> Finding:
 
 
 def _links(name: str) -> Finding:
-    from minidist.tools.network.links import links
+    from minidist.tools.network.link_report import describe_links
 
-    return Finding(name, "\n".join(links()))
+    return Finding(name, "\n".join(describe_links()))
 
 
 def _compiler(name: str) -> Finding:

@@ -14,7 +14,7 @@ from minidist.comm.algorithms import ALGORITHMS
 from minidist.comm.wire_bytes import IMPLEMENTED_ALGORITHMS, sent_elements_by_algorithm
 from minidist.mesh import Mesh
 from minidist.tools.deadlock.nccl_rules import violations
-from minidist.tools.network.sockets import bytes_sent
+from minidist.tools.network.sockets import count_tcp_bytes_sent
 
 NAMES = [(name, algorithm) for name, algorithms in ALGORITHMS.items() for algorithm in algorithms]
 
@@ -87,9 +87,9 @@ def carried(world: World) -> list:
     group, seen, n = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"], [], 30_001
     for name, algorithm in NAMES:
         comm.barrier(group)
-        records, metered, kernel = len(group.meter.records), group.meter.total_wire_bytes, bytes_sent()
+        records, metered, kernel = len(group.meter.records), group.meter.total_wire_bytes, count_tcp_bytes_sent()
         once_only(group, name, algorithm, n, torch.float32, root=1)
-        metered, kernel = group.meter.total_wire_bytes - metered, bytes_sent() - kernel
+        metered, kernel = group.meter.total_wire_bytes - metered, count_tcp_bytes_sent() - kernel
         transfers = [r for r in group.meter.records[records:] if r.name in ("send", "recv")]
         seen.append((name, algorithm, metered, kernel, len(transfers)))
         comm.barrier(group)
@@ -124,9 +124,9 @@ def library(world: World) -> dict:
     }
     for name, call in calls.items():
         comm.barrier(group)
-        modelled, kernel = group.meter.total_wire_bytes, bytes_sent()
+        modelled, kernel = group.meter.total_wire_bytes, count_tcp_bytes_sent()
         call()
-        found[name] = bytes_sent() - kernel, group.meter.total_wire_bytes - modelled
+        found[name] = count_tcp_bytes_sent() - kernel, group.meter.total_wire_bytes - modelled
         comm.barrier(group)
     return found
 
@@ -145,13 +145,13 @@ def test_the_kernel_is_asked_for_what_was_given_to_a_connection_even_if_nobody_r
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
         theirs, _ = server.accept()
         with theirs:
-            before = bytes_sent()
+            before = count_tcp_bytes_sent()
             mine.sendall(bytes(100_000))
-            assert bytes_sent() - before == 100_000
+            assert count_tcp_bytes_sent() - before == 100_000
             theirs.sendall(bytes(7))
-            assert bytes_sent() - before == 100_007
+            assert count_tcp_bytes_sent() - before == 100_007
             reader = threading.Thread(target=theirs.recv, args=(100_000, socket.MSG_WAITALL))
             reader.start()
             reader.join(30)
-            assert bytes_sent() - before == 100_007 and not reader.is_alive()
+            assert count_tcp_bytes_sent() - before == 100_007 and not reader.is_alive()
             mine.sendall(b"")  # both are still open, and still the caller's

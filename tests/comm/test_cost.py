@@ -25,7 +25,13 @@ from minidist.comm.cost import (
 from minidist.comm.overlap import best_bucket_bytes, bucket_intervals, last_bucket_end_s
 from minidist.comm.wire_bytes import IMPLEMENTED_ALGORITHMS
 from minidist.mesh import Mesh
-from minidist.tools.network.calibrate import Sample, errors, fit, link_of, measure
+from minidist.tools.network.calibrate import (
+    TimedOperation,
+    fit_link,
+    fit_link_to_primitives,
+    measure_collectives,
+    relative_errors,
+)
 
 NAMES = [(name, algorithm) for name, algorithms in ALGORITHMS.items() for algorithm in algorithms]
 KIB, MIB = 2**10, 2**20
@@ -209,18 +215,18 @@ def test_the_best_bucket_lies_between_many_messages_and_one_late_one():
 # -- the fit ----------------------------------------------------------------------------------------------------------
 
 
-def made_of(link: Link, noise: float = 0.0, outliers: int = 0) -> list[Sample]:
+def made_of(link: Link, noise: float = 0.0, outliers: int = 0) -> list[TimedOperation]:
     """Timings that follow the model, times (1 + noise), some of them ten times as long."""
     draws = np.random.default_rng(3)
     found = []
     for name, algorithm in (("round", ""), ("add", ""), *NAMES):
         for k in range(10, 25):
-            sample = Sample(name, algorithm, 6, 1 << k, 1.0)
-            seconds = sample.counts.seconds(link) * math.exp(noise * draws.standard_normal())
-            found.append(Sample(name, algorithm, 6, 1 << k, seconds))
+            sample = TimedOperation(name, algorithm, 6, 1 << k, 1.0)
+            seconds = sample.cost.seconds(link) * math.exp(noise * draws.standard_normal())
+            found.append(TimedOperation(name, algorithm, 6, 1 << k, seconds))
     for at in draws.choice(len(found), outliers, replace=False):
         one = found[at]
-        found[at] = Sample(one.name, one.algorithm, one.ranks, one.bytes, one.seconds * 10)
+        found[at] = TimedOperation(one.name, one.algorithm, one.ranks, one.bytes, one.seconds * 10)
     return found
 
 
@@ -228,36 +234,40 @@ TRUE = Link(alpha_s=5e-5, beta_s=4e-10, gamma_s=1.5e-10)
 
 
 def test_the_fit_recovers_what_timings_were_made_of():
-    for found in (fit(made_of(TRUE)), link_of(made_of(TRUE))):
+    for found in (fit_link(made_of(TRUE)), fit_link_to_primitives(made_of(TRUE))):
         assert (found.alpha_s, found.beta_s, found.gamma_s) == pytest.approx((5e-5, 4e-10, 1.5e-10), rel=1e-6)
-    assert max(errors(made_of(TRUE), TRUE)) < 1e-12
+    assert max(relative_errors(made_of(TRUE), TRUE)) < 1e-12
 
 
 def test_noise_and_outliers_hardly_move_it():
     # 240 timings with 10 % noise: a figure is known to about 0.1 / sqrt(240 / 3) = 1 %; a tenth of them outliers.
-    found = fit(made_of(TRUE, noise=0.1, outliers=24))
+    found = fit_link(made_of(TRUE, noise=0.1, outliers=24))
     assert (found.alpha_s, found.beta_s, found.gamma_s) == pytest.approx((5e-5, 4e-10, 1.5e-10), rel=0.15)
 
 
 def test_short_messages_count_as_much_as_long_ones():
     """An absolute error would let the longest decide: alpha is 0.3 % of it."""
     samples = [s for s in made_of(TRUE, noise=0.05) if s.name == "round"]
-    assert fit(samples).alpha_s == pytest.approx(5e-5, rel=0.1)
+    assert fit_link(samples).alpha_s == pytest.approx(5e-5, rel=0.1)
 
 
 def test_a_figure_nothing_is_known_of_is_zero_and_none_is_below():
     only = [s for s in made_of(TRUE) if s.name == "add"]
-    assert fit(only).alpha_s == fit(only).beta_s == 0.0 and fit(only).gamma_s == pytest.approx(TRUE.gamma_s)
-    falling = [Sample("round", "", 2, n, 1e-3 - 1e-10 * n) for n in (10, 1000, 100_000, 1_000_000)]
-    found = fit(falling)
+    assert fit_link(only).alpha_s == fit_link(only).beta_s == 0.0 and fit_link(only).gamma_s == pytest.approx(
+        TRUE.gamma_s
+    )
+    falling = [TimedOperation("round", "", 2, n, 1e-3 - 1e-10 * n) for n in (10, 1000, 100_000, 1_000_000)]
+    found = fit_link(falling)
     assert found.beta_s == 0.0 and found.alpha_s == pytest.approx(1e-3, rel=0.1)
     with pytest.raises(ValueError, match="no samples"):
-        fit([])
+        fit_link([])
 
 
 def measured(world: World) -> list:
     group = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))])["data"]
-    return [(s.name, s.algorithm, s.ranks, s.bytes, s.seconds > 0) for s in measure(group, [64, 4096], turns=1)]
+    return [
+        (s.name, s.algorithm, s.ranks, s.bytes, s.seconds > 0) for s in measure_collectives(group, [64, 4096], turns=1)
+    ]
 
 
 def test_everything_is_timed_at_every_size_and_all_ranks_know(ranks):

@@ -10,7 +10,7 @@ from bench.calibrate import Calibration, main
 from minidist.comm.algorithms import ALGORITHMS
 from minidist.comm.cost import Link, fastest_algorithm
 from minidist.comm.wire_bytes import IMPLEMENTED_ALGORITHMS
-from minidist.tools.network.calibrate import BACKEND, Sample
+from minidist.tools.network.calibrate import BACKEND, TimedOperation
 
 LINK = Link(alpha_s=1e-4, beta_s=1e-9, gamma_s=2e-10)
 KINDS = [("round", ""), ("add", ""), ("all_reduce", BACKEND)]
@@ -22,8 +22,10 @@ def made(ranks: int, link: Link = LINK, slower: dict | None = None) -> Calibrati
     samples = []
     for name, algorithm in KINDS:
         for n in (1 << k for k in range(12, 24)):
-            seconds = Sample(name, algorithm, ranks, n, 0.0).counts.seconds(link)
-            samples.append(Sample(name, algorithm, ranks, n, seconds * (slower or {}).get((name, algorithm), 1)))
+            seconds = TimedOperation(name, algorithm, ranks, n, 0.0).cost.seconds(link)
+            samples.append(
+                TimedOperation(name, algorithm, ranks, n, seconds * (slower or {}).get((name, algorithm), 1))
+            )
     return Calibration(ranks, samples)
 
 

@@ -89,7 +89,7 @@ def test_a_picture_is_written(capsys, tmp_path, suffix):
         ("--file leak.txt", "stage 1 never runs B0 (the schedule is one of 1 micro-batches): the activation of F0 is"),
         ("--file leak.txt --stages 2", "--file leak.txt already says what --stages is: leave --stages out"),
         ("--file .", "--file . cannot be read: Is a directory"),
-        ("--file bytes.bin", "--file bytes.bin cannot be read: it is not text"),
+        ("--file bytes.bin", "--file bytes.bin cannot be read: it is not a text file"),
         ("--picture nowhere/a.png", "--picture nowhere/a.png: there is no folder"),
         ("--picture a.gif2", "give a name that ends in .png, .svg or .pdf"),
         ("--picture a", "--picture a is of no kind that can be drawn"),

@@ -1,4 +1,4 @@
-"""How fast the ranks of this machine talk, beside what its memory allows. Every rank of a job runs `figures`."""
+"""Latency and bandwidth between the ranks of this machine, compared with plain copies in memory."""
 
 import statistics
 import time
@@ -19,11 +19,11 @@ TURNS = 3
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Seconds of the slowest rank, medians. small, large: of SMALL and LARGE bytes.
+class LinkSpeed:
+    """Median seconds of the slowest rank, for messages and all-reduces of SMALL and LARGE bytes.
 
-    copy_s: a plain copy of LARGE bytes by all ranks at once, the memory's limit; a message goes from every rank to the
-    next at once. shared: whether the ranks talk through our shared memory.
+    A message goes from every rank to the next at once. copy_s: a plain copy of LARGE bytes by all ranks at once, the
+    limit of the memory. shared: whether the ranks communicate through the shm backend.
     """
 
     small_message_s: float
@@ -34,13 +34,13 @@ class Figures:
     shared: bool
 
 
-def figures(world: World, large: int = LARGE, turns: int = TURNS) -> Figures:
-    """Measure on all ranks; the same figures on each. large: bytes to use in place of LARGE."""
+def measure_link_speed(world: World, large: int = LARGE, turns: int = TURNS) -> LinkSpeed:
+    """Measure on all ranks; the same result on each. large: bytes to use in place of LARGE."""
     group = bind(world, Mesh(dp=world.size), [GroupSpec("links", ("dp",))])["links"]
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     small, small_other = (torch.zeros(SMALL // 4, device=world.device) for _ in range(2))
     whole, other = (torch.zeros(large // 4, device=world.device) for _ in range(2))
-    calls: dict[str, tuple[int, Callable[[], object]]] = {  # how many of them one turn times, and what
+    calls: dict[str, tuple[int, Callable[[], object]]] = {  # calls per turn, and the call
         "small_message_s": (20, lambda: exchange(group, send=[(small, right)], recv=[(small_other, left)])),
         "large_message_s": (1, lambda: exchange(group, send=[(whole, right)], recv=[(other, left)])),
         "small_all_reduce_s": (20, lambda: door.all_reduce(small, group)),
@@ -48,7 +48,7 @@ def figures(world: World, large: int = LARGE, turns: int = TURNS) -> Figures:
         "copy_s": (1, lambda: other.copy_(whole)),
     }
     times = torch.zeros(len(calls), turns, dtype=torch.float64)
-    for turn in range(-1, turns):  # one more before them is not counted; all calls take turns
+    for turn in range(-1, turns):  # one warm-up turn is not counted
         for row, (repeats, call) in enumerate(calls.values()):
             door.barrier(group, async_op=True).wait(host=True)
             start_s = time.perf_counter()
@@ -59,6 +59,6 @@ def figures(world: World, large: int = LARGE, turns: int = TURNS) -> Figures:
             if turn >= 0:
                 times[row, turn] = (time.perf_counter() - start_s) / repeats
     times = times.to(world.control_device)
-    door.all_reduce(times, group, "max")  # it is over when it is over on all ranks
+    door.all_reduce(times, group, "max")  # a call has ended when it has ended on all ranks
     medians = map(statistics.median, times.tolist())
-    return Figures(**dict(zip(calls, medians, strict=True)), shared=isinstance(group.process_group, ShmGroup))
+    return LinkSpeed(**dict(zip(calls, medians, strict=True)), shared=isinstance(group.process_group, ShmGroup))

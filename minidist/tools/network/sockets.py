@@ -1,4 +1,4 @@
-"""What really left this process over TCP, by the kernel's account: the referee between meter and convention table."""
+"""The bytes that this process sent over TCP, as the kernel counts them: an independent check of the meter."""
 
 import os
 import socket
@@ -8,11 +8,11 @@ import struct
 _NOT_SENT_AT, _SENT_AT, _BYTES = 144, 200, 232
 
 
-def bytes_sent() -> int:
-    """Bytes that this process has given to the TCP connections it has open, so far.
+def count_tcp_bytes_sent() -> int:
+    """Bytes written so far to the TCP connections that this process has open.
 
-    Per connection, and not of the loopback interface: that counts whatever else runs on this machine. Between two calls
-    no connection may be closed. Raises OSError where the system is not Linux 4.19 or later.
+    Counted per connection: the counters of the loopback interface include other processes. No connection may be closed
+    between two calls whose difference is taken. Raises OSError on systems other than Linux 4.19 or later.
     """
     total = 0
     for fd in map(int, os.listdir("/proc/self/fd")):
@@ -26,12 +26,12 @@ def bytes_sent() -> int:
                 sent, again = struct.unpack_from("<QQ", info, _SENT_AT)
                 total += sent - again + waiting
         finally:
-            connection.detach()  # it belongs to whoever opened it
+            connection.detach()  # do not close the owner's descriptor
     return total
 
 
 def _is_socket(fd: int) -> bool:
     try:
         return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
-    except OSError:  # the folder that was just listed
+    except OSError:  # the descriptor of the directory that was just listed
         return False

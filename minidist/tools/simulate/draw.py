@@ -26,7 +26,7 @@ def draw_text(timeline: PipelineTimeline, width: int = WIDTH) -> str:
     than `width`.
 
     Actions show their names (F12) or, if the shortest is less than two columns wide, their letters (F-). Where even
-    that is too wide, each column shows the letter of the action at its middle. Chunks after the first are in lower case.
+    that is too wide, each column shows the letter of the action at its middle. Later chunks are in lower case.
     """
     labels = [f"stage {stage} " for stage in range(timeline.schedule.stages)]
     edge = len(labels[-1])

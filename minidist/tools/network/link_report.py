@@ -1,22 +1,24 @@
-"""What `minidist doctor` tells of the links between ranks: each backend's latency and bandwidth beside plain copies."""
+"""The link report of `minidist doctor`: latency and bandwidth of each backend, compared with plain copies."""
 
 from collections.abc import Sequence
 
 from minidist.errors import RunError, UserError
 from minidist.tools.launch import RankServer
 
-# What to call it, torch's name of the backend, where the ranks compute.
+# (name in the report, torch's name of the backend, device of the ranks)
 LINKS = (("gloo", "gloo", "cpu"), ("shm", "shm", "cpu"), ("nccl", "nccl", "cuda"), ("shm on one GPU", "shm", "cuda:0"))
 RANKS = 2
 _DEADLINE_S = 60.0
 
 
-def links(wanted: Sequence[tuple[str, str, str]] = LINKS, ranks: int = RANKS, large: int | None = None) -> list[str]:
-    """A line on what the lines say, then one for each link: its figures, or why it has none here.
+def describe_links(
+    wanted: Sequence[tuple[str, str, str]] = LINKS, ranks: int = RANKS, large: int | None = None
+) -> list[str]:
+    """A line that explains the units, then one per link: its speed, or why it cannot be measured here.
 
-    large: bytes of the large tensors, for who cannot wait. Several ranks on one GPU are left out where there is none.
+    large: bytes of the large tensors; smaller ones take less time. Several ranks on one GPU are left out without a GPU.
     """
-    from minidist.tools.network.link_speed import LARGE, TURNS, figures
+    from minidist.tools.network.link_speed import LARGE, TURNS, measure_link_speed
 
     large = large or LARGE
     lines = [
@@ -25,45 +27,47 @@ def links(wanted: Sequence[tuple[str, str, str]] = LINKS, ranks: int = RANKS, la
     ]
     with RankServer() as server:
         for name, backend, device in wanted:
-            if device == "cuda:0" and not gpus():
+            if device == "cuda:0" and not count_gpus():
                 continue
-            reason = missing(backend, ranks)
+            reason = why_unavailable(backend, ranks)
             if reason is None:
                 options = {"backend": backend, "device": device, "deadline_s": _DEADLINE_S}
                 try:
-                    found = server.run(figures, ranks, (large, TURNS), **options).values[0]
+                    found = server.run(measure_link_speed, ranks, (large, TURNS), **options).values[0]
                 except (RunError, UserError) as error:
                     reason = f"does not run: {str(error).splitlines()[0]}"
                 else:
                     fell_back = backend == "shm" and not found.shared
-                    reason = "not here: these ranks cannot share memory, and talk over gloo" if fell_back else None
-            lines.append(f"{name}: {reason or told(found, ranks, large)}")
+                    reason = (
+                        "not available: these ranks cannot share memory, and fall back to gloo" if fell_back else None
+                    )
+            lines.append(f"{name}: {reason or format_link_speed(found, ranks, large)}")
     return lines
 
 
-def gpus() -> int:
-    """GPUs that torch sees."""
+def count_gpus() -> int:
+    """The number of GPUs that torch sees."""
     import torch
 
     return torch.cuda.device_count()
 
 
-def missing(backend: str, ranks: int) -> str | None:
-    """Why the backend cannot be measured on that many ranks of this machine; None when it can be tried."""
+def why_unavailable(backend: str, ranks: int) -> str | None:
+    """Why the backend cannot be measured with that many ranks on this machine; None if it can be tried."""
     import torch
 
     there = torch.distributed.is_available()
     if backend == "gloo" and not (there and torch.distributed.is_gloo_available()):
-        return "not here: this torch has no gloo"
+        return "not available: this torch has no gloo"
     if backend == "nccl" and not (there and torch.distributed.is_nccl_available()):
-        return "not here: this torch has no nccl"
-    if backend == "nccl" and gpus() < ranks:
-        return f"not measured: {ranks} ranks need a GPU each, and torch sees {gpus()}"
+        return "not available: this torch has no nccl"
+    if backend == "nccl" and count_gpus() < ranks:
+        return f"not measured: {ranks} ranks need a GPU each, and torch sees {count_gpus()}"
     return None
 
 
-def told(found, ranks: int, large: int) -> str:
-    """The figures (`comm.links.Figures`) in words. A rank sends a message whole, and 2 (n - 1) / n of an all-reduce."""
+def format_link_speed(found, ranks: int, large: int) -> str:
+    """A `LinkSpeed` as text. Each rank sends a whole message, and 2 (n - 1) / n of an all-reduce's tensor."""
     sent = {"message": large, "all-reduce": 2 * large * (ranks - 1) / ranks}
     small = {"message": found.small_message_s, "all-reduce": found.small_all_reduce_s}
     whole = {"message": found.large_message_s, "all-reduce": found.large_all_reduce_s}

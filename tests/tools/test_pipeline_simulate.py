@@ -105,7 +105,7 @@ def test_without_communication_each_schedule_is_at_least_as_good_as_the_one_befo
 
 def test_zb_h2_with_few_micro_batches_would_be_worse_than_zb_h1_and_is_refused():
     """Why there is a least number: taken from many, seven micro-batches in six stages are slower than ZB-H1."""
-    with pytest.raises(UserError, match="zb-h2 has 2 x 6 stages - 1 = 11"):
+    with pytest.raises(UserError, match="zb-h2 needs 2 x 6 stages - 1 = 11"):
         schedule("zb-h2", 6, 7)
     many = schedule("zb-h2", 6, 11)
     few = [[op for op in order if op.micro_batch < 7] for order in many.orders]

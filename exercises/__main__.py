@@ -3,13 +3,13 @@
 The commands gate, new and generate are for those who write exercises.
 """
 
-import argparse
 import json
-import os
-import select
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from exercises import mutate, new, report, stubs
 from exercises.attempt import attempt, hint, hints_left
@@ -20,61 +20,178 @@ from exercises.lab import lab
 from exercises.train import train
 from exercises.watch import Watcher
 from exercises.work import Work
-from minidist.errors import RunError, UserError
-from minidist.tools.cli import complain
+from minidist.errors import UserError, suggest
+from minidist.tools.cli import exit_code, usage
 from minidist.tools.launch import RankServer
 from minidist.tools.launch.torchrun import hold_sigterm
+from minidist.tools.options import HIDDEN, POSITIONAL, parse_options
 
-_READER_LEFT = 141  # as a shell tells of a program that SIGPIPE ended
+_PROGRAM = "python -m exercises"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """Options of every command."""
+
+    work: Path = ROOT / "work"
+    """The learner's folder."""
+    root: Annotated[Path, HIDDEN] = ROOT
+    """The repository."""
+
+
+@dataclass(frozen=True)
+class StartOptions(_Options):
+    """Copy the notebooks and the exercises to work/, where you edit them."""
+
+
+@dataclass(frozen=True)
+class LabOptions(_Options):
+    """Copy what is new, then start JupyterLab on work/. Other options go to jupyter lab."""
+
+
+@dataclass(frozen=True)
+class UpdateOptions(_Options):
+    """Copy new and changed files of the course to work/, and keep every file that you have edited."""
+
+
+@dataclass(frozen=True)
+class ListOptions(_Options):
+    """List all exercises."""
+
+
+@dataclass(frozen=True)
+class CheckOptions(_Options):
+    """Check your answer to an exercise."""
+
+    name: Annotated[str, POSITIONAL]
+    """The exercise; `list` shows their names."""
+    json: bool = False
+    """Print the verdict as JSON, with the points of each test."""
+    file: Path | None = None
+    """Check this file instead of the one in work/, and do not record the result."""
+
+
+@dataclass(frozen=True)
+class WatchOptions(_Options):
+    """Check every file when you save it, one exercise after the other. Ctrl-C ends it."""
+
+    name: Annotated[str | None, POSITIONAL] = None
+    """The exercise to begin with; the first that you have not passed when not given."""
+
+
+@dataclass(frozen=True)
+class HintOptions(_Options):
+    """Show the next hint."""
+
+    name: Annotated[str, POSITIONAL]
+    """The exercise."""
+
+
+@dataclass(frozen=True)
+class ResetOptions(_Options):
+    """Begin an exercise again from its stub; your file is kept beside it as a backup."""
+
+    name: Annotated[str, POSITIONAL]
+    """The exercise."""
+
+
+@dataclass(frozen=True)
+class SolutionOptions(_Options):
+    """Show the package's own code, and why it is written that way."""
+
+    name: Annotated[str, POSITIONAL]
+    """The exercise."""
+    anyway: bool = False
+    """Show it although you have not passed the exercise."""
+
+
+@dataclass(frozen=True)
+class ProgressOptions(_Options):
+    """Show your points, attempts and hints so far."""
+
+
+@dataclass(frozen=True)
+class TrainOptions(_Options):
+    """Train the model with the code that you have passed. Other options are those of minidist train."""
+
+    only: tuple[str, ...] = ()
+    """Use only your code of these exercises, and the package's own for the rest."""
+
+
+@dataclass(frozen=True)
+class GateOptions(_Options):
+    """For authors: check the checks, with right and wrong answers."""
+
+    names: Annotated[tuple[str, ...], POSITIONAL] = ()
+    """The exercises; all when not given."""
+    mutate: bool = False
+    """Report whether the checks notice small mutations of the solutions."""
+
+
+@dataclass(frozen=True)
+class NewOptions(_Options):
+    """For authors: write every file of a new exercise about a symbol of the package."""
+
+    name: Annotated[str, POSITIONAL]
+    """Name of the exercise and of its files."""
+    chapter: str
+    """Its folder in exercises/, such as ch03_communication."""
+    piece: str
+    """What the learner writes, as MODULE:SYMBOL."""
+
+
+@dataclass(frozen=True)
+class GenerateOptions(_Options):
+    """For authors: write stubs and solutions from the package's source."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done or passed, 1 not passed, 2 impossible."""
-    parser = _parser()
-    options, options.rest = parser.parse_known_args(argv)
-    if options.rest and options.command not in (_lab, _train):
-        parser.error(f"unrecognized arguments: {' '.join(options.rest)}")
-    try:
-        code = options.command(options, Catalogue(options.root), Work(options.work))
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        if not _reader_left():
-            raise
-        return _READER_LEFT
-    except (UserError, RunError) as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    """Run one command; returns the exit code: 0 done or passed, 1 not passed or failed, 2 impossible."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _run(words), "exercises")
 
 
-def _reader_left() -> bool:
-    """Whether nobody reads what we print, as after `| head`; nothing is printed any more then."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    if poll.poll(0):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes at its end, too
-        return True
-    return False
+def _run(words: list[str]) -> int:
+    ahead = []  # options before the command
+    while words and words[0].partition("=")[0] in ("--work", "--root"):
+        count = 1 if "=" in words[0] else 2
+        ahead, words = [*ahead, *words[:count]], words[count:]
+    if not words or words[0] in ("-h", "--help"):
+        print(usage(_PROGRAM, {name: _summary(kind) for name, (kind, _) in COMMANDS.items()}))
+        return 0 if words else 2
+    if words[0] not in COMMANDS:
+        guess = suggest(words[0], COMMANDS)
+        raise UserError(f"there is no command {words[0]!r}; {guess} {_PROGRAM} --help lists them.")
+    kind, command = COMMANDS[words[0]]
+    passes_on = command in (_lab, _train)
+    read = parse_options(kind, f"{_PROGRAM} {words[0]}", [*ahead, *words[1:]], keep_unknown=passes_on)
+    options, rest = read if passes_on else (read, [])
+    catalogue, work = Catalogue(options.root), Work(options.work)
+    return command(options, catalogue, work, rest) if passes_on else command(options, catalogue, work)
 
 
-def _start(options, catalogue: Catalogue, work: Work) -> int:
+def _summary(kind: type) -> str:
+    return kind.__doc__.partition(". ")[0].rstrip(".")
+
+
+def _start(options: _Options, catalogue: Catalogue, work: Work) -> int:
     done = work.update(catalogue)
     for what, files in done.items():
         for file in files:
-            print(f"{what:<8}{file}" + ("  (you have edited it, and the course has a newer one)" * (what == "kept")))
+            print(f"{what:<8}{file}" + ("  (you have edited it; the course has a newer version)" * (what == "kept")))
     if not any(done.values()):
-        print(f"{work.folder} has everything already")
+        print(f"{work.folder} is up to date")
     return 0
 
 
-def _lab(options, catalogue: Catalogue, work: Work) -> int:
+def _lab(options: LabOptions, catalogue: Catalogue, work: Work, rest: list[str]) -> int:
     _start(options, catalogue, work)
     sys.stdout.flush()  # what was told so far, before this process becomes another program
-    lab(work, options.rest)
+    lab(work, rest)
     return 0
 
 
-def _list(options, catalogue: Catalogue, work: Work) -> int:
+def _list(options: ListOptions, catalogue: Catalogue, work: Work) -> int:
     for exercise in catalogue.values():
         mark = "passed" if work.entry(exercise).get("passed") else ""
         told = f"{exercise.points:>3} points {exercise.minutes:>4} min  difficulty {exercise.difficulty}"
@@ -82,7 +199,7 @@ def _list(options, catalogue: Catalogue, work: Work) -> int:
     return 0
 
 
-def _check(options, catalogue: Catalogue, work: Work) -> int:
+def _check(options: CheckOptions, catalogue: Catalogue, work: Work) -> int:
     exercise = catalogue[options.name]
     with RankServer(preload=preload(exercise)) as server:
         if options.file:
@@ -94,24 +211,24 @@ def _check(options, catalogue: Catalogue, work: Work) -> int:
     return 0 if verdict.passed else 1
 
 
-def _watch(options, catalogue: Catalogue, work: Work) -> int:
+def _watch(options: WatchOptions, catalogue: Catalogue, work: Work) -> int:
     with RankServer(preload=PRELOAD) as server:
         Watcher(catalogue, work, server, options.name).run()
     return 0
 
 
-def _hint(options, catalogue: Catalogue, work: Work) -> int:
+def _hint(options: HintOptions, catalogue: Catalogue, work: Work) -> int:
     print(hint(catalogue[options.name], work))
     return 0
 
 
-def _reset(options, catalogue: Catalogue, work: Work) -> int:
+def _reset(options: ResetOptions, catalogue: Catalogue, work: Work) -> int:
     backup = work.reset(catalogue[options.name])
     print(f"{work.file(catalogue[options.name])} is the stub again" + (f"; yours is {backup}" if backup else ""))
     return 0
 
 
-def _solution(options, catalogue: Catalogue, work: Work) -> int:
+def _solution(options: SolutionOptions, catalogue: Catalogue, work: Work) -> int:
     exercise = catalogue[options.name]
     if not options.anyway and not work.entry(exercise).get("passed"):
         raise UserError(f"you have not passed {exercise.name} yet; to see its solution all the same, add --anyway")
@@ -119,7 +236,7 @@ def _solution(options, catalogue: Catalogue, work: Work) -> int:
     return 0
 
 
-def _progress(options, catalogue: Catalogue, work: Work) -> int:
+def _progress(options: ProgressOptions, catalogue: Catalogue, work: Work) -> int:
     entries = {name: (exercise, work.entry(exercise)) for name, exercise in catalogue.items()}
     for name, (exercise, entry) in entries.items():
         if entry:
@@ -130,19 +247,13 @@ def _progress(options, catalogue: Catalogue, work: Work) -> int:
     return 0
 
 
-def _train(options, catalogue: Catalogue, work: Work) -> int:
+def _train(options: TrainOptions, catalogue: Catalogue, work: Work, rest: list[str]) -> int:
     hold_sigterm()
-    try:
-        train(catalogue, work, options.only, options.rest)
-    except (UserError, RunError) as error:
-        complain(error, "exercises")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    train(catalogue, work, list(options.only), rest)
     return 0
 
 
-def _gate(options, catalogue: Catalogue, work: Work) -> int:
+def _gate(options: GateOptions, catalogue: Catalogue, work: Work) -> int:
     chosen = [catalogue[name] for name in options.names] if options.names else list(catalogue.values())
     with RankServer(preload=PRELOAD) as server:
         if options.mutate:
@@ -160,59 +271,36 @@ def _gate(options, catalogue: Catalogue, work: Work) -> int:
     return 0 if gate.green else 1
 
 
-def _generate(options, catalogue: Catalogue, work: Work) -> int:
+def _generate(options: GenerateOptions, catalogue: Catalogue, work: Work) -> int:
     for exercise in catalogue.values():
         for file in stubs.generate(exercise):
             print(file)
     return 0
 
 
-def _new(options, catalogue: Catalogue, work: Work) -> int:
+def _new(options: NewOptions, catalogue: Catalogue, work: Work) -> int:
     for file in new.create(catalogue, options.name, options.chapter, options.piece):
         print(file)
     print(f"python -m exercises gate {options.name} says what is still missing; then name it in chapters/README.md")
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m exercises", description="The exercises of the course.")
-    parser.add_argument("--work", type=Path, default=ROOT / "work", help="the learner's folder")
-    parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(required=True, metavar="command")
-
-    def command(name: str, function, text: str, exercise: bool = False) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text)
-        sub.set_defaults(command=function)
-        if exercise:
-            sub.add_argument("name", help="an exercise, as `list` names it")
-        return sub
-
-    command("start", _start, "copy the stubs and notebooks to the learner's folder")
-    command("lab", _lab, "start, and then JupyterLab on the learner's folder; options as of jupyter lab")
-    command("update", _start, "copy what is new, and keep every edited file")
-    command("list", _list, "all exercises")
-    judge = command("check", _check, "judge your file", exercise=True)
-    judge.add_argument("--json", action="store_true", help="the verdict for programs")
-    judge.add_argument("--file", type=Path, help="judge this file instead, and record nothing")
-    watch = command("watch", _watch, "judge every file that you save, one exercise after the other; Ctrl-C ends")
-    watch.add_argument("name", nargs="?", help="the exercise to begin with; the first you have not passed")
-    command("hint", _hint, "one more hint", exercise=True)
-    command("reset", _reset, "the stub again; your file is kept beside it", exercise=True)
-    solution = command("solution", _solution, "the package's own, and why it is so", exercise=True)
-    solution.add_argument("--anyway", action="store_true", help="before you have passed")
-    command("progress", _progress, "what you have so far")
-    run = command("train", _train, "train the model with the pieces you have passed; options as of `minidist train`")
-    run.add_argument("--only", action="append", default=[], metavar="NAME", help="this piece, and those named likewise")
-    gate = command("gate", _gate, "the project's check of its own checks")
-    gate.add_argument("names", nargs="*", help="exercises; all when none is named")
-    gate.add_argument("--mutate", action="store_true", help="whether small mistakes in the solutions are seen")
-    create = command("new", _new, "write every file of a new exercise about a piece of the package")
-    create.add_argument("name", help="of the exercise and its files")
-    create.add_argument("--chapter", required=True, help="its folder in exercises/, as ch03_communication")
-    create.add_argument("--piece", required=True, metavar="MODULE:SYMBOL", help="what the learner writes")
-    command("generate", _generate, "write stubs and solutions from the package's source")
-    return parser
-
+COMMANDS: dict[str, tuple[type, Callable[..., int]]] = {
+    "start": (StartOptions, _start),
+    "lab": (LabOptions, _lab),
+    "update": (UpdateOptions, _start),
+    "list": (ListOptions, _list),
+    "check": (CheckOptions, _check),
+    "watch": (WatchOptions, _watch),
+    "hint": (HintOptions, _hint),
+    "reset": (ResetOptions, _reset),
+    "solution": (SolutionOptions, _solution),
+    "progress": (ProgressOptions, _progress),
+    "train": (TrainOptions, _train),
+    "gate": (GateOptions, _gate),
+    "new": (NewOptions, _new),
+    "generate": (GenerateOptions, _generate),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

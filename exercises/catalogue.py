@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from minidist.errors import UserError
+from minidist.errors import UserError, suggest
 
 ROOT = Path(__file__).resolve().parents[1]
 _COMMON = ("kind", "title", "section", "difficulty", "minutes", "points", "route", "why", "hints")
@@ -173,7 +173,7 @@ class Catalogue(Mapping[str, Exercise]):
 
     def __getitem__(self, name: str) -> Exercise:
         if name not in self._exercises:
-            raise UserError(f"there is no exercise {name!r}; there are {', '.join(self._exercises) or 'none'}")
+            raise UserError(f"there is no exercise {name!r}; {suggest(name, self._exercises)}")
         return self._exercises[name]
 
     def __iter__(self) -> Iterator[str]:

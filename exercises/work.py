@@ -26,7 +26,8 @@ class Work:
         return self.folder / "exercises" / exercise.chapter / f"{exercise.name}.py"
 
     def update(self, catalogue: Catalogue) -> dict[str, list[Path]]:
-        """Copy what is new: `added`, `renewed` (untouched and out of date) and `kept` (edited) files."""
+        """Copy what is new. Returns the files by what became of them: `added`, `renewed` (unedited and out of date), or
+        `kept`: edited by the learner, while the course has a newer version than the one that was copied."""
         done: dict[str, list[Path]] = {"added": [], "renewed": [], "kept": []}
         with self._changing() as kept:
             copied = kept.setdefault("files", {})
@@ -40,7 +41,8 @@ class Work:
                 elif _digest(target.read_bytes()) == copied.get(name):
                     done["renewed"].append(target)
                 else:
-                    done["kept"].append(target)
+                    if copied.get(name) != now:
+                        done["kept"].append(target)
                     continue
                 progress.write_whole(target, content)
                 copied[name] = now

@@ -8,6 +8,7 @@ import os
 import re
 import select
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal
 from minidist import __version__
 from minidist.config import Config
 from minidist.errors import RunError, UserError, suggest
-from minidist.tools.options import FLAT, parse_options
+from minidist.tools.options import FLAT, help_width, parse_options
 
 COMMANDS = {
     "train": "train a model on the ranks of this machine, or under torchrun",
@@ -93,7 +94,10 @@ def usage(program: str, commands: dict[str, str]) -> str:
     """The help of a program that has commands: one line for each."""
     width = max(map(len, commands)) + 2
     lines = [f"usage: {program} COMMAND [OPTIONS]", ""]
-    lines += [f"  {name:<{width}}{what}" for name, what in commands.items()]
+    for name, what in commands.items():
+        lines += textwrap.wrap(
+            what, help_width(), initial_indent=f"  {name:<{width}}", subsequent_indent=" " * (width + 2)
+        )
     return "\n".join([*lines, "", f"{program} COMMAND --help lists the options of a command."])
 
 

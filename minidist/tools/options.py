@@ -117,7 +117,9 @@ def parse_options(
         elif name in by_name and by_name[name].kind is not bool:
             option = by_name[name]
             given = [inline] if equals else _take(option, rest)
-            values[option.path] = _value_of(option, given)
+            value = _value_of(option, given)
+            repeats = option.is_list and typing.get_args(option.kind)[-1] is Ellipsis and option.path in values
+            values[option.path] = (*values[option.path], *value) if repeats else value
         elif name in by_name or name in negated:
             if equals:
                 raise UserError(f"--{name} takes no value, and was given {inline!r}: write --{name} alone.")
@@ -164,8 +166,8 @@ def options_of(kind: type, path: tuple[str, ...] = (), prefix: str = "", section
 
 def help_text(kind: type, program: str, options: Sequence[Option], default: Any = None) -> str:
     """The help of a command, as wide as the terminal but at most 100 columns."""
-    width = min(100, max(40, shutil.get_terminal_size().columns))
-    shown = [option for option in options if not option.hidden]
+    width = help_width()
+    shown = sorted((option for option in options if not option.hidden), key=lambda option: not option.positional)
     places = "".join(f" {_metavar(option)}" for option in shown if option.positional)
     lines = [f"usage: {program}{places} [OPTIONS]", ""]
     for paragraph in inspect.cleandoc(kind.__doc__ or "").split("\n\n"):
@@ -180,6 +182,11 @@ def help_text(kind: type, program: str, options: Sequence[Option], default: Any 
                 lines += _option_help(option, _default_of(kind, default, option.path), width)
         lines.append("")
     return "\n".join(lines).rstrip()
+
+
+def help_width() -> int:
+    """Columns of a help text: those of the terminal, but at most 100."""
+    return min(100, max(40, shutil.get_terminal_size().columns))
 
 
 def _option_help(option: Option, default: Any, width: int) -> list[str]:
@@ -323,9 +330,10 @@ def _section_help(kind: type, section: str) -> str:
 
 def _field_docstrings(kind: type) -> dict[str, str]:
     """The string that stands below each field of a dataclass, which Python itself does not keep."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     found = {}
-    for field, below in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            found[field.target.id] = below.value.value
+    for base in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                found[field.target.id] = ast.literal_eval(below.value)
     return found

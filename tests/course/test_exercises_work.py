@@ -45,6 +45,7 @@ def test_start_copies_every_stub_and_a_second_time_nothing(work):
 def test_update_renews_what_is_untouched_and_keeps_what_is_edited(work, tmp_path):
     course = tmp_path / "course"
     shutil.copytree(ROOT / "exercises" / BLOCK.chapter, course / "exercises" / BLOCK.chapter)
+    assert not any(work.update(CATALOGUE).values())  # edited, but the course has nothing newer
     newer = Catalogue(course)
     for name in ("block_partition", "strided_partition"):
         newer[name].stub.write_text(CATALOGUE[name].stub.read_text() + "# newer\n")
@@ -142,7 +143,13 @@ def test_a_learners_way_through_one_exercise(tmp_path, capfd):
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["check", "blok"], "there is no exercise 'blok'"),
+        (
+            ["check", "blok_partition"],
+            "exercises: there is no exercise 'blok_partition'; did you mean block_partition?",
+        ),
+        (["chek", "block_partition"], "there is no command 'chek'; did you mean check?"),
+        (["check"], "NAME is missing. The exercise"),
+        (["check", "block_partition", "--jsno"], "there is no option --jsno; did you mean --json?"),
         (["check", "block_partition"], "python -m exercises start copies the stubs"),
         (["solution", "block_partition"], "you have not passed block_partition yet"),
     ],

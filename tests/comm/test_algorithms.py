@@ -10,6 +10,7 @@ from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.comm.algorithms import ALGORITHMS, central_update, hierarchical_all_reduce
 from minidist.comm.wire_bytes import sent_elements_by_algorithm, sent_elements_hierarchical
 from minidist.mesh import Mesh
+from tests.helpers.exhaustive import exhaustive
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8]
@@ -213,7 +214,7 @@ def hierarchy(world: World, nodes: int) -> int:
     return sent
 
 
-@pytest.mark.parametrize("nodes, size", [(1, 1), (2, 2), (1, 3), (2, 4), (3, 6), (2, 6), (4, 8)])
+@pytest.mark.parametrize("nodes, size", [(1, 1), (1, 3), (2, 4), (3, 6), *exhaustive((2, 2), (2, 6), (4, 8))])
 def test_hierarchical_all_reduce_is_the_reduction_over_all_nodes(ranks, nodes, size):
     assert all(sent > 0 for sent in ranks(hierarchy, size, nodes)) == (size > 1)
 

@@ -14,6 +14,7 @@ from minidist.config import CommConfig, Config
 from minidist.mesh import Mesh
 from minidist.models import ModelConfig, Transformer
 from minidist.parallelize import USES, parallelize, reduced_by
+from tests.helpers.exhaustive import exhaustive
 from tests.helpers.small_run import run, small_config, write_text
 
 
@@ -27,7 +28,7 @@ def text(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("text"))
 
 
-@pytest.mark.parametrize("gradients", ["bucketed", "naive"])
+@pytest.mark.parametrize("gradients", ["bucketed", *exhaustive("naive")])
 def test_a_run_with_an_algorithm_of_ours_has_the_losses_of_the_backend(ranks, tmp_path, text, gradients):
     for name in ("backend", *ALGORITHMS["all_reduce"]):
         ranks(run, 3, small_config(tmp_path / name, text, comm__algorithm=name, comm__gradients=gradients))

@@ -8,9 +8,15 @@ from exercises import report, stubs
 from exercises.catalogue import Catalogue
 from exercises.testing import Finding, Wrong, expect
 from tests.helpers.bad_blocks import BAD, HEAD
+from tests.helpers.exhaustive import exhaustive
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
+# One exercise of each kind; `make test-all` has the others.
+ONE_OF_EACH = list({exercise.kind: name for name, exercise in CATALOGUE.items()}.values())
+each_kind = pytest.mark.parametrize(
+    "name", [*ONE_OF_EACH, *exhaustive(*(name for name in CATALOGUE if name not in ONE_OF_EACH))]
+)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -103,7 +109,7 @@ NO_PROGRAM = {
 
 
 @pytest.mark.parametrize("text", NO_PROGRAM)
-@pytest.mark.parametrize("name", CATALOGUE)
+@each_kind
 def test_a_file_that_is_no_program_is_told_as_that(judge, name, text):
     exercise = CATALOGUE[name]
     measured = {test.id: [] for test in exercise.tests()}

@@ -18,7 +18,7 @@ from minidist.errors import RunError, UserError
 from tests.helpers.small_run import small_config, write_text
 
 CATALOGUE = Catalogue()
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 TINY = shlex.split(
     "--data.source synthetic --data.seq-len 16 --train.steps 3 --train.global-batch 5 --train.sample-tokens 0 "
     "--train.eval-samples 4 --model.hidden-size 16 --model.intermediate-size 16 --model.num-layers 1 "

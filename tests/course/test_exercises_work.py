@@ -172,7 +172,7 @@ def test_the_command_runs_from_any_folder(tmp_path):
         "--json",
     ]
     file = ["--file", str(stubs.write_answer(BLOCK, "wrong_list", tmp_path))]
-    ran = subprocess.run([*command, *file], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([*command, *file], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 1 and not ran.stderr
     verdict = json.loads(ran.stdout)
     assert verdict["exercise"] == "block_partition" and not verdict["passed"]
@@ -187,7 +187,7 @@ def test_a_reader_that_leaves_gets_no_traceback(tmp_path, words):
     command = [sys.executable, "-m", "exercises", "--work", str(mine), *words]
     read, write = os.pipe()
     os.close(read)
-    ran = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    ran = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=240)
     os.close(write)
     assert (ran.returncode, ran.stderr) == (141, "")
 

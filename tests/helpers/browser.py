@@ -14,8 +14,8 @@ from exercises.catalogue import ROOT
 from tests.helpers.processes import until
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-START_S = 60.0
-WAIT_MS = 60_000
+START_S = 240.0
+WAIT_MS = 200_000
 _CELLS = ".jp-Notebook .jp-Cell"
 
 # In the page. A cell's number changes when it has run; -1 stands for all code cells that there are now.

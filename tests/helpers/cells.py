@@ -4,7 +4,7 @@ import textwrap
 
 from minidist.tools.notebook import LiveRanks
 
-LATER_S = 30.0  # a cell that should have been explained before fails as "deadline"
+LATER_S = 200.0  # a cell that should have been explained before fails as "deadline"
 
 
 def run(live: LiveRanks, source: str, **options):

@@ -18,7 +18,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(condition, deadline_s=20.0) -> bool:
+def until(condition, deadline_s=120.0) -> bool:
     """Whether the condition comes true by the deadline."""
     end_s = time.monotonic() + deadline_s
     while not condition() and time.monotonic() < end_s:

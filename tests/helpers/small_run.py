@@ -16,7 +16,7 @@ from minidist.tools.launch.run import make_meter, make_observers
 from minidist.train.trainer import Trainer
 
 WORDS = ("to be", "or not", "that is", "the question", "ay", "there", "\n")
-DEADLINE_S = 100.0
+DEADLINE_S = 240.0
 
 # The same run as options of the command line.
 OPTIONS = (
@@ -160,7 +160,7 @@ def descendants(pid: int) -> dict[int, int]:
     return below
 
 
-def all_gone(pids, within_s: float = 10.0) -> bool:
+def all_gone(pids, within_s: float = 60.0) -> bool:
     """Whether none of these processes is there any more, after at most that long."""
     end_s = time.monotonic() + within_s
     while any(Path(f"/proc/{pid}").exists() for pid in pids):

@@ -17,6 +17,7 @@ from minidist.parallelize import parallelize, uses
 from minidist.tools.console.sample_text import continue_text, sample_text
 from minidist.train.engine import Engine
 from minidist.train.trainer import Trainer
+from tests.helpers.exhaustive import exhaustive
 from tests.helpers.small_run import Stop, changed, small_config, write_text
 
 SHAPE = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=4, num_heads=4, num_kv_heads=2, dropout=0.1)
@@ -41,7 +42,7 @@ def losses(folder) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row] + [r["held_out_loss"] for r in rows if "held_out_loss" in r]
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, *exhaustive(False)])
 def test_a_run_goes_on_in_one_layout_after_the_other(ranks, tmp_path, tied):
     """Two steps in each, under AdamW: moments and step counts move with their boxes."""
     whole = small_config(
@@ -90,7 +91,10 @@ def looks(world: World, config: Config) -> tuple:
     return loss, loss_again, torch.stack(logits), sample_text(engine, config, PROMPT)
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "one"])
+QUICK = ("pp tp", "cp dp", "v", "zero 3")  # every axis of the mesh, a V schedule, and ZeRO
+
+
+@pytest.mark.parametrize("name", ["one", *QUICK, *exhaustive(*(name for name in LAYOUTS if name not in QUICK))])
 def test_every_rank_of_every_layout_sees_the_loss_and_the_next_token_of_one_process(ranks, name):
     world, layout = LAYOUTS.get(name, (1, {}))
     plain = changed(Config(model=SHAPE), data__seq_len=16, train__micro_batches=3, train__sample_tokens=6)

@@ -167,4 +167,4 @@ def test_a_first_scale_is_one_that_float32_can_hold(scale):
 
 def test_a_policy_needs_no_torch():
     code = "import sys, minidist.precision.policy, minidist.precision.scaler; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

@@ -199,7 +199,7 @@ for arguments in ("--help", "trian", "train --ranks 0", "train --data.path no", 
         pass
 print("torch" in sys.modules)
 """
-    ended = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, cwd=place, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, cwd=place, timeout=240)
     assert ended.stdout.splitlines()[-1] == "False", ended.stderr
     assert "Ctrl-C or SIGTERM" in " ".join(ended.stdout.split()) and "--data.seq-len" in ended.stdout
 

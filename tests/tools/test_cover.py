@@ -11,6 +11,7 @@ from minidist.tools.parity.cases import SWITCHES
 from minidist.tools.parity.cover import Family, pairwise
 from minidist.tools.parity.layouts import Layout, layouts
 from minidist.tools.parity.plan import cases_of, plan, switches_of
+from tests.helpers.exhaustive import exhaustive
 
 SIZES = st.lists(st.integers(1, 4), min_size=2, max_size=6)
 
@@ -60,7 +61,7 @@ def test_what_families_have_in_common_meets_what_it_can():
     assert len(pairwise(families, apart=[frozenset("fx"), frozenset("fy")])) == 4
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, *exhaustive(5, 6, 7, 8)])
 def test_data_parallelism_and_one_rank_have_all_pairs_of_their_own(ranks):
     for part, world in zip(plan(ranks), sorted({1, ranks}), strict=False):
         assert {case.plan for case in part.cases} == {Layout(dp=world)}
@@ -71,7 +72,7 @@ def test_data_parallelism_and_one_rank_have_all_pairs_of_their_own(ranks):
         assert len(part.cases) <= 40  # of some hundred thousand
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, *exhaustive(6, 8)])
 def test_every_factorisation_and_every_way_of_its_axes_is_there_and_meets_every_switch(ranks):
     """Counted from the axes alone, without the families that made the cover."""
     cases = [case for case in cases_of(plan(ranks)) if case.world == ranks]

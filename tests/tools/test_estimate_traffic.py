@@ -12,9 +12,10 @@ from minidist.tools.parity.cases import GRADIENTS
 from minidist.tools.parity.layouts import Layout, layouts
 from minidist.tools.parity.plan import switches_of
 from tests.helpers.estimate_checks import agree, configured
+from tests.helpers.exhaustive import exhaustive
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world", [1, 2, 3, *exhaustive(4)])
 def test_every_layout_holds_and_sends_what_was_said(ranks, world):
     chosen = (
         layouts(world) if world < 4 else [each for i, each in enumerate(layouts(4)) if not i % 5 or not each.schedule]
@@ -22,7 +23,7 @@ def test_every_layout_holds_and_sends_what_was_said(ranks, world):
     agree(ranks, world, [configured(layout, world) for layout in chosen])
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
 def test_every_layout_keeps_and_sends_what_was_said_under_zero_and_in_16_bits(ranks, world):
     """Each layout meets some of the ways to share out, and each way some layouts and formats; parity has them all."""
     chosen, configs = [layout for layout in layouts(world) if world < 4 or layout.schedule != "zb-h1"], []

@@ -13,7 +13,7 @@ import pytest
 from minidist.tools.launch import RankFailure, forward_signals, protocol
 from tests.helpers.processes import alive, needs_proc, until
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = []
 
@@ -70,7 +70,7 @@ def test_ranks_meet_with_and_without_a_process_group(ranks, backend):
 def test_who_watches_ranks_needs_no_torch():
     modules = "minidist.tools.launch.live_job, exercises.check, exercises.rankside, exercises.measure"
     ask = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", ask], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", ask], cwd=ROOT, timeout=240).returncode == 0
 
 
 def test_an_endless_loop_ends_at_the_deadline_with_its_line(ranks):

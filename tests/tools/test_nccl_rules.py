@@ -14,6 +14,7 @@ from minidist.tools.deadlock.nccl_rules import violations
 from minidist.tools.parity.cases import SWITCHES, Case
 from minidist.tools.parity.layouts import Layout, layouts
 from minidist.train.engine import Engine
+from tests.helpers.exhaustive import exhaustive
 
 PLAIN = {name: values[0] for name, values in SWITCHES.items()}
 
@@ -34,7 +35,7 @@ def training(world: World, layout: Layout, gradients: str, micro_batches: int) -
 
 
 @pytest.mark.parametrize("gradients, micro_batches", [("bucketed", 1), ("bucketed", 4), ("naive", 2)])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, *exhaustive(4)])
 def test_data_parallelism_obeys_the_rules(ranks, size, gradients, micro_batches):
     logs = dict(enumerate(ranks(training, size, Layout(dp=size), gradients, micro_batches)))
     assert all(len(log) > 20 for log in logs.values())
@@ -45,7 +46,7 @@ def many(world: World, chosen: list[Layout]) -> list:
     return [training(world, layout, "bucketed", 4) for layout in chosen]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, *exhaustive(4)])
 def test_every_layout_obeys_the_rules(ranks, size):
     chosen = [layout for layout in layouts(size) if layout != Layout(dp=size)]
     seen = ranks(many, size, chosen)

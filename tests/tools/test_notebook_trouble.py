@@ -250,7 +250,7 @@ def test_ranks_die_with_the_kernel(tmp_path):
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env=environ,
     )
     pids = [int(word) for word in ran.stdout.split()]

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from minidist.comm import World
 from minidist.tools.shm import group_creation
 from minidist.tools.shm.slots import SLOTS
+from tests.helpers.exhaustive import exhaustive
 from tests.helpers.shm_trials import compare
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; elsewhere it is gloo")
 GROUPS, NUMEL = 8, 2**20
 
 
-@pytest.mark.parametrize("size, seed", [(2, 3), (3, 4), (4, 5)])
+@pytest.mark.parametrize("size, seed", [(3, 4), *exhaustive((2, 3), (4, 5))])
 def test_random_operations_of_many_groups_agree_with_gloo(ranks, size, seed):
     assert min(ranks(compare, size, seed, 150, 3)) > 60
 

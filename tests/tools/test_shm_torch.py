@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minidist.comm import World
+from tests.helpers.exhaustive import exhaustive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; elsewhere it is gloo")
 
@@ -101,7 +102,7 @@ def under_pipelining(world: World, backend: str) -> list[float]:
 ALL = {"DDP": under_ddp, "FSDP2": under_fsdp, "DTensor": under_tensor_parallel, "pipelining": under_pipelining}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, *exhaustive(4)])
 @pytest.mark.parametrize("name", ALL)
 def test_torchs_own_parallelism_gives_the_losses_of_gloo(ranks, name, size):
     on_shm, on_gloo = (ranks(ALL[name], size, backend) for backend in ("shm", "gloo"))

@@ -12,6 +12,7 @@ from minidist.config import CommConfig, Config
 from minidist.errors import UserError
 from minidist.mesh import Mesh
 from minidist.tools.launch import start
+from tests.helpers.exhaustive import exhaustive
 from tests.helpers.small_run import run, small_config, write_text
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; elsewhere it is gloo")
@@ -22,7 +23,7 @@ def losses(folder):
     return [row["loss"] for row in rows if "loss" in row]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *exhaustive(2)])
 def test_a_run_has_the_same_losses_over_both(ranks, tmp_path, size):
     text = write_text(tmp_path)
     for backend in ("shm", "gloo"):

@@ -14,6 +14,7 @@ from minidist.comm import Meter
 from minidist.errors import UserError
 from minidist.tools.cli import main, train_options
 from minidist.tools.trace.traffic import traffic_matrix
+from tests.helpers.exhaustive import exhaustive
 from tests.helpers.small_run import OPTIONS, Command, Stop, descendants, make_trainer, run, small_config, write_text
 
 STEPS = 3
@@ -68,8 +69,16 @@ def slices(trace, rank, kind):
     return [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == rank + 1 and e["cat"] == kind]
 
 
-@pytest.mark.parametrize("changes", [{}, {"comm__gradients": "naive"}, {"comm__algorithm": "ring"}], ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (1, {}),
+        (2, {"comm__gradients": "naive"}),
+        (3, {"comm__algorithm": "ring"}),
+        *exhaustive((2, {}), (3, {}), (3, {"comm__gradients": "naive"}), (2, {"comm__algorithm": "ring"})),
+    ],
+    ids=str,
+)
 def test_the_file_holds_what_the_meters_saw(ranks, tmp_path, text, size, changes):
     config = traced(tmp_path, text, **changes)
     told = ranks(logged, size, config)

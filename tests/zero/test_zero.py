@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minidist.tools.console.sample_text import sample_text
+from tests.helpers.exhaustive import exhaustive
 from tests.helpers.zero_engines import batches_of, configured, engine_of
 
 EMBEDDING, NORM = 129 * 6, 6
@@ -81,7 +82,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, *exhaustive(4, 8)])
 def test_model_states_are_the_formula_to_the_byte(ranks, world):
     """(b_p, b_a, b_m, b_s) of each policy: parameter, sum of gradients, master of its own, state (arXiv 1910.02054)."""
     # Stage 0 in one format has no rows: tests/tools/test_estimate_traffic.py has it.
@@ -126,7 +127,7 @@ def sent(world, configs) -> list[tuple[dict, dict]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16, sums too"])
 def test_wire_bytes_are_the_formula(ranks, world, policy):
     """f = (N - 1) / N of the padded elements, once for each reduce-scatter (b_g) and each all-gather (b_p)."""
@@ -148,7 +149,7 @@ def test_wire_bytes_are_the_formula(ranks, world, policy):
             assert totals == {"reduce_scatter": reductions * once * b_a, "all_gather": gathered * b_p}, (way, k)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
 def test_stage_0_sends_every_gradient_twice(ranks, world):
     """2 f n b_g on the average of the ranks, with masters of another format and without; one element more for each
     parameter says who used it, where there are no masters."""

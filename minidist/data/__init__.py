@@ -1,1 +1,5 @@
-"""Chapter 01: who gets which sample. Partitions, corpora, the loader, and what counting reaches. Imports no comm."""
+"""Data: which rank trains on which samples.
+
+Public: `corpus.open_corpus`, `loader.Loader`, the functions of `partition`. Read in this order: `partition`, `loader`,
+`corpus`, `documents`, `synthetic`. Nothing here communicates.
+"""

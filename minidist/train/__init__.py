@@ -1,1 +1,6 @@
-"""The trainer, and how its ranks come to life."""
+"""Training: one step over all ranks, and a whole run.
+
+Public: `engine.Engine` (one step), `trainer.train` and `observer.Observer` (a run and its events). Read in this order:
+`loss` and `forward_backward` (gradients), `agree` (the collective decision), `optimizer`, `muon` and `schedule` (the
+update), `engine`; then `trainer` with `run_folder`, `metrics`, `checkpoint_state`, `resume`, `abort` and `sampling`.
+"""

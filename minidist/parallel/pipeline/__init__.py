@@ -1,1 +1,6 @@
-"""Pipelines: schedules as data, and what checks, times and draws them. Nothing here needs torch."""
+"""Pipeline parallelism: schedules as data, and one executor that runs all of them.
+
+Public: `schedules.schedule`, `check.check`, `executor.Executor`. Read in this order: `actions`, `schedule_rules` and
+`schedules`, `check`, `action_times` and `transfers`, `split` and `balance`, `split_backward`, `executor`;
+`schedule_text` reads schedules written by hand. Only `split`, `split_backward` and `executor` need torch.
+"""

@@ -1,1 +1,5 @@
-"""Tensor parallelism: every operator of a block cut over the ranks of one group (Megatron-LM, Shoeybi et al. 2019)."""
+"""Tensor parallelism: every operator of a block sharded over the ranks of one group (Shoeybi et al. 2019, Megatron-LM).
+
+Public: the function of `split` that shards a model. Read in this order: `operators` (the collectives on entry to and
+exit from the parallel region), `linear`, `vocabulary`, `split`.
+"""

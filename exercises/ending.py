@@ -29,7 +29,7 @@ def judge(request: "Request", size: int, server: "RankServer", hang_s: float) ->
     from exercises.rankside import PASSED, run_tests
     from minidist.tools.launch import RankFailure
 
-    job = server.start(run_tests, size, (request,), backend=None, threads=1, deadline_s=_LONGEST_S, tidy=False)
+    job = server.start(run_tests, size, (request,), backend=None, threads=1, deadline_s=_LONGEST_S, clean_exit=False)
     stopped = None
     try:
         stopped = _watch(job, request, size, hang_s)
@@ -53,12 +53,12 @@ def _watch(job, request, size: int, hang_s: float) -> Finding | None:
     while not job.poll(_LOOK_S):
         talks = next((rank for rank in range(size) if len(job.output(rank)) > _OUTPUT_BYTES), None)
         notes = [_note(request, rank) for rank in range(size)]
-        now = (notes, job.boards(), [_peak_bytes(pid) // _GROWS_BYTES for pid in job.pids])
+        now = (notes, job.status_snapshots(), [_peak_bytes(pid) // _GROWS_BYTES for pid in job.pids])
         if now != seen or not any(test for test, _ in notes):
             seen, since_s = now, time.monotonic()
         if talks is None and time.monotonic() - since_s < hang_s:
             continue
-        stacks = {rank: stack for rank, stack in job.stacks().items() if _frame(stack, request)}
+        stacks = {rank: stack for rank, stack in job.dump_stacks().items() if _frame(stack, request)}
         job.kill()
         if talks is not None:
             return _placed(Finding("printing", _PRINTS, rank=talks, size=size), stacks.get(talks, ""), request)

@@ -39,9 +39,9 @@ def measure(program: Path, names: Sequence[str], server: "RankServer") -> dict[s
             job.kill()
 
 
-def run_scenario(world, seat, program: str, name: str) -> None:
+def run_scenario(world, live_rank, program: str, name: str) -> None:
     """On each rank: the function, over a default group that is on the board."""
-    seat.regroup(0)
+    live_rank.recreate_group(0)
     spec = importlib.util.spec_from_file_location("scenarios", program)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -52,11 +52,11 @@ def _waiting(job: "LiveJob", name: str) -> list[int]:
     observer, end_s = Observer(), time.monotonic() + _LONGEST_S
     while time.monotonic() < end_s and not job.done:
         job.poll(observer.interval_s)
-        seen = job.standing()
+        seen = job.last_snapshots()
         verdict = observer.see(seen, time.monotonic())
         stuck = set(verdict.ranks) if verdict else set()
         ended = {rank for rank, snapshot in seen.items() if snapshot.state in ENDED}
-        if any(seen[rank].state == "failed" for rank in ended) or job.died:
+        if any(seen[rank].state == "failed" for rank in ended) or job.dead_ranks:
             break
         if len(stuck | ended) == job.size:
             return sorted(stuck)

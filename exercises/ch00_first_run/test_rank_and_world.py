@@ -37,11 +37,11 @@ def torchrun(*machines):
 
 
 def expect_place(got, expected):
-    """What came back is a Place with these numbers."""
+    """What came back is a RankEnvironment with these numbers."""
     if got is None:
-        raise Wrong("type", "nothing came back: is there a `return`?", "a Place", "None")
+        raise Wrong("type", "nothing came back: is there a `return`?", "a RankEnvironment", "None")
     if not all(hasattr(got, name) for name in NAMES):
-        raise Wrong("type", "the result has the wrong type", "a Place", repr(got)[:80])
+        raise Wrong("type", "the result has the wrong type", "a RankEnvironment", repr(got)[:80])
     for name, wanted in zip(NAMES, expected, strict=True):
         expect(name, getattr(got, name), wanted)
 

@@ -25,19 +25,19 @@ Usual wrong answers:
 from collections.abc import Mapping
 
 from minidist.errors import UserError
-from minidist.tools.launch.environment import Place, whole_number
+from minidist.tools.launch.environment import RankEnvironment, read_integer
 
 
-def rank_and_world(environ: Mapping[str, str]) -> Place:
-    """The place that RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK tell.
+def rank_and_world(environ: Mapping[str, str]) -> RankEnvironment:
+    """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK from environment variables.
 
-    Without LOCAL_RANK or LOCAL_WORLD_SIZE all ranks are on one machine, where they are RANK and WORLD_SIZE; without
-    GROUP_RANK this is the first machine.
-    Raises UserError when RANK or WORLD_SIZE is missing, one is no whole number, or they do not fit together.
+    Without LOCAL_RANK or LOCAL_WORLD_SIZE all ranks are on one machine, and RANK and WORLD_SIZE take their place;
+    without GROUP_RANK this is the first machine.
+    Raises UserError when RANK or WORLD_SIZE is missing, a variable is no integer, or they contradict each other.
     """
-    rank, size = whole_number(environ, "RANK"), whole_number(environ, "WORLD_SIZE")
-    local_rank = whole_number(environ, "LOCAL_RANK", rank)
-    local_size = whole_number(environ, "LOCAL_WORLD_SIZE", size)
+    rank, size = read_integer(environ, "RANK"), read_integer(environ, "WORLD_SIZE")
+    local_rank = read_integer(environ, "LOCAL_RANK", rank)
+    local_size = read_integer(environ, "LOCAL_WORLD_SIZE", size)
     if rank >= size:
         raise UserError(f"RANK is {rank} and WORLD_SIZE {size}; it must be less than that")
     if local_rank >= local_size:
@@ -45,4 +45,4 @@ def rank_and_world(environ: Mapping[str, str]) -> Place:
         raise UserError(f"{told}; it must be less than that")
     if local_size > size:
         raise UserError(f"LOCAL_WORLD_SIZE is {local_size} and WORLD_SIZE {size}; a machine has no more ranks than all")
-    return Place(rank, size, local_rank, local_size, whole_number(environ, "GROUP_RANK", 0))
+    return RankEnvironment(rank, size, local_rank, local_size, read_integer(environ, "GROUP_RANK", 0))

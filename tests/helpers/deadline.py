@@ -108,7 +108,7 @@ def _where(frame) -> str:
         try:
             from minidist.tools.launch.failure_report import deadline_report
 
-            report = str(deadline_report(0.0, job.boards(), job.stacks()))
+            report = str(deadline_report(0.0, job.status_snapshots(), job.dump_stacks()))
             lines += [f"a job of {job.size} ranks:", *report.splitlines()[1:]]
         except Exception as error:  # the report of the deadline is worth more than that of one job
             lines.append(f"where the ranks of a job stand cannot be read: {error!r}")

@@ -3,7 +3,7 @@
 import pytest
 
 from minidist.errors import UserError
-from minidist.tools.launch.environment import rank_and_world, whole_number
+from minidist.tools.launch.environment import rank_and_world, read_integer
 
 TOLD = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
 
@@ -38,6 +38,6 @@ def test_what_cannot_be_is_refused_with_its_numbers(change, message):
 
 
 def test_a_default_stands_for_what_is_not_set_and_for_nothing_else():
-    assert whole_number({}, "LOCAL_RANK", 3) == 3 and whole_number({"LOCAL_RANK": "2"}, "LOCAL_RANK", 3) == 2
+    assert read_integer({}, "LOCAL_RANK", 3) == 3 and read_integer({"LOCAL_RANK": "2"}, "LOCAL_RANK", 3) == 2
     with pytest.raises(UserError, match="LOCAL_RANK is 'two'"):
-        whole_number({"LOCAL_RANK": "two"}, "LOCAL_RANK", 3)
+        read_integer({"LOCAL_RANK": "two"}, "LOCAL_RANK", 3)

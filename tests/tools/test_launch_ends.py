@@ -35,11 +35,11 @@ def leave_a_file(world, folder):
     return world.rank
 
 
-@pytest.mark.parametrize("tidy", [True, False])
-def test_ranks_that_need_not_be_tidy_run_no_exit_functions(ranks, tmp_path, tidy):
-    assert ranks(leave_a_file, 2, str(tmp_path), tidy=tidy) == [0, 1]
+@pytest.mark.parametrize("clean_exit", [True, False])
+def test_ranks_that_need_not_be_tidy_run_no_exit_functions(ranks, tmp_path, clean_exit):
+    assert ranks(leave_a_file, 2, str(tmp_path), clean_exit=clean_exit) == [0, 1]
     left = sorted(file.name for file in tmp_path.iterdir())
-    assert left == (["rank-0", "rank-1"] if tidy else [])
+    assert left == (["rank-0", "rank-1"] if clean_exit else [])
 
 
 def babble(world):
@@ -51,7 +51,7 @@ def test_a_rank_that_sends_nonsense_has_died(ranks):
     with pytest.raises(RankFailure, match="rank 1 died: what it sent cannot be read") as failure:
         ranks(babble, 2)
     assert failure.value.ranks == (1,)
-    assert ranks(leave_a_file, 2, "/nowhere", tidy=False) == [0, 1]  # the server is as before
+    assert ranks(leave_a_file, 2, "/nowhere", clean_exit=False) == [0, 1]  # the server is as before
 
 
 def meet(world):
@@ -88,7 +88,7 @@ def test_an_endless_loop_ends_at_the_deadline_with_its_line(ranks):
 def test_a_killed_rank_takes_its_job_and_its_own_children_along(server):
     job = server.start(loop_for_ever, 3, (True,))
     assert until(lambda: not job.poll(0.01) and all(job.pids) and job.output(0).endswith("\n"))
-    assert until(lambda: all(board and board.state == "running" for board in job.boards()))
+    assert until(lambda: all(board and board.state == "running" for board in job.status_snapshots()))
     pids, child = job.pids, int(job.output(0))
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(RankFailure) as caught:
@@ -192,8 +192,8 @@ def test_a_forwarded_signal_lets_ranks_end_in_their_own_way(server):
 def test_a_running_job_shows_boards_and_stacks_and_can_be_killed(server):
     job = server.start(until_told, 2)
     assert until(lambda: not job.poll(0.01) and job.output(0) == job.output(1) == "ready\n")
-    assert [board.state for board in job.boards()] == ["running", "running"]
-    assert all("in until_told" in stack for stack in job.stacks().values())
+    assert [board.state for board in job.status_snapshots()] == ["running", "running"]
+    assert all("in until_told" in stack for stack in job.dump_stacks().values())
     job.kill()
     assert job.done and job.poll()
     with pytest.raises(RankFailure, match="the job was killed"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minidist.tools.launch.memory import MemoryLimit, free_bytes
+from minidist.tools.launch.memory_limit import MemoryLimit, available_memory
 
 
 @pytest.fixture
@@ -23,23 +23,23 @@ def system(tmp_path):
 
 
 def test_what_the_machine_has_left_counts(system):
-    assert free_bytes(**system(free_kib=2048)) == 2048 << 10
+    assert available_memory(**system(free_kib=2048)) == 2048 << 10
 
 
 def test_the_container_may_have_less(system):
-    assert free_bytes(**system(free_kib=2048, most=5000, now=2000)) == 3000
-    assert free_bytes(**system(free_kib=2048, most=5000, now=7000)) == 0
+    assert available_memory(**system(free_kib=2048, most=5000, now=2000)) == 3000
+    assert available_memory(**system(free_kib=2048, most=5000, now=7000)) == 0
 
 
 def test_a_container_without_a_limit_has_what_the_machine_has(system):
-    assert free_bytes(**system(free_kib=2048, most="max", now=2000)) == 2048 << 10
+    assert available_memory(**system(free_kib=2048, most="max", now=2000)) == 2048 << 10
 
 
 def test_where_nothing_is_known_nothing_is_limited(system):
-    assert free_bytes(**system()) is None
+    assert available_memory(**system()) is None
 
 
-@pytest.mark.skipif(free_bytes() is None, reason="tells free memory by /proc")
+@pytest.mark.skipif(available_memory() is None, reason="tells free memory by /proc")
 def test_ranks_share_what_is_free():
-    two, eight = (MemoryLimit(ranks).more_bytes for ranks in (2, 8))
-    assert two >= eight >= 1 << 30 and 2 * two <= max(free_bytes(), 2 << 30)
+    two, eight = (MemoryLimit(ranks).extra_bytes for ranks in (2, 8))
+    assert two >= eight >= 1 << 30 and 2 * two <= max(available_memory(), 2 << 30)

@@ -162,7 +162,7 @@ def test_a_rank_server_that_dies_is_replaced():
     with LiveRanks(3) as live:
         run(live, "x = rank")
         os.kill(live._server.pid, signal.SIGKILL)
-        assert until(lambda: live._job.poll() or live._job.died)
+        assert until(lambda: live._job.poll() or live._job.dead_ranks)
         (note,) = run(live, "rank").notes
         assert "died, and all ranks with it. All ranks were restarted" in note
         works(live)
@@ -174,7 +174,7 @@ def test_a_rank_server_is_replaced_before_its_end_can_be_waited_for(monkeypatch)
         dead = live._server._process
         os.kill(dead.pid, signal.SIGKILL)
         monkeypatch.setattr(dead, "poll", lambda: None)  # its sockets close first: for a moment it still seems to live
-        assert until(lambda: live._job.poll() or live._job.died)
+        assert until(lambda: live._job.poll() or live._job.dead_ranks)
         assert "All ranks were restarted" in run(live, "rank").notes[0]
         works(live)
 
@@ -207,7 +207,7 @@ def test_a_crash_is_told_by_its_signal(live):
 
 def test_a_rank_killed_between_cells_is_noticed_by_the_next(live):
     os.kill(live.pids[1], signal.SIGKILL)
-    assert until(lambda: live._job.poll() or live._job.died)
+    assert until(lambda: live._job.poll() or live._job.dead_ranks)
     result = run(live, "rank")
     assert result.notes == [
         "rank 1 died: killed by SIGKILL. All ranks were restarted: the variables of ranks 0-2 are gone."

@@ -32,7 +32,7 @@ def test_a_signal_to_the_ranks_saves_and_ends_them(server, tmp_path, number):
     job = server.start(train_and_report, 2, (config,), deadline_s=60)
     while "step      2 " not in job.output(0):
         assert not job.poll(1.0), job.output(0)
-    job.signal(number)
+    job.send_signal(number)
     first, second = job.wait().values
     assert first["stopped"] and second["stopped"] and first["step"] == second["step"]
     assert not verify(folders.latest(tmp_path / "run" / "checkpoints"))

@@ -1,4 +1,4 @@
-"""The rank server seen from outside: start it once, run functions on fresh ranks as often as you like.
+"""The client of the rank server: start the server once, then run functions on fresh ranks any number of times.
 
 with RankServer() as server:
     result = server.run(function, 4, ("an argument",))     # function(world, "an argument") on four ranks
@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minidist.errors import RunError, UserError
-from minidist.tools.launch.functions import reference
-from minidist.tools.launch.protocol import Line
+from minidist.tools.launch.function_reference import reference_function
+from minidist.tools.launch.protocol import MessageSocket
 
 if TYPE_CHECKING:
     from minidist.tools.launch.job import Job, Result
 
-# torch's profiler, which tells the memory tracker of every allocation, writes lines of its own from 2.13 on.
+# torch's profiler, which reports allocations to the memory tracker, logs lines of its own from torch 2.13 on.
 _QUIET = {"KINETO_LOG_LEVEL": "99"}
 _START_S = 120.0
 _CLOSE_S = 5.0
@@ -32,14 +32,14 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.
 
 
 class RankServer:
-    """A clean process with torch loaded that forks ranks in milliseconds; a context manager. For one thread at a time.
+    """A process with torch loaded that forks ranks in milliseconds; a context manager. Not thread-safe.
 
     env: environment variables set before torch is imported (`{"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}`), and in the ranks.
     method: "fork"; "spawn" starts new interpreters, seconds instead of milliseconds, which CUDA and macOS need. None:
     fork on Linux, else spawn; a job on CUDA spawns by itself.
-    preload: modules the ranks find imported. torch's optimizers import torch._dynamo, one second in every rank.
-    Besides, ranks find torch and minidist.comm as they were when the server started, everything else as it is now.
-    The constructor does not wait for the process; the first job does.
+    preload: modules that the server imports for the ranks. torch's optimizers import torch._dynamo, which would take
+    each rank a second. Ranks use the preloaded modules, torch and minidist.comm as they were when the server started,
+    and everything else as it is when they start. The constructor does not wait for the server; the first job does.
     """
 
     def __init__(
@@ -67,13 +67,14 @@ class RankServer:
 
     @property
     def pid(self) -> int:
+        """Process id of the server."""
         return self._process.pid
 
     def run(self, function: Callable, ranks: int, args: Sequence = (), **options) -> "Result":
-        """`start(...).wait()`: run `function(world, *args)` on every rank and return what the ranks returned.
+        """Run `function(world, *args)` on every rank, wait, and return the results: `start(...).wait()`.
 
-        Raises RankFailure when a rank raised, died, deadlocked or passed the deadline, and UserError when all that went
-        wrong is that ranks raised one and the same UserError.
+        Raises RankFailure when a rank raised, died, deadlocked or missed the deadline. If all that failed is that
+        ranks raised the same UserError, it raises that UserError.
         """
         return self.start(function, ranks, args, **options).wait()
 
@@ -91,42 +92,42 @@ class RankServer:
         timeout_s: float = 1800.0,
         threads: int | None = None,
         live: bool = False,
-        tidy: bool = True,
+        clean_exit: bool = True,
     ) -> "Job":
         """Start `function(world, *args, **kwargs)` on fresh ranks of this machine.
 
-        function: any function at the top level of a file. args, kwargs: pickled, the same for all ranks.
+        function: any function at the top level of a file. args, kwargs: the same for all ranks; they are pickled.
         backend: of the default process group: "auto" (none for one rank, nccl on GPUs of their own, else shm), a name,
         or None.
-        device: "cpu", "cuda" (a GPU each), "cuda:0" (one GPU for all), "auto".
-        capture: keep what ranks print for `Result.output`; else they write to our own stdout and stderr.
-        deadline_s: kill the job after that many seconds; never when None. timeout_s: torch's own for one operation.
-        threads: per rank; by default as `threads_per_rank` says.
-        live: the function takes a `Seat` after the world and answers what a `LiveJob` asks.
-        tidy: ranks that have returned close what they hold before they end; False when nobody would miss that.
+        device: "cpu", "cuda" (one GPU per rank), "cuda:0" (one GPU for all ranks), "auto".
+        capture: collect what ranks print in `Result.output`; otherwise they write to this process's stdout and stderr.
+        deadline_s: kill the job after that many seconds; never if None. timeout_s: of a single operation, in torch.
+        threads: per rank; None for `threads_per_rank`.
+        live: return a `LiveJob`; the function gets a `LiveRank` after the world and answers requests.
+        clean_exit: returned ranks destroy their process group and run exit handlers before they end.
         """
         if not isinstance(ranks, int) or ranks < 1:
             raise UserError(f"{ranks!r} ranks were asked for; ask for a whole number of at least 1")
         if device != "cpu" and self.method == "fork":
             return self._spawning().start(
                 function, ranks, args, kwargs, backend=backend, device=device, capture=capture,
-                deadline_s=deadline_s, timeout_s=timeout_s, threads=threads, live=live, tidy=tidy,
+                deadline_s=deadline_s, timeout_s=timeout_s, threads=threads, live=live, clean_exit=clean_exit,
             )  # fmt: skip
         bootstrap = {
-            "function": reference(function),
+            "function": reference_function(function),
             "arguments": _pickled(function, (tuple(args), dict(kwargs or {}))),
             "backend": backend,
             "device": device,
             "timeout_s": timeout_s,
             "threads": threads,
             "live": live,
-            "tidy": tidy,
+            "clean_exit": clean_exit,
             "environ": {**_QUIET, **os.environ, **self.env},
             "cwd": os.getcwd(),
             "path": list(sys.path),
             "argv": list(sys.argv),
         }
-        # Imported after the server has started: with our package comes torch, which both then load at the same time.
+        # Imported after the server has started, so that both processes import torch at the same time.
         from minidist.tools.launch.job import Job
 
         self.wait_until_ready()
@@ -141,7 +142,7 @@ class RankServer:
             self._spawner.close()
         for job in list(self._jobs.values()):
             job.kill()
-        self._line.socket.close()
+        self._connection.socket.close()
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -161,21 +162,21 @@ class RankServer:
             env={**os.environ, **quiet, **self.env},
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # Ctrl-C at a terminal reaches the client alone, which decides
+            start_new_session=True,  # Ctrl-C at a terminal reaches only the client, which decides what to do
         )
         theirs.close()
-        self._line, self._ready, self._gone = Line(ours), False, False
+        self._connection, self._ready, self._gone = MessageSocket(ours), False, False
 
     def wait_until_ready(self) -> None:
-        """Block until the server can start ranks; replace it when it died. Raises RunError if it does not start."""
+        """Block until the server can start ranks; restart it if it has died. Raises RunError if it does not start."""
         if self._gone or self._process.poll() is not None:
-            self._line.socket.close()
+            self._connection.socket.close()
             self._process.kill()
             self._process.wait()
             self._boot()
         end_s = time.monotonic() + _START_S
         while not self._ready:
-            if not select.select([self._line.socket], [], [], max(0.0, end_s - time.monotonic()))[0]:
+            if not select.select([self._connection.socket], [], [], max(0.0, end_s - time.monotonic()))[0]:
                 raise RunError(f"the rank server (process {self.pid}) was not ready after {_START_S:.0f} s")
             if not self._receive():
                 raise RunError(
@@ -183,9 +184,9 @@ class RankServer:
                 )
 
     def _receive(self) -> bool:
-        """Take in what the server says; False when it is gone."""
-        messages = self._line.receive()
-        self._gone = messages is None  # its sockets are closed before its end can be waited for
+        """Handle the server's messages; return False when it is gone."""
+        messages = self._connection.receive()
+        self._gone = messages is None  # its sockets close before the process can be waited for
         for message, _ in messages or []:
             if message["event"] == "ready":
                 self._ready = True
@@ -195,7 +196,7 @@ class RankServer:
 
     def _tell(self, message: dict, fds: tuple[int, ...] = ()) -> None:
         with contextlib.suppress(OSError):  # a server that is gone is noticed by the next read
-            self._line.send(message, fds)
+            self._connection.send(message, fds)
 
     def _spawning(self) -> "RankServer":
         if self._spawner is None:
@@ -204,7 +205,7 @@ class RankServer:
 
 
 def launch(function: Callable, ranks: int, args: Sequence = (), *, env=None, method=None, **options) -> "Result":
-    """Start a rank server, run one job on it (arguments as for `RankServer.run`), close it."""
+    """Run one job on a rank server of its own; arguments as for `RankServer` and `RankServer.run`."""
     with RankServer(env=env, method=method) as server:
         return server.run(function, ranks, args, **options)
 
@@ -219,7 +220,7 @@ def _pickled(function: Callable, arguments: tuple) -> bytes:
 
 
 def forward_signals(job: "Job", *signals: signal.Signals):
-    """Within this context the given signals go to the ranks of the job instead of ending this process."""
+    """Context in which the given signals are forwarded to all ranks of the job instead of acting on this process."""
     return _Forward(job, signals)
 
 
@@ -228,7 +229,7 @@ class _Forward:
         self._job, self._signals = job, signals
 
     def __enter__(self) -> None:
-        self._before = {s: signal.signal(s, lambda number, _: self._job.signal(number)) for s in self._signals}
+        self._before = {s: signal.signal(s, lambda number, _: self._job.send_signal(number)) for s in self._signals}
 
     def __exit__(self, *_) -> None:
         for number, handler in self._before.items():

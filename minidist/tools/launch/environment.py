@@ -1,4 +1,4 @@
-"""A rank's place as its launcher tells it, in environment variables."""
+"""The environment variables by which torchrun and other launchers tell a process its rank."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -6,8 +6,8 @@ from typing import NamedTuple
 from minidist.errors import UserError
 
 
-class Place(NamedTuple):
-    """Rank `rank` of `size` in all; `local_rank` of the `local_size` on this machine, which is machine `node_rank`."""
+class RankEnvironment(NamedTuple):
+    """Rank `rank` of `size`; on this machine, number `node_rank`, it is `local_rank` of `local_size`."""
 
     rank: int
     size: int
@@ -16,16 +16,16 @@ class Place(NamedTuple):
     node_rank: int
 
 
-def rank_and_world(environ: Mapping[str, str]) -> Place:
-    """The place that RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK tell.
+def rank_and_world(environ: Mapping[str, str]) -> RankEnvironment:
+    """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK from environment variables.
 
-    Without LOCAL_RANK or LOCAL_WORLD_SIZE all ranks are on one machine, where they are RANK and WORLD_SIZE; without
-    GROUP_RANK this is the first machine.
-    Raises UserError when RANK or WORLD_SIZE is missing, one is no whole number, or they do not fit together.
+    Without LOCAL_RANK or LOCAL_WORLD_SIZE all ranks are on one machine, and RANK and WORLD_SIZE take their place;
+    without GROUP_RANK this is the first machine.
+    Raises UserError when RANK or WORLD_SIZE is missing, a variable is no integer, or they contradict each other.
     """
-    rank, size = whole_number(environ, "RANK"), whole_number(environ, "WORLD_SIZE")
-    local_rank = whole_number(environ, "LOCAL_RANK", rank)
-    local_size = whole_number(environ, "LOCAL_WORLD_SIZE", size)
+    rank, size = read_integer(environ, "RANK"), read_integer(environ, "WORLD_SIZE")
+    local_rank = read_integer(environ, "LOCAL_RANK", rank)
+    local_size = read_integer(environ, "LOCAL_WORLD_SIZE", size)
     if rank >= size:
         raise UserError(f"RANK is {rank} and WORLD_SIZE {size}; it must be less than that")
     if local_rank >= local_size:
@@ -33,13 +33,13 @@ def rank_and_world(environ: Mapping[str, str]) -> Place:
         raise UserError(f"{told}; it must be less than that")
     if local_size > size:
         raise UserError(f"LOCAL_WORLD_SIZE is {local_size} and WORLD_SIZE {size}; a machine has no more ranks than all")
-    return Place(rank, size, local_rank, local_size, whole_number(environ, "GROUP_RANK", 0))
+    return RankEnvironment(rank, size, local_rank, local_size, read_integer(environ, "GROUP_RANK", 0))
 
 
-def whole_number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """The number that a variable holds, or the default if it is not set.
+def read_integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Read an environment variable as a non-negative integer; return the default if it is not set.
 
-    Raises UserError when it is not set and there is no default, or holds something else.
+    Raises UserError when it is not set and there is no default, or it is not such an integer.
     """
     text = environ.get(name)
     if text is None and default is not None:

@@ -1,4 +1,4 @@
-"""A rank's error, and the error that tells of all of them."""
+"""The errors of a job: one rank's exception, and the failure of the whole job."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,11 +7,11 @@ from minidist.errors import RunError
 
 
 class RankError(NamedTuple):
-    """An exception of one rank, as it travels.
+    """An exception of one rank, as sent to the client.
 
-    kind: name of its class; where: `file:line in function` of the person's innermost own frame; traceback: without the
-    launcher's frames. exit_code: of the exception class, for errors that say how the command ends. from_network: the
-    backend gave up, as it does when a peer is gone.
+    kind: name of its class; where: `file:line in function` of the innermost frame in the user's code; traceback:
+    without the launcher's frames. exit_code: of the exception class, for errors that set the command's exit code.
+    from_network: whether the communication backend raised it, as it does when a peer is gone.
     """
 
     kind: str
@@ -23,10 +23,10 @@ class RankError(NamedTuple):
 
 
 class RankFailure(RunError):
-    """Ranks raised, died, deadlocked or took too long; `str()` is the report for a person.
+    """Ranks raised, died, deadlocked or missed the deadline; `str()` is the report for the user.
 
-    kind: "raised", "died", "deadlock", "mismatch", "deadline", "server" (it died) or "killed". ranks: those concerned.
-    tracebacks, stacks (innermost call first): by rank, where known, the person's own frames. output: by rank.
+    kind: "raised", "died", "deadlock", "mismatch", "deadline", "server" (it died) or "killed". ranks: which failed.
+    tracebacks, stacks (innermost call first): by rank, where known. output: what each rank printed.
     """
 
     def __init__(self, kind: str, ranks: Sequence[int], report: str):

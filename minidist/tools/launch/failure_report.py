@@ -1,4 +1,4 @@
-"""What is said when a job fails: who, why, and where the others stood. Ranks that stand alike are merged."""
+"""Reports of failed jobs: which ranks failed, why, and what the others were doing. Equal ranks share a line."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,23 +15,23 @@ _MAX_LINES = 6
 _MAX_FRAMES = 4
 
 
-def death_report(ranks: Sequence[RemoteRank], boards: Sequence[Snapshot | None]) -> RankFailure:
-    """Ranks died. What peers raised because their connection broke is told as where they waited."""
+def death_report(ranks: Sequence[RemoteRank], snapshots: Sequence[Snapshot | None]) -> RankFailure:
+    """Report that ranks died. Peers that raised because their connection broke are shown where they waited."""
     dead = [number for number, rank in enumerate(ranks) if rank.died]
-    lines = [f"{format_ranks(same)} {death}" for death, same in _merge({n: ranks[n].death for n in dead}).items()]
+    lines = [f"{format_ranks(same)} {death}" for death, same in _merge({n: ranks[n].death_cause for n in dead}).items()]
     errors = {n: rank.error for n, rank in enumerate(ranks) if rank.error}
     own = {n: error for n, error in errors.items() if not error.from_network}
     lines += _merged_errors(own)
-    # A backend may abort on sizes that do not fit: what the ranks had launched then says more than the signal.
-    seen = {n: replace(s, state="died" if n in dead else s.state) for n, s in enumerate(boards) if s is not None}
+    # A backend may abort on mismatched sizes: the launched operations then explain more than the signal.
+    seen = {n: replace(s, state="died" if n in dead else s.state) for n, s in enumerate(snapshots) if s is not None}
     if verdict := mismatched(seen):
         return _failure(verdict.kind, verdict.ranks, [str(verdict), *lines], own)
-    others = {n: _before_error(boards[n]) for n in range(len(ranks)) if n not in dead and n not in own}
+    others = {n: _before_error(snapshots[n]) for n in range(len(ranks)) if n not in dead and n not in own}
     return _failure("died", dead, [*lines, *_standing(others)], own)
 
 
-def error_report(ranks: Sequence[RemoteRank], boards: Sequence[Snapshot | None]) -> Exception:
-    """Ranks raised. One UserError, or the RunError of all, that they agree on is raised here as it was there."""
+def error_report(ranks: Sequence[RemoteRank], snapshots: Sequence[Snapshot | None]) -> Exception:
+    """Report that ranks raised: a RankFailure, or their own UserError or RunError if it is the same on all of them."""
     errors = {n: rank.error for n, rank in enumerate(ranks) if rank.error}
     if len({(error.kind, error.message) for error in errors.values()}) == 1:
         first = next(iter(errors.values()))
@@ -39,22 +39,22 @@ def error_report(ranks: Sequence[RemoteRank], boards: Sequence[Snapshot | None])
             return UserError(first.message)
         if first.kind == RunError.__name__ and len(errors) == len(ranks):
             return RunError(first.message)
-    # A backend may refuse what does not fit before the judge sees it: the boards also know the uses and the lines.
-    verdict = mismatched({n: s for n, s in enumerate(boards) if s is not None})
+    # A backend may refuse a mismatch before deadlock detection sees it: the status also has the groups and lines.
+    verdict = mismatched({n: s for n, s in enumerate(snapshots) if s is not None})
     if verdict and all(error.from_network for error in errors.values()):
         return _failure(verdict.kind, verdict.ranks, [str(verdict)], errors)
-    others = {n: boards[n] for n in range(len(ranks)) if n not in errors}
+    others = {n: snapshots[n] for n in range(len(ranks)) if n not in errors}
     return _failure("raised", list(errors), [*_merged_errors(errors), *_standing(others)], errors)
 
 
-def deadline_report(deadline_s: float, boards: Sequence[Snapshot | None], stacks: Mapping[int, str]) -> RankFailure:
-    """The job took too long: where each rank stood, by board and by Python stack."""
+def deadline_report(deadline_s: float, snapshots: Sequence[Snapshot | None], stacks: Mapping[int, str]) -> RankFailure:
+    """Report a missed deadline: the status and the Python stack of each rank."""
     lines = [f"the ranks were not done after {deadline_s:g} s"]
-    lines += describe(dict(enumerate(boards)))
+    lines += describe(dict(enumerate(snapshots)))
     short = {n: "\n".join(stack.splitlines()[:_MAX_FRAMES]) for n, stack in stacks.items()}
     for stack, same in _merge(short).items():
         lines += [f"{format_ranks(same)}, innermost call first:", *stack.splitlines()] if stack else []
-    failure = _failure("deadline", range(len(boards)), lines, {})
+    failure = _failure("deadline", range(len(snapshots)), lines, {})
     failure.stacks = dict(stacks)
     return failure
 
@@ -84,14 +84,14 @@ def _standing(others: Mapping[int, Snapshot | None]) -> list[str]:
 
 
 def _before_error(snapshot: Snapshot | None) -> Snapshot | None:
-    """Where a rank waited when the connection broke: a rank that failed says where it waited last."""
+    """The status of a failed rank as it was while it waited, before its connection broke."""
     if snapshot is not None and snapshot.state == "failed" and snapshot.channel is not None:
         return replace(snapshot, state="waiting")
     return snapshot
 
 
 def _merge(by_rank: Mapping) -> dict:
-    """Ranks with the same value, by value, in order of the first rank."""
+    """Group ranks by equal value, in order of the first rank."""
     same: dict = {}
     for rank, value in sorted(by_rank.items()):
         same.setdefault(value, []).append(rank)

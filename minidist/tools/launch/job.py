@@ -1,4 +1,4 @@
-"""One set of ranks at work, seen from the client: start them, watch their boards, decide how it ended."""
+"""The client's side of one job: start its ranks, watch their status, collect results, detect failures."""
 
 import contextlib
 import mmap
@@ -22,21 +22,21 @@ from minidist.tools.launch.remote_rank import RemoteRank
 if TYPE_CHECKING:
     from minidist.tools.launch.client import RankServer
 
-_GRACE_DIED_S = 0.15  # after a death, for others that die of the same cause to be told with it
+_GRACE_DIED_S = 0.15  # after a death, to report others that die of the same cause with it
 _GRACE_RAISED_S = 1.0  # after an exception or sys.exit, for others that are about to do the same
-_GRACE_END_S = 10.0  # after the last result, for processes to close what they hold
+_GRACE_END_S = 10.0  # after the last result, for processes to exit
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the ranks returned, and what they printed (stdout and stderr as one text; empty without capture)."""
+    """values: what each rank returned. output: what each rank printed, stdout and stderr together, if captured."""
 
     values: list[Any]
     output: list[str]
 
 
 class Job:
-    """A running job. On this side nothing moves (output, results, judgement) unless `poll` or `wait` is called."""
+    """A running job. It makes progress on the client's side only while `poll` or `wait` runs."""
 
     def __init__(self, server: "RankServer", number: int, size: int, bootstrap: dict, capture: bool, deadline_s):
         self.size, self._server, self._number, self._deadline_s = size, server, number, deadline_s
@@ -49,25 +49,26 @@ class Job:
         self._selector = selectors.DefaultSelector()
         self._ranks: list[RemoteRank] = []
         server._jobs[number] = self
-        self._selector.register(server._line.socket, selectors.EVENT_READ, self._hear_server)
-        board_fd = shared_memory(PAGE_BYTES * size)
-        self._pages = mmap.mmap(board_fd, PAGE_BYTES * size)
-        self._launch(bootstrap, capture, board_fd)
-        os.close(board_fd)
+        self._selector.register(server._connection.socket, selectors.EVENT_READ, self._hear_server)
+        status_fd = create_shared_memory(PAGE_BYTES * size)
+        self._pages = mmap.mmap(status_fd, PAGE_BYTES * size)
+        self._launch(bootstrap, capture, status_fd)
+        os.close(status_fd)
 
-    # What a caller may ask.
+    # -- public interface ---------------------------------------------------------------------------------------------
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank; 0 for a rank that has not started yet."""
+        """Process ids by rank, 0 for ranks that have not started yet."""
         return [rank.pid for rank in self._ranks]
 
     @property
     def done(self) -> bool:
+        """Whether the job has ended and all its processes with it."""
         return self._number not in self._server._jobs
 
     def wait(self) -> Result:
-        """Block until the job has ended. Raises what `RankServer.run` raises; Ctrl-C here kills the ranks."""
+        """Block until the job has ended; return the results. Raises as `RankServer.run`; Ctrl-C kills the ranks."""
         try:
             while not self.poll(1.0):
                 pass
@@ -79,7 +80,7 @@ class Job:
         return Result([pickle.loads(rank.payload) for rank in self._ranks], [rank.output for rank in self._ranks])
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Take in what happens, for at most that long; True when the job has ended (then `wait` does not block)."""
+        """Process events for at most `timeout_s`; return whether the job has ended (then `wait` does not block)."""
         if not self.done:
             judging = self._released_s is None
             self._pump(min(timeout_s, self._observer.due_in_s(time.monotonic()) if judging else timeout_s))
@@ -87,40 +88,40 @@ class Job:
             self._decide(time.monotonic())
         return self.done
 
-    def signal(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to one rank, or to all. May be called in a signal handler."""
+    def send_signal(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to one rank, or to all if `rank` is None. May be called in a signal handler."""
         self._server._tell({"op": "signal", "job": self._number, "rank": rank, "signal": int(number)})
 
     def kill(self) -> None:
-        """End the job now; none of its processes is left when this returns."""
+        """Kill all processes of the job and wait until they have ended."""
         self._end(RankFailure("killed", range(self.size), "the job was killed"))
 
-    def boards(self) -> list[Snapshot | None]:
-        """What each rank is doing; None where it was writing just then. Not after the end of the job."""
+    def status_snapshots(self) -> list[Snapshot | None]:
+        """The status of each rank; None where it was just being written. Only while the job runs."""
         pages = memoryview(self._pages)
         return [StatusPage.read(pages[PAGE_BYTES * rank : PAGE_BYTES * (rank + 1)]) for rank in range(self.size)]
 
     def output(self, rank: int) -> str:
-        """What the rank has printed so far."""
+        """What one rank has printed so far."""
         return self._ranks[rank].output
 
-    def stacks(self, timeout_s: float = 0.5) -> dict[int, str]:
-        """The Python stacks of the living ranks, innermost call first."""
-        alive = {number: rank for number, rank in enumerate(self._ranks) if not rank.gone}
+    def dump_stacks(self, timeout_s: float = 0.5) -> dict[int, str]:
+        """Request the Python stacks of the living ranks; return them by rank, innermost call first."""
+        alive = {number: rank for number, rank in enumerate(self._ranks) if not rank.has_ended}
         for rank in alive.values():
-            rank.forget_stack()
-        self.signal(signal.SIGUSR1)
+            rank.clear_stack()
+        self.send_signal(signal.SIGUSR1)
         end_s = time.monotonic() + timeout_s
-        while time.monotonic() < end_s and not all(rank.stack_is_whole for rank in alive.values()):
+        while time.monotonic() < end_s and not all(rank.stack_is_complete for rank in alive.values()):
             self._pump(0.02)
         return {number: rank.stack for number, rank in alive.items()}
 
-    # How it works.
+    # -- implementation -----------------------------------------------------------------------------------------------
 
-    def _launch(self, bootstrap: dict, capture: bool, board_fd: int) -> None:
+    def _launch(self, bootstrap: dict, capture: bool, status_fd: int) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):
-                stream.flush()  # or what we printed before comes after what the ranks print
+                stream.flush()  # earlier output of this process must precede that of the ranks
         meeting = socket.create_server(("127.0.0.1", 0), backlog=max(128, self.size))
         for number in range(self.size):
             control, their_control = socket.socketpair()
@@ -133,7 +134,7 @@ class Job:
             if capture:
                 self._listen(output_fd, rank.read_output)
             streams = (their_output, their_output) if capture else (1, 2)
-            fds = (*streams, their_control.fileno(), their_stack, board_fd)
+            fds = (*streams, their_control.fileno(), their_stack, status_fd)
             fds += (meeting.fileno(),) if number == 0 else ()
             self._server._tell({"op": "start", "job": self._number, "rank": number}, fds)
             their_control.close()
@@ -164,60 +165,60 @@ class Job:
             self._finish(RankFailure("server", range(self.size), report))
 
     def _event(self, message: dict) -> None:
-        """The server says that a rank has started or ended."""
+        """Handle the server's report that a rank has started or ended."""
         rank = self._ranks[message["rank"]]
         if message["event"] == "started":
             rank.pid = message["pid"]
         else:
-            rank.ended(message["code"])
+            rank.mark_ended(message["code"])
 
     def _decide(self, now_s: float) -> None:
         if self._released_s is not None:
             return self._wind_up(now_s)
         due = self._observer.due_in_s(now_s) == 0.0
-        verdict = self._observer.see(dict(enumerate(self.boards())), now_s) if due else None
-        settled = all(rank.state != "running" or rank.gone for rank in self._ranks)
+        verdict = self._observer.see(dict(enumerate(self.status_snapshots())), now_s) if due else None
+        settled = all(rank.state != "running" or rank.has_ended for rank in self._ranks)
         if any(rank.died for rank in self._ranks):
             left = all(rank.state == "exit" for rank in self._ranks if rank.died)
             grace_s = _GRACE_RAISED_S if left else _GRACE_DIED_S
             if settled or now_s - self._since("died", now_s) >= grace_s:
-                self._end(death_report(self._ranks, self.boards()))
+                self._end(death_report(self._ranks, self.status_snapshots()))
         elif any(rank.error for rank in self._ranks):
             if settled or verdict or now_s - self._since("raised", now_s) >= _GRACE_RAISED_S:
-                self._end(error_report(self._ranks, self.boards()))
+                self._end(error_report(self._ranks, self.status_snapshots()))
         elif settled:
             self._release(now_s)
         elif verdict:
             self._end(RankFailure(verdict.kind, verdict.ranks, verdict.text))
         elif self._deadline_s is not None and now_s - self._start_s > self._deadline_s:
-            self._end(deadline_report(self._deadline_s, self.boards(), self.stacks()))
+            self._end(deadline_report(self._deadline_s, self.status_snapshots(), self.dump_stacks()))
 
     def _since(self, what: str, now_s: float) -> float:
         return self._first_s.setdefault(what, now_s)
 
     def _release(self, now_s: float) -> None:
-        """All have returned: let all but rank 0, which serves the store, close down; rank 0 comes last."""
+        """All ranks have returned: let them exit, rank 0, which serves the store, last."""
         self._released_s = now_s
         for rank in self._ranks[1:]:
-            rank.release()
+            rank.allow_exit()
         self._wind_up(now_s)
 
     def _wind_up(self, now_s: float) -> None:
-        if all(rank.gone for rank in self._ranks):
+        if all(rank.has_ended for rank in self._ranks):
             self._finish(None)
         elif now_s - self._released_s > _GRACE_END_S:
-            self._end(None)  # the results are here; a process that cannot close what it holds is killed
-        elif not self._zero_released and all(rank.gone for rank in self._ranks[1:]):
+            self._end(None)  # the results have arrived; kill processes that do not exit
+        elif not self._zero_released and all(rank.has_ended for rank in self._ranks[1:]):
             self._zero_released = True
-            self._ranks[0].release()
+            self._ranks[0].allow_exit()
 
     def _end(self, failure: Exception | None) -> None:
-        """Kill what still runs, wait until it is gone, finish."""
+        """Kill the remaining processes, wait until they have ended, finish."""
         if self.done:
             return
-        self.signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         end_s = time.monotonic() + _GRACE_END_S
-        while not self.done and not all(rank.gone for rank in self._ranks) and time.monotonic() < end_s:
+        while not self.done and not all(rank.has_ended for rank in self._ranks) and time.monotonic() < end_s:
             self._pump(0.05)
         self._finish(failure)
 
@@ -234,12 +235,12 @@ class Job:
         self._pages.close()
 
 
-def shared_memory(count: int) -> int:
-    """An open file of `count` zeroed bytes. It has no name, so nothing is left when the last process closes it."""
+def create_shared_memory(n_bytes: int) -> int:
+    """Return the descriptor of an anonymous file of `n_bytes` zeroed bytes, freed when the last process closes it."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("minidist-boards")
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    os.ftruncate(fd, count)
+    os.ftruncate(fd, n_bytes)
     return fd

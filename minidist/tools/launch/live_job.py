@@ -1,4 +1,4 @@
-"""Ranks that live on, seen from the client: ask all of them something, watch while they answer."""
+"""The client's side of live ranks: send a request to all of them and watch while they answer."""
 
 import signal
 from typing import Any
@@ -11,9 +11,9 @@ from minidist.tools.launch.remote_rank import RemoteRank
 
 
 class LiveJob(Job):
-    """A job whose ranks take messages until they are killed. It judges as every job does; others decide the end.
+    """A job whose ranks answer requests until they are killed. It detects deadlocks, but leaves ending to the caller.
 
-    answers: what the ranks answered to the latest message, by rank. verdict: why those that did not never will.
+    answers: the ranks' answers to the latest request, by rank. verdict: why the missing answers will never come.
     """
 
     def __init__(self, *args, **kwargs):
@@ -22,56 +22,58 @@ class LiveJob(Job):
         self._asked = 0
         super().__init__(*args, **kwargs)
 
-    def ask(self, message: Any) -> None:
-        """Send a message to every rank. Only when all have answered the one before."""
+    def send_request(self, message: Any) -> None:
+        """Send a message to every rank, once all have answered the one before."""
         self._asked += 1
         self.answers, self.verdict = {}, None
         for rank in self._ranks:
             rank.answers.clear()
-            rank.forget_output()
-            if not rank.gone:
-                rank.tell((self._asked, message))
+            rank.clear_output()
+            if not rank.has_ended:
+                rank.send((self._asked, message))
 
     @property
     def ranks(self) -> list[RemoteRank]:
+        """The client's view of each rank."""
         return self._ranks
 
     @property
-    def answered(self) -> bool:
+    def all_answered(self) -> bool:
+        """Whether every rank has answered the latest request."""
         return len(self.answers) == self.size
 
     @property
-    def died(self) -> list[int]:
-        """The ranks that have died; all of them when the server has."""
+    def dead_ranks(self) -> list[int]:
+        """The ranks that have died: all of them if the rank server has."""
         return [n for n, rank in enumerate(self._ranks) if rank.died or self.done]
 
-    def boards(self) -> list[Snapshot | None]:
-        """What each rank is doing. One that has not answered may still show the end of what it did before: None."""
-        seen = super().boards()
+    def status_snapshots(self) -> list[Snapshot | None]:
+        """The status of each rank; None for one that still shows the end of its previous request."""
+        seen = super().status_snapshots()
         return [None if s and s.state in ENDED and n not in self.answers else s for n, s in enumerate(seen)]
 
-    def standing(self) -> dict[int, Snapshot]:
-        """What every rank is doing or did last, where it could be read."""
-        return {n: s for n, s in enumerate(super().boards()) if s is not None}
+    def last_snapshots(self) -> dict[int, Snapshot]:
+        """The last status of each rank, where it could be read."""
+        return {n: s for n, s in enumerate(super().status_snapshots()) if s is not None}
 
-    def death(self) -> str:
-        """Who died, and where the others stood then."""
-        return str(self._failure or death_report(self._ranks, super().boards()))
+    def describe_deaths(self) -> str:
+        """Say which ranks died, how, and what the others were doing."""
+        return str(self._failure or death_report(self._ranks, super().status_snapshots()))
 
-    def interrupt(self, cut: bool = False) -> None:
-        """Stop what the ranks that have not answered are doing, as Ctrl-C would.
+    def interrupt(self, close_connections: bool = False) -> None:
+        """Interrupt the ranks that have not answered, as Ctrl-C would.
 
-        cut: those that did not hear it wait inside torch; let them break their connections, which ends such a wait.
+        close_connections: also let ranks blocked in torch, which ignore the signal, close their connections.
         """
         for number in set(range(self.size)) - self.answers.keys():
-            self.signal(signal.SIGINT, number)
-            if cut:
-                self.signal(signal.SIGUSR2, number)
+            self.send_signal(signal.SIGINT, number)
+            if close_connections:
+                self.send_signal(signal.SIGUSR2, number)
 
-    def settle(self) -> None:
-        """Take in what ranks that have answered or died had written before."""
+    def drain_output(self) -> None:
+        """Read the output that ranks wrote before they answered or died."""
         for rank in [] if self.done else self._ranks:
-            while rank.output_fd is not None and rank.read_output() and not rank.dropped:
+            while rank.output_fd is not None and rank.read_output() and not rank.dropped_bytes:
                 pass
 
     def _decide(self, now_s: float) -> None:
@@ -80,5 +82,5 @@ class LiveJob(Job):
                 if asked == self._asked:
                     self.answers[number] = answer
         if self._observer.due_in_s(now_s) == 0.0:
-            verdict = self._observer.see(dict(enumerate(self.boards())), now_s)
+            verdict = self._observer.see(dict(enumerate(self.status_snapshots())), now_s)
             self.verdict = self.verdict or verdict

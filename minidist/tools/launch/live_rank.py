@@ -1,4 +1,4 @@
-"""A live rank's own side: it takes messages, answers them, and gets a new process group whenever it needs one."""
+"""The rank's side of live ranks: receive requests, answer them, and recreate the process group after a failure."""
 
 import os
 import socket
@@ -18,10 +18,10 @@ from minidist.tools.recording import mount
 _LOOK_S = 0.5
 
 
-class Seat:
-    """Where a rank sits between two cells.
+class LiveRank:
+    """A rank that stays alive between requests, and its connection to the client.
 
-    meter: what this rank sent through any process group, raw `torch.distributed` calls included.
+    meter: counts the traffic of this rank through any process group, raw `torch.distributed` calls included.
     """
 
     def __init__(self, world: World, control: socket.socket):
@@ -32,17 +32,18 @@ class Seat:
         world.backend = self._backend
 
     def receive(self) -> Any:
-        """Wait for the next message. Raises EOFError when the other end is gone."""
+        """Wait for the next request. Raises EOFError when the client is gone."""
         return receive_object(self._control)
 
     def answer(self, payload: Any) -> None:
+        """Send the answer to the latest request."""
         send_object(self._control, ("answer", payload))
 
-    def regroup(self, generation: int) -> Group:
-        """Make the default process group anew, and a bound group over all ranks, which is returned.
+    def recreate_group(self, generation: int) -> Group:
+        """Recreate the default process group; return a bound group over all ranks.
 
-        All ranks call it with the same number, each time another. A group whose operations were given up cannot be
-        closed, because threads still wait in it: it is kept, out of the way.
+        generation: a new number for each call, the same on all ranks. Old groups with aborted operations are kept,
+        because threads still wait in them.
         """
         world = self.world
         if dist.is_initialized():
@@ -59,9 +60,9 @@ class Seat:
         )
         return bind(world, Mesh(dp=world.size), [GroupSpec("comm", AXES)], timeout_s=12 * 3600.0)["comm"]
 
-    def cut(self) -> None:
+    def close_connections(self) -> None:
         """Shut every connection of the process groups, so that waits inside torch, which hear no signal, end in an
-        error. The next thing must be `regroup`."""
+        error. Call `recreate_group` next."""
         for fd in map(int, os.listdir("/dev/fd")):
             try:
                 sock = socket.socket(fileno=fd)
@@ -70,7 +71,7 @@ class Seat:
             try:
                 if sock.family in (socket.AF_INET, socket.AF_INET6):
                     ports = sock.getsockname()[1], sock.getpeername()[1]
-                    if self.world.store.port not in ports:  # the meeting point is needed again
+                    if self.world.store.port not in ports:  # the store is needed again
                         sock.shutdown(socket.SHUT_RDWR)
             except OSError:  # it only listens
                 pass
@@ -79,7 +80,7 @@ class Seat:
 
 
 def _wait(work: dist.Work, timeout: timedelta) -> bool:
-    """Wait in a helper thread, so that a signal can stop the waiting: torch's own wait hears none until it is done."""
+    """Wait in a helper thread, so that a signal can interrupt it: torch's own wait handles none until it returns."""
     outcome: list[Any] = []
     done = threading.Event()
 

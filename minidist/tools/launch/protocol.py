@@ -1,7 +1,7 @@
-"""How the client, the rank server and the ranks talk: frames over local sockets, with open files sent along.
+"""Messages between the client, the rank server and the ranks: frames over local sockets, with file descriptors.
 
-A frame is an 8-byte length and a body. The client and its ranks exchange pickles; the client and the server JSON, whose
-"fds" says how many open files belong to the message.
+A frame is an 8-byte length and a body. The client and its ranks exchange pickles. The client and the server exchange
+JSON, whose field "fds" is the number of file descriptors sent with the message.
 """
 
 import json
@@ -16,14 +16,14 @@ _READ_BYTES = 1 << 20
 _MAX_FDS = 64
 
 
-class Frames:
-    """Cuts a stream of bytes into frames."""
+class FrameParser:
+    """Splits a stream of bytes into frames."""
 
     def __init__(self):
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The frames that `data` completes."""
+        """Append received bytes; return the bodies of the frames that they complete."""
         self._bytes += data
         frames, at = [], 0
         while len(self._bytes) - at >= _LENGTH.size:
@@ -37,22 +37,23 @@ class Frames:
         return frames
 
 
-class Line:
-    """One end of a socket that carries messages of the server's protocol."""
+class MessageSocket:
+    """A socket between client and rank server that carries JSON messages and file descriptors."""
 
     def __init__(self, sock: socket.socket):
         self.socket = sock
-        self.fds: deque[int] = deque()  # received, not yet claimed by a message
-        self._frames = Frames()
+        self.fds: deque[int] = deque()  # received, before the message they belong to
+        self._frames = FrameParser()
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        """Send a message and the file descriptors `fds`."""
         body = json.dumps({**message, "fds": len(fds)}).encode()
         data = _LENGTH.pack(len(body)) + body
         sent = socket.send_fds(self.socket, [data], list(fds)) if fds else 0
         self.socket.sendall(data[sent:])
 
     def receive(self) -> list[tuple[dict[str, Any], tuple[int, ...]]] | None:
-        """The messages one read completes, each with its open files; None when the other end is gone."""
+        """Read once; return the completed messages with their file descriptors, or None if the peer is gone."""
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, _READ_BYTES, _MAX_FDS)
         except ConnectionError:
@@ -65,14 +66,14 @@ class Line:
 
 
 def send_object(sock: socket.socket, message: Any) -> None:
-    """Send one pickled frame; blocks until the other end has taken it in."""
+    """Send an object as one pickled frame; block until the peer has read it."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     sock.sendall(_LENGTH.pack(len(body)))
     sock.sendall(body)
 
 
 def receive_object(sock: socket.socket) -> Any:
-    """Wait for one pickled frame. Raises EOFError when the other end is gone."""
+    """Wait for one pickled frame; return the object. Raises EOFError when the peer is gone."""
     (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
     return pickle.loads(_exactly(sock, length))
 

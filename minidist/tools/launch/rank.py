@@ -1,4 +1,4 @@
-"""The life of one rank: from the fork to its last message."""
+"""The process of one rank, from the fork to its exit."""
 
 import atexit
 import contextlib
@@ -15,16 +15,20 @@ import threading
 import traceback
 
 from minidist.tools.launch.failure import RankError
-from minidist.tools.launch.functions import resolve
-from minidist.tools.launch.orphans import die_with
+from minidist.tools.launch.function_reference import resolve_function
+from minidist.tools.launch.parent_death import die_with_parent
 from minidist.tools.launch.protocol import receive_object, send_object
 from minidist.tools.launch.threads import threads_per_rank
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def main(server: int, control_fd: int, stack_fd: int, board_fd: int, listen_fd: int = -1) -> int:
-    """Run the job that comes in on the control socket; returns the exit code for `os._exit`."""
+def main(server: int, control_fd: int, stack_fd: int, status_fd: int, listen_fd: int = -1) -> int:
+    """Run the job that arrives on the control socket; return the exit code of the process.
+
+    server: process id of the rank server. File descriptors: control_fd, the client's socket; stack_fd, for dumps of the
+    Python stack; status_fd, the shared status pages; listen_fd, on rank 0 a listening socket for the store.
+    """
     faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     control = socket.socket(fileno=control_fd)
@@ -32,7 +36,7 @@ def main(server: int, control_fd: int, stack_fd: int, board_fd: int, listen_fd: 
     try:
         job = receive_object(control)
         _take_over(job)
-        kind, payload = _run(job, board_fd, listen_fd, control)
+        kind, payload = _run(job, status_fd, listen_fd, control)
         for name in ("SIGINT", "SIGTERM"):  # the work is done: only SIGKILL ends the wait for the others
             signal.signal(getattr(signal, name), signal.SIG_IGN)
         _flush()
@@ -40,7 +44,7 @@ def main(server: int, control_fd: int, stack_fd: int, board_fd: int, listen_fd: 
         # The process, its connections and the store live on until every rank has ended: peers that still wait for this
         # one see a rank that returned, not a broken connection.
         receive_object(control)
-        if kind == "value" and job["tidy"]:
+        if kind == "value" and job["clean_exit"]:
             _leave()
     except (EOFError, ConnectionError):
         return 1
@@ -48,14 +52,14 @@ def main(server: int, control_fd: int, stack_fd: int, board_fd: int, listen_fd: 
 
 
 def _die_with(server: int, control: socket.socket) -> None:
-    """End this process when its server or its client ends, however they end."""
+    """Kill this process when its server or its client ends, however they end."""
     with contextlib.suppress(PermissionError):  # a spawned rank leads its group already
         os.setpgid(0, 0)
-    die_with(server)
+    die_with_parent(server)
 
     def watch():
         poll = select.poll()
-        poll.register(control, 0)  # hang-up is always reported, data is none of our business
+        poll.register(control, 0)  # reports only the hang-up, no data
         while not poll.poll(1000):
             if os.getppid() != server:
                 break
@@ -65,7 +69,7 @@ def _die_with(server: int, control: socket.socket) -> None:
 
 
 def _take_over(job: dict) -> None:
-    """Make this process look like one the client started: environment, folder, arguments, import path, output."""
+    """Adopt the client's environment, folder, arguments and import path; reopen stdout and stderr."""
     os.environ.clear()
     os.environ.update(job["environ"])
     with contextlib.suppress(OSError):
@@ -77,22 +81,22 @@ def _take_over(job: dict) -> None:
         setattr(sys, name, text)
 
 
-def _run(job: dict, board_fd: int, listen_fd: int, control: socket.socket) -> tuple[str, object]:
+def _run(job: dict, status_fd: int, listen_fd: int, control: socket.socket) -> tuple[str, object]:
     """("value", pickled result), ("error", RankError) or ("exit", code)."""
-    # Imported here: a spawned rank must first be able to say what goes wrong.
+    # Imported here, after a spawned rank can report errors.
     from minidist.tools.deadlock.status_page import PAGE_BYTES, StatusPage
 
-    page = mmap.mmap(board_fd, PAGE_BYTES * job["size"])
+    page = mmap.mmap(status_fd, PAGE_BYTES * job["size"])
     board = StatusPage(memoryview(page)[PAGE_BYTES * job["rank"] : PAGE_BYTES * (job["rank"] + 1)])
     try:
         world = _join(job, board, listen_fd)
-        function = resolve(job["function"])
+        function = resolve_function(job["function"])
         args, kwargs = pickle.loads(job["arguments"])
         board.resume()
         if job["live"]:
-            from minidist.tools.launch.live_rank import Seat
+            from minidist.tools.launch.live_rank import LiveRank
 
-            args = (Seat(world, control), *args)
+            args = (LiveRank(world, control), *args)
         value = function(world, *args, **kwargs)
         board.finish("returned")
         return "value", _pickled(value, job["function"].qualname)
@@ -106,7 +110,7 @@ def _run(job: dict, board_fd: int, listen_fd: int, control: socket.socket) -> tu
         return "exit", end.code if isinstance(end.code, int) else 1
     except BaseException as error:
         board.finish("failed")
-        return "error", _told(error)
+        return "error", _rank_error(error)
 
 
 def _join(job: dict, board, listen_fd: int):
@@ -120,7 +124,7 @@ def _join(job: dict, board, listen_fd: int):
     device = choose_device(job["device"], rank, size)
     backend = choose_backend(job["backend"], device, job["device"], size)
     store = _store(job, listen_fd) if backend is not None or size > 1 or job["live"] else None
-    job["store"] = store  # kept to the end of the process: others may still meet when this rank has returned
+    job["store"] = store  # kept until the process ends: other ranks may still use it when this one has returned
     if backend is not None:
         prefer_loopback()
         init_group(backend, store, rank, size, device, job["timeout_s"])
@@ -128,7 +132,7 @@ def _join(job: dict, board, listen_fd: int):
 
 
 def _store(job: dict, listen_fd: int):
-    """The meeting point. Rank 0 serves it on a socket that listens already: no port to lose, nobody comes too soon."""
+    """Open the store. Rank 0 serves it on a socket that already listens, so no port can be lost to another program."""
     from torch.distributed import TCPStore
 
     first = job["rank"] == 0
@@ -147,7 +151,7 @@ def _pickled(value: object, name: str) -> bytes:
         ) from None
 
 
-def _told(error: BaseException) -> RankError:
+def _rank_error(error: BaseException) -> RankError:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_HERE, "<frozen"))]
     import torch
 
@@ -173,7 +177,7 @@ def _flush() -> None:
 
 
 def _leave() -> None:
-    """Close the process group and do what an interpreter does on its way out."""
+    """Destroy the process group and run the exit handlers."""
     import torch.distributed as dist
 
     # nccl destroys a communicator together with all ranks, and rank 0 ends last: the end of the process does it too.

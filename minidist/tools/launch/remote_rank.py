@@ -1,4 +1,4 @@
-"""One rank seen from the client: what came from it so far."""
+"""The client's view of one rank: its messages, output and stacks."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from minidist.tools.launch.failure import RankError
-from minidist.tools.launch.protocol import Frames, send_object
+from minidist.tools.launch.protocol import FrameParser, send_object
 
 _READ_BYTES = 1 << 20
 _MAX_OUTPUT_BYTES = 16 << 20
@@ -17,42 +17,44 @@ _OUR_FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 class RemoteRank:
-    """The client's ends of what it shares with a rank.
+    """The client's ends of the sockets and pipes of one rank, and everything received from them.
 
-    state: "running", then what the rank said last: "value", "error" or "exit" (`payload`). code: how its process ended,
-    None while it lives.
+    state: "running", then the kind of the rank's last message, "value", "error" or "exit", whose content is `payload`.
+    code: exit code of the process, None while it lives. answers: of a live rank.
     """
 
     def __init__(self, control: socket.socket, output_fd: int | None, stack_fd: int):
         self.control, self.output_fd, self.stack_fd = control, output_fd, stack_fd
         self.pid = 0
-        self.state, self.payload, self.said_s = "running", None, 0.0
+        self.state, self.payload, self.last_message_s = "running", None, 0.0
         self.code: int | None = None
-        self.answers: list[Any] = []  # of a live rank, taken by who asked
-        self._babbles = False  # it sent what nobody can read
-        self._frames, self._output, self._dropped, self._stack = Frames(), bytearray(), 0, bytearray()
+        self.answers: list[Any] = []
+        self._unreadable = False  # it sent bytes that cannot be unpickled
+        self._frames, self._output, self._dropped, self._stack = FrameParser(), bytearray(), 0, bytearray()
         control.setblocking(True)
         for fd in self.fds:
             os.set_blocking(fd, False)
 
     @property
     def fds(self) -> list[int]:
+        """The pipes to read: output, if it is captured, and stacks."""
         return [fd for fd in (self.output_fd, self.stack_fd) if fd is not None]
 
     @property
-    def gone(self) -> bool:
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
         return self.code is not None
 
     def start(self, bootstrap: dict) -> None:
-        """Tell the rank what to do; blocks until it has begun to listen and taken all of it in."""
+        """Send the rank its job; block until it has read all of it."""
         self._send(bootstrap)
         self.control.setblocking(False)
 
-    def release(self) -> None:
+    def allow_exit(self) -> None:
         """Let a rank that has returned end its process."""
-        self.tell("end")
+        self.send("end")
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send a message to a rank that waits for one."""
         self.control.setblocking(True)
         self._send(message)
@@ -63,8 +65,8 @@ class RemoteRank:
             send_object(self.control, message)
 
     def read_control(self) -> bool:
-        """Take in what the rank said; False when nothing more will come, or nothing that can be read."""
-        while not self._babbles:
+        """Read the rank's messages; return False when no more will come, or none that can be unpickled."""
+        while not self._unreadable:
             try:
                 data = self.control.recv(_READ_BYTES)
             except BlockingIOError:
@@ -76,16 +78,17 @@ class RemoteRank:
             for frame in self._frames.feed(data):
                 try:
                     kind, payload = pickle.loads(frame)
-                except Exception:  # its code may have changed anything in its process, what we send with as well
-                    self._babbles, self.state, self.said_s = True, "exit", time.monotonic()
+                except Exception:  # the rank's code may have broken anything in its process
+                    self._unreadable, self.state, self.last_message_s = True, "exit", time.monotonic()
                     return False
                 if kind == "answer":
                     self.answers.append(payload)
                     continue
-                self.state, self.payload, self.said_s = kind, payload, time.monotonic()
+                self.state, self.payload, self.last_message_s = kind, payload, time.monotonic()
         return False
 
     def read_output(self) -> bool:
+        """Read available output; return whether there was any."""
         data = _read(self.output_fd)
         room = max(0, _MAX_OUTPUT_BYTES - len(self._output))
         self._output += data[:room]
@@ -93,12 +96,13 @@ class RemoteRank:
         return bool(data)
 
     def read_stack(self) -> bool:
+        """Read the available part of a stack dump; return whether there was any."""
         data = _read(self.stack_fd)
         self._stack += data
         return bool(data)
 
-    def ended(self, code: int) -> None:
-        """The process is gone: take in what it left in the sockets."""
+    def mark_ended(self, code: int) -> None:
+        """Record that the process has ended, after reading what is left in its sockets and pipes."""
         self.read_control()
         while self.output_fd is not None and self.read_output():
             pass
@@ -106,32 +110,34 @@ class RemoteRank:
 
     @property
     def output(self) -> str:
+        """What the rank has printed, up to 16 MiB."""
         more = f"\n[{self._dropped} more bytes were not kept]" if self._dropped else ""
         return self._output.decode(errors="replace") + more
 
     @property
-    def dropped(self) -> int:
-        """How many bytes of output were not kept."""
+    def dropped_bytes(self) -> int:
+        """Number of bytes of output beyond the limit, which were discarded."""
         return self._dropped
 
     @property
-    def printed(self) -> int:
-        """How many bytes of output there are."""
+    def output_bytes(self) -> int:
+        """Number of bytes printed, discarded ones included."""
         return len(self._output) + self._dropped
 
-    def forget_output(self) -> None:
+    def clear_output(self) -> None:
+        """Discard the output received so far."""
         self._output.clear()
         self._dropped = 0
 
     @property
     def died(self) -> bool:
-        """Whether it ended without returning or raising, or before the others had returned as well."""
-        return self.state == "exit" or self.gone
+        """Whether the process ended without returning or raising, or before all ranks had returned."""
+        return self.state == "exit" or self.has_ended
 
     @property
-    def death(self) -> str:
-        """How it died, in words."""
-        if self._babbles:
+    def death_cause(self) -> str:
+        """The cause of death as text."""
+        if self._unreadable:
             return "died: what it sent cannot be read, its code must have changed Python itself"
         code = self.payload if self.state == "exit" else self.code
         after = " after it returned" if self.state == "value" else ""
@@ -141,23 +147,26 @@ class RemoteRank:
 
     @property
     def error(self) -> RankError | None:
+        """The exception that the rank raised."""
         return self.payload if self.state == "error" else None
 
-    def forget_stack(self) -> None:
+    def clear_stack(self) -> None:
+        """Discard the stack dump, before another is requested."""
         self._stack.clear()
 
     @property
     def stack(self) -> str:
-        """The last stack dumped, innermost call first, our own frames around the function left out."""
+        """The last stack dump, innermost call first, without the launcher's own frames."""
         lines = self._stack.decode(errors="replace").splitlines()[1:]
         return "\n".join(line for line in lines if _OUR_FOLDER not in line and '"<' not in line)
 
     @property
-    def stack_is_whole(self) -> bool:
-        """The outermost frame of every rank is code given on a command line."""
+    def stack_is_complete(self) -> bool:
+        """Whether the dump has arrived up to the outermost frame, which is code given on a command line."""
         return b'"<string>"' in self._stack
 
     def close(self) -> None:
+        """Close the client's ends."""
         self.control.close()
         for fd in self.fds:
             os.close(fd)

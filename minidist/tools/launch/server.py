@@ -1,8 +1,8 @@
-"""The rank server: a process that has imported torch, has run nothing, and turns into ranks on request.
+"""The rank server: a process that has imported torch but run nothing, and forks ranks on request.
 
-It starts no thread (a thread does not survive a fork, the locks it holds do), so a rank is a fresh process with torch
-loaded after a few milliseconds. With method "spawn" it imports nothing and starts new interpreters, as CUDA and macOS
-need. It reports how each rank ended and leaves none alive when its client goes.
+Forking gives a fresh process with torch loaded within milliseconds. The server starts no threads: a thread does not
+survive a fork, but the locks it holds do. With method "spawn" it imports nothing and starts new interpreters, as CUDA
+and macOS need. It reports how each rank ended, and kills all ranks when its client ends.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import traceback
 import weakref
 from collections.abc import Sequence
 
-from minidist.tools.launch.protocol import Line
+from minidist.tools.launch.protocol import MessageSocket
 
 _LOOK_FOR_PARENT_S = 1.0
 _NEEDED_BY_RANKS = (
@@ -30,22 +30,26 @@ _NEEDED_BY_RANKS = (
 
 
 def main(fd: int, method: str, preload: Sequence[str]) -> None:
-    """Serve the client at the other end of socket `fd` until it is gone."""
-    server = Server(Line(socket.socket(fileno=fd)), method)
+    """Serve the client at the other end of socket `fd` until it is gone; the arguments are those of `RankServer`."""
+    server = Server(MessageSocket(socket.socket(fileno=fd)), method)
     if method == "fork":
         for name in (*_NEEDED_BY_RANKS, *preload):
             importlib.import_module(name)
         for finalizer in list(weakref.finalize._registry):
-            finalizer.atexit = False  # torch's hundreds cost a rank 30 ms; those it makes itself do run when it ends
+            finalizer.atexit = (
+                False  # running torch's hundreds would cost each rank 30 ms; a rank's own finalizers still run
+            )
         gc.collect()
-        gc.freeze()  # the collector of a rank leaves the shared pages alone
+        gc.freeze()  # garbage collection in a rank does not touch the shared pages
     server._tell({"event": "ready"})
     server.serve()
 
 
 class Server:
-    def __init__(self, line: Line, method: str):
-        self.line, self.method = line, method
+    """Starts, signals and reaps the rank processes of one client."""
+
+    def __init__(self, connection: MessageSocket, method: str):
+        self.connection, self.method = connection, method
         self.ranks: dict[int, tuple[int, int]] = {}  # pid -> (job, rank)
         self._client = os.getppid()
         self._wake, wake = socket.socketpair()
@@ -59,16 +63,17 @@ class Server:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def serve(self) -> None:
+        """Handle requests and ended ranks until the client is gone, then kill the remaining ranks."""
         while True:
-            ready, _, _ = select.select([self.line.socket, self._wake], [], [], _LOOK_FOR_PARENT_S)
+            ready, _, _ = select.select([self.connection.socket, self._wake], [], [], _LOOK_FOR_PARENT_S)
             if self._wake in ready:
                 self._wake.recv(4096)
             self._reap()
             # A copy of the client's socket in a child of the client hides its end; its process id does not.
             if os.getppid() != self._client:
                 break
-            if self.line.socket in ready:
-                messages = self.line.receive()
+            if self.connection.socket in ready:
+                messages = self.connection.receive()
                 if messages is None:
                     break
                 for message, fds in messages:
@@ -102,10 +107,10 @@ class Server:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self.line.socket.close()
+            self.connection.socket.close()
             self._wake.close()
             self._wake_write.close()
-            for fd in self.line.fds:  # of ranks not started yet
+            for fd in self.connection.fds:  # of ranks not started yet
                 os.close(fd)
             from minidist.tools.launch.rank import main as rank_main
 
@@ -128,12 +133,12 @@ class Server:
                 self._tell({"event": "ended", "job": job, "rank": rank, "code": code})
 
     def _tell(self, message: dict) -> None:
-        with contextlib.suppress(OSError):  # the client is gone, which the next read says as well
-            self.line.send(message)
+        with contextlib.suppress(OSError):  # the client is gone, which the next read reports
+            self.connection.send(message)
 
 
 def _spawn(fds: tuple[int, ...]) -> int:
-    """A new interpreter that becomes a rank."""
+    """Start a new interpreter that becomes a rank; return its process id."""
     for fd in fds[2:]:
         os.set_inheritable(fd, True)
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))

@@ -145,7 +145,7 @@ def _wait(job: "Job", folder: Path) -> None:
         if number == signal.SIGINT and number in asked:
             raise KeyboardInterrupt
         asked.append(number)
-        job.signal(number)
+        job.send_signal(number)
         if not sys.stdout.isatty():  # a live view says so itself
             name = signal.Signals(number).name
             print(f"{name}: saving after this step; a second SIGINT ends the run at once", file=sys.stderr, flush=True)

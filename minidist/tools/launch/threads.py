@@ -1,7 +1,7 @@
-"""How many threads a rank may use: the cores this process may really use, divided among its neighbours.
+"""The number of threads per rank: the cores this process may really use, divided by the ranks of this machine.
 
-torch takes every core it sees, in every rank. Two ranks with two threads each on two cores are over ten times slower
-than with one each, because each waits for threads that the other keeps from running.
+By default torch uses every core it sees, in every rank. Two ranks with two threads each on two cores are over ten
+times slower than with one thread each, because each waits for threads that the other keeps from running.
 """
 
 import os
@@ -12,7 +12,10 @@ from minidist.errors import UserError
 
 
 def threads_per_rank(local_ranks: int, environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int:
-    """`max(1, usable cores // local_ranks)`; the user's OMP_NUM_THREADS wins. Raises UserError if that is no number."""
+    """Return OMP_NUM_THREADS if it is set, else `max(1, cores // local_ranks)`; cores: `usable_cores()` if None.
+
+    Raises UserError when OMP_NUM_THREADS is not a positive number.
+    """
     asked = environ.get("OMP_NUM_THREADS")
     if asked:
         first = asked.split(",")[0].strip()  # OpenMP allows a list, one number per nesting level
@@ -23,19 +26,19 @@ def threads_per_rank(local_ranks: int, environ: Mapping[str, str] = os.environ, 
 
 
 def usable_cores(affinity: int | None = None, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores this process may use at the same time: its affinity mask, or less when its control group has a quota.
+    """Return the number of cores this process may use: its affinity mask, limited by the CPU quota of its cgroup.
 
-    affinity: cores in the mask, asked of the system when None.
+    affinity: number of cores in the mask; read from the system if None.
     """
     if affinity is None:
         affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota_cores(proc, cgroup)
-    # Rounded down: with 1.5 cores a second thread would stand still for half of every period while the first waits.
+    # Rounded down: with 1.5 cores a second thread would be throttled for half of every period while the first waits.
     return affinity if quota is None else max(1, min(affinity, int(quota)))
 
 
 def _quota_cores(proc: Path, cgroup: Path) -> float | None:
-    """The smallest CPU quota on the way from this process's control group to the root, in cores; None without one."""
+    """Return the smallest CPU quota of this process's cgroup and its parents, in cores; None without one."""
     quotas = []
     for line in _read(proc / "self" / "cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)

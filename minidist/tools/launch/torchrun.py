@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minidist.errors import UserError
-from minidist.tools.launch.environment import rank_and_world, whole_number
-from minidist.tools.launch.orphans import die_with
+from minidist.tools.launch.environment import rank_and_world, read_integer
+from minidist.tools.launch.parent_death import die_with_parent
 from minidist.tools.launch.threads import threads_per_rank
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def meeting_port() -> int:
 
     torchrun's own store takes a free port then, but tells the ranks 0, and they would look for it for ever.
     """
-    port = whole_number(os.environ, "MASTER_PORT")
+    port = read_integer(os.environ, "MASTER_PORT")
     if port == 0:
         raise UserError(
             f"MASTER_PORT is 0, so the {torchrun_size()} ranks cannot find each other: start torchrun with "
@@ -110,7 +110,7 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
     from minidist.tools.launch.device import choose_backend, choose_device, init_group, prefer_loopback
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with(os.getppid())  # torchrun gives its ranks a session of their own, and no end with its own
+        die_with_parent(os.getppid())  # torchrun gives its ranks a session of their own, and no end with its own
     held = signal.getsignal(signal.SIGTERM)
     if isinstance(held, Held):
         if held.asked:

@@ -39,9 +39,9 @@ class Still:
         if not self._asleep():
             self._since_s = now_s
             return False
-        standing = self._job.standing()
+        standing = self._job.last_snapshots()
         hidden = [n for n in self._pending() if n not in standing or standing[n].state != "waiting"]
-        stacks = self._job.stacks() if hidden else {}
+        stacks = self._job.dump_stacks() if hidden else {}
         self._since_s = time.monotonic()
         return bool(hidden) and all(_in_torch(stacks.get(n, "")) for n in hidden) and self._asleep()
 

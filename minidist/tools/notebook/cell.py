@@ -16,8 +16,8 @@ import torch
 
 from minidist.comm import Record
 from minidist.comm.world import World
-from minidist.tools.launch.live_rank import Seat
-from minidist.tools.launch.memory import MemoryLimit
+from minidist.tools.launch.live_rank import LiveRank
+from minidist.tools.launch.memory_limit import MemoryLimit
 from minidist.tools.pieces import Pieces
 
 _MAX_RECORDS = 20_000  # of one cell, sent to the kernel
@@ -60,26 +60,26 @@ class Answer(NamedTuple):
     grouped: bool = True
 
 
-def serve(world: World, seat: Seat, memory_bytes: int | None = None) -> None:
+def serve(world: World, live_rank: LiveRank, memory_bytes: int | None = None) -> None:
     """Answer messages until the client is gone. A message is a method's name and its arguments.
 
     memory_bytes: how much more than now a cell may take; a share of what is free when None.
     """
-    resident = Resident(world, seat, memory_bytes)
+    resident = Resident(world, live_rank, memory_bytes)
     while True:
-        number, (name, *arguments) = seat.receive()
+        number, (name, *arguments) = live_rank.receive()
         answer = resident.guarded(getattr(resident, name), *arguments)
         try:
-            seat.answer((number, answer))
+            live_rank.answer((number, answer))
         except (pickle.PickleError, TypeError, AttributeError, ValueError) as error:  # it cannot be pickled
-            seat.answer((number, Answer("error", fault=Fault(type(error).__name__, str(error), 0, "", "", False))))
+            live_rank.answer((number, Answer("error", fault=Fault(type(error).__name__, str(error), 0, "", "", False))))
 
 
 class Resident:
     """What a live rank keeps between cells."""
 
-    def __init__(self, world: World, seat: Seat, memory_bytes: int | None):
-        self._world, self._seat, self._pieces = world, seat, Pieces()
+    def __init__(self, world: World, live_rank: LiveRank, memory_bytes: int | None):
+        self._world, self._live_rank, self._pieces = world, live_rank, Pieces()
         self._busy = False
         self._memory = MemoryLimit(world.local_size, memory_bytes) if world.device.type == "cpu" else None
         self._wake, woken = socket.socketpair()
@@ -93,7 +93,12 @@ class Resident:
         sys.modules["__main__"] = module
         self.names = vars(module)
         self.names.update(
-            torch=torch, dist=torch.distributed, world=world, rank=world.rank, world_size=world.size, meter=seat.meter
+            torch=torch,
+            dist=torch.distributed,
+            world=world,
+            rank=world.rank,
+            world_size=world.size,
+            meter=live_rank.meter,
         )
 
     def _interrupt(self, *_) -> None:
@@ -104,18 +109,18 @@ class Resident:
         """Hear the signals that a rank inside torch does not, and end its wait when that is asked for."""
         while data := self._wake.recv(64):
             if signal.SIGUSR2 in data and self._busy:
-                self._seat.cut()
+                self._live_rank.close_connections()
 
     def guarded(self, method, *arguments) -> Answer:
         """Call a method; what it raises becomes an answer. Only within it does an interrupt stop anything."""
-        del self._seat.meter.records[:-_MAX_KEPT]
-        board, first = self._world.status, len(self._seat.meter.records)
+        del self._live_rank.meter.records[:-_MAX_KEPT]
+        board, first = self._world.status, len(self._live_rank.meter.records)
         board.resume()
         signal.signal(signal.SIGINT, self._interrupt)  # for every cell: the one before may have put another there
         try:
             try:
                 self._busy = method in (self.run, self.get)  # a late interrupt must not hit what mends the ranks
-                with self._memory.within() if self._busy and self._memory else contextlib.nullcontext():
+                with self._memory.apply() if self._busy and self._memory else contextlib.nullcontext():
                     answer = method(*arguments)
             finally:
                 self._busy = False
@@ -125,19 +130,19 @@ class Resident:
         except BaseException as error:
             answer = Answer("error", fault=self._told(_fault(error)))
         board.finish("returned" if answer.kind == "done" else "failed")
-        records = tuple(self._seat.meter.records[first:][-_MAX_RECORDS:])
+        records = tuple(self._live_rank.meter.records[first:][-_MAX_RECORDS:])
         return answer._replace(records=records, grouped=torch.distributed.is_initialized())
 
     def _told(self, fault: Fault) -> Fault:
         """An error for want of memory in words that say what to do."""
         if self._memory is None or not (fault.kind == "MemoryError" or "can't allocate memory" in fault.message):
             return fault
-        more = f"more than the {self._memory.more_bytes / 2**30:.1f} GiB that this rank may take on this machine"
+        more = f"more than the {self._memory.extra_bytes / 2**30:.1f} GiB that this rank may take on this machine"
         more += "\nits variables are kept: `del` the large ones, or ask for new ranks with %ranks"
         return fault._replace(kind="MemoryError", message=more)
 
     def regroup(self, generation: int) -> Answer:
-        self.names["comm"] = self._seat.regroup(generation)
+        self.names["comm"] = self._live_rank.recreate_group(generation)
         return Answer("done")
 
     def run(self, cell: Cell) -> Answer:

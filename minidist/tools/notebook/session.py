@@ -149,7 +149,7 @@ class LiveRanks:
                 for name in self._sources:
                     self._give(name)
                 return
-            told = self._job.death() if self._job.died else "they do not answer"
+            told = self._job.describe_deaths() if self._job.dead_ranks else "they do not answer"
             self._job.kill()
         raise RunError(f"{self.n} ranks could not be started: {told}")
 
@@ -174,9 +174,9 @@ class LiveRanks:
     def _replaced(self) -> list[str]:
         """New ranks in place of ones that died since the last cell, and the line that says so."""
         self._job.poll()
-        if not self._job.died:
+        if not self._job.dead_ranks:
             return []
-        why = in_the_cell(self._job.death()).splitlines()[0]
+        why = in_the_cell(self._job.describe_deaths()).splitlines()[0]
         self._restart()
         return [f"{why}. {self._gone()}"]
 
@@ -186,16 +186,16 @@ class LiveRanks:
     def _free(self) -> None:
         """Stop those that still run the cell, as far as they can be stopped."""
         job, start_s = self._job, time.monotonic()
-        while not job.answered and not job.died and time.monotonic() - start_s < _FREE_S:
-            job.interrupt(cut=time.monotonic() - start_s > _CUT_S)
+        while not job.all_answered and not job.dead_ranks and time.monotonic() - start_s < _FREE_S:
+            job.interrupt(close_connections=time.monotonic() - start_s > _CUT_S)
             again_s = time.monotonic() + _AGAIN_S
-            while not job.answered and time.monotonic() < again_s:
+            while not job.all_answered and time.monotonic() < again_s:
                 job.poll(again_s - time.monotonic())
 
     def _concluded(self, kind: str, why: str, notes: list[str]) -> CellResult:
         """Read what the cell left, then see to it that the next one finds ranks that work."""
         job = self._job
-        job.settle()
+        job.drain_output()
         answers = dict(job.answers)
         outputs = [rank.output for rank in job.ranks]
         shown = [answers[n].shown if n in answers else "" for n in range(self.n)]
@@ -210,14 +210,14 @@ class LiveRanks:
         alone = not all(answer.grouped for answer in answers.values())
         ended = kind if kind != "deadlock" or not own else "error"  # the others wait for those that raised
         ended = "error" if kind == "done" and faults else ended
-        if job.died:
+        if job.dead_ranks:
             self._restart()
             notes = [*notes, self._gone()]
-        elif not job.answered:
+        elif not job.all_answered:
             stuck = [n for n in range(self.n) if n not in answers]
             self._restart()
             notes = [*notes, f"{format_ranks(stuck)} could not be stopped. {self._gone()}"]
-        elif kind != "done" or alone or len(faults) > len(own) or (faults and not balanced(job.standing())):
+        elif kind != "done" or alone or len(faults) > len(own) or (faults and not balanced(job.last_snapshots())):
             if self._regroup():
                 notes = [*notes, "The ranks keep their variables and have a new process group."]
             else:

@@ -33,57 +33,57 @@ class Watch:
     def ask(self, message: tuple, pressed: list) -> tuple[str, str]:
         """("done", ""), or what is wrong and its explanation. pressed: not empty once the person wants it to stop."""
         job = self._job
-        job.ask(message)
+        job.send_request(message)
         start_s = moved_s = time.monotonic()
         before, still = None, Still(job) if message[0] == "run" else None  # ranks may meet anew as slowly as they like
-        while not job.answered:
+        while not job.all_answered:
             job.poll(_LOOK_S)
             now_s, seen = time.monotonic(), self._seen()
             moved_s, before = (moved_s, before) if seen == before else (now_s, seen)
-            if job.died:
+            if job.dead_ranks:
                 return self._died()
-            if job.answered:
+            if job.all_answered:
                 break
             self._show_more(now_s)
             if job.verdict is not None:
                 return job.verdict.kind, self._explained(str(job.verdict))
             if pressed:
                 return "stopped", "\n".join(["stopped; the ranks stood here:", *self._places()])
-            if any(rank.dropped for rank in job.ranks):
+            if any(rank.dropped_bytes for rank in job.ranks):
                 return "flood", "\n".join(["a rank printed more than is kept; it was stopped", *self._places()])
-            if still and still.look(moved_s) and not job.answered:
+            if still and still.look(moved_s) and not job.all_answered:
                 head = "deadlock: every rank waits inside torch or has reached the end; the ranks stand here:"
-                return "deadlock", "\n".join([head, *self._places(), *unmatched(job.standing())])
+                return "deadlock", "\n".join([head, *self._places(), *unmatched(job.last_snapshots())])
             if now_s - moved_s > self._quiet_s:
                 more = f"if this is work that takes long, start the cell with %%ranks --quiet {4 * self._quiet_s:g}"
                 head = f"nothing has moved for {self._quiet_s:g} s; the ranks stand here:"
-                return "quiet", "\n".join([head, *self._places(), *(unmatched(job.standing()) or [more])])
+                return "quiet", "\n".join([head, *self._places(), *(unmatched(job.last_snapshots()) or [more])])
             if self._timeout_s is not None and now_s - start_s > self._timeout_s:
                 head = f"the cell was not done after {self._timeout_s:g} s; the ranks stand here:"
                 return "deadline", "\n".join([head, *self._places()])
         # gloo lets one rank sum what another takes the largest of, and tells nobody.
-        if verdict := mismatched(job.standing()):
+        if verdict := mismatched(job.last_snapshots()):
             return verdict.kind, in_the_cell(str(verdict))
         return "done", ""
 
     def _show_more(self, now_s: float) -> None:
-        printed = [rank.printed for rank in self._job.ranks]
+        printed = [rank.output_bytes for rank in self._job.ranks]
         if self._show is not None and now_s - self._shown_s >= _SHOW_S and printed != self._shown:
             self._shown_s, self._shown = now_s, printed
             self._show(so_far([rank.output for rank in self._job.ranks]))
 
     def _seen(self) -> list:
         job = self._job
-        if job.died:
+        if job.dead_ranks:
             return []
-        versions = {n: snapshot.version for n, snapshot in job.standing().items()}
-        return [(n, versions.get(n), job.ranks[n].printed) for n in range(job.size) if n not in job.answers]
+        versions = {n: snapshot.version for n, snapshot in job.last_snapshots().items()}
+        return [(n, versions.get(n), job.ranks[n].output_bytes) for n in range(job.size) if n not in job.answers]
 
     def _died(self) -> tuple[str, str]:
         end_s = time.monotonic() + _TOGETHER_S
         while not self._job.done and time.monotonic() < end_s:
             self._job.poll(_TOGETHER_S)
-        return "died", in_the_cell(self._job.death())
+        return "died", in_the_cell(self._job.describe_deaths())
 
     def _explained(self, text: str) -> str:
         """A verdict, with the lines of the cell where the waits are in other files."""
@@ -94,11 +94,11 @@ class Watch:
         return [n for n in range(self._job.size) if n not in self._job.answers]
 
     def _lines(self, ranks: list[int]) -> list[str]:
-        return lines_of_cell(self._job.stacks(), ranks)
+        return lines_of_cell(self._job.dump_stacks(), ranks)
 
     def _places(self) -> list[str]:
         """Where every rank stands: the wait that its board shows, or the line that its stack shows."""
-        standing = self._job.standing()
+        standing = self._job.last_snapshots()
         waiting = {n: s for n, s in standing.items() if s.state == "waiting"}
         told = [f"  {format_ranks([n])}: {in_the_cell(stands(s))}" for n, s in sorted(waiting.items())]
         ended = sorted(self._job.answers)

@@ -1,4 +1,4 @@
-"""Functions travel to the ranks by name: where their source is, and what they are called there.
+"""References to functions, by which they are sent to ranks: module or source file, and qualified name.
 
 A function of an importable module goes by module name. One from a script, a test file or `__main__` goes by the path of
 its file, which the rank loads (under the name it has here, so that pickled objects find their classes).
@@ -18,16 +18,16 @@ from minidist.errors import RunError, UserError
 MAIN_ALIAS = "__mp_main__"
 
 
-class Reference(NamedTuple):
-    """A function by name. file: where to load it from, None when the module can be imported."""
+class FunctionReference(NamedTuple):
+    """The name of a function. file: the source to load, None if the module can be imported."""
 
     module: str
     qualname: str
     file: str | None
 
 
-def reference(function: Callable) -> Reference:
-    """How a rank finds `function`. Raises UserError when only this process knows it."""
+def reference_function(function: Callable) -> FunctionReference:
+    """Make a reference from which a rank can load `function`. Raises UserError for lambdas and local functions."""
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not module or not qualname or "<" in qualname:
         raise UserError(
@@ -39,16 +39,16 @@ def reference(function: Callable) -> Reference:
     except TypeError:
         file = None
     if module != "__main__" and _importable(module, file):
-        return Reference(module, qualname, None)
+        return FunctionReference(module, qualname, None)
     if file is None or not os.path.exists(file):
         raise UserError(f"{qualname} of {module} cannot be sent to ranks: its source is not in a file")
     if module == "__main__":
         sys.modules.setdefault(MAIN_ALIAS, sys.modules["__main__"])
-    return Reference(module, qualname, file)
+    return FunctionReference(module, qualname, file)
 
 
-def resolve(ref: Reference) -> Callable:
-    """The function, in a rank. Raises RunError when its file does not import or has no such name."""
+def resolve_function(ref: FunctionReference) -> Callable:
+    """Load the function, in a rank. Raises RunError when its file does not import or has no such function."""
     source = ref.file or ref.module
     try:
         module = _load(ref.module, ref.file) if ref.file else importlib.import_module(ref.module)
@@ -63,7 +63,7 @@ def resolve(ref: Reference) -> Callable:
 
 
 def _importable(name: str, file: str | None) -> bool:
-    """Whether a fresh interpreter with our sys.path would find this file under this name.
+    """Return whether a fresh interpreter with this sys.path would find this file under this module name.
 
     `importlib.util.find_spec` would answer from sys.modules, where pytest puts test files no other process can import.
     """

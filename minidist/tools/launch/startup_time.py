@@ -1,4 +1,4 @@
-"""How long fresh ranks take: `python -m minidist.tools.launch.measure [repetitions]`."""
+"""Measure the start-up time of fresh ranks: `python -m minidist.tools.launch.startup_time [repetitions]`."""
 
 import statistics
 import sys
@@ -8,14 +8,15 @@ from minidist.tools.launch.client import RankServer
 from minidist.tools.launch.threads import usable_cores
 
 
-def nothing(world) -> None:
-    """What the measured ranks do: they exist, with a process group, and end."""
+def do_nothing(world) -> None:
+    """The function that the measured ranks run."""
 
 
 def main(repetitions: int) -> None:
+    """Print the start-up time of 1, 2 and 4 ranks, each measured `repetitions` times."""
     start_s = time.perf_counter()
     with RankServer() as server:
-        server.run(nothing, 1)
+        server.run(do_nothing, 1)
         print(f"{usable_cores()} usable cores; server and first rank: {time.perf_counter() - start_s:.2f} s")
         for ranks in (1, 2, 4):
             times_s = [_one(server, ranks) for _ in range(repetitions)]
@@ -25,7 +26,7 @@ def main(repetitions: int) -> None:
 
 def _one(server: RankServer, ranks: int) -> float:
     start_s = time.perf_counter()
-    server.run(nothing, ranks, backend="gloo")
+    server.run(do_nothing, ranks, backend="gloo")
     return time.perf_counter() - start_s
 
 

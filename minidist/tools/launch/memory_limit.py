@@ -1,4 +1,4 @@
-"""How much more memory a process may take, so that one that takes all of it ends its work and not the machine."""
+"""A limit on a process's memory: exceeding it raises an error instead of exhausting the machine."""
 
 import contextlib
 import resource
@@ -10,8 +10,8 @@ _PART = 0.8  # of what is free, for all ranks of this machine together
 _HEADROOM_BYTES = 64 << 20  # in a cell that begins at its limit: enough to delete what fills it
 
 
-def free_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What this machine, or the container we are in, has left; None where neither tells."""
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the free bytes of this machine or container; None where neither reports them."""
     found = []
     for line in _read(proc / "meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -23,25 +23,24 @@ def free_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
 
 
 class MemoryLimit:
-    """So much more than this process has when this is made; `within()` holds it.
+    """A limit of `extra_bytes` beyond the memory this process has at construction; `apply()` enforces it.
 
-    local_ranks: how many share what is free now, when more_bytes is not given. more_bytes: None where nothing is known.
-
-    What counts is memory the process may write and shares with nobody (Linux, RLIMIT_DATA): addresses that are only
-    reserved, as threads and CUDA do by the gigabyte, do not.
+    local_ranks: ranks of this machine, which share the free memory if extra_bytes is None.
+    The limit counts private writable memory (RLIMIT_DATA, Linux only), not address space that is merely reserved, as
+    threads and CUDA do by the gigabyte.
     """
 
-    def __init__(self, local_ranks: int, more_bytes: int | None = None):
-        free, has = free_bytes(), _data_bytes()
-        if more_bytes is None and free is not None:
-            more_bytes = max(_LEAST_BYTES, int(free * _PART) // local_ranks)
-        self.more_bytes = more_bytes if has is not None else None
-        self._most = (has or 0) + (more_bytes or 0)
+    def __init__(self, local_ranks: int, extra_bytes: int | None = None):
+        free, has = available_memory(), _data_bytes()
+        if extra_bytes is None and free is not None:
+            extra_bytes = max(_LEAST_BYTES, int(free * _PART) // local_ranks)
+        self.extra_bytes = extra_bytes if has is not None else None
+        self._most = (has or 0) + (extra_bytes or 0)
 
     @contextlib.contextmanager
-    def within(self) -> Iterator[None]:
-        """Whoever asks for more in here gets a MemoryError, or torch's RuntimeError."""
-        if self.more_bytes is None:
+    def apply(self) -> Iterator[None]:
+        """Context in which allocations beyond the limit raise MemoryError, or in torch RuntimeError."""
+        if self.extra_bytes is None:
             yield
             return
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -1,10 +1,10 @@
-"""Micro-batches without communication.
+"""Gradient accumulation without communication.
 
 Write the missing lines of collect; the docstring says what is asked.
 You may call: reducer.add, reducer.ready, last.
 Check it with: python -m exercises check accumulation
 
-Stub 70e7ced4.
+Stub e6f0e054.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ def collect(
 
     def hook_for(name: str):
         def hook(parameter: Tensor) -> None:
-            raise NotImplementedError("hand the gradient to the reducer; in the last micro-batch it is ready")
+            raise NotImplementedError("pass the gradient to the reducer; in the last micro-batch declare it ready")
 
         return hook
 

@@ -1,10 +1,10 @@
-"""Which gradients travel together.
+"""Assign parameters to buckets.
 
 Write the missing lines of assign; the docstring says what is asked.
 You may call: min, max, sum, len, list.append, dict.items.
 Check it with: python -m exercises check bucket_assignment
 
-Stub 8a25e0c7.
+Stub 6462d9ad.
 """
 
 from collections.abc import Mapping
@@ -17,4 +17,4 @@ def assign(sizes: Mapping[str, int], limit: int, first: int | None = None) -> li
 
     sizes: name to bytes. first: limit of the first bucket, if it is to be smaller.
     """
-    raise NotImplementedError("return the names in buckets")
+    raise NotImplementedError("return the names of each bucket")

@@ -1,10 +1,10 @@
-"""Buckets that leave while backward runs.
+"""Launch buckets during backward.
 
 Write the missing lines of Bucket and BucketedReducer; the docstring says what is asked.
 You may call: all_reduce, Tensor.zero_, Bucket.launch, Handle.wait, set.isdisjoint.
 Check it with: python -m exercises check bucketed_reducer
 
-Stub cf81b708.
+Stub 5346c5d8.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -39,10 +39,10 @@ class Bucket:
 
     def launch(self, filled: Set[str]) -> None:
         """Send what has come; a gradient that did not come counts as zero."""
-        raise NotImplementedError("a gradient that did not come counts as zero")
+        raise NotImplementedError("a missing gradient counts as zero")
         if self.reports:
             self.uses.copy_(torch.tensor([float(name in filled) for name in self.reports]))
-        raise NotImplementedError("begin to sum the buffer over the group, without waiting")
+        raise NotImplementedError("start the all-reduce of the buffer over the group, without waiting")
 
 
 class BucketedReducer(GradientReducer):
@@ -96,11 +96,11 @@ class BucketedReducer(GradientReducer):
     def ready(self, name: str) -> None:
         """No more will come for `name`: launch what is complete, as far as no bucket ahead is incomplete."""
         self._awaited.discard(name)
-        raise NotImplementedError("launch what is complete and has its turn")
+        raise NotImplementedError("launch complete buckets in index order")
 
     def finish(self) -> None:
         """End of backward: launch what is left, then wait. After it every `.grad` holds its sum over the group."""
-        raise NotImplementedError("launch the buckets that are left, and wait for all")
+        raise NotImplementedError("launch the remaining buckets, then wait for all")
         for bucket in self._buckets:
             for name, uses in zip(bucket.reports, bucket.uses.tolist(), strict=True):
                 self._parameters[name].grad = self._bucket_of[name].views[name] if uses else None

@@ -4,7 +4,7 @@ Write the missing lines of NaiveReducer; the docstring says what is asked.
 You may call: all_reduce, torch.tensor, torch.zeros_like.
 Check it with: python -m exercises check gradient_sum
 
-Stub fd236c25.
+Stub f5b3e68a.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,7 +43,7 @@ class NaiveReducer(GradientReducer):
         """Sum over the group: every `.grad` holds the sum, or None for a parameter that no rank of the group used."""
         for name, parameter in self._parameters.items():
             group = self._groups[name]
-            raise NotImplementedError("sum the gradient over the group; None if no rank used the parameter")
+            raise NotImplementedError("set .grad to the sum over the group, or to None if no rank used the parameter")
         self._sums, self._ready = {}, set()
 
     def clear(self) -> None:

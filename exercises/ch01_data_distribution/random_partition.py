@@ -1,4 +1,4 @@
-"""Blocks of one random order.
+"""Blocks of a shared random permutation.
 
 Write the missing lines of random; the docstring says what is asked.
 You may call: block, permutation, numpy.random.default_rng.

@@ -1,10 +1,10 @@
-"""A sum divided once, not a mean of means.
+"""Normalize by the global token count.
 
 Write the missing lines of count_tokens and backward; the docstring says what is asked.
 You may call: Count, sum, torch.tensor, Tensor.backward, Tensor.detach.
 Check it with: python -m exercises check weighted_loss
 
-Stub 6b8e261e.
+Stub 59bee821.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def count_tokens(counts: Iterable[int], weight: float, group: Group) -> Count:
 
     counts: tokens that count in each of this rank's micro-batches. weight: w_i, of this rank's data.
     """
-    raise NotImplementedError("return a Count, whose tensor holds the weighted number of this rank, (1,) in float64")
+    raise NotImplementedError("return a Count of this rank's weighted token count, a float64 tensor of shape (1,)")
 
 
 def backward(loss_sums: Iterable[Tensor], weight: float, count: Count) -> float | Tensor:
@@ -31,4 +31,4 @@ def backward(loss_sums: Iterable[Tensor], weight: float, count: Count) -> float 
     so that the activations of one micro-batch are freed before those of the next are made. weight: w_i, the one given
     to `count_tokens`; count: what that returned, a number in `count.value`. When it is 0 there is no backward.
     """
-    raise NotImplementedError("run backward of one loss sum after the other; return their share of the loss")
+    raise NotImplementedError("run backward for one loss sum after the other; return this rank's part of the loss")

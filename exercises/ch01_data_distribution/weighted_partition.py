@@ -4,7 +4,7 @@ Write the missing lines of sizes and weighted; the docstring says what is asked.
 You may call: Fraction, math.floor, sum, sorted, sizes, numpy.cumsum, numpy.arange.
 Check it with: python -m exercises check weighted_partition
 
-Stub 58e31f07.
+Stub cd6e7da0.
 """
 
 import math
@@ -26,7 +26,7 @@ def sizes(n: int, weights: Sequence[float]) -> list[int]:
         raise ValueError(f"cannot share n={n} samples: n must be at least 0")
     if not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights):
         raise ValueError(f"weights={list(weights)}: each must be finite and at least 0, and one must be above 0")
-    raise NotImplementedError("return the whole shares, whose sum is n")
+    raise NotImplementedError("return the shares as integers whose sum is n")
 
 
 def weighted(n: int, weights: Sequence[float], rank: int) -> np.ndarray:

@@ -1,11 +1,11 @@
-"""Micro-batches without communication: the solution, as it stands in minidist.parallel.data.reducer.
+"""Gradient accumulation without communication: the solution, as it stands in minidist.parallel.data.reducer.
 
-Sums over micro-batches are local: only the whole sum goes over the network, once per step instead of once per micro-
-batch. The reducer owns it. Emptying .grad in every backward keeps autograd from adding to it as well, which would
-count the first micro-batch again and again, and it keeps a gradient from being held twice.
+The sum over micro-batches is local: only the complete sum goes over the network, once per step instead of once per
+micro-batch. The reducer owns it. Setting .grad to None in every backward keeps autograd from adding to the same
+tensor, which would count the first micro-batch several times, and it avoids a second copy of the gradient.
 
-Handing over only in the last micro-batch, what autograd has added up by itself, fails where the last micro-batch does
-not use a parameter that an earlier one used: its hook does not run.
+The alternative, letting autograd accumulate and passing .grad to the reducer in the last micro-batch only, fails if
+the last micro-batch does not use a parameter that an earlier one used: its hook does not run.
 
 Usual wrong answers:
 * the mean over micro-batches, though every loss was divided already

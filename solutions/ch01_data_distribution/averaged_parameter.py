@@ -1,12 +1,12 @@
 """The loss falls and the replicas drift: the solution.
 
-A step reads two things, the parameters and the gradient. Replicas stay equal if both are equal on all ranks, and only
-the gradient needs the network for that: the parameters were made equal once, at the start.
+An optimizer step reads the parameters and the gradients. The replicas stay equal if both are equal on all ranks. The
+parameters were made equal once, at the start, so only the gradients have to be communicated.
 
-The hook averaged the parameters, which pulls the replicas together before each step, and then each goes its own way
-again with the gradient of its own share. The loss falls because every one of them does learn. A program that is used
-by many had this fault and no test noticed: a falling loss proves nothing, equal parameters and the numbers of one
-process do.
+The hook averages the parameters. This pulls the replicas together before each step, and then each rank applies the
+gradient of its own samples and drifts away again. The loss falls because every replica learns. A widely used program
+had this fault, and no test noticed: a falling loss proves nothing. Compare the parameters across the ranks, and the
+losses with one process.
 
 Usual wrong answers:
 * the parameters are averaged after the step, which only plain SGD forgives
@@ -35,8 +35,8 @@ from torch import nn
 INVARIANTS = {
     "start": "all replicas start with the same parameters",
     "share": "every sample of a batch belongs to exactly one rank",
-    "mean": "shares are equally large, so the mean over ranks of their mean losses is that of the batch",
-    "gradient": "every replica takes its step with the same gradient, the mean over all ranks",
+    "mean": "all shards have the same size, so the mean of the per-rank mean losses is the mean loss of the batch",
+    "gradient": "every replica applies the same gradient, the mean over all ranks",
     "steps": "every rank takes the same number of steps",
 }
 INVARIANT = "gradient"
@@ -44,20 +44,20 @@ LINE = "mean_over_ranks(parameter.data)"
 
 
 def mean_over_ranks(tensor):
-    """Put the mean of all ranks' tensors in the place of each, shape by shape."""
+    """Replace each rank's tensor by the mean over all ranks, in place."""
     dist.all_reduce(tensor)
     tensor /= dist.get_world_size()
 
 
 def on_gradient(parameter):
-    """autograd calls this when the gradient of a parameter is complete."""
+    """Hook that autograd calls when the gradient of a parameter is complete."""
     mean_over_ranks(parameter.grad)
 
 
 def main(inputs, targets, model, epochs=10, batch_size=12):
-    """Train `model` on all ranks; returns it and this rank's loss after each step.
+    """Train `model` on all ranks; return it and this rank's loss at each step.
 
-    inputs (samples, 10), targets (samples, 1): the same on all ranks. batch_size is a multiple of the number of ranks.
+    inputs (samples, 10), targets (samples, 1): equal on all ranks. batch_size: a multiple of the number of ranks.
     """
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -1,9 +1,8 @@
 """Consecutive blocks: the solution, as it stands in minidist.data.partition.
 
-Every rank computes its own block without asking anybody, so the formula must give blocks that touch and never
-overlap. Spreading the rest over the first ranks keeps all ranks within one sample of each other: the slowest rank
-sets the time of a step. Nothing is dropped and nothing repeated, since either would change the gradient of one
-process.
+Every rank computes its own block without communication, so the formula must give blocks that are adjacent and never
+overlap. Spreading the rest over the first ranks keeps the sizes within one sample of each other; the largest part
+sets the time of a step. No sample is dropped or repeated, because either would change the gradient.
 
 Usual wrong answers:
 * every rank takes the size rounded up, and the last ones get what is left

@@ -1,10 +1,10 @@
-"""Which gradients travel together: the solution, as it stands in minidist.parallel.data.buckets.
+"""Assign parameters to buckets: the solution, as it stands in minidist.parallel.data.buckets.
 
-A message has a price whatever its size, about a millisecond on a slow network, so a hundred small gradients had
-better travel as one. But a bucket can leave only when its last gradient is there: one that holds everything leaves
-after backward, when there is nothing left to hide it behind. Hence a limit, and a smaller first bucket, so that the
-network has something to do early. Buckets keep the order of the names, which is the order in which backward finishes
-them.
+Every message has a fixed cost, about a millisecond on a slow network, so many small gradients should share one
+message. But a bucket can be launched only when its last gradient is ready: a single bucket for everything starts
+after backward, when no computation is left to overlap with. Hence the limit, and a smaller first bucket, so that
+communication starts early. The buckets keep the order of the names, which is the order in which backward finishes the
+parameters.
 
 Usual wrong answers:
 * a bucket ends when it has passed the limit, not before

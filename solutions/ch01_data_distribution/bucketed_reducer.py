@@ -1,13 +1,13 @@
-"""Buckets that leave while backward runs: the solution, as it stands in minidist.parallel.data.buckets.
+"""Launch buckets during backward: the solution, as it stands in minidist.parallel.data.buckets.
 
-Backward finishes the last layer first, and from then on there is something to send. What is sent inside backward
-costs no time of its own as long as the network is done before backward is. Waiting right after a launch gives that
-away, and so does launching at the end; the numbers are the same, which is why the order of events is judged.
+Backward finishes the last layer first, and from then on there is something to send. Communication during backward
+costs no extra time as long as it ends before backward does. Waiting right after a launch loses this overlap, and so
+does launching at the end. The values are the same in all cases, which is why the check looks at the order of events.
 
-Ranks that launch in the order of readiness pair the bucket of one with another bucket of the other: a hang, or a sum
-of things that do not belong together. Index order costs a little overlap and needs no agreement. A rank that did not
-use a parameter sends zeros in its place, and the last bucket tells how many ranks used each parameter, so that one
-that nobody used keeps None and the optimizer leaves it alone.
+If each rank launched buckets in its own order, a collective would pair different buckets: the run would hang, or add
+unrelated gradients. Index order costs a little overlap and needs no agreement. A rank that did not use a parameter
+sends zeros for it. The last bucket carries the number of ranks that used each parameter, so that a parameter that no
+rank used keeps .grad None and the optimizer skips it.
 
 Usual wrong answers:
 * everything is launched when backward is over

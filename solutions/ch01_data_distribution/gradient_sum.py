@@ -1,9 +1,9 @@
 """One all-reduce per parameter: the solution, as it stands in minidist.parallel.data.reducer.
 
 The replicas stay equal because each applies the same sum. Nothing is divided here: every loss was divided by the
-number of tokens of the whole batch, so the sum over ranks is the gradient of one process, also when ranks hold
-unequal shares. A rank that leaves out a parameter it did not use leaves the others waiting; one that gives an unused
-parameter zeros lets weight decay and momentum move it.
+token count of the global batch, so the sum over the ranks is the gradient of one process, also with unequal parts. A
+rank that skips a parameter it did not use leaves the other ranks waiting. A reducer that gives an unused parameter a
+gradient of zeros instead of None lets weight decay and momentum change it.
 
 Usual wrong answers:
 * the package's own reducer under the learner's name

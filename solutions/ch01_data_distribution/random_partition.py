@@ -1,8 +1,8 @@
-"""Blocks of one random order: the solution, as it stands in minidist.data.partition.
+"""Blocks of a shared random permutation: the solution, as it stands in minidist.data.partition.
 
-Nothing is sent: equal seeds give equal orders on all ranks, and the block cuts them so that nobody shares a sample.
-The order is a function of (seed, epoch) alone. A generator that is drawn from as the run goes on would give another
-order after a restart, and the global one of numpy is changed by whoever uses it.
+No communication is needed: equal seeds give equal permutations on all ranks, and the blocks are disjoint. The
+permutation depends on (seed, epoch) alone. A generator that advances during the run would give another order after a
+restart, and numpy's global generator advances whenever any code draws from it.
 
 Usual wrong answers:
 * the package's own random is called

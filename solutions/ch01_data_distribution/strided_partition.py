@@ -1,8 +1,8 @@
 """Every world_size-th sample: the solution, as it stands in minidist.data.partition.
 
-Neighbours in a file often resemble each other. Strides give every rank a sample of each neighbourhood, where blocks
-would give it a whole one. Sampler classes that repeat samples until all ranks have equally many change the gradient:
-the repeated ones count twice.
+Neighbouring samples of a file are often similar. Strides give every rank samples from every region of the file, where
+blocks give it one region. Samplers that repeat samples until all ranks have equally many change the gradient: the
+repeated samples count twice.
 
 Usual wrong answers:
 * consecutive blocks in place of strides

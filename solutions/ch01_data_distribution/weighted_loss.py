@@ -1,12 +1,12 @@
-"""A sum divided once, not a mean of means: the solution, as it stands in minidist.train.loss.
+"""Normalize by the global token count: the solution, as it stands in minidist.train.loss.
 
-The gradient of a sum is the sum of gradients, so a loss that is a sum divided by one number may be cut anywhere: by
-sample, by micro-batch, by rank. A mean is no sum. Ranks with unequal numbers of tokens that average their own means
-train on another loss than one process does, and no curve shows it. The count is known from the labels alone, so it
-can be on its way while the first forward runs, and costs one message of eight bytes.
+The gradient of a sum is the sum of the gradients. A loss that is a sum divided by one constant may therefore be split
+in any way: by sample, by micro-batch, by rank. A mean may not. If ranks with unequal token counts average their own
+means, the run minimizes another loss than one process does, and no loss curve shows it. The count is known from the
+labels alone, so its all-reduce, one message of eight bytes, overlaps with the first forward.
 
-Weights are part of both: theta <- theta - lr * sum_i w_i grad_i with grad_i of a loss divided by sum_i w_i n_i. A
-weight that multiplies only the losses changes the learning rate as well.
+The weight enters twice: theta <- theta - lr * sum_i w_i grad_i, where grad_i is the gradient of rank i's loss sum
+divided by sum_i w_i n_i. A weight that multiplies only the losses also changes the learning rate.
 
 Usual wrong answers:
 * the counts of all micro-batches are sent, where their sum would do

@@ -1,8 +1,8 @@
 """Shares in proportion to weights: the solution, as it stands in minidist.data.partition.
 
-Largest remainder (Hamilton's method) gives shares that add up to n and are within one of the exact ones. Rounding
-each share by itself does neither. Fractions are exact: the same shares on every machine, also where a float cannot
-hold n.
+The largest-remainder method (Hamilton's method) gives shares that sum to n and differ from the exact ones by less
+than one. Rounding each share separately can give another sum. Fractions are exact: they give the same shares on every
+machine, even where a float cannot represent n.
 
 Usual wrong answers:
 * blocks start as if all ranks before had the size of this one

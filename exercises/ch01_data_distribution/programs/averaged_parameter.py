@@ -1,9 +1,9 @@
-"""This program runs, its loss falls on every rank, and the numbers are wrong: the replicas drift apart, and none of
-them is the model that one process would have trained. See it: torchrun --standalone --nproc-per-node 2 THIS_FILE
+"""This program runs and its loss falls on every rank, but its results are wrong: the replicas drift apart, and none of
+them is the model that one process would have trained. Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
-Three things are asked. INVARIANT: the key of the one rule in INVARIANTS that is broken. LINE: the line that breaks it,
-by its number in the file as you got it, or its text. And the program, mended: every gradient goes over the network
-once per step, and nothing else after the start.
+This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
+violates. LINE: the line that violates it, as its number in the original file or as its text. And the repaired program:
+it sends every gradient once per step, and nothing else after the start.
 """
 
 import os
@@ -15,8 +15,8 @@ from torch import nn
 INVARIANTS = {
     "start": "all replicas start with the same parameters",
     "share": "every sample of a batch belongs to exactly one rank",
-    "mean": "shares are equally large, so the mean over ranks of their mean losses is that of the batch",
-    "gradient": "every replica takes its step with the same gradient, the mean over all ranks",
+    "mean": "all shards have the same size, so the mean of the per-rank mean losses is the mean loss of the batch",
+    "gradient": "every replica applies the same gradient, the mean over all ranks",
     "steps": "every rank takes the same number of steps",
 }
 INVARIANT = "gradient"
@@ -24,20 +24,20 @@ LINE = "mean_over_ranks(parameter.data)"
 
 
 def mean_over_ranks(tensor):
-    """Put the mean of all ranks' tensors in the place of each, shape by shape."""
+    """Replace each rank's tensor by the mean over all ranks, in place."""
     dist.all_reduce(tensor)
     tensor /= dist.get_world_size()
 
 
 def on_gradient(parameter):
-    """autograd calls this when the gradient of a parameter is complete."""
+    """Hook that autograd calls when the gradient of a parameter is complete."""
     mean_over_ranks(parameter.grad)
 
 
 def main(inputs, targets, model, epochs=10, batch_size=12):
-    """Train `model` on all ranks; returns it and this rank's loss after each step.
+    """Train `model` on all ranks; return it and this rank's loss at each step.
 
-    inputs (samples, 10), targets (samples, 1): the same on all ranks. batch_size is a multiple of the number of ranks.
+    inputs (samples, 10), targets (samples, 1): equal on all ranks. batch_size: a multiple of the number of ranks.
     """
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -52,7 +52,7 @@ def print_run(run: Run, verdict: Iterable[str], console: Console) -> None:
         )
     console.print(table)
     for line in [*run.left_out, *verdict]:
-        console.print(line, soft_wrap=True, highlight=False)
+        console.print(line, soft_wrap=True, highlight=False, markup=False)  # [peers] is the name of an extra
 
 
 def _mib(size: int | None) -> str:

@@ -1,5 +1,6 @@
 """The request to stop: a signal asks, the end of a step answers."""
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -22,6 +23,7 @@ class StopRequest:
         self.requested: str | None = None
         self._interrupts = 0
         self._before: dict[int, object] = {}
+        self._wakeup: tuple[int, int] | None = None
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is not threading.main_thread():
@@ -29,13 +31,28 @@ class StopRequest:
         self.requested, self._interrupts = None, 0
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._record)
+        # While the main thread is inside torch, Python does not call the handler; this pipe is written at once.
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._wakeup = write, signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(read,), daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        write, before = self._wakeup
+        signal.set_wakeup_fd(before)
+        os.close(write)
         for number, handler in self._before.items():
             # None: a handler that was not installed from Python, and cannot be put back from here.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
+
+    def _listen(self, read: int) -> None:
+        """Set `requested` as soon as a signal arrives, until the writing end of the pipe is closed."""
+        with open(read, "rb", buffering=0) as pipe:
+            while number := pipe.read(1):
+                if number[0] in SIGNALS:
+                    self.requested = self.requested or signal.Signals(number[0]).name
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or signal.Signals(number).name

@@ -1,6 +1,7 @@
 """Going on with a run: which configuration, and whether this checkpoint can be the beginning of this run."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from minidist.config_file import from_text
 from minidist.errors import UserError
 from minidist.fault import folders
 from minidist.train.run_folder import checkpoints_of
+from minidist.train.schedule import learning_rate
 
 if TYPE_CHECKING:
     from minidist.data.corpus import Corpus
@@ -70,3 +72,19 @@ def check_resumable(path: Path, state: dict[str, Any], config: Config, corpus: "
             f"{path} is at step {state['step']}, and the run ends at step {config.train.steps}: nothing is left to "
             f"do. Give --train.steps more than {state['step']}."
         )
+
+
+def describe_learning_rate_jump(before: Config, config: Config, step: int) -> str | None:
+    """One line if resuming after `step` steps changes the learning rate of the next step; None if it does not.
+
+    before: the configuration of the run that wrote the checkpoint.
+    """
+    was, now = (learning_rate(run.optim, step, run.train.steps) for run in (before, config))
+    if math.isclose(was, now, rel_tol=0.01):
+        return None
+    schedules = [f"{run.optim.schedule} over {run.train.steps} steps" for run in (before, config)]
+    return (
+        f"learning rate of step {step + 1}: {now:.2e} by the schedule of this run ({schedules[1]}); by that of the "
+        f"checkpoint ({schedules[0]}) it would be {was:.2e}. To extend runs without such a jump, train them with "
+        "--optim.schedule constant or wsd."
+    )

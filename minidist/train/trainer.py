@@ -29,7 +29,7 @@ from minidist.train import abort, checkpoint_state, metrics, run_folder
 from minidist.train.agree import StepResult
 from minidist.train.engine import Engine
 from minidist.train.observer import Observer
-from minidist.train.resume import check_resumable
+from minidist.train.resume import check_resumable, describe_learning_rate_jump, stored_config
 from minidist.train.schedule import learning_rate
 from minidist.validation import find_warnings, validate
 
@@ -98,6 +98,8 @@ class Trainer:
         self.loader = Loader(self.corpus.train, data.seq_len, train.seed, min_length=data.min_length)
         self.held_out = evaluation(self.corpus.held_out, data.seq_len, train.eval_samples)
         self.progress, self._pace = Progress(), Pace()
+        self.stop: StopRequest | None = None
+        self._resume_notes: list[str] = []
         source = None if config.checkpoint.resume is None else self._resume()
         # Rank 0 makes the folder for all ranks, so only rank 0 needs the right to write there.
         folder = self._collectively(lambda: run_folder.claim(config) if world.rank == 0 else None)
@@ -149,9 +151,10 @@ class Trainer:
     def run(self, stop: StopRequest) -> dict[str, Any]:
         """Train to the last step, or to the step after which any rank was asked to stop. Return the summary."""
         train, meter, stopped = self.config.train, self.groups.meter, False
+        self.stop = stop
         for observer in self.observers:
             observer.on_start(self)
-        for warning in find_warnings(self.config, self.mesh):
+        for warning in (*self._resume_notes, *find_warnings(self.config, self.mesh)):
             self.note(warning)
         while self.progress.step < train.steps and not stopped:
             for observer in self.observers:
@@ -274,6 +277,8 @@ class Trainer:
         if self.engine.scaler is not None and state.get("loss_scaler"):
             self.engine.scaler.load(state["loss_scaler"])
         self.progress = Progress(state["step"], state["position"])
+        if note := describe_learning_rate_jump(stored_config(path, state), self.config, state["step"]):
+            self._resume_notes.append(note)
         return run_folder.run_of(path)
 
     def _read_checkpoint(self) -> tuple[Path, dict[str, Any]]:

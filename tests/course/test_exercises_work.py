@@ -45,11 +45,11 @@ def test_start_copies_every_stub_and_a_second_time_nothing(work):
 def test_update_renews_what_is_untouched_and_keeps_what_is_edited(work, tmp_path):
     course = tmp_path / "course"
     shutil.copytree(ROOT / "exercises" / BLOCK.chapter, course / "exercises" / BLOCK.chapter)
-    assert not any(work.update(CATALOGUE).values())  # edited, but the course has nothing newer
     newer = Catalogue(course)
     for name in ("block_partition", "strided_partition"):
         newer[name].stub.write_text(CATALOGUE[name].stub.read_text() + "# newer\n")
     work.file(BLOCK).write_text("mine\n")
+    assert not any(work.update(CATALOGUE).values()), "the course has nothing newer than what was copied"
     done = work.update(newer)
     assert done == {"added": [], "renewed": [work.file(newer["strided_partition"])], "kept": [work.file(BLOCK)]}
     assert work.file(BLOCK).read_text() == "mine\n"

@@ -1,8 +1,10 @@
 """A signal asks for a stop and the loop answers; a second Ctrl-C does not wait."""
 
+import ctypes
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -73,3 +75,22 @@ def test_another_thread_is_refused_with_the_reason():
     thread.start()
     thread.join()
     assert len(errors) == 1 and "main thread" in errors[0]
+
+
+def test_a_signal_is_recorded_while_the_main_thread_is_inside_a_call():
+    """Python runs the handler only when a call into C has returned, which in torch can take seconds."""
+    waited = []
+
+    def interrupt():
+        start_s = time.monotonic()
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        while stop.requested is None and time.monotonic() < start_s + 20:
+            time.sleep(0.01)
+        waited.append((stop.requested, time.monotonic() - start_s))
+
+    with StopRequest() as stop:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        ctypes.CDLL(None).sleep(4)
+        thread.join()
+    assert waited[0][0] == "SIGTERM" and waited[0][1] < 3

@@ -139,7 +139,7 @@ def test_a_result_that_cannot_be_pickled_is_one_message(ranks):
         (0, "auto", 2, "cpu", AUTO),
         (2, "auto", 2, "cuda:1", "nccl"),
         (1, "cuda", 1, "cuda:0", None),
-        (1, "cuda", 2, "cpu", AUTO),
+        (1, "auto", 2, "cpu", AUTO),
         (1, "cuda:0", 2, "cuda:0", AUTO),
         (8, "cpu", 2, "cpu", AUTO),
     ],
@@ -153,13 +153,33 @@ def test_the_device_decides_the_backend(monkeypatch, gpus, asked, local_size, de
 def test_more_ranks_than_gpus_is_said_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for rank in range(3):
-        choose_device("cuda", rank, 3)
-    assert capsys.readouterr().err == "3 ranks and 1 GPU(s): running on CPU\n"
+        choose_device("auto", rank, 3)
+    assert capsys.readouterr().err == "3 ranks and 1 GPU: running on the CPU\n"
+
+
+def test_cuda_with_fewer_gpus_than_ranks_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    message = (
+        "--device cuda needs one GPU per rank: 3 ranks, and torch sees 2 GPUs here. Start 2 ranks, or give --device"
+    )
+    with pytest.raises(UserError, match=message):
+        choose_device("cuda", 0, 3)
+
+
+def test_a_rank_that_sees_only_its_own_gpu_takes_it(monkeypatch):
+    """As under Slurm's --gpus-per-task=1; torchrun shows every rank all GPUs, so there one GPU is shared."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert [str(choose_device(asked, 3, 4)) for asked in ("auto", "cuda")] == ["cuda:0", "cuda:0"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert str(choose_device("auto", 3, 4)) == "cpu"
 
 
 def test_cuda_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(UserError, match="sees no GPU here; use device cpu"):
+    with pytest.raises(UserError, match="sees no GPU here. Give --device cpu"):
         choose_device("cuda", 0, 1)
 
 

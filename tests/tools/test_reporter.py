@@ -2,11 +2,13 @@
 
 import io
 import math
+import time
 
 import pytest
 from matplotlib import image
 from rich.console import Console
 
+from minidist.fault.signals import StopRequest
 from minidist.tools.console.lines import PlainView, end_line, metrics_line
 from minidist.tools.console.live import LiveView, sparkline
 from minidist.tools.console.loss_plot import draw_loss, label_places
@@ -95,6 +97,23 @@ def test_the_live_view_shows_numbers_and_a_lane_per_rank():
     assert "Ctrl-C" not in drawn(console, live), "there is nothing to interrupt any more"
     # What hides the cursor must show it again.
     assert said.count("\x1b[?25l") == said.count("\x1b[?25h") == 1
+
+
+def test_the_live_view_acknowledges_a_signal_without_waiting_for_the_step():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    stop = StopRequest()
+    live = LiveView(["header"], 50, console=console, stop=stop)
+    try:
+        stop.requested = "SIGINT"  # no event of the run follows: the view's own refresh shows it
+        end_s = time.monotonic() + 10
+        while "SIGINT: saving" not in console.file.getvalue() and time.monotonic() < end_s:
+            time.sleep(0.05)
+        assert "SIGINT: saving after this step; Ctrl-C ends the run at once" in console.file.getvalue()
+        stop.requested = "SIGTERM"
+        shown = drawn(console, live)
+    finally:
+        live.close()
+    assert "SIGTERM: saving after this step" in shown and "Ctrl-C" not in shown
 
 
 def test_a_sparkline_falls_with_its_values():

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from minidist.comm import World
 from minidist.config import OptimConfig, PrecisionConfig
 from minidist.errors import UserError
-from minidist.train.resume import resumed_config
+from minidist.train.resume import describe_learning_rate_jump, resumed_config
 from minidist.train.run_folder import claim
 from tests.helpers.small_run import changed, curve_of, resuming, rows_of, run, small_config, write_text
 
@@ -189,3 +189,17 @@ def test_masters_make_a_checkpoint_of_one_format_the_start_of_another(ranks, tmp
     ranks(run, 2, resuming(config, source, folder=tmp_path / "again", precision=PrecisionConfig("fp32")))
     ends = [curve_of(tmp_path / name)[-1]["held_out_loss"] for name in ("run", "again")]
     assert ends[0] == pytest.approx(ends[1], rel=2**-8)  # an eps of bfloat16
+
+
+def test_a_jump_of_the_learning_rate_is_noted(tmp_path, capsys):
+    config = small_config(tmp_path / "run", write_text(tmp_path), optim=OptimConfig(warmup_steps=1), train__steps=8)
+    run(World.single(), config, stop_after=4)
+    again = resuming(config, tmp_path / "run")
+    run(World.single(), changed(again, folder=tmp_path / "same"), stop_after=1)
+    assert "learning rate of step" not in capsys.readouterr().out
+    longer = changed(again, folder=tmp_path / "longer", train__steps=80)
+    note = describe_learning_rate_jump(config, longer, 4)
+    assert re.match(r"learning rate of step 5: 2.99e-03 by .* this run \(cosine over 80 steps\); by that of the", note)
+    assert "(cosine over 8 steps) it would be" in note
+    run(World.single(), longer, stop_after=1)
+    assert note in capsys.readouterr().out

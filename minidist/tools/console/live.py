@@ -6,6 +6,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from minidist.fault.signals import StopRequest
 from minidist.tools.console.lines import MB, PlainView, end_line, norm_text
 from minidist.train.agree import StepResult
 
@@ -13,10 +14,32 @@ _LANE_WIDTH = 24
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
+class _StopLine:
+    """The last line of the view: how to stop the run, and that it is stopping. Each refresh reads it anew."""
+
+    def __init__(self, stop: StopRequest | None):
+        self._stop = stop
+
+    def __rich__(self) -> Text:
+        requested = None if self._stop is None else self._stop.requested
+        if requested is None:
+            return Text("Ctrl-C: save and end; twice: end at once", style="dim")
+        again = "; Ctrl-C ends the run at once" if requested == "SIGINT" else ""
+        return Text(f"{requested}: saving after this step{again}", style="bold")
+
+
 class LiveView(PlainView):
     """Redraws in place; notes scroll by above it and stay."""
 
-    def __init__(self, header: list[str], steps: int, start: int = 0, console: Console | None = None):
+    def __init__(
+        self,
+        header: list[str],
+        steps: int,
+        start: int = 0,
+        console: Console | None = None,
+        stop: StopRequest | None = None,
+    ):
+        self._stop = _StopLine(stop)
         self.console = console or Console()
         for line in header:
             self.note(line)
@@ -74,7 +97,7 @@ class LiveView(PlainView):
         if self._lanes:
             parts.append(self._ranks())
         if not self._over:
-            parts.append(Text("Ctrl-C: save and end; twice: end at once", style="dim"))
+            parts.append(self._stop)
         return Group(*parts)
 
     def _numbers(self) -> Table:

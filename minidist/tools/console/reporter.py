@@ -91,5 +91,5 @@ def make_view(trainer: Trainer) -> PlainView:
     if sys.stdout.isatty():
         from minidist.tools.console.live import LiveView  # here: it imports rich
 
-        return LiveView(header, train.steps, step)
+        return LiveView(header, train.steps, step, stop=trainer.stop)
     return PlainView(header)

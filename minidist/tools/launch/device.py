@@ -9,14 +9,16 @@ import torch.distributed as dist
 
 import minidist.tools.shm  # noqa: F401  registers the backend "shm" with torch
 from minidist.errors import UserError
+from minidist.tools.launch.gpus import has_own_gpu, too_few_gpus
 
 
 def choose_device(asked: str, local_rank: int, local_size: int) -> torch.device:
     """The device of a rank.
 
-    asked: "cpu"; "cuda" for a GPU of its own, which falls back to the CPU when there are more ranks than GPUs (the
-    first rank says so); "cuda:0" for this one GPU, shared with the others; "auto" for "cuda" where there is a GPU.
-    Raises UserError when CUDA is asked for and there is none.
+    asked: "cpu"; "cuda" for one GPU per rank; "cuda:0" for this GPU, shared by all ranks; "auto" for "cuda" if there
+    is a GPU per rank on this machine, else "cpu" (the first rank reports that GPUs are left unused). A process that
+    sees one GPU only, its own, takes that one whatever its local rank is (`has_own_gpu`).
+    Raises UserError when CUDA is asked for and there are too few GPUs.
     """
     if asked == "cpu":
         return torch.device("cpu")
@@ -24,14 +26,17 @@ def choose_device(asked: str, local_rank: int, local_size: int) -> torch.device:
     if asked == "auto" and not gpus:
         return torch.device("cpu")
     if not gpus:
-        raise UserError(
-            f"device {asked!r} was asked for, and torch {torch.__version__} sees no GPU here; use device cpu"
-        )
+        raise UserError(f"--device {asked}: torch {torch.__version__} sees no GPU here. Give --device cpu.")
     if asked not in ("auto", "cuda"):
         return torch.device(asked)
+    if local_size > gpus and has_own_gpu(gpus):
+        return torch.device("cuda", 0)
+    if local_size > gpus and asked == "cuda":
+        raise UserError(too_few_gpus(local_size, gpus))
     if local_size > gpus:
         if local_rank == 0:
-            print(f"{local_size} ranks and {gpus} GPU(s): running on CPU", file=sys.stderr, flush=True)
+            some = f"{local_size} ranks and {gpus} GPU{'s' * (gpus > 1)}"
+            print(f"{some}: running on the CPU", file=sys.stderr, flush=True)
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
 

@@ -15,6 +15,7 @@ from minidist.config import Config
 from minidist.data.corpus import open_corpus
 from minidist.errors import RunError, UserError
 from minidist.tools.launch import RankFailure, RankServer
+from minidist.tools.launch.gpus import has_own_gpu, too_few_gpus
 from minidist.tools.launch.torchrun import (
     meeting_port,
     torchrun_local_size,
@@ -78,9 +79,11 @@ def choose_place(config: Config, ranks: int) -> str:
     if asked.startswith("cuda:"):
         place = asked if int(asked.removeprefix("cuda:")) < found else None
     elif asked == "cuda":
-        place = ("cuda" if ranks <= found else "cpu") if found else None
+        if 0 < found < ranks and not has_own_gpu(found):
+            raise UserError(too_few_gpus(ranks, found))
+        place = "cuda" if found else None
     else:
-        place = "cuda" if found and ranks <= found else "cpu"
+        place = "cuda" if found and (ranks <= found or has_own_gpu(found)) else "cpu"
     if place is None:
         raise UserError(f"--device {asked}: torch sees {found} GPUs here. Give --device cpu.")
     if backend == "nccl" and (place == "cpu" or (place != "cuda" and ranks > 1)):
@@ -115,7 +118,7 @@ def train_here(config: Config, ranks: int, program: Callable | None = None, more
     check_before(config, open_corpus(config.data.source, config.data.path, config.data.seq_len))
     folder = run_folder.claim(config)
     if place == "cpu" and config.device != "cpu" and (found := gpus()):
-        print(f"{ranks} ranks and {found} GPUs: running on the CPU", file=sys.stderr, flush=True)
+        print(f"{ranks} ranks and {found} GPU{'s' * (found > 1)}: running on the CPU", file=sys.stderr, flush=True)
     preload = ("torch._dynamo", "minidist.tools.launch.run")
     try:
         with RankServer(method=None if place == "cpu" else "spawn", preload=preload) as server, _whole_terminal():
@@ -148,7 +151,8 @@ def _wait(job: "Job", folder: Path) -> None:
         job.send_signal(number)
         if not sys.stdout.isatty():  # a live view says so itself
             name = signal.Signals(number).name
-            print(f"{name}: saving after this step; a second SIGINT ends the run at once", file=sys.stderr, flush=True)
+            again = "; a second SIGINT ends the run at once" if number == signal.SIGINT else ""
+            print(f"{name}: saving after this step{again}", file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,0 +1,21 @@
+"""How many GPUs the ranks of a machine need, and how many they see. Needs no torch."""
+
+import os
+
+from minidist.tools.launch.torchrun import under_torchrun
+
+
+def has_own_gpu(visible: int) -> bool:
+    """Whether the launcher gave this rank a GPU of its own: the only one that it sees.
+
+    Slurm does so with --gpus-per-task=1. torchrun itself shows every rank all GPUs of the machine.
+    """
+    return visible == 1 and under_torchrun() and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def too_few_gpus(ranks: int, visible: int) -> str:
+    """The message for `--device cuda` where there is not a GPU per rank."""
+    return (
+        f"--device cuda needs one GPU per rank: {ranks} ranks, and torch sees {visible} GPU{'s' * (visible > 1)} here. "
+        f"Start {visible} rank{'s' * (visible > 1)}, or give --device cuda:0 to share a GPU, or --device cpu."
+    )

@@ -103,15 +103,19 @@ def usage(program: str, commands: dict[str, str]) -> str:
 
 def complain(error: UserError | RunError, name: str = "minidist") -> None:
     """One message on stderr. Under torchrun rank 0 speaks for all; another rank only of what rank 0 does not have."""
-    from minidist.tools.launch.torchrun import is_first_rank, let_first_rank_tell, own_rank
+    from minidist.tools.launch.torchrun import is_first_rank, let_first_rank_tell, own_rank, report_to_torchrun
 
     if is_first_rank():
         print(f"{name}: {error}", file=sys.stderr, flush=True)
+        report_to_torchrun(f"{name}: {error}")
         return
     first_has_ended = let_first_rank_tell()
     # An operation fails on those whose peer died: rank 0 may be the one that can say nothing any more.
     if not first_has_ended or (isinstance(error, RunError) and error.of_some_ranks):
         print(f"{name}: rank {own_rank()}: {error}", file=sys.stderr, flush=True)
+        report_to_torchrun(f"{name}: rank {own_rank()}: {error}")
+    else:
+        report_to_torchrun("the same error as rank 0")
 
 
 def _parse(kind: type, name: str, argv: list[str], default: Any = None) -> Any:

@@ -260,7 +260,10 @@ def test_under_torchrun_rank_0_tells_once(place):
     train = ("--standalone", "-m", "minidist", "train", *OPTIONS, "--data.path", write_text(place))
     with Command(*train, "--mesh.dp", "3", module=TORCHRUN, folder=place) as command:
         assert command.end() == 1
-    assert command.output.count("minidist: the mesh") == 1, command.output
+    said, table = command.output.split("ChildFailedError", 1)
+    assert said.count("minidist: the mesh") == 1, command.output
+    # torchrun repeats the message in its table of failed ranks, where a person looks first.
+    assert table.count("traceback : minidist: the mesh") == 1 and "traceback : the same error as rank 0" in table
     assert "needs 3 ranks, the world has 2: set --mesh.dp 2" in command.output
     # The traceback there is torchrun's own.
     assert "exitcode  : 2" in command.output and "UserError" not in command.output
@@ -270,7 +273,8 @@ def test_under_torchrun_port_0_is_refused(place):
     train = ("-m", "minidist", "train", *OPTIONS, "--data.path", write_text(place))
     with Command("--master-port", "0", *train, module=TORCHRUN, folder=place) as command:
         assert command.end() == 1
-    assert command.output.count("minidist: MASTER_PORT is 0, so the 2 ranks cannot find each other") == 1
+    said = command.output.partition("ChildFailedError")[0]
+    assert said.count("minidist: MASTER_PORT is 0, so the 2 ranks cannot find each other") == 1
 
 
 def test_a_port_in_use_is_refused(place, monkeypatch):

@@ -1,6 +1,7 @@
 """The same program under torchrun, which starts the ranks and tells each its place in environment variables."""
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -81,6 +82,17 @@ def let_first_rank_tell() -> bool:
     while isinstance(held, Held) and not held.asked and time.monotonic() < end_s:
         time.sleep(0.02)
     return isinstance(held, Held) and held.asked
+
+
+def report_to_torchrun(message: str) -> None:
+    """Put the message of an error into torchrun's table of failed ranks, in the file that torchrun names for it.
+
+    torch's own `record` decorator writes such a file for exceptions that nobody catches.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        error = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": error}))
 
 
 def is_first_rank() -> bool:

@@ -107,7 +107,6 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
             named_parameters(model),
             used_by,
             shared,
-            not config.compile,
             reducer.end_backward,
         )
     sequence = config.parallel.sequence and mesh.tp > 1

@@ -1,7 +1,10 @@
 """What a log line says: throughput, bytes, memory, and on CUDA how much of the GPU was used."""
 
+import contextlib
+import re
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -27,9 +30,37 @@ def mfu(flops_per_token: float, tokens_per_s: float, gpus: int, peak: float) -> 
     return flops_per_token * tokens_per_s / (gpus * peak)
 
 
-def peak_memory(device: torch.device) -> int:
-    """Most bytes this rank has used so far: torch's allocator on CUDA, resident memory of the process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+class PeakMemory:
+    """The peak memory of this rank since the last log line, in bytes.
+
+    On CUDA that of torch's allocator, on the CPU the resident memory of the process. Linux can reset the recorded peak
+    of a process (`/proc/self/clear_refs`, see proc(5)); where that is not possible, it is the peak since the process
+    started.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._reset()
+
+    def read(self) -> int:
+        """Return the peak since the last call, or since construction, and start anew."""
+        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _peak_resident()
+        self._reset()
+        return peak
+
+    def _reset(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_resident() -> int:
+    """The recorded peak of this process's resident memory, in bytes."""
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+        if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+            return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -100,6 +100,7 @@ class Trainer:
         self.progress, self._pace = Progress(), Pace()
         self.stop: StopRequest | None = None
         self._resume_notes: list[str] = []
+        self._peak_memory = metrics.PeakMemory(world.device)
         source = None if config.checkpoint.resume is None else self._resume()
         # Rank 0 makes the folder for all ranks, so only rank 0 needs the right to write there.
         folder = self._collectively(lambda: run_folder.claim(config) if world.rank == 0 else None)
@@ -207,7 +208,7 @@ class Trainer:
         mine = {
             "step_time_s": self._pace.seconds / self._pace.steps,
             "comm_bytes": sent,
-            "memory": metrics.peak_memory(device),
+            "memory": self._peak_memory.read(),
         }
         self._pace = Pace()
         ranks = self.all_gather_object(mine)
@@ -231,7 +232,8 @@ class Trainer:
     def _evaluate(self) -> float:
         at = self.mesh.coords(self.world.rank)["dp"]
         samples = self.held_out.num_samples
-        parts = -(-samples // self.config.train.global_batch)
+        micro_batch = self.config.train.global_batch // self.config.train.micro_batches  # of all dp ranks
+        parts = -(-samples // micro_batch)
         with self.groups.meter.span("evaluation"):
             loss = self.engine.evaluate(self.held_out.micro_batches(0, samples, at, self.mesh.dp, parts))
         for observer in self.observers:

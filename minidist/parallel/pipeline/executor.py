@@ -4,8 +4,8 @@ The program is data (`transfers.with_transfers`): operations, and between them t
 in which all stages have them. A receive is started where the program has it and waited for where its tensor is needed,
 so that it arrives while the stage computes.
 
-A backward is run in its two halves in every schedule. Where the schedule has it in one piece, the weights' half comes
-at once, but after the transfers that follow the input's: the stage before need not wait for what it does not need.
+Backward is split into B, the input gradient, and W, the weight gradient, only in schedules that separate the two (zero
+bubble). All others run autograd's own backward, which is faster.
 
 What a backward computes goes to the reducer; the executor says when nothing more will come for a parameter. One that
 other stages share is left to the end of the step: its reduction must not get between transfers that are still to come.
@@ -31,26 +31,13 @@ from minidist.parallel.pipeline.transfers import Program, Transfer, rendezvous, 
 Part = Callable[[int, int, Tensor | None], Tensor]
 
 
-def _in_halves(program: Program) -> list[Op | Transfer]:
-    """The same, with the weights' half of each backward after the transfers that follow it."""
-    steps: list[Op | Transfer] = []
-    owed: list[Op] = []
-    for step in program:
-        if isinstance(step, Op):
-            steps += owed
-            owed = [step._replace(kind="W")] if step.kind == "B" else []
-        steps.append(step)
-    return steps + owed
-
-
 class Executor:
     """Runs one stage of `schedule`.
 
     groups: over the stages, one for what forwards pass on and one for what backwards do. reducer: where gradients go.
     parameters: of this stage, by global name. used_by: the chunks that use each of them (`split`); shared: names of
-    those that other stages use too. in_halves: whether backward comes in halves where the schedule leaves it open; what
-    is compiled has its backward in one piece. end: called when a backward through a chunk is over.
-    end_stage: the stage that has the last part of the model. peak_live: the most micro-batches alive at once so far,
+    those that other stages use too. end: called when a backward through a chunk is over.
+    end_stage: the stage that has the last part of the model. peak_live: the peak number of micro-batches in flight,
     each chunk counted by itself.
     """
 
@@ -62,7 +49,6 @@ class Executor:
         parameters: Mapping[str, Tensor],
         used_by: Mapping[str, Sequence[int]],
         shared: Sequence[str] = (),
-        in_halves: bool = True,
         end: Callable[[int], None] = lambda chunk: None,
     ):
         self.schedule, self.stage, self.reducer = schedule, groups[0].rank, reducer
@@ -71,9 +57,7 @@ class Executor:
         self._meter = groups[0].meter
         programs = with_transfers(unit_times(schedule))
         rendezvous(schedule, programs)
-        self._halved = schedule.splits_backward or in_halves
-        given = programs[self.stage]
-        self._program = _in_halves(given) if in_halves and not schedule.splits_backward else given
+        self._program: Program = programs[self.stage]
         trained = trainable(parameters)
         self._names = {parameter: name for name, parameter in trained.items()}
         ends = last_backward(schedule, self.stage)
@@ -81,16 +65,10 @@ class Executor:
         for name, chunks in used_by.items():
             if name not in shared and chunks and name in trained:
                 op = schedule.orders[self.stage][max(ends[chunk] for chunk in chunks)]
-                last = op._replace(kind="W") if self._weights_later(op) else op
-                self._complete.setdefault(last, []).append(name)
+                self._complete.setdefault(op, []).append(name)
         self.end_stage = schedule.owner(schedule.positions - 1)[0]
         self.peak_live = 0
         self._begin()
-
-    def _weights_later(self, op: Op) -> bool:
-        """Whether a backward's weights are left for later: not if nobody waits for its input's gradient."""
-        first = self.schedule.position(self.stage, op.chunk) == 0
-        return self.schedule.splits_backward or (self._halved and not first)
 
     def _begin(self) -> None:
         self._arrived: dict[Place, tuple[Tensor, Handle | None]] = {}  # results of other parts
@@ -110,8 +88,8 @@ class Executor:
         if name in self._complete.get(self._op, ()):
             self.reducer.ready(name)
 
-    def between_halves(self) -> list[Tensor]:
-        """What weight gradients that are still to come are made of."""
+    def weight_gradient_inputs(self) -> list[Tensor]:
+        """The tensors kept from B for the weight gradients that W still has to compute."""
         return [tensor for halves in self._halves.values() for _, *pair in halves for tensor in pair]
 
     # -- the program --------------------------------------------------------------------------------------------------
@@ -140,7 +118,7 @@ class Executor:
                     run(step, part)
             for name in self._complete.get(step, ()):
                 self.reducer.ready(name)
-            if step.kind == ("W" if self._halved else "B"):  # the last piece of a backward
+            if step.kind == self.schedule.last_kind:
                 self._end(step.chunk)
         self._op = None
         while self._sends:
@@ -162,11 +140,13 @@ class Executor:
         if x is not None:
             x.requires_grad_()
         halves: list[Half] = []
-        with WeightsLater(self._names, halves) if self._weights_later(op) else nullcontext():
+        with WeightsLater(self._names, halves) if self.schedule.splits_backward else nullcontext():
             out = part(op.chunk, op.micro_batch, x)
         # The graph alone is kept: what was sent on is freed.
-        self._alive[op], self._halves[op] = (x, get_gradient_edge(out)), halves
-        self.peak_live = max(self.peak_live, len(self._halves))
+        self._alive[op] = x, get_gradient_edge(out)
+        if self.schedule.splits_backward:
+            self._halves[op] = halves
+        self.peak_live = max(self.peak_live, len(self._alive.keys() | self._halves.keys()))
         self._leave_result(op, out.detach())
 
     def _backward(self, op: Op, part: Part) -> None:

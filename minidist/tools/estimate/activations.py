@@ -79,12 +79,6 @@ def micro_batch_bytes(layout: Layout, chunk: ModelChunk, samples: int, split_bac
     return MicroBatchBytes(saved, max(candidates), layers * per_layer + head)
 
 
-def splits_backward(layout: Layout, chunk: ModelChunk) -> bool:
-    """Whether the executor splits a chunk's backward into B and W: always where the schedule does; otherwise only to
-    send the input gradient early, so not in the first chunk and not where layers are compiled."""
-    return layout.schedule.splits_backward or not (chunk.first or layout.config.compile)
-
-
 def walk_schedule(
     layout: Layout, stage: int, samples: list[int]
 ) -> Iterator[tuple[Op, ModelChunk, MicroBatchBytes, int]]:
@@ -95,7 +89,7 @@ def walk_schedule(
     chunks, in_flight = layout.chunks(stage), 0
     for op in layout.schedule.orders[stage]:
         chunk, count = chunks[op.chunk], samples[op.micro_batch]
-        own = micro_batch_bytes(layout, chunk, count, splits_backward(layout, chunk))
+        own = micro_batch_bytes(layout, chunk, count, layout.schedule.splits_backward)
         in_flight -= {"F": 0, "B": own.saved, "W": own.for_weight_gradients}[op.kind]
         yield op, chunk, own, in_flight
         if op.kind == "F":

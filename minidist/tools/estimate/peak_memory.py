@@ -84,7 +84,7 @@ class PeakMemory:
             return
         received_in_flight, sent = 0, 0
         for op, chunk, _, others in activations.walk_schedule(layout, self.stage, self.samples):
-            count, split = self.samples[op.micro_batch], activations.splits_backward(layout, chunk)
+            count, split = self.samples[op.micro_batch], schedule.splits_backward
             boundary = self._size([_BOUNDARY], count)
             # Where the first norm upcasts its input, the received tensor itself is kept too.
             received = 0 if chunk.first or layout.dtype == layout.compute_dtype else boundary

@@ -160,7 +160,7 @@ def engine_tensors_by_kind(engine: Engine) -> TensorsByKind:
         if isinstance(engine.reducer, ZeroReducer):  # parameters and gradients are views of flat tensors
             found = {**engine.reducer.tensors_by_kind(), "states": found["states"]}
         pipeline = engine.forward_backward.pipeline
-        return found if pipeline is None else {**found, ACTIVATIONS: pipeline.between_halves()}
+        return found if pipeline is None else {**found, ACTIVATIONS: pipeline.weight_gradient_inputs()}
 
     return kinds
 

@@ -25,7 +25,7 @@ from minidist.parameters import Box, ParamSpec, check_covered, named_parameters,
 from minidist.precision.dtypes import convert
 from minidist.precision.policy import Policy, policy_of
 from minidist.precision.scaler import LossScaler
-from minidist.process_groups import REDUCING, USES, ends, is_hidden_matrix, ranks_at, stage_parts, uses
+from minidist.process_groups import REDUCING, USES, ends, ranks_at, stage_parts, uses
 from minidist.recompute import recompute
 from minidist.zero.build import ModelFacts, make_zero_reducer
 
@@ -135,10 +135,7 @@ def _reducer(
     """The gradient reducer that the configuration asks for. names: of the whole model's parameters."""
     formats, values = convert(model, policy)
 
-    def uncut(name: str) -> bool:
-        return config.optim.kind == "muon" and is_hidden_matrix(name, len(specs[name].shape))
-
-    given = ModelFacts(specs, values, names, chunk_of, uncut, config.train.seed)
+    given = ModelFacts(specs, values, names, chunk_of, config.train.seed)
     reducing = [reduced_by(config.comm.algorithm, groups[use]) for use in REDUCING if use in groups]
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
         parameters, comm = named_parameters(model), config.comm

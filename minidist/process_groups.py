@@ -29,6 +29,8 @@ def uses(mesh: Mesh, config: Config) -> list[GroupSpec]:
     if mesh.tp > 1:
         found.append(GroupSpec("tensor", ("tp",)))
         found += _summed_over_tensor(mesh.tp, config, summing)
+    if config.optim.kind == "muon":
+        found += _matrices(mesh, config, sharing)
     if mesh.cp > 1:
         found.append(GroupSpec("context", ("cp",)))
     if mesh.pp > 1:
@@ -52,6 +54,13 @@ def _reduction(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
     sharing = tuple(tuple(range(first, first + inner)) for first in range(0, mesh.dp, inner))
     copies = tuple(zip(*sharing, strict=True))
     return GroupSpec("grads", USES[0].axes, (("dp", sharing),)), GroupSpec("copies", ("dp",), (("dp", copies),))
+
+
+def _matrices(mesh: Mesh, config: Config, sharing: GroupSpec) -> list[GroupSpec]:
+    """The ranks over which a matrix is sharded, by ZeRO or tensor parallelism: Muon exchanges it among them."""
+    sharded = config.zero.shard_group_size(mesh) > 1
+    axes = (*(sharing.axes if sharded else ()), *(("tp",) if mesh.tp > 1 else ()))
+    return [GroupSpec("matrices", axes, sharing.subgroups if sharded else ())] if axes else []
 
 
 def _summed_over_tensor(tp: int, config: Config, summing: GroupSpec) -> list[GroupSpec]:

@@ -65,7 +65,6 @@ def validate(config: Config, world_size: int) -> Mesh:
     validate_pipeline(config, mesh)
     validate_compile(config, mesh)
     validate_zero(config, mesh)
-    validate_optimizer(config, mesh)
     how = config.parallel
     try:
         validate_tensor_parallel(config.model, mesh.tp)
@@ -319,15 +318,6 @@ def validate_shard_group(config: Config, mesh: Mesh) -> None:
         raise UserError(
             f"zero.shard is {shard}: {ranks} cannot be divided into groups of {shard} that hold complete sequences. "
             f"Possible: --zero.shard {' or '.join(map(str, possible))}."
-        )
-
-
-def validate_optimizer(config: Config, mesh: Mesh) -> None:
-    """Raise UserError if the optimizer needs matrices that tensor parallelism has sharded."""
-    if config.optim.kind == "muon" and mesh.tp > 1:
-        raise UserError(
-            f"optim.kind is muon and mesh.tp is {mesh.tp}: Muon's update needs the full matrix, and each tp rank holds "
-            "a shard of it. Give --mesh.tp 1, or --optim.kind adamw."
         )
 
 

@@ -45,7 +45,10 @@ class Engine:
         self.groups, self.optim, self._parallel = groups, optim, parallel
         self.parameters = named_parameters(self.model)
         self.forward_backward = ForwardBackward(parallel, groups, seed)
-        self.optimizer = make_optimizer(optim, self.reducer.masters, self.reducer.master_specs)
+        exchanged = "matrices" in groups  # Muon needs full matrices, and they are sharded
+        self.optimizer = make_optimizer(
+            optim, self.reducer.masters, self.reducer.master_specs, groups["matrices"] if exchanged else None
+        )
 
     def step(
         self,
@@ -114,7 +117,7 @@ class Engine:
         set_learning_rate(self.optimizer, lr)
         for group in self.reducer.update_groups():
             self.reducer.attach_grads(group)
-            self.optimizer.step()
+            self.optimizer.step(**({"names": self.reducer.updated_names(group)} if self.optim.kind == "muon" else {}))
             self.reducer.copy_to_params(group, step)
 
     def gather(self) -> None:

@@ -1,4 +1,4 @@
-"""Muon: the momentum of a matrix, with all its singular values made about 1, is the update.
+"""Muon: the update of a matrix is its momentum with all singular values brought near 1.
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". The update is scaled as by Liu et al.
 2025 (arXiv 2502.16982, section 2.2), to the root mean square that updates of AdamW have, so that one learning rate and
@@ -6,10 +6,12 @@ one weight decay suit both.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
+
+from minidist.train.matrix_exchange import MatrixExchange
 
 # Of the polynomial a x + b x^3 + c x^5, chosen by the source for its slope at 0: five times it takes singular values
 # from some 0.002 on to between 0.7 and 1.2, which is as good as 1.
@@ -19,14 +21,18 @@ _RMS_OF_ADAMW = 0.2
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but groups with `shapes` are Muon's.
+    """AdamW, except that the parameter groups with `shapes` are updated by Muon.
 
-    groups: as of torch's optimizers. Muon's have beside `params`: `shapes`, of the matrices, as a parameter may hold
-    its matrix flat; `momentum`; `steps`, Newton-Schulz iterations. `state` and `param_groups` are as in any optimizer.
+    groups: as torch's optimizers take them. Those of Muon have besides `params`: `shapes`, of the full matrices, as a
+    parameter may be flat; `names`, where matrices are sharded; `momentum`; and `steps`, of the Newton-Schulz
+    iterations. exchange: where matrices are sharded over ranks, computes with the full ones; steps: its
+    number of iterations. `state` and `param_groups`
+    are as in any optimizer; the momentum is sharded like the parameters.
     """
 
-    def __init__(self, groups: Iterable[dict], **adamw):
+    def __init__(self, groups: Iterable[dict], exchange: MatrixExchange | None = None, steps: int = 5, **adamw):
         groups = list(groups)
+        self._exchange, self._steps = exchange, steps
         super().__init__([{"shapes": None, **group} for group in groups], **adamw)
 
     def __setstate__(self, state: dict) -> None:
@@ -34,37 +40,60 @@ class Muon(torch.optim.AdamW):
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """One update of every parameter that has a gradient; gradients are left as they are."""
+    def step(self, closure: None = None, names: Collection[str] = ()) -> None:
+        """Update every parameter that has a gradient; gradients are not modified.
+
+        names: the parameters that all ranks together update in this call; read where matrices are sharded, also by a
+        rank that holds no element of them.
+        """
         groups = self.param_groups
-        for group in groups:
-            if group["shapes"] is not None:
-                self._muon(group)
+        muon = [group for group in groups if group["shapes"] is not None]
+        if self._exchange is not None:
+            self._step_sharded(muon[0] if muon else None, names)
+        else:
+            for group in muon:
+                self._step_matrices(group)
         try:
             self.param_groups = [group for group in groups if group["shapes"] is None]
             super().step(closure)
         finally:
             self.param_groups = groups
 
-    def _muon(self, group: dict) -> None:
-        lr, momentum = group["lr"], group["momentum"]
+    def _step_matrices(self, group: dict) -> None:
         for parameter, shape in zip(group["params"], group["shapes"], strict=True):
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            average = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
-            ahead = parameter.grad.lerp(average, momentum)  # Nesterov's
-            update = orthogonal(ahead.view(shape), group["steps"])
-            parameter.mul_(1 - lr * group["weight_decay"])
-            parameter.sub_(update.view_as(parameter), alpha=lr * scale(shape))
+            if parameter.grad is not None:
+                momentum = self._momentum(parameter, group["momentum"])
+                _apply(parameter, orthogonal(momentum.view(shape), group["steps"]), shape, group)
+
+    def _step_sharded(self, group: dict | None, names: Collection[str]) -> None:
+        """Update matrices of which this rank holds shards. group: None on a rank that holds no element of any."""
+        group = {"names": [], "params": [], "shapes": []} if group is None else group
+        found = zip(group["names"], group["params"], group["shapes"], strict=True)
+        held = {name: (shard, shape) for name, shard, shape in found if shard.grad is not None}
+        momenta = {name: self._momentum(shard, group["momentum"]).reshape(-1) for name, (shard, _) in held.items()}
+        updates = self._exchange.apply(lambda matrix: orthogonal(matrix, self._steps), momenta, names)
+        for name, (shard, shape) in held.items():
+            _apply(shard, updates[name], shape, group)
+
+    def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
+        """Update the momentum of a parameter and return Nesterov's look-ahead, in its shape."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        average = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
+        return parameter.grad.lerp(average, momentum)
+
+
+def _apply(parameter: Tensor, update: Tensor, shape: tuple[int, int], group: dict) -> None:
+    """Decay the weights, then subtract the update. shape: of the full matrix."""
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    parameter.sub_(update.to(parameter.device).view_as(parameter), alpha=group["lr"] * scale(shape))
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """The matrix (m, n) with its singular values near 1: `steps` Newton-Schulz iterations in its own dtype.
+    """Bring the singular values of a matrix (m, n) near 1, by `steps` Newton-Schulz iterations in its own dtype.
 
-    The norm bounds the largest singular value by 1, from where the iteration does not diverge.
+    Dividing by the norm first bounds the largest singular value by 1, so the iteration does not diverge.
     """
     a, b, c = COEFFICIENTS
     wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T  # products of the smaller size
@@ -76,5 +105,5 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 
 
 def scale(shape: tuple[int, int]) -> float:
-    """What brings an orthogonal matrix of this shape to AdamW's root mean square."""
+    """The factor that gives an orthogonal matrix of this shape the root mean square of AdamW's updates."""
     return _RMS_OF_ADAMW * math.sqrt(max(shape))

@@ -1,6 +1,6 @@
 """A model's parameters laid into rows, and the reducer that works on them."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from minidist.zero.blocks import Block, BlockGatherer
 from minidist.zero.flat_param import FlatParam, ShardedFlatParam
 from minidist.zero.gradients import FullGradients, ShardedGradients
 from minidist.zero.grouping import ROOT, block_of, transient_buffer_limit
-from minidist.zero.layout import Layout, lay_out_flat, whole
+from minidist.zero.layout import Layout, lay_out_flat
 from minidist.zero.reducer import ReducedFlatParam, ZeroReducer
 
 
@@ -27,14 +27,13 @@ class ModelFacts:
 
     specs: as forward and backward hold the parameters. values: in full precision, before they were converted. names: of
     the whole model's parameters, alike on all ranks. chunk_of: in a pipeline, the part of this stage whose backward
-    completes a gradient. uncut: whether the optimizer needs a parameter whole. seed: of stochastic rounding.
+    completes a gradient. seed: of stochastic rounding.
     """
 
     specs: Specs
     values: Mapping[str, Tensor]
     names: Sequence[str]
     chunk_of: Mapping[str, int]
-    uncut: Callable[[str], bool] = lambda name: False
     seed: int = 0
 
 
@@ -121,10 +120,10 @@ class _Builder:
         return members, frozen, BlockGatherer(self.model, root, blocks, len(layers), keep, self.zero.prefetch)
 
     def _kinds(self, names: Iterable[str]) -> list[list[str]]:
-        """The names apart by what cannot share a row: who else holds the shard, the chunk, whether it may be cut."""
+        """The names apart by what cannot share a flat parameter: the replicas of the shard, and the chunk."""
         kinds: dict[tuple, list[str]] = {}
         for name in names:
-            key = self._copies(name), self.given.chunk_of.get(name, 0), self.given.uncut(name)
+            key = self._copies(name), self.given.chunk_of.get(name, 0)
             kinds.setdefault(key, []).append(name)
         return list(kinds.values())
 
@@ -143,8 +142,7 @@ class _Builder:
             formats = Formats(*[formats.parameter] * 5)
         parameters = {name: self.parameters[name] for name in names}
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-        lay: Callable[..., Layout] = whole if self.given.uncut(names[0]) and self.group.size > 1 else lay_out_flat
-        layout = lay(sizes, self.group.size)
+        layout = lay_out_flat(sizes, self.group.size)
         host, rounding = self.host and not frozen, None if formats.master else self._rounding(layout)
         return kind(parameters, self.given.values, layout, self.group, formats, host, rounding)
 

@@ -65,19 +65,3 @@ def lay_out_flat(sizes: Mapping[str, int], parts: int) -> Layout:
         slots[name] = Slot(end, end + numel)
         end += numel
     return Layout(slots, parts, -(-end // parts))
-
-
-def whole(sizes: Mapping[str, int], parts: int) -> Layout:
-    """No parameter is cut: each lies wholly in one shard, for optimizers that need whole matrices.
-
-    The largest are placed first, each in the shard that has least so far. The fullest shard decides the padding of all.
-    """
-    filled = [0] * parts
-    slots: dict[str, tuple[int, int]] = {}
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        part = filled.index(min(filled))
-        slots[name] = part, filled[part]
-        filled[part] += sizes[name]
-    shard = max(filled)
-    begin = {name: part * shard + at for name, (part, at) in slots.items()}
-    return Layout({name: Slot(begin[name], begin[name] + sizes[name]) for name in sizes}, parts, shard)

@@ -193,6 +193,10 @@ class ZeroReducer(GradientReducer):
             (apart if temporary else together).append(member)
         return [together] * bool(together) + [[member] for member in apart]
 
+    def updated_names(self, group: Sequence[ReducedFlatParam]) -> list[str]:
+        """The parameters of an update group that some rank used. This rank may hold no element of them."""
+        return [name for member in group for name in member.flat_param.parameters if name not in self._unused]
+
     def attach_grads(self, group: Sequence[ReducedFlatParam]) -> None:
         """Give every master of an update group its gradient, except those of parameters that no rank used."""
         for member in group:

@@ -84,8 +84,6 @@ def test_every_factorisation_and_every_way_of_its_axes_is_there_and_meets_every_
         assert {case.plan.context for case in mine} == ({"ring", "ulysses"} if cp > 1 else {None})
         for name, values in SWITCHES.items():
             expected = {"equal"} if name == "shares" and dp == 1 else set(values)
-            if name == "optimizer" and tp > 1:
-                expected.discard("muon")
             if name == "gradients":
                 hybrid = {"zero1-hybrid", "zero3-hybrid"}
                 shared = {kind for kind in values if kind.startswith("zero")}

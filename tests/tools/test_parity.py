@@ -30,10 +30,10 @@ ROW = dict.fromkeys(KEYS, 0.0) | {"layout": "dp=2 bucketed tied", "dtype": "floa
 GOOD = ROW | {"first_wrong": None, "worst_tensor": "w", "tolerance": {"loss": 1e-10}, "ok": True}
 # 12 switches of two values: one rank has nobody to differ from, one replica nothing to share; two of the six schedules
 # refuse a single micro-batch.
-# All combinations for 2 ranks: six switches of two values and recomputation with everything; micro-batches, optimizers
-# (no Muon under tp), starts, shares, and reductions, of which two formats have 2 (7 where shards can be), two one less.
+# All combinations for 2 ranks: six switches of two values and recomputation with everything; micro-batches, optimizers,
+# starts, shares, and reductions, of which two formats have 2 (7 where shards can be), two one less.
 _EVERY = 2**6 * 3
-LEFT_OUT = _EVERY * (2 * 3 * 6 + 2 * 3 * 26 * 4 + 2 * (2 * 2 * 2 * 6) + 2 * (2 * 3 * 2 * 26) + (4 * 2 + 2) * 3 * 2 * 6)
+LEFT_OUT = _EVERY * (2 * 3 * 6 + 2 * 3 * 26 * 4 + 2 * (2 * 3 * 2 * 6) + 2 * (2 * 3 * 2 * 26) + (4 * 2 + 2) * 3 * 2 * 6)
 COVERED = "every pair of their values is in a row that is"
 BAD = GOOD | {"first_wrong": "step 0 grad w", "grad_diff": math.inf, "ok": False}
 

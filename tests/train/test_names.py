@@ -62,7 +62,6 @@ def test_two_combinations_never_have_one_name(layout, seed):
         ("dp=2 gpipe naive tied float64 sgd", "'gpipe' is no word of a row on dp=2; its words are bucketed, tied, "),
         ("dp=3 naive tied float64 sgd", "begins with none of the layouts of 2 ranks, which are like 'pp=2 zb-v'"),
         ("pp=2 naive tied float64 sgd", "begins with none of the layouts of 2 ranks"),
-        ("tp=2 naive tied float64 muon", "optimizer is muon, and on tp=2 it can only be adamw, sgd"),
         ("tp=2 zero1 tied float64 sgd", "gradients is zero1, and on tp=2 it can only be bucketed, naive"),
         ("dp=2 zero1-hybrid tied float64 sgd", "gradients is zero1-hybrid, and on dp=2 it can only be bucketed, "),
         ("dp=2 naive tied bf16 sgd", "comm.gradients is naive, which needs zero.stage 0"),

@@ -85,6 +85,10 @@ class GradientReducer:
         """What the optimizer updates in one call each: everything at once, unless that would need more memory."""
         return [None]
 
+    def updated_names(self, group: Any) -> list[str]:
+        """The parameters of an update group that some rank used. This rank may hold no element of them."""
+        return [name for name, parameter in self._parameters.items() if parameter.grad is not None]
+
     def attach_grads(self, group: Any) -> None:
         """Give the masters of an update group their `.grad`."""
 

@@ -46,12 +46,13 @@ def rows(layout: Layout, groups: Groups, rank: int) -> list[Row]:
     for block, held in _by_block(layout, stage):
         kinds: dict[tuple, list[Weight]] = {}
         for weight in held:
-            key = _outer(layout, groups, rank, weight), _chunk(layout, stage, weight), _uncut(layout, weight)
+            key = _outer(layout, groups, rank, weight), _chunk(layout, stage, weight)
             kinds.setdefault(key, []).append(weight)
-        for (outer, chunk, uncut), same in kinds.items():
-            lay = rows_of.whole if uncut and size > 1 else rows_of.lay_out_flat
+        for (outer, chunk), same in kinds.items():
             parts = [same] if zero.stage == 3 else _buckets(layout, same, limit)
-            found += [Row(lay({w.name: w.numel for w in part}, size), outer, block, chunk) for part in parts]
+            found += [
+                Row(rows_of.lay_out_flat({w.name: w.numel for w in part}, size), outer, block, chunk) for part in parts
+            ]
     return found
 
 
@@ -87,10 +88,6 @@ def _chunk(layout: Layout, stage: int, weight: Weight) -> int:
     first = weight.name.startswith("model.embed_tokens")
     using = [c for c, part in enumerate(parts) if (part.first and first) or (part.last and (tied or not first))]
     return min(using, key=lambda chunk: layout.schedule.position(stage, chunk))
-
-
-def _uncut(layout: Layout, weight: Weight) -> bool:
-    return layout.config.optim.kind == "muon" and is_hidden_matrix(weight.name, weight.dimensions)
 
 
 def _limit(layout: Layout, stage: int) -> int:

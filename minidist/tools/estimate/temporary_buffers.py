@@ -166,7 +166,8 @@ class TemporaryBuffers:
 
     def optimizer_temporary_bytes(self) -> int:
         """Bytes that the update allocates: copies of one shard after another where gradients or masters have another
-        dtype, and for Muon's orthogonalisation six tensors of a matrix's size and a square one."""
+        dtype, and for Muon's orthogonalisation six tensors of a matrix's size and a square one. Where matrices are
+        sharded, also about four copies of this rank's shards: what it sends and receives, both ways."""
         policy, master_size = self.policy, BYTES[self.policy.master or self.policy.state]
         no_masters = policy.master is None and master_size != BYTES[policy.parameter]
         copies = (master_size != self.grad_size) + no_masters
@@ -175,5 +176,8 @@ class TemporaryBuffers:
             return largest
         hidden, weights = self.layout.config.model.hidden_size, self._weights.values()
         sizes = [weight.numel for weight in weights if is_hidden_matrix(weight.name, weight.dimensions)]
-        muon = max((6 * numel + min(hidden, numel // hidden) ** 2 for numel in sizes), default=0)
+        tensor, shard_ranks = self.layout.mesh.tp, self.layout.config.zero.shard_group_size(self.layout.mesh)
+        full = [numel * tensor for numel in sizes]
+        muon = max((6 * numel + min(hidden, numel // hidden) ** 2 for numel in full), default=0)
+        muon += 4 * -(-sum(sizes) // shard_ranks) if tensor * shard_ranks > 1 else 0
         return largest + muon * master_size

@@ -9,12 +9,14 @@ from functools import cache
 
 from minidist.comm.group_specs import CONTROL
 from minidist.comm.wire_bytes import sent_elements, sent_elements_by_algorithm
-from minidist.process_groups import REDUCING, uses
+from minidist.precision.policy import BYTES
+from minidist.process_groups import REDUCING, is_hidden_matrix, uses
 from minidist.tools.estimate import gradient_reduction, shards, states
 from minidist.tools.estimate.flops import recomputes_down_projection
 from minidist.tools.estimate.layout import DTYPE_BYTES, Layout, ModelChunk
 from minidist.tools.estimate.saved_tensors import HIDDEN, SHARDED_HIDDEN, TOKENS
 from minidist.tools.estimate.shapes import Dimensions
+from minidist.train.matrix_plan import MatrixPlan, Shard, plan_matrices
 
 # (group spec, operation, elements as `comm/wire_bytes` counts them, bytes per element)
 Operation = tuple[str, str, int, int]
@@ -31,6 +33,7 @@ class Traffic:
         self._reduction_operations = cache(self._list_reductions)
         self._flat_groups = cache(self._find_flat_groups)
         self._model_operations = cache(self._list_model_operations)
+        self._matrix_plan = cache(self._plan_matrices)
 
     def flat_groups(self, rank: int) -> list[shards.Row]:
         """The flat parameter groups of this rank; empty where parameters are not flattened."""
@@ -53,7 +56,7 @@ class Traffic:
         """Every operation of a step on this rank, with how often it runs."""
         at = self.layout.mesh.coords(rank)
         model = self._model_operations(at["pp"], tuple(self.layout.micro_batches(at["dp"])))
-        return self._reduction_operations(at["pp"], at["tp"]) + model
+        return self._reduction_operations(at["pp"], at["tp"]) + model + self._matrix_exchange(rank)
 
     def wire_bytes(self, rank: int) -> dict[str, int]:
         """Bytes that this rank sends in a step, by group spec; groups of one rank are left out."""
@@ -69,6 +72,34 @@ class Traffic:
         if spec in REDUCING and algorithm != "backend":
             return sent_elements_by_algorithm(name, algorithm, elements, size, group_rank)
         return sent_elements(name, elements, size, group_rank)
+
+    def _matrix_exchange(self, rank: int) -> Counter[Operation]:
+        """What this rank sends around Muon's update: shards to the owners of matrices, updates to their holders."""
+        ranks, policy = self.group_ranks("matrices", rank), self.layout.policy
+        if len(ranks) < 2:
+            return Counter()
+        plan = self._matrix_plan(tuple(ranks))
+        sent = sum(plan.sent_elements(ranks.index(rank), plan.holders))
+        return Counter([("matrices", "send", sent, BYTES[policy.master or policy.state])])
+
+    def _plan_matrices(self, ranks: Sequence[int]) -> MatrixPlan:
+        return plan_matrices([self._matrix_shards(rank) for rank in ranks])
+
+    def _matrix_shards(self, rank: int) -> dict[str, Shard]:
+        """The elements that a rank holds of each matrix of a layer."""
+        layout, at = self.layout, self.layout.mesh.coords(rank)
+        weights = {weight.name: weight for weight in states.weights(layout, at["pp"])}
+        ranges = {name: (0, weight.numel) for name, weight in weights.items()}
+        if shards.apart(layout):
+            groups, index = self.flat_groups(rank), self.shard_index(rank)
+            ranges = {name: range_ for group in groups for name, range_ in group.layout.held(index).items()}
+        replicas = max(1, layout.mesh.tp // layout.config.model.num_kv_heads)  # of a key or value head
+        found = {}
+        for name, (start, stop) in ranges.items():
+            if is_hidden_matrix(name, weights[name].dimensions):
+                tensor = at["tp"] // replicas if weights[name].shared == "head" else at["tp"]
+                found[name] = Shard((tensor, start, stop), stop - start)
+        return found
 
     def _list_reductions(self, stage: int, tensor: int) -> Counter[Operation]:
         """Gradients, the token count, and the vector on which all ranks agree before the update."""

@@ -142,8 +142,6 @@ def switches_of(layout: Layout) -> dict[str, tuple[Any, ...]]:
         alone["start"] = ("equal",)
     if layout.dp == 1:
         alone["shares"] = ("equal",)
-    if layout.tp > 1:
-        alone["optimizer"] = tuple(kind for kind in SWITCHES["optimizer"] if kind != "muon")  # it needs whole matrices
     alone["gradients"] = tuple(kind for kind in SWITCHES["gradients"] if _shares(layout, kind))
     return {**SWITCHES, **alone}
 

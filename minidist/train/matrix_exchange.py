@@ -1,0 +1,88 @@
+"""Compute with full matrices that are sharded over ranks: two all-to-alls around the computation (Muon)."""
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from minidist.comm import Group, all_to_all
+from minidist.comm.objects import all_gather_object
+from minidist.parameters import Box, Specs
+from minidist.train.matrix_plan import MatrixPlan, Shard, plan_matrices
+
+
+class MatrixExchange:
+    """Sends the shards of each matrix to one owner, and what the owner computes back to the holders.
+
+    matrices: the facts about the matrices of which this rank holds elements; possibly none. group: the ranks over which
+    they are sharded. dtype: of the shards; None on a rank that holds nothing.
+    """
+
+    def __init__(self, matrices: Specs, group: Group, dtype: torch.dtype | None):
+        self.group = group
+        of_ranks = all_gather_object(
+            (dtype, {name: (spec.shape, spec.boxes) for name, spec in matrices.items()}), group
+        )
+        everyone = [held for _, held in of_ranks]
+        dtype = next((dtype for dtype, _ in of_ranks if dtype is not None), torch.float32)
+        self._like = torch.empty(0, dtype=dtype, device=group.world.device)
+        self._boxes: list[dict[str, tuple[Box, ...]]] = [
+            {name: boxes for name, (_, boxes) in held.items()} for held in everyone
+        ]
+        self._shapes = {name: shape for held in everyone for name, (shape, _) in held.items()}
+        shards = [
+            {name: Shard(boxes, sum(box.numel for box in boxes)) for name, boxes in held.items()}
+            for held in self._boxes
+        ]
+        self.plan: MatrixPlan = plan_matrices(shards)
+        self._senders = {name: self.plan.senders(name) for name in self.plan.holders}
+
+    @torch.no_grad()
+    def apply(
+        self, compute: Callable[[Tensor], Tensor], shards: Mapping[str, Tensor], names: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Return this rank's shard of `compute(matrix)` for every matrix, (elements,).
+
+        compute: (m, n) -> (m, n). shards: this rank's elements of each matrix, (elements,), in the order of its boxes.
+        names: the matrices, the same on every rank; those that this rank holds nothing of included.
+        """
+        group, me, wanted = self.group, self.group.rank, [name for name in self.plan.holders if name in names]
+        to = {rank: [name for name in wanted if self.plan.owner[name] == rank] for rank in range(group.size)}
+        sent = {rank: [shards[n] for n in to[rank] if me in self._senders[n]] for rank in to}
+        received = self._all_to_all(
+            sent,
+            {rank: sum(self._numel(rank, n) for n in to[me] if rank in self._senders[n]) for rank in to},
+        )
+        back: dict[int, list[Tensor]] = {rank: [] for rank in to}
+        at = dict.fromkeys(to, 0)
+        for name in to[me]:
+            matrix = self._like.new_empty(self._shapes[name])
+            for rank in self._senders[name]:
+                for box in self._boxes[rank][name]:
+                    matrix[box.slices] = received[rank][at[rank] : at[rank] + box.numel].view(box.shape)
+                    at[rank] += box.numel
+            result = compute(matrix)
+            for rank in self.plan.holders[name]:
+                back[rank] += [result[box.slices].reshape(-1) for box in self._boxes[rank][name]]
+        own = self._boxes[me]
+        received = self._all_to_all(back, {rank: sum(self._numel(me, n) for n in to[rank] if n in own) for rank in to})
+        results = {}
+        for rank, names_of in to.items():
+            mine = [name for name in names_of if name in own]
+            parts = received[rank].split([self._numel(me, name) for name in mine]) if mine else ()
+            results.update(zip(mine, parts, strict=True))
+        return results
+
+    def _numel(self, rank: int, name: str) -> int:
+        shard = self.plan.holders[name].get(rank)
+        return 0 if shard is None else shard.numel
+
+    def _all_to_all(self, sent: Mapping[int, list[Tensor]], numel: Mapping[int, int]) -> dict[int, Tensor]:
+        """Send each rank its tensors, concatenated, and return what came from each, (numel[rank],)."""
+        parts = [part for rank in range(self.group.size) for part in sent[rank]]
+        outgoing = torch.cat(parts).to(self._like.device) if parts else self._like.new_empty(0)
+        incoming = self._like.new_empty(sum(numel.values()))
+        splits = [sum(part.numel() for part in sent[rank]) for rank in range(self.group.size)]
+        lengths = [numel[rank] for rank in range(self.group.size)]
+        all_to_all(incoming, outgoing, self.group, lengths, splits, async_op=True).wait()
+        return dict(enumerate(incoming.split(lengths)))

@@ -1,0 +1,66 @@
+"""Which rank computes the update of which matrix when matrices are sharded (Muon). Free of torch, for the estimate.
+
+Muon's update needs the full matrix, and under ZeRO or tensor parallelism every rank holds shards. So each matrix has an
+owner: all holders send it their shards, it computes the update, and sends every holder its shard of that. Each rank
+sends its own shards once and receives as much, whatever the number of ranks; nothing is padded and nothing is computed
+twice. (Liu et al. 2025, arXiv 2502.16982, section 2.3, gather every matrix on all ranks that hold a shard of it.)
+"""
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank holds of a matrix. key: equal on ranks that hold the same elements; numel: how many."""
+
+    key: Hashable
+    numel: int
+
+
+@dataclass(frozen=True)
+class MatrixPlan:
+    """holders: of each matrix the shard of every rank of the group that has one. owner: the rank that computes it."""
+
+    holders: Mapping[str, Mapping[int, Shard]]
+    owner: Mapping[str, int]
+
+    def senders(self, name: str) -> list[int]:
+        """The ranks whose shards make up a matrix: the first holder of each shard."""
+        first: dict[Hashable, int] = {}
+        for rank, shard in self.holders[name].items():
+            first.setdefault(shard.key, rank)
+        return list(first.values())
+
+    def sent_elements(self, rank: int, names: Collection[str]) -> tuple[int, int]:
+        """Elements that a rank sends to other ranks: shards to the owners, and updates to the holders."""
+        shards = updates = 0
+        for name in names:
+            holders = self.holders[name]
+            if self.owner[name] == rank:
+                updates += sum(shard.numel for other, shard in holders.items() if other != rank)
+            elif rank in self.senders(name):
+                shards += holders[rank].numel
+        return shards, updates
+
+
+def plan_matrices(shards: Sequence[Mapping[str, Shard]]) -> MatrixPlan:
+    """Assign each matrix to an owner: the largest first, each to the rank that owns the fewest elements so far.
+
+    shards: of every rank of the group, in rank order, what it holds of each matrix.
+    """
+    holders: dict[str, dict[int, Shard]] = {}
+    for rank, held in enumerate(shards):
+        for name, shard in held.items():
+            holders.setdefault(name, {})[rank] = shard
+    sizes = {name: sum(set_of.values()) for name, set_of in _distinct(holders).items()}
+    owned, owner = [0] * len(shards), {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owner[name] = owned.index(min(owned))
+        owned[owner[name]] += sizes[name]
+    return MatrixPlan(dict(sorted(holders.items())), owner)
+
+
+def _distinct(holders: Mapping[str, Mapping[int, Shard]]) -> dict[str, dict[Hashable, int]]:
+    """Of each matrix the number of elements of each distinct shard."""
+    return {name: {shard.key: shard.numel for shard in of.values()} for name, of in holders.items()}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from minidist.comm import bind
 from minidist.mesh import Mesh
-from minidist.tools.trace.clock import DeviceClock, offset_from_first
-from minidist.tools.trace.intervals import both, lanes, length, union
+from minidist.tools.trace.clock import DeviceClock, measure_clock_offset
+from minidist.tools.trace.intervals import assign_lanes, covered_time, intersect_intervals, merge_intervals
 
 rows = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)).map(lambda row: (row[0], row[0] + row[1])))
 
@@ -24,16 +24,18 @@ def cells(intervals):
 
 @given(rows, rows)
 def test_what_intervals_cover_is_what_their_units_cover(a, b):
-    assert cells(union(a)) == cells(a) and length(a) == len(cells(a))
-    assert cells(both(a, b)) == cells(a) & cells(b) and length(both(a, b)) == len(cells(a) & cells(b))
-    apart = union(a)
+    assert cells(merge_intervals(a)) == cells(a) and covered_time(a) == len(cells(a))
+    assert cells(intersect_intervals(a, b)) == cells(a) & cells(b) and covered_time(intersect_intervals(a, b)) == len(
+        cells(a) & cells(b)
+    )
+    apart = merge_intervals(a)
     assert all(left[1] < right[0] for left, right in zip(apart, apart[1:], strict=False))
 
 
 @given(rows)
 def test_no_two_intervals_of_a_lane_overlap(intervals):
     intervals = sorted(intervals)
-    for lane in set(chosen := lanes(intervals)):
+    for lane in set(chosen := assign_lanes(intervals)):
         mine = [interval for interval, at in zip(intervals, chosen, strict=True) if at == lane]
         assert all(before[1] <= after[0] for before, after in zip(mine, mine[1:], strict=False))
 
@@ -45,7 +47,7 @@ def measured_offset(world):
     """As if every rank were a host whose clock is ahead of the one before it."""
     world = replace(world, node_rank=world.rank)
     group = bind(world, Mesh(dp=world.size))["control"]
-    return offset_from_first(group, lambda: time.monotonic_ns() + world.rank * AHEAD_NS)
+    return measure_clock_offset(group, lambda: time.monotonic_ns() + world.rank * AHEAD_NS)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -56,7 +58,7 @@ def test_clocks_of_hosts_are_aligned_within_the_error_that_is_told(ranks, size):
 
 
 def own_host(world):
-    return offset_from_first(bind(world, Mesh(dp=world.size))["control"])
+    return measure_clock_offset(bind(world, Mesh(dp=world.size))["control"])
 
 
 def test_ranks_of_one_host_have_one_clock(ranks):
@@ -85,5 +87,5 @@ def test_moments_of_a_device_are_placed_by_its_events(monkeypatch):
     before = time.monotonic_ns()
     clock = DeviceClock()
     first, second = clock.now(), clock.now()
-    assert clock.nanoseconds(second) - clock.nanoseconds(first) == 2_500_000
-    assert before + 2_500_000 <= clock.nanoseconds(first) <= time.monotonic_ns() + 2_500_000
+    assert clock.to_host_ns(second) - clock.to_host_ns(first) == 2_500_000
+    assert before + 2_500_000 <= clock.to_host_ns(first) <= time.monotonic_ns() + 2_500_000

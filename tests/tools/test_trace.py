@@ -7,10 +7,10 @@ import torch
 
 from minidist.comm import Meter, P2POp, all_reduce, batch_send_recv, bind
 from minidist.mesh import Mesh
-from minidist.tools.trace.chrome import COMMUNICATION, COMPUTE, WAITING, events
+from minidist.tools.trace.chrome import COMMUNICATION, COMPUTE, WAITING, trace_events
 from minidist.tools.trace.clock import HostClock
-from minidist.tools.trace.timed_meter import Flight, Recording, Span, TimedMeter
-from minidist.tools.trace.trace import Shares, shares, tell
+from minidist.tools.trace.timed_meter import OperationSpan, RankRecording, TimedMeter, TimedSpan
+from minidist.tools.trace.trace import TimeFractions, compute_time_fractions, describe_trace
 
 
 class Clock:
@@ -30,13 +30,15 @@ def record(meter, name="all_reduce", seq=1, rank=0, use="grads", **more):
 def test_shares_are_of_the_recorded_time_and_add_up():
     """100 units: 60 of forward and backward with a wait of 20 inside; 30 in flight, of which 10 beside computing."""
     meter = Meter()
-    spans = [Span("step", 0, 100), Span("forward", 0, 30), Span("backward", 40, 70)]
-    waits = [Span("all_reduce", 50, 70, {"of": [record(meter)]})]
-    flights = [Flight(meter.records[0], 40, {}, reported=None, waited=70)]
-    found = shares(Recording(0, 100, spans, waits, flights))
-    assert found == Shares(compute=0.4, exposed=0.2, other=pytest.approx(0.4), hidden=pytest.approx(1 / 3))
-    assert shares(Recording(0, 100, spans, [], [])) == Shares(0.6, 0.0, 0.4, None)
-    told = tell("t.json", (3, 4), [found] * 9)
+    spans = [TimedSpan("step", 0, 100), TimedSpan("forward", 0, 30), TimedSpan("backward", 40, 70)]
+    waits = [TimedSpan("all_reduce", 50, 70, {"of": [record(meter)]})]
+    flights = [OperationSpan(meter.records[0], 40, {}, reported=None, waited=70)]
+    found = compute_time_fractions(RankRecording(0, 100, spans, waits, flights))
+    assert found == TimeFractions(
+        compute=0.4, exposed_communication=0.2, other=pytest.approx(0.4), hidden_communication=pytest.approx(1 / 3)
+    )
+    assert compute_time_fractions(RankRecording(0, 100, spans, [], [])) == TimeFractions(0.6, 0.0, 0.4, None)
+    told = describe_trace("t.json", (3, 4), [found] * 9)
     assert "steps 3 to 4: t.json" in told and "rank 0 40% / 20% / 40% (33% of communication hidden), " in told
     assert told.endswith("; 1 more ranks in the file") and told.count("\n") == 0
 
@@ -45,7 +47,7 @@ def test_a_meter_keeps_times_only_when_told_to():
     clock, meter = Clock(), TimedMeter()
     with meter.span("before"):
         early = record(meter, seq=1)
-    meter.begin(HostClock(clock))
+    meter.start_recording(HostClock(clock))
     clock.at = 10
     with meter.span("step", step=1):
         clock.at = 12
@@ -56,13 +58,13 @@ def test_a_meter_keeps_times_only_when_told_to():
         meter.waited(mine)
     record(meter, seq=3)
     clock.at = 20
-    kept = meter.end(offset_ns=100)
+    kept = meter.stop_recording(offset_ns=100)
     record(meter, seq=4)
     assert (kept.begin, kept.end) == (100, 120) and not meter.records and meter.operations["grads", "all_reduce"] == 4
     assert early.waited and mine.waited  # the order of events is kept as ever
-    assert kept.spans == [Span("step", 110, 115, {"step": 1})]
-    assert kept.waits == [Span("all_reduce", 112, 115, {"step": 1, "of": [mine]})]
-    assert [(f.record.seq, f.launched, f.completed, f.what) for f in kept.flights] == [
+    assert kept.spans == [TimedSpan("step", 110, 115, {"step": 1})]
+    assert kept.waits == [TimedSpan("all_reduce", 112, 115, {"step": 1, "of": [mine]})]
+    assert [(f.record.seq, f.launched, f.completed, f.attributes) for f in kept.operations] == [
         (2, 112, 115, {"step": 1}),
         (3, 115, None, {}),
     ]
@@ -88,7 +90,7 @@ class Work:
 
 def test_an_operation_is_over_when_the_backend_says_so_and_not_when_somebody_waits():
     clock, meter, works = Clock(), TimedMeter(), [Work(True), Work(False)]
-    meter.begin(HostClock(clock))
+    meter.start_recording(HostClock(clock))
     both_launched = [record(meter), record(meter, "send", peer=1)]
     meter.started(both_launched, works)
     clock.at = 3
@@ -96,7 +98,7 @@ def test_an_operation_is_over_when_the_backend_says_so_and_not_when_somebody_wai
     clock.at = 7
     for one in both_launched:
         meter.waited(one)
-    assert [(flight.launched, flight.completed) for flight in meter.end().flights] == [(0, 3), (0, 7)]
+    assert [(flight.launched, flight.completed) for flight in meter.stop_recording().operations] == [(0, 3), (0, 7)]
 
 
 def told_to_the_meter(world):
@@ -120,9 +122,9 @@ def told_to_the_meter(world):
     handle = all_reduce(first, group, async_op=True)
     batch_send_recv([P2POp("send", first, 1 - world.rank, 3), P2POp("recv", second, 1 - world.rank, 3)], group)
     handle.wait()
-    meter.begin(HostClock())
+    meter.start_recording(HostClock())
     all_reduce(first, group)
-    [flight] = meter.end().flights
+    [flight] = meter.stop_recording().operations
     return launched, waited, flight.reported is not None and flight.reported <= flight.waited
 
 
@@ -145,19 +147,22 @@ def recordings():
         other = record(meter, ["send", "recv"][rank], rank=rank, peer=1 - rank, tag=5)
         last = record(meter, "barrier", seq=9, rank=rank, use="control")
         flights = [
-            Flight(first, 2000 + late, {"step": 1}, waited=6000),
-            Flight(second, 4000 + late, {}, reported=8000, waited=9000),
-            Flight(other, 10_000 - late, {}, waited=11_000),
-            Flight(last, 11_500, {}) if rank else Flight(last, 11_600, {}, waited=11_700),
+            OperationSpan(first, 2000 + late, {"step": 1}, waited=6000),
+            OperationSpan(second, 4000 + late, {}, reported=8000, waited=9000),
+            OperationSpan(other, 10_000 - late, {}, waited=11_000),
+            OperationSpan(last, 11_500, {}) if rank else OperationSpan(last, 11_600, {}, waited=11_700),
         ]
-        wait = Span("all_reduce", 5000, 6000, {"step": 1, "of": [first]})
-        spans = [Span("step", 1000, 9500, {"step": 1}), Span("forward", 1000, 3000, {"step": 1, "micro_batch": 0})]
-        made.append(Recording(1000, 12_000, spans, [wait], flights))
+        wait = TimedSpan("all_reduce", 5000, 6000, {"step": 1, "of": [first]})
+        spans = [
+            TimedSpan("step", 1000, 9500, {"step": 1}),
+            TimedSpan("forward", 1000, 3000, {"step": 1, "micro_batch": 0}),
+        ]
+        made.append(RankRecording(1000, 12_000, spans, [wait], flights))
     return made
 
 
 def test_every_operation_and_every_wait_is_an_event():
-    made = events(recordings(), ["one", "two"])
+    made = trace_events(recordings(), ["one", "two"])
     for rank in range(2):
         mine = [event for event in made if event["pid"] == rank + 1 and event["ph"] == "X"]
         flights = [event for event in mine if event["cat"] == "communication"]
@@ -166,7 +171,7 @@ def test_every_operation_and_every_wait_is_an_event():
             ("all_reduce grads", COMMUNICATION + 1, 3.0 + rank),
         ]
         first, second = flights[:2]
-        assert first["dur"] == 4.0 - rank and first["args"]["completion"] == "when its wait had ended"
+        assert first["dur"] == 4.0 - rank and first["args"]["completion"] == "end of its wait"
         assert second["dur"] == 4.0 - rank and second["args"]["completion"] == "reported by the backend"
         assert first["args"]["step"] == 1 and first["args"]["sequence number"] == 1
         assert first["args"]["wire bytes"] == first["args"]["payload bytes"] == 32
@@ -175,11 +180,11 @@ def test_every_operation_and_every_wait_is_an_event():
         assert wait["args"] == {"step": 1, "operations": ["all_reduce grads #1"]}
         assert [event["name"] for event in mine if event["tid"] == COMPUTE] == ["step 1", "forward"]
     [unfinished] = [e for e in made if e["ph"] == "X" and e["name"].startswith("barrier") and e["pid"] == 2]
-    assert unfinished["ts"] + unfinished["dur"] == 11.0 and "not seen" in unfinished["args"]["completion"]
+    assert unfinished["ts"] + unfinished["dur"] == 11.0 and "not recorded" in unfinished["args"]["completion"]
 
 
 def test_an_arrow_leads_from_the_rank_that_launched_first_to_the_last():
-    made = events(recordings(), ["one", "two"])
+    made = trace_events(recordings(), ["one", "two"])
     arrows = {}
     for event in made:
         if event["ph"] in "stf":
@@ -198,7 +203,7 @@ def test_the_events_have_the_form_of_those_that_torch_exports(tmp_path):
         (torch.ones(4, requires_grad=True) * 2).sum().backward()
     profiler.export_chrome_trace(str(tmp_path / "torch.json"))
     theirs = json.loads((tmp_path / "torch.json").read_text())["traceEvents"]
-    ours = json.loads(json.dumps(events(recordings(), ["one", "two"])))
+    ours = json.loads(json.dumps(trace_events(recordings(), ["one", "two"])))
     assert {event["ph"] for event in ours} == {"M", "X", "s", "f"} <= {event["ph"] for event in theirs}
     for phase in ("M", "X", "s", "f"):
         keys = [event.keys() for event in theirs if event["ph"] == phase]

@@ -92,7 +92,7 @@ def test_the_file_holds_what_the_meters_saw(ranks, tmp_path, text, size, changes
         keys = ("operation", "group", "sequence number", "payload bytes", "wire bytes")
         seen = Counter((*(facts[key] for key in keys), facts.get("peer")) for facts in found)
         assert seen == Counter((r.name, r.use, r.seq, r.payload_bytes, r.wire_bytes, r.peer) for r in records)
-        assert all("not seen" not in facts["completion"] for facts in found)
+        assert all("not recorded" not in facts["completion"] for facts in found)
         waits = [f for wait in slices(trace, rank, "waiting") for f in wait["args"]["operations"]]
         assert sorted(waits) == sorted(f"{r.name} {r.use} #{r.seq}" for r in records)
     assert trace["otherData"]["traffic_bytes"] == traffic_matrix([records for records, _ in told])
@@ -100,9 +100,11 @@ def test_the_file_holds_what_the_meters_saw(ranks, tmp_path, text, size, changes
     assert lines[1:] == [None] * (size - 1) and f"trace of steps 2 to 4: {config.trace.file}, for" in lines[0]
     assert f"rank {size - 1} " in lines[0] and f"rank {size} " not in lines[0]
     assert ("of communication hidden" in lines[0]) == (size > 1)
-    for share in trace["otherData"]["shares"]:
-        assert share["compute"] > 0 and share["exposed"] + share["compute"] + share["other"] == pytest.approx(1)
-        assert share["hidden"] is None if size == 1 else 0 <= share["hidden"] < 1
+    for share in trace["otherData"]["time_fractions"]:
+        assert share["compute"] > 0 and share["exposed_communication"] + share["compute"] + share[
+            "other"
+        ] == pytest.approx(1)
+        assert share["hidden_communication"] is None if size == 1 else 0 <= share["hidden_communication"] < 1
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -160,7 +162,9 @@ def test_a_rank_that_is_held_up_makes_the_other_wait(ranks, tmp_path, text):
     backward = next(e for e in slices(trace, 1, "compute") if e["name"] == "backward")
     assert backward["ts"] < wait["ts"] < backward["ts"] + backward["dur"]
     other = trace["otherData"]
-    assert other["shares"][0]["exposed"] * other["recorded_ns"][0] >= (late["ts"] - wait["ts"]) * 1e3
+    assert (
+        other["time_fractions"][0]["exposed_communication"] * other["recorded_ns"][0] >= (late["ts"] - wait["ts"]) * 1e3
+    )
 
 
 def test_a_run_that_is_asked_to_stop_writes_the_steps_it_made(ranks, tmp_path, text):

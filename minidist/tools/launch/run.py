@@ -7,7 +7,7 @@ from minidist.config import Config
 from minidist.tools.console.reporter import Reporter
 from minidist.tools.memory.tracker import MemoryTracker
 from minidist.tools.trace.timed_meter import TimedMeter
-from minidist.tools.trace.trace import Trace
+from minidist.tools.trace.trace import TraceRecorder
 from minidist.train.observer import Observer
 from minidist.train.trainer import train
 
@@ -24,7 +24,7 @@ def make_observers(config: Config) -> list[Observer]:
     """Return the observers of a run."""
     observers: list[Observer] = []
     if config.trace.file is not None:
-        observers.append(Trace(config))
+        observers.append(TraceRecorder(config))
     if config.memory.file is not None:
         observers.append(MemoryTracker(config))
     return [*observers, Reporter()]

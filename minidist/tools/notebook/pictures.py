@@ -70,7 +70,7 @@ def timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> list[l
 
 def lanes(spans: Sequence[Span]) -> list[int]:
     """A lane for each span, in launch order, so that no two in one lane are in flight at the same time."""
-    return intervals.lanes([(span.launched, _end(span)) for span in spans])
+    return intervals.assign_lanes([(span.launched, _end(span)) for span in spans])
 
 
 def _end(span: Span) -> float:

@@ -1,11 +1,10 @@
-"""One clock for all ranks, to lay what they did at the same time side by side.
+"""One clock for all ranks, so that their recordings line up.
 
-Ranks of one host need no exchange: they read CLOCK_MONOTONIC, which the kernel keeps once and gives to every process
-alike, whatever its core, and which nobody can set. Each host has begun its own at another moment, so the ranks of other
-hosts measure how far theirs is from that of rank 0's host (Cristian 1989, Probabilistic Clock Synchronization): ask,
-note when the answer came, and take it for the middle of the way. However the time is divided between there and back,
-the error is at most half of it, and of many exchanges the shortest counts. What is measured once drifts from then on,
-by some tens of microseconds a second between common quartz clocks.
+Ranks of one host share CLOCK_MONOTONIC: it is the same for every process and core, and nobody can set it. Its origin
+differs between hosts, so ranks on other hosts measure their offset from rank 0's host (Cristian 1989, Probabilistic
+Clock Synchronization): request a reading, and assume that it was taken halfway through the round trip. The error is at
+most half the round trip however its time is split, so the shortest of several exchanges is used. The offset drifts
+after the measurement, by tens of microseconds per second between common quartz clocks.
 """
 
 import time
@@ -20,10 +19,10 @@ from minidist.comm.objects import all_gather_object
 EXCHANGES = 16
 
 
-def offset_from_first(group: Group, now: Callable[[], int] = time.monotonic_ns) -> tuple[int, int]:
-    """(what to add to this rank's clock to read that of the group's first rank, by how much that may be off), in ns.
+def measure_clock_offset(group: Group, now: Callable[[], int] = time.monotonic_ns) -> tuple[int, int]:
+    """(offset to add to this rank's clock to get that of the group's first rank, bound of its error), in nanoseconds.
 
-    Every rank of the group calls it. (0, 0) on the first rank's own host.
+    Collective over the group. (0, 0) on the first rank's host.
     """
     nodes = all_gather_object(group.world.node_rank, group)
     for place, node in enumerate(nodes):
@@ -51,28 +50,28 @@ def _ask(group: Group, now: Callable[[], int]) -> tuple[int, int]:
         send(reading, 0, group)
         recv(reading, 0, group, async_op=True).wait(host=True)
         answered = now()
-        # Rounded up: half a nanosecond more is still a bound.
+        # Rounded up, so that it stays a bound.
         found.append(((answered - asked + 1) // 2 + 1, reading.item() - (asked + answered) // 2))
     error, offset = min(found)
     return offset, error
 
 
 class HostClock:
-    """Moments of this rank's host, in nanoseconds."""
+    """Timestamps of this rank's host, in nanoseconds."""
 
     def __init__(self, now: Callable[[], int] = time.monotonic_ns):
         self.now = now
 
-    def nanoseconds(self, moment: int) -> int:
-        """The moment on this host's clock."""
-        return moment
+    def to_host_ns(self, timestamp: int) -> int:
+        """The timestamp on this host's clock."""
+        return timestamp
 
 
 class DeviceClock:
-    """Moments of the queue of work of a CUDA device: when it came to this point, not when Python asked it to.
+    """Timestamps of a CUDA stream: when the device reached this point, not when Python enqueued it.
 
-    There the host runs ahead, and `wait()` holds up the device's queue in its place, so only such moments show what
-    took how long and who waited. A moment costs an event in the current stream.
+    The host runs ahead of the device, and `wait()` makes the stream wait and not the host, so only the stream's times
+    show how long work and waits took. A timestamp costs one event in the current stream.
     """
 
     def __init__(self):
@@ -85,7 +84,7 @@ class DeviceClock:
         event.record()
         return event
 
-    def nanoseconds(self, moment: torch.cuda.Event) -> int:
-        """The moment on this host's clock, to the few microseconds that the first one took to be seen."""
-        moment.synchronize()
-        return self._first_ns + round(self._first.elapsed_time(moment) * 1e6)
+    def to_host_ns(self, timestamp: torch.cuda.Event) -> int:
+        """The timestamp on this host's clock, exact to a few microseconds."""
+        timestamp.synchronize()
+        return self._first_ns + round(self._first.elapsed_time(timestamp) * 1e6)

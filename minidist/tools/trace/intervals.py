@@ -1,4 +1,4 @@
-"""Stretches of time on one clock: (begin, end) pairs, and what they cover together."""
+"""Unions, intersections and lanes of time intervals (begin, end) on one clock."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 Interval = tuple[float, float]
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """What at least one of them covers, as ascending intervals that do not touch."""
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of the intervals, as ascending intervals that do not touch."""
     covered: list[Interval] = []
     for begin, end in sorted(intervals):
         if covered and begin <= covered[-1][1]:
@@ -17,23 +17,23 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return covered
 
 
-def both(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """What `a` and `b` both cover, in the form of `union`."""
-    a, b, found = deque(union(a)), deque(union(b)), []
+def intersect_intervals(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
+    """The intersection of two unions, as ascending intervals that do not touch."""
+    a, b, found = deque(merge_intervals(a)), deque(merge_intervals(b)), []
     while a and b:
         found.append((max(a[0][0], b[0][0]), min(a[0][1], b[0][1])))
         (a if a[0][1] < b[0][1] else b).popleft()
-    return union(found)
+    return merge_intervals(found)
 
 
-def length(intervals: Iterable[Interval]) -> float:
-    """How much they cover together."""
-    return sum(end - begin for begin, end in union(intervals))
+def covered_time(intervals: Iterable[Interval]) -> float:
+    """The total length of the union of the intervals."""
+    return sum(end - begin for begin, end in merge_intervals(intervals))
 
 
-def lanes(intervals: Sequence[Interval]) -> list[int]:
-    """A lane for each interval, in order of their begins, so that no two in one lane overlap."""
-    free: list[float] = []  # where the last interval of each lane ends
+def assign_lanes(intervals: Sequence[Interval]) -> list[int]:
+    """A lane number for each interval, so that no two in a lane overlap. intervals: sorted by begin."""
+    free: list[float] = []  # the end of the last interval in each lane
     chosen = []
     for begin, end in intervals:
         lane = next((i for i, free_from in enumerate(free) if free_from <= begin), len(free))

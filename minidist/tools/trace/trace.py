@@ -1,8 +1,8 @@
-"""`--trace FILE`: some steps of a run recorded on every rank, and written as one file by rank 0.
+"""`--trace FILE`: records some steps on every rank; rank 0 writes them as one file.
 
-The meter keeps times while those steps run (`comm/timed.py`); at their end the ranks' recordings are gathered and
-written in one piece: under another name first, then renamed, so that the file is whole or is not there. A run that is
-stopped writes the steps it made; one that dies before the last of them leaves no file.
+The run's meter records times during those steps (`timed_meter`); then the ranks' recordings are gathered and the file
+is written atomically. A run that is stopped writes the steps that it finished; one that fails before the end of the
+recording leaves no file.
 """
 
 import json
@@ -14,49 +14,51 @@ from typing import Any
 from minidist.comm import Group, all_gather_object
 from minidist.config import Config
 from minidist.tools.output_files import check_trace_file
-from minidist.tools.trace.chrome import events
-from minidist.tools.trace.clock import DeviceClock, HostClock, offset_from_first
-from minidist.tools.trace.intervals import both, length
-from minidist.tools.trace.timed_meter import Recording
+from minidist.tools.trace.chrome import trace_events
+from minidist.tools.trace.clock import DeviceClock, HostClock, measure_clock_offset
+from minidist.tools.trace.intervals import covered_time, intersect_intervals
+from minidist.tools.trace.timed_meter import RankRecording
 from minidist.tools.trace.traffic import traffic_matrix
 from minidist.train.observer import Observer
 from minidist.train.run_folder import write_atomically
 from minidist.train.trainer import Trainer
 
 COMPUTED = ("forward", "backward", "gradient norm", "optimizer")
-_TOLD_RANKS = 8  # as many have their shares in the line at the end; the file has those of all
+_PRINTED_RANKS = 8  # in the summary line; the file has all
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Where one rank's time went, as fractions of what was recorded. They add up to 1.
+class TimeFractions:
+    """Fractions of one rank's recorded time; compute, exposed_communication and other add up to 1.
 
-    compute: forward, backward, the gradient's norm and the optimizer, without waits inside them; exposed: it waited for
-    communication; other: the rest, such as data, checkpoints and evaluations.
-    hidden: of the time in which its operations were in flight (so also until the last rank has joined), the fraction in
-    which it computed; None without any.
+    compute: forward, backward, gradient norm and optimizer, without the waits inside them; exposed_communication:
+    waits for communication; other: the rest, such as data, checkpoints and evaluations. hidden_communication: of the
+    time with operations in flight (which includes waiting for the last rank to join), the fraction in which the rank
+    computed; None without operations.
     """
 
     compute: float
-    exposed: float
+    exposed_communication: float
     other: float
-    hidden: float | None
+    hidden_communication: float | None
 
 
-def shares(recording: Recording) -> Shares:
-    """Where the rank's time went."""
+def compute_time_fractions(recording: RankRecording) -> TimeFractions:
+    """The fractions of a rank's time."""
     whole = recording.end - recording.begin
     busy = [(span.begin, span.end) for span in recording.spans if span.name in COMPUTED]
     waits = [(wait.begin, wait.end) for wait in recording.waits]
-    flights = [(f.launched, recording.end if f.completed is None else f.completed) for f in recording.flights]
-    exposed, in_flight = length(waits), length(flights)
-    compute = length(busy) - length(both(busy, waits))
-    behind = both(busy, flights)
-    hidden = (length(behind) - length(both(behind, waits))) / in_flight if in_flight else None
-    return Shares(compute / whole, exposed / whole, 1 - (compute + exposed) / whole, hidden)
+    operations = [(op.launched, recording.end if op.completed is None else op.completed) for op in recording.operations]
+    exposed, in_flight = covered_time(waits), covered_time(operations)
+    compute = covered_time(busy) - covered_time(intersect_intervals(busy, waits))
+    behind = intersect_intervals(busy, operations)
+    hidden = (
+        (covered_time(behind) - covered_time(intersect_intervals(behind, waits))) / in_flight if in_flight else None
+    )
+    return TimeFractions(compute / whole, exposed / whole, 1 - (compute + exposed) / whole, hidden)
 
 
-class Trace(Observer):
+class TraceRecorder(Observer):
     """Records the trace of one run. The run's meter must be a `TimedMeter`.
 
     line: what rank 0 says about the trace at the end of the run.
@@ -99,7 +101,7 @@ class Trace(Observer):
         if self._first is None:
             self.line = f"no trace: the run ended after step {step}, before --trace.first {self._config.first}"
             return
-        recording = self._meter.end(self._clock[0])
+        recording = self._meter.stop_recording(self._clock[0])
         # What was recorded ends here: the gathering is not part of it.
         gathered = all_gather_object((recording, self._clock, self._group.world.node_rank), self._group)
         if self._group.rank == 0:
@@ -107,23 +109,23 @@ class Trace(Observer):
 
     def _begin(self, step: int) -> None:
         self._first = step
-        self._clock = offset_from_first(self._group)  # now, not at the start of the run: clocks drift
-        self._meter.begin(DeviceClock() if self._group.world.device.type == "cuda" else HostClock())
+        self._clock = measure_clock_offset(self._group)  # now, not at the start of the run: clocks drift
+        self._meter.start_recording(DeviceClock() if self._group.world.device.type == "cuda" else HostClock())
 
 
 def _write(path: Path, group: Group, gathered: Sequence[tuple], steps: tuple[int, int]) -> str:
     """Write the file; returns what to say of it."""
     recordings, clocks, nodes = zip(*gathered, strict=True)
-    parts = [shares(recording) for recording in recordings]
+    parts = [compute_time_fractions(recording) for recording in recordings]
     names = [f"rank {rank} on {group.world.device.type}, node {node}" for rank, node in enumerate(nodes)]
     trace = {
-        "traceEvents": events(recordings, names),
+        "traceEvents": trace_events(recordings, names),
         "displayTimeUnit": "ms",
         "otherData": {
             "steps": list(steps),
             "recorded_ns": [recording.end - recording.begin for recording in recordings],
-            "shares": [asdict(share) for share in parts],
-            "traffic_bytes": traffic_matrix([[flight.record for flight in r.flights] for r in recordings]),
+            "time_fractions": [asdict(fractions) for fractions in parts],
+            "traffic_bytes": traffic_matrix([[operation.record for operation in r.operations] for r in recordings]),
             "clock_offset_ns": [offset for offset, _ in clocks],
             "clock_error_ns": [error for _, error in clocks],
         },
@@ -132,19 +134,19 @@ def _write(path: Path, group: Group, gathered: Sequence[tuple], steps: tuple[int
         write_atomically(path, json.dumps(trace))
     except OSError as error:  # not worth the end of a run
         return f"the trace {path} could not be written: {error.strerror or error}"
-    return tell(path, steps, parts)
+    return describe_trace(path, steps, parts)
 
 
-def tell(path: Path, steps: tuple[int, int], parts: Sequence[Shares]) -> str:
-    """Where the file is, and of each rank where its time went, in a line."""
-    told = [
-        f"rank {rank} {part.compute:.0%} / {part.exposed:.0%} / {part.other:.0%}"
-        + ("" if part.hidden is None else f" ({part.hidden:.0%} of communication hidden)")
-        for rank, part in enumerate(parts[:_TOLD_RANKS])
+def describe_trace(path: Path, steps: tuple[int, int], parts: Sequence[TimeFractions]) -> str:
+    """A line with the file and the time fractions of the first ranks."""
+    printed = [
+        f"rank {rank} {part.compute:.0%} / {part.exposed_communication:.0%} / {part.other:.0%}"
+        + ("" if part.hidden_communication is None else f" ({part.hidden_communication:.0%} of communication hidden)")
+        for rank, part in enumerate(parts[:_PRINTED_RANKS])
     ]
-    more = f"; {len(parts) - len(told)} more ranks in the file" if len(parts) > len(told) else ""
+    more = f"; {len(parts) - len(printed)} more ranks in the file" if len(parts) > len(printed) else ""
     which = f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
     return (
         f"trace of {which}: {path}, for ui.perfetto.dev or chrome://tracing; compute / waiting for communication / "
-        f"other: {', '.join(told)}{more}"
+        f"other: {', '.join(printed)}{more}"
     )

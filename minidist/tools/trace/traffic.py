@@ -1,4 +1,4 @@
-"""Who sent how many bytes to whom: the meters of all ranks, taken together."""
+"""The traffic matrix: bytes that each rank sent to each other rank, from the meters of all ranks."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,10 +6,10 @@ from minidist.comm.meter import Record
 
 
 def traffic_matrix(by_rank: Sequence[Iterable[Record]]) -> list[list[int]]:
-    """Bytes that rank i sent to rank j, at [i][j].
+    """The matrix whose entry [i][j] is the bytes that rank i sent to rank j.
 
-    by_rank: the records of every rank, in rank order. A transfer is what was sent; a collective is that of the
-    algorithm the meter names (`Record.algorithm`).
+    by_rank: the records of every rank, in rank order. Transfers are counted; collectives are modelled by the algorithm
+    that the meter names (`Record.algorithm`).
     """
     records = [list(rows) for rows in by_rank]
     size = max([len(records), *(1 + max(record.ranks) for rows in records for record in rows)])
@@ -23,7 +23,7 @@ def traffic_matrix(by_rank: Sequence[Iterable[Record]]) -> list[list[int]]:
 
 
 def _receivers(record: Record, rank: int, whole: dict) -> list[tuple[int, int]]:
-    """(receiver, bytes) for what `rank` sent in this operation."""
+    """(receiver, bytes) of what `rank` sent in this operation."""
     ranks, sent = record.ranks, record.wire_bytes
     if not sent:
         return []
@@ -47,7 +47,7 @@ def _receivers(record: Record, rank: int, whole: dict) -> list[tuple[int, int]]:
 
 
 def _root(record: Record, whole: dict) -> int:
-    """The group rank that an operation with a root is about: it sends most in a broadcast, nothing in the others."""
+    """The group rank of an operation's root, which sends most in a broadcast and nothing in other operations."""
     sent = []
     for rank in record.ranks:
         other = whole.get((record.use, record.ranks, record.seq, record.name, rank))

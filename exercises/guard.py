@@ -15,7 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import minidist
-from minidist.tools.pieces import Pieces
+from minidist.tools.pieces import SymbolReplacements
 
 # What no audit event tells of: the end of the process, and files that torch writes in C++.
 _UNSEEN = {
@@ -102,7 +102,7 @@ class Guard:
             source = "\n".join([f"class {symbol}(*__bases__):", *lines])
             vars(sys.modules[module])["__bases__"] = old.__bases__
         vars(sys.modules[module])["__guarded__"] = self._caller(originals)
-        Pieces().replace(piece, source)
+        SymbolReplacements().replace(piece, source)
 
     def _caller(self, originals: dict[str, Callable]) -> Callable:
         """What stands in the place of the pieces. It is no method: the module it is put into leads not to the guard."""

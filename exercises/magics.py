@@ -106,7 +106,7 @@ class ExerciseMagics(Magics):
 
 def _work(needed: bool = True) -> Work | None:
     """The learner's folder that this notebook lies in."""
-    file = progress.find(Path.cwd())
+    file = progress.find_progress_file(Path.cwd())
     if file is None and needed:
         raise UsageError(
             "this notebook is not in your folder: python -m exercises start makes it, with a copy of the notebooks; "

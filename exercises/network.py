@@ -18,7 +18,7 @@ from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.comm.status import Channel
 from minidist.mesh import Mesh
 from minidist.tools.launch.device import prefer_loopback
-from minidist.tools.recording import mount
+from minidist.tools.recording_backend import register_recording_backend
 
 _TIMEOUT = timedelta(minutes=10)  # longer than any check: the board judges, not the backend
 _HERE = "127.0.0.1"
@@ -35,7 +35,7 @@ class Network:
         self._before = self._events_before = 0
         if world.size > 1:
             prefer_loopback()
-            backend = mount(self._meter, world.status, use="world")
+            backend = register_recording_backend(self._meter, world.status, use="world")
             store = dist.PrefixStore("check", world.store)
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
 
@@ -78,7 +78,7 @@ class Torchrun:
         self.joined = self.ended = False
         self.backend, self.machines = "", 1
         prefer_loopback()
-        self._recorded = mount(self._meter, world.status, use="world")
+        self._recorded = register_recording_backend(self._meter, world.status, use="world")
         self._store = world.store or dist.TCPStore(_HERE, 0, 1, is_master=True, wait_for_workers=False)
         self._torch_init, dist.init_process_group = dist.init_process_group, self._init
         self._torch_end, dist.destroy_process_group = dist.destroy_process_group, self._end

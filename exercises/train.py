@@ -147,10 +147,10 @@ def train_with(world: "World", config: "Config", pieces: Sequence[Installed]) ->
 
 def install(pieces: Sequence[Installed]) -> Counter:
     """Put the pieces in place of the package's in this process; returns their calls, counted from now on."""
-    from minidist.tools.pieces import Pieces
+    from minidist.tools.pieces import SymbolReplacements
 
     calls: Counter = Counter()
-    replacements = Pieces()
+    replacements = SymbolReplacements()
     for piece in pieces:
         for symbol in piece.symbols:
             count = _counted(name_of(symbol), piece.name) if symbol == piece.symbols[-1] else None

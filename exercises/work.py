@@ -44,7 +44,7 @@ class Work:
                     if copied.get(name) != now:
                         done["kept"].append(target)
                     continue
-                progress.write_whole(target, content)
+                progress.write_atomically(target, content)
                 copied[name] = now
         return done
 
@@ -54,7 +54,7 @@ class Work:
         file, content = self.file(exercise), exercise.stub.read_bytes()
         backup = self._backup(file) if file.exists() and file.read_bytes() != content else None
         with self._changing() as kept:
-            progress.write_whole(file, content)
+            progress.write_atomically(file, content)
             kept.setdefault("files", {})[str(file.relative_to(self.folder))] = _digest(content)
         return backup
 
@@ -74,7 +74,7 @@ class Work:
         known = (self.entry(exercise).get("cell"), _digest(content), _digest(exercise.stub.read_bytes()))
         if _digest(before) not in known:
             backup = self._backup(file)
-        progress.write_whole(file, content)
+        progress.write_atomically(file, content)
         self._know(exercise, content)
         return backup
 
@@ -86,7 +86,7 @@ class Work:
         number = 1
         while (backup := file.with_name(f"{file.stem}.backup-{number}{file.suffix}")).exists():
             number += 1
-        progress.write_whole(backup, file.read_bytes())
+        progress.write_atomically(backup, file.read_bytes())
         return backup
 
     def record(self, exercise: Exercise, passed: bool, points: int, content: bytes) -> None:
@@ -117,10 +117,10 @@ class Work:
 
     def read(self) -> dict[str, Any]:
         """progress.json as it is; empty when there is none. Raises UserError when it is damaged."""
-        return progress.read(self.folder / progress.NAME)
+        return progress.read_progress(self.folder / progress.NAME)
 
     def _changing(self) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        return progress.changing(self.folder / progress.NAME)
+        return progress.edit_progress(self.folder / progress.NAME)
 
     def _course(self, catalogue: Catalogue) -> Iterator[tuple[Path, bytes]]:
         """What the course has for the learner: (where it goes, content)."""

@@ -1,11 +1,11 @@
-"""Replaceable pieces: put other source in the place of a function or class of the package, for everybody who has it.
+"""Replaceable symbols: replace the source of a function or class of the package, for every reference to it.
 
-`from module import f` copies a reference, so assigning to the module reaches only those who look it up there. Here the
-object itself stays and its inside is exchanged: a function gets other code, a class other attributes. Whoever imported
-it earlier, holds it as a callback or is an instance of it has the new one from the next call on.
+`from module import f` copies a reference, so assigning to the module does not reach earlier imports. Here the object
+itself stays and its contents are replaced: a function gets new code, a class new attributes. Earlier imports, callbacks
+and instances use the new definition from the next call on.
 
-The new source runs in the namespace of its module, so it may use whatever the module imports. A piece is named
-`module:symbol` or `module:Class.method`.
+The new source runs in the namespace of its module, so it may use everything that the module imports. A symbol is named
+`module:symbol` or `module:Class.method`; the notebook magic `%%piece` takes such a name.
 """
 
 import ast
@@ -20,14 +20,14 @@ from typing import Any
 
 from minidist.errors import UserError
 
-# What belongs to the class object itself, not to its definition.
+# Attributes that belong to the class object itself, not to its definition.
 _KEPT = {"__dict__", "__weakref__"}
 _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__dict__")
 
 
 @dataclass
-class Pieces:
-    """The replacements made in this process, and how to undo them. Passed around; there is no global one."""
+class SymbolReplacements:
+    """The replacements made in this process; `reset` undoes them. There is no global instance."""
 
     _originals: dict[str, Any] = field(default_factory=dict)
 
@@ -39,13 +39,13 @@ class Pieces:
         prepare: Callable[[ast.Module], ast.Module] | None = None,
         beside: Collection[str] = (),
     ) -> None:
-        """Give the symbol `name` the definition in `source`, everywhere.
+        """Replace the definition of the symbol `name` by the one in `source`.
 
-        filename: what tracebacks call the source; `<piece name>` when not given. prepare: changes the parsed source.
+        filename: the source's name in tracebacks; `<piece name>` by default. prepare: transforms the parsed source.
         beside: other symbols of the module that the source may define, because they are replaced as well.
-        Raises UserError when there is no such symbol, it is neither function nor class, or `source` does not define it,
-        gives it other base classes, or gives another name of the module another meaning;
-        SyntaxError or whatever running the source raises. Nothing has changed then.
+        Raises UserError if there is no such symbol, if it is neither function nor class, or if `source` does not define
+        it, changes its base classes, or redefines another name of the module; SyntaxError, or whatever running the
+        source raises. The symbol is unchanged after an error.
         """
         module, holder, symbol = _find(name)
         old = _unwrapped(inspect.getattr_static(holder, symbol))
@@ -64,30 +64,30 @@ class Pieces:
         if isinstance(old, type) and old.__bases__ != new.__bases__:
             bases = [", ".join(base.__name__ for base in each.__bases__) for each in (old, new)]
             raise UserError(f"{name} inherits from {bases[0]}, its replacement from {bases[1]}; the bases must stay")
-        self._originals.setdefault(name, _inside(old))
-        _put(old, _inside(new), new)
+        self._originals.setdefault(name, _contents(old))
+        _set_contents(old, _contents(new), new)
 
     def reset(self, name: str | None = None) -> list[str]:
-        """Put the original back (all of them when no name is given); returns what was replaced."""
+        """Restore the original of `name`, or of all replaced symbols; returns the names that were restored."""
         names = list(self._originals) if name is None else [name] if name in self._originals else []
         for each in names:
             _, holder, symbol = _find(each)
             old = _unwrapped(inspect.getattr_static(holder, symbol))
-            _put(old, self._originals.pop(each), old)
+            _set_contents(old, self._originals.pop(each), old)
         return names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._originals)
 
 
-def source_of(name: str) -> str:
-    """The source text of a piece as it stands in its file, without the indentation of a method."""
+def read_symbol_source(name: str) -> str:
+    """The source of a symbol as in its file, dedented."""
     _, holder, symbol = _find(name)
     return textwrap.dedent(inspect.getsource(_unwrapped(inspect.getattr_static(holder, symbol))))
 
 
 def _find(name: str) -> tuple[ModuleType, Any, str]:
-    """The module, what holds the symbol (the module or a class in it), and the symbol's own name."""
+    """The module, the owner of the symbol (the module or a class in it), and the symbol's own name."""
     module_name, _, path = name.partition(":")
     if not path:
         raise UserError(f"{name!r} names no piece; write module:symbol, like minidist.data.partition:block")
@@ -114,11 +114,11 @@ def _define(
     prepare: Callable | None,
     beside: Collection[str],
 ) -> Any:
-    """Run the source over the module's namespace and return what it calls `symbol`; the module itself is untouched."""
+    """Run the source in the module's namespace and return its definition of `symbol`; the namespace is restored."""
     source = textwrap.dedent(source)
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    # A function looks up its globals in the one dictionary it was made with, which must be the module's own. So the
-    # source runs there, and what it displaced is put back.
+    # A function looks up its globals in the dictionary that it was created with, which must be the module's own. So
+    # the source runs there, and the names that it overwrote are restored.
     namespace, before = vars(module), dict(vars(module))
     code = compile(source, filename, "exec", dont_inherit=True, flags=ast.PyCF_ONLY_AST if prepare else 0)
     if prepare:
@@ -138,38 +138,38 @@ def _define(
         raise
     finally:
         namespace.update(before)
-    if symbol not in before:  # a method, which belongs to its class alone
+    if symbol not in before:  # a method, which belongs to its class only
         del namespace[symbol]
     return _unwrapped(new)
 
 
 def _unwrapped(value: Any) -> Any:
-    """The function inside a static method, class method or property getter."""
+    """The function contents a static method, class method or property getter."""
     if isinstance(value, staticmethod | classmethod):
         return value.__func__
     return value.fget if isinstance(value, property) else value
 
 
-def _inside(value: FunctionType | type) -> dict[str, Any]:
+def _contents(value: FunctionType | type) -> dict[str, Any]:
     if isinstance(value, type):
         return {key: item for key, item in vars(value).items() if key not in _KEPT}
     return {part: getattr(value, part) for part in _FUNCTION_PARTS}
 
 
-def _put(target: FunctionType | type, inside: dict[str, Any], source: Any) -> None:
+def _set_contents(target: FunctionType | type, contents: dict[str, Any], source: Any) -> None:
     if isinstance(target, FunctionType):
-        for part, item in inside.items():
+        for part, item in contents.items():
             setattr(target, part, dict(item) if isinstance(item, dict | MappingProxyType) else item)
         return
-    for key in [key for key in vars(target) if key not in _KEPT and key not in inside]:
+    for key in [key for key in vars(target) if key not in _KEPT and key not in contents]:
         delattr(target, key)
-    for key, item in inside.items():
+    for key, item in contents.items():
         _adopt(item, source, target)
         setattr(target, key, item)
 
 
 def _adopt(item: Any, born_in: type, home: type) -> None:
-    """Let methods that know the class they were written in (`super()` does) know the one they now live in."""
+    """Point the `__class__` cells of methods that use `super()` to the class that now owns them."""
     parts = (item.fget, item.fset, item.fdel) if isinstance(item, property) else (_unwrapped(item),)
     for function in parts:
         for cell in getattr(function, "__closure__", None) or ():

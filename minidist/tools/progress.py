@@ -1,4 +1,4 @@
-"""progress.json of a learner's folder: changed by one process at a time, and whole or not at all."""
+"""The learner's progress.json: edited by one process at a time, and written atomically."""
 
 import contextlib
 import fcntl
@@ -14,16 +14,16 @@ from minidist.errors import UserError
 NAME = "progress.json"
 
 
-def find(start: Path) -> Path | None:
-    """The progress.json of the learner's folder that `start` lies in; None when it lies in none."""
+def find_progress_file(start: Path) -> Path | None:
+    """The progress.json of the learner's folder that contains `start`; None outside of one."""
     for folder in (start, *start.parents):
         if (folder / NAME).is_file() and (folder / "exercises").is_dir():
             return folder / NAME
     return None
 
 
-def read(file: Path) -> dict[str, Any]:
-    """What the file holds; empty when there is none. Raises UserError when it is damaged."""
+def read_progress(file: Path) -> dict[str, Any]:
+    """The contents of the file; empty without one. Raises UserError if it is damaged."""
     try:
         progress = json.loads(file.read_text())
     except FileNotFoundError:
@@ -31,25 +31,28 @@ def read(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{file} is damaged ({error}); move it away to begin a new one") from None
     if not isinstance(progress, dict):
-        raise UserError(f"{file} holds no table; move it away to begin a new one")
+        raise UserError(f"{file} does not hold a JSON object; move it away to begin a new one")
     return progress
 
 
 @contextlib.contextmanager
-def changing(file: Path) -> Iterator[dict[str, Any]]:
-    """The content, to be changed in place. What others keep there stays. Raises what `read` raises."""
+def edit_progress(file: Path) -> Iterator[dict[str, Any]]:
+    """A context that yields the contents to be edited in place, under a lock, and writes them at its end.
+
+    Raises UserError as `read_progress` does.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file.parent / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        progress = read(file)
+        progress = read_progress(file)
         before = json.dumps(progress)
         yield progress
         if json.dumps(progress) != before:
-            write_whole(file, (json.dumps(progress, indent=2) + "\n").encode())
+            write_atomically(file, (json.dumps(progress, indent=2) + "\n").encode())
 
 
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file whole or not at all, also when the machine stops."""
+def write_atomically(file: Path, content: bytes) -> None:
+    """Write a file completely or not at all, even if the machine crashes."""
     file.parent.mkdir(parents=True, exist_ok=True)
     fd, beside = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
     try:

@@ -15,7 +15,7 @@ import pytest
 from exercises import stubs
 from exercises.catalogue import ROOT, Catalogue
 from exercises.work import Work
-from minidist.tools.pieces import source_of
+from minidist.tools.pieces import read_symbol_source
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser test needs playwright")
 from tests.helpers.browser import CHROMIUM, Notebook, jupyter_lab  # noqa: E402
@@ -58,7 +58,7 @@ SMALL = [
     "%load_ext minidist.tools.notebook\n%load_ext exercises",
     "%ranks 2",
     "%%ranks\nfrom minidist.data.partition import block\nblock(10, world_size, rank).tolist()",
-    f"%%piece {PIECE}\n{source_of(PIECE)}",
+    f"%%piece {PIECE}\n{read_symbol_source(PIECE)}",
     f"%%ranks{STEP}",
     "%exercise block_partition",
 ]
@@ -134,7 +134,7 @@ def test_a_learners_first_hour(small, work):
     small.picture("4-exercise-hangs", len(small) - 1)
 
     assert "ranks 0-1: (1, 20)" in small.output(4)  # one bucket
-    naive = source_of(PIECE).replace('kind == "naive"', "True")
+    naive = read_symbol_source(PIECE).replace('kind == "naive"', "True")
     small.write(3, f"%%piece {PIECE}\n{naive}")
     assert f"{PIECE} replaced here and on 2 ranks" in small.run(3)
     assert "ranks 0-1: (40, 20)" in small.run(4)  # each parameter, and whether it was used

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from minidist.errors import UserError
-from minidist.tools.pieces import Pieces, source_of
+from minidist.tools.pieces import SymbolReplacements, read_symbol_source
 
 SOURCE = '''
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def room():
 
 
 def test_those_who_imported_a_function_earlier_get_the_new_one(room):
-    imported, table, pieces = room.double, {"callback": room.double}, Pieces()
+    imported, table, pieces = room.double, {"callback": room.double}, SymbolReplacements()
     pieces.replace("a_room:double", "def double(x, *, plus=5):\n    return FACTOR * x * 10 + plus")
     assert imported(1) == table["callback"](1) == room.double(1) == 25
     assert imported is room.double
@@ -66,7 +66,7 @@ def test_those_who_imported_a_function_earlier_get_the_new_one(room):
 
 
 def test_instances_of_a_class_get_its_new_methods_and_super_works(room):
-    child, pieces = room.Child(), Pieces()
+    child, pieces = room.Child(), SymbolReplacements()
     pieces.replace(
         "a_room:Child",
         "class Child(Base):\n"
@@ -81,7 +81,7 @@ def test_instances_of_a_class_get_its_new_methods_and_super_works(room):
 
 
 def test_one_method_can_be_replaced_alone(room):
-    child, pieces = room.Child(), Pieces()
+    child, pieces = room.Child(), SymbolReplacements()
     pieces.replace("a_room:Child.helper", "def helper():\n    return 'other'")
     pieces.replace("a_room:Child.size", "def size(self):\n    return 9")
     assert (child.helper(), child.size, child.name()) == ("other", 9, "child of base")
@@ -90,7 +90,7 @@ def test_one_method_can_be_replaced_alone(room):
 
 
 def test_a_dataclass_keeps_its_identity(room):
-    before, pieces = room.Point(1), Pieces()
+    before, pieces = room.Point(1), SymbolReplacements()
     pieces.replace(
         "a_room:Point",
         "@dataclass(frozen=True)\nclass Point:\n    x: int\n"
@@ -104,7 +104,7 @@ def test_a_dataclass_keeps_its_identity(room):
 
 
 def test_replacing_twice_resets_to_the_original(room):
-    pieces = Pieces()
+    pieces = SymbolReplacements()
     for value in (1, 2):
         pieces.replace("a_room:double", f"def double(x):\n    return {value}")
     assert room.double(0) == 2 and list(pieces) == ["a_room:double"]
@@ -113,7 +113,7 @@ def test_replacing_twice_resets_to_the_original(room):
 
 
 def test_a_replacement_may_bring_helpers(room):
-    Pieces().replace("a_room:double", "def mine(x):\n    return -x\n\ndef double(x):\n    return mine(x)")
+    SymbolReplacements().replace("a_room:double", "def mine(x):\n    return -x\n\ndef double(x):\n    return mine(x)")
     assert room.double(3) == -3
 
 
@@ -121,19 +121,19 @@ def test_a_helper_must_not_have_the_name_of_something_else_in_the_module(room):
     before = dict(vars(room))
     source = "def mine(): pass\n\nclass Base: pass\n\ndef double(x):\n    return Base"
     with pytest.raises(UserError, match="defines Base, which a_room has already; give it another name"):
-        Pieces().replace("a_room:double", source)
+        SymbolReplacements().replace("a_room:double", source)
     assert dict(vars(room)) == before and room.double(3) == 6
-    Pieces().replace("a_room:double", source, beside=["Base"])  # it is replaced as well, by another call
+    SymbolReplacements().replace("a_room:double", source, beside=["Base"])  # it is replaced as well, by another call
     assert room.Base is before["Base"] and room.double(3) is room.Base
 
 
 def test_a_class_keeps_its_bases(room):
     with pytest.raises(UserError, match="a_room:Child inherits from Base, its replacement from object"):
-        Pieces().replace("a_room:Child", "class Child:\n    pass")
+        SymbolReplacements().replace("a_room:Child", "class Child:\n    pass")
 
 
 def test_a_traceback_shows_the_line_of_the_new_source(room):
-    Pieces().replace("a_room:double", "def double(x):\n    return x / 0  # here\n")
+    SymbolReplacements().replace("a_room:double", "def double(x):\n    return x / 0  # here\n")
     with pytest.raises(ZeroDivisionError) as error:
         room.double(1)
     assert "return x / 0  # here" in "".join(traceback.format_exception(error.value))
@@ -151,7 +151,7 @@ def test_a_traceback_shows_the_line_of_the_new_source(room):
     ],
 )
 def test_what_cannot_be_replaced_is_refused_and_nothing_changes(room, name, source, said):
-    before, pieces = dict(vars(room)), Pieces()
+    before, pieces = dict(vars(room)), SymbolReplacements()
     with pytest.raises(UserError, match=said):
         pieces.replace(name, source)
     assert {k: v for k, v in vars(room).items() if k != "triple"} == before and list(pieces) == []
@@ -159,7 +159,7 @@ def test_what_cannot_be_replaced_is_refused_and_nothing_changes(room, name, sour
 
 
 def test_source_with_an_error_changes_nothing(room):
-    pieces = Pieces()
+    pieces = SymbolReplacements()
     with pytest.raises(SyntaxError):
         pieces.replace("a_room:double", "def double(x:\n")
     with pytest.raises(NameError):
@@ -170,9 +170,9 @@ def test_source_with_an_error_changes_nothing(room):
 def test_the_source_of_a_piece_of_the_package_is_its_text():
     from minidist.data import partition
 
-    text = source_of("minidist.data.partition:block")
+    text = read_symbol_source("minidist.data.partition:block")
     assert text.startswith("def block(")
-    pieces = Pieces()
+    pieces = SymbolReplacements()
     pieces.replace("minidist.data.partition:block", text)
     assert partition.block(10, 3, 0).tolist() == [0, 1, 2, 3]
     pieces.reset()

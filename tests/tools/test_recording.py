@@ -1,4 +1,4 @@
-"""The meter's lower mount: it sees what the door sees, and what never passes the door."""
+"""The recording backend sees the operations of `minidist.comm`, and those that do not go through it."""
 
 import pytest
 import torch
@@ -8,12 +8,14 @@ from torch.nn.parallel import DistributedDataParallel
 from minidist import comm
 from minidist.comm import GroupSpec, Meter, P2POp, World, bind
 from minidist.mesh import Mesh
-from minidist.tools.recording import RecordingGroup, mount
+from minidist.tools.recording_backend import RecordingGroup, register_recording_backend
 
 
 def both_mounts(world: World) -> tuple[list, list]:
     upper, lower = Meter(), Meter()
-    groups = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=upper, backend=mount(lower))
+    groups = bind(
+        world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=upper, backend=register_recording_backend(lower)
+    )
     group, n = groups["data"], world.size
     comm.all_reduce(torch.ones(7), group)
     comm.all_reduce(torch.ones(3, dtype=torch.float64), group, "max", async_op=True).wait()
@@ -48,7 +50,9 @@ def parts_go_directly(world: World) -> tuple:
     The numbers of the ranks have no common sum in another order, and the results lie in the memory of what was given.
     """
     upper, lower = Meter(), Meter()
-    groups = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=upper, backend=mount(lower))
+    groups = bind(
+        world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=upper, backend=register_recording_backend(lower)
+    )
     group, n = groups["data"], world.size
     group.over_gloo = True  # a recording group is not, so that it shows what torch is asked for
     given = [torch.randn(n * 5, generator=torch.Generator().manual_seed(r)) for r in range(n)]
@@ -107,7 +111,7 @@ LISTS = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
 
 def raw_calls(world: World) -> list:
     meter = Meter()
-    group = dist.new_group(backend=mount(meter))
+    group = dist.new_group(backend=register_recording_backend(meter))
     n, rank = world.size, world.rank
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=group)
@@ -142,7 +146,7 @@ def test_raw_calls_are_seen_and_do_what_they_did(ranks):
 
 def under_ddp(world: World) -> tuple:
     meter = Meter()
-    group = dist.new_group(backend=mount(meter))
+    group = dist.new_group(backend=register_recording_backend(meter))
     torch.manual_seed(world.rank)
     model = DistributedDataParallel(torch.nn.Linear(6, 5), process_group=group)
     meter.records.clear()
@@ -162,7 +166,7 @@ def under_fsdp(world: World) -> tuple:
     from torch.distributed.fsdp import fully_shard
 
     meter = Meter()
-    group = dist.new_group(backend=mount(meter))
+    group = dist.new_group(backend=register_recording_backend(meter))
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 4, bias=False)
     fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
@@ -199,7 +203,7 @@ def test_every_operation_that_torch_has_is_overridden():
 
 
 def deadlocked(world: World) -> None:
-    group = dist.new_group(backend=mount(Meter(), world.status))
+    group = dist.new_group(backend=register_recording_backend(Meter(), world.status))
     if world.rank == 0:
         dist.all_reduce(torch.ones(3), group=group)
 
@@ -214,7 +218,7 @@ def test_a_deadlock_of_raw_calls_is_explained(server):
 
 
 def crossed(world: World) -> None:
-    name = mount(Meter(), world.status)
+    name = register_recording_backend(Meter(), world.status)
     groups = [dist.new_group(backend=name) for _ in range(2)]
     for group in groups if world.rank else reversed(groups):
         dist.all_reduce(torch.ones(2), group=group)

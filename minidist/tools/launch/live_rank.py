@@ -13,7 +13,7 @@ from minidist.comm.meter import Meter
 from minidist.comm.world import World
 from minidist.mesh import AXES, Mesh
 from minidist.tools.launch.protocol import receive_object, send_object
-from minidist.tools.recording import mount
+from minidist.tools.recording_backend import register_recording_backend
 
 _LOOK_S = 0.5
 
@@ -28,7 +28,7 @@ class LiveRank:
         self.world, self.meter = world, Meter()
         self._control = control
         self._abandoned: list[Any] = []
-        self._backend = mount(self.meter, world.status, use="world", wait=_wait)
+        self._backend = register_recording_backend(self.meter, world.status, use="world", wait=_wait)
         world.backend = self._backend
 
     def receive(self) -> Any:

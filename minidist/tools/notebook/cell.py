@@ -18,7 +18,7 @@ from minidist.comm import Record
 from minidist.comm.world import World
 from minidist.tools.launch.live_rank import LiveRank
 from minidist.tools.launch.memory_limit import MemoryLimit
-from minidist.tools.pieces import Pieces
+from minidist.tools.pieces import SymbolReplacements
 
 _MAX_RECORDS = 20_000  # of one cell, sent to the kernel
 _MAX_KEPT = 200_000
@@ -79,7 +79,7 @@ class Resident:
     """What a live rank keeps between cells."""
 
     def __init__(self, world: World, live_rank: LiveRank, memory_bytes: int | None):
-        self._world, self._live_rank, self._pieces = world, live_rank, Pieces()
+        self._world, self._live_rank, self._pieces = world, live_rank, SymbolReplacements()
         self._busy = False
         self._memory = MemoryLimit(world.local_size, memory_bytes) if world.device.type == "cpu" else None
         self._wake, woken = socket.socketpair()

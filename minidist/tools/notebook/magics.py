@@ -17,7 +17,7 @@ from minidist.errors import RunError, UserError
 from minidist.tools.launch import RankServer
 from minidist.tools.notebook.frontend import WhileRunning, somebody_looks_on
 from minidist.tools.notebook.session import QUIET_S, LiveRanks
-from minidist.tools.pieces import Pieces
+from minidist.tools.pieces import SymbolReplacements
 
 _HELP = "write %ranks 4 for four ranks, %%ranks on top of a cell to run it on each of them, %ranks --stop to end them"
 _NAMED = 4  # names in one message
@@ -30,7 +30,7 @@ class RanksMagics(Magics):
 
     def __init__(self, shell, server: RankServer | None = None):
         super().__init__(shell)
-        self.pieces, self.sources = Pieces(), {}
+        self.pieces, self.sources = SymbolReplacements(), {}
         self.live: LiveRanks | None = None
         self.server, self._own = server or RankServer(), server is None
         atexit.register(self.close)

@@ -150,19 +150,19 @@ def _plain(value: Any) -> Any:
 @contextlib.contextmanager
 def _kept(file: str | os.PathLike | None) -> Iterator[dict[str, Any]]:
     """The predictions made so far, to be changed in place."""
-    path = progress.find(Path.cwd()) if file is None else Path(file)
+    path = progress.find_progress_file(Path.cwd()) if file is None else Path(file)
     if path is None:
         yield _UNKEPT
         return
     try:
-        damaged = not isinstance(progress.read(path).get("predictions", {}), dict)
+        damaged = not isinstance(progress.read_progress(path).get("predictions", {}), dict)
     except UserError:
         damaged = True
     if damaged:
         aside = path.with_suffix(".broken.json")
         os.replace(path, aside)
         print(f"{path} could not be read and was put aside as {aside.name}; scores begin anew")
-    with progress.changing(path) as content:
+    with progress.edit_progress(path) as content:
         yield content.setdefault("predictions", {})
 
 

@@ -15,7 +15,7 @@ from minidist.tools.launch.live_job import LiveJob
 from minidist.tools.notebook.cell import Cell, serve
 from minidist.tools.notebook.result import CellResult, fault_messages, in_the_cell
 from minidist.tools.notebook.watch import Watch, balanced
-from minidist.tools.pieces import Pieces
+from minidist.tools.pieces import SymbolReplacements
 
 QUIET_S = 5.0
 _FREE_S = 0.8  # for ranks to hear an interrupt
@@ -45,14 +45,14 @@ class LiveRanks:
         quiet_s: float = QUIET_S,
         memory_gib: float | None = None,
         server: RankServer | None = None,
-        pieces: Pieces | None = None,
+        pieces: SymbolReplacements | None = None,
         sources: dict[str, tuple[str, tuple[str, ...]]] | None = None,
     ):
         self.n, self.quiet_s, self.last = n, quiet_s, None
         self.device = device if device == "cpu" or choose_device(device, 0, n).type != "cpu" else "cpu"
         self._memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
         self._own = server is None
-        self._pieces = pieces if pieces is not None else Pieces()
+        self._pieces = pieces if pieces is not None else SymbolReplacements()
         self._sources = sources if sources is not None else {}
         self._cells = self._generation = 0
         self._server = server or RankServer()
@@ -123,7 +123,7 @@ class LiveRanks:
     def piece(self, name: str, source: str, beside: Collection[str] = ()) -> None:
         """Give the symbol `name` this source, in this process and on every rank, also on ranks started later.
 
-        beside: as for `Pieces.replace`. Raises what `Pieces.replace` raises; nothing has changed then.
+        beside, and what it raises: as `SymbolReplacements.replace`; nothing has changed then.
         """
         self._pieces.replace(name, source, f"piece {name}", beside=beside)
         self._sources[name] = source, tuple(beside)

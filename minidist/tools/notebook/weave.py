@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minidist.errors import UserError
-from minidist.tools.pieces import source_of
+from minidist.tools.pieces import read_symbol_source
 
 _MAGIC = "%%piece "
 _CELL_S = 120
@@ -30,7 +30,9 @@ def stale(notebook: Any) -> list[tuple[int, str, str]]:
 
     Raises UserError for a piece that the package does not have.
     """
-    wanted = ((number, name, source, source_of(name).rstrip("\n")) for number, name, source in pieces(notebook))
+    wanted = (
+        (number, name, source, read_symbol_source(name).rstrip("\n")) for number, name, source in pieces(notebook)
+    )
     return [(number, name, now) for number, name, source, now in wanted if source != now]
 
 

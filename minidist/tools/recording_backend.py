@@ -1,12 +1,12 @@
-"""The meter's lower mount: a process group beneath torch.distributed that counts what passes and hands it on.
+"""The recording backend of torch.distributed: a process group that records every operation and passes it on.
 
-Everything built on torch.distributed goes through it (a raw `dist` call, DDP, FSDP2, DTensor), so traffic can be judged
-whose code never heard of the door. `mount(meter)` makes the backend known to torch as "recorded"; groups made with
-`backend="recorded"` then write the door's own record type, and report to the rank status, so that a deadlock of
-raw calls is explained too.
+Everything built on torch.distributed goes through it (raw `dist` calls, DDP, FSDP2, DTensor), so the meter also sees
+traffic that does not use `minidist.comm`. `register_recording_backend(meter)` registers the backend with torch as
+"recorded". Groups with `backend="recorded"` write the records of `minidist.comm` and report to the rank status, so a
+deadlock of raw calls is explained too.
 
-torch calls a group by method names that differ between releases (`_allgather_base` is `all_gather_single` from 2.13
-on); every name is overridden here, and a test compares the table with what torch has.
+torch calls a process group through method names that differ between releases (`_allgather_base` is `all_gather_single`
+from 2.13 on); every name is overridden here, and a test compares them with torch's.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,18 +23,20 @@ from minidist.comm.status import Channel, RankStatus
 from minidist.tools.torch_group import create_torch_group
 
 NAME = "recorded"
-_NO_DESCRIPTION = ("undefined", "default_pg")  # what torch says of a group when nobody has said anything
+_NO_DESCRIPTION = ("undefined", "default_pg")  # torch's descriptions of groups without one
 
 
-# How to wait for a work of torch; a duration of 0 is the group's own time-out.
-Wait = Callable[[dist.Work, timedelta], bool]
+# Waits for a torch work handle; a duration of 0 means the group's own timeout.
+WaitFunction = Callable[[dist.Work, timedelta], bool]
 
 
-def mount(meter: Meter, status: RankStatus | None = None, use: str = "torch", wait: Wait | None = None) -> str:
-    """Make the backend "recorded" known to torch in this process and return its name. Call it once, before the groups.
+def register_recording_backend(
+    meter: Meter, status: RankStatus | None = None, use: str = "torch", wait: WaitFunction | None = None
+) -> str:
+    """Register the backend "recorded" with torch and return its name. Call it once, before groups exist.
 
-    meter: receives the records; status: where the operations are reported; use: the records' group use.
-    wait: how to wait, for ranks that must be able to stop waiting; by default inside torch until it is done.
+    meter: receives the records; status: receives the state of operations; use: the name of the group spec in records.
+    wait: the wait function, for ranks that must be interruptible; by default torch's own blocking wait.
     """
     status = status if status is not None else RankStatus()
 
@@ -52,9 +54,11 @@ def _wait(work: dist.Work, timeout: timedelta) -> bool:
 
 
 class _RecordedWork(dist.Work):
-    """torch's work, with the wait reported to the rank status and marked in the meter."""
+    """A torch work handle whose wait is reported to the rank status and recorded in the meter."""
 
-    def __init__(self, work: dist.Work, status: RankStatus, meter: Meter, at: tuple, record: Record, wait: Wait):
+    def __init__(
+        self, work: dist.Work, status: RankStatus, meter: Meter, at: tuple, record: Record, wait: WaitFunction
+    ):
         super().__init__()
         self._work, self._status, self._meter, self._at, self._record = work, status, meter, at, record
         self._wait = wait
@@ -90,14 +94,14 @@ class _RecordedWork(dist.Work):
         return self._work.source_rank()
 
 
-def _how(opts) -> str:
-    """How an operation reduces; a sum goes without saying."""
+def _reduce_op_name(opts) -> str:
+    """The name of the reduction; empty for a sum."""
     names = [name for name, op in REDUCE_OPS.items() if opts.reduceOp == op and name != "sum"]
     return names[0] if names else ""
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """Counts every operation and passes it to `inner`."""
+    """Records every operation and passes it to the process group `inner`."""
 
     def __init__(
         self,
@@ -107,22 +111,22 @@ class RecordingGroup(dist.ProcessGroup):
         status: RankStatus,
         use: str,
         name: str,
-        wait: Wait = _wait,
+        wait: WaitFunction = _wait,
     ):
         super().__init__(inner.rank(), inner.size())
         self._inner, self.ranks, self._meter, self._status = inner, ranks, meter, status
         self._name, self._wait = name, wait
-        self._call(use)
+        self._set_use(use)
 
-    def _call(self, use: str) -> None:
-        """Be told apart from groups of the same use and ranks by the order of making, the same on all of them."""
+    def _set_use(self, use: str) -> None:
+        """Number groups of the same use and ranks in the order of creation, which is the same on all ranks."""
         there = [group for group in dist.distributed_c10d._world.pg_group_ranks if isinstance(group, RecordingGroup)]
-        before = sum((group.called, group.ranks) == (use, self.ranks) for group in there if group is not self)
-        self.called, self._use = use, f"{use} {before + 1}" if before else use
+        before = sum((group.base_use, group.ranks) == (use, self.ranks) for group in there if group is not self)
+        self.base_use, self._use = use, f"{use} {before + 1}" if before else use
 
     def _set_group_desc(self, text: str) -> None:
-        if text not in _NO_DESCRIPTION:  # the door counts under the plain name, one count more for each operation
-            self._call(f"{self.called}: {text}")
+        if text not in _NO_DESCRIPTION:  # without one the use stays as it is
+            self._set_use(f"{self.base_use}: {text}")
 
     def _run(
         self,
@@ -135,16 +139,16 @@ class RecordingGroup(dist.ProcessGroup):
         detail: str = "",
         **count,
     ) -> dist.Work:
-        """Record `name` once per tensor in `counted`, with `numel` elements if the tensor itself is not the measure.
+        """Record `name` once per tensor in `counted`, with `numel` elements if given instead of the tensor's own.
 
         detail: what all ranks must agree on besides name, elements and dtype.
         """
         channel = channel or Channel("collective", self._use, self.ranks)
-        told = f"{name} {detail}".rstrip()
+        signature = f"{name} {detail}".rstrip()
         for tensor in counted:
             shape = tuple(tensor.shape) if numel is None else (numel,)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            seq = self._status.launch(channel, told, shape, dtype)
+            seq = self._status.launch(channel, signature, shape, dtype)
             record = self._meter.record(
                 name,
                 self._use,
@@ -159,8 +163,8 @@ class RecordingGroup(dist.ProcessGroup):
                 **count,
             )
         work = call()
-        # Some backends do a small operation at once and have nothing to wait for.
-        at = (channel, seq, told, shape, dtype)
+        # Some backends complete small operations immediately and return no handle.
+        at = (channel, seq, signature, shape, dtype)
         return work and _RecordedWork(work, self._status, self._meter, at, record, self._wait)
 
     def _root(self, opts) -> dict:
@@ -169,11 +173,13 @@ class RecordingGroup(dist.ProcessGroup):
     # -- whole tensors ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors, opts=c10d.AllreduceOptions()):
-        return self._run("all_reduce", tensors, lambda: self._inner.allreduce(tensors, opts), detail=_how(opts))
+        return self._run(
+            "all_reduce", tensors, lambda: self._inner.allreduce(tensors, opts), detail=_reduce_op_name(opts)
+        )
 
     def allreduce_coalesced(self, tensors, opts=c10d.AllreduceCoalescedOptions()):
         return self._run(
-            "all_reduce", tensors, lambda: self._inner.allreduce_coalesced(tensors, opts), detail=_how(opts)
+            "all_reduce", tensors, lambda: self._inner.allreduce_coalesced(tensors, opts), detail=_reduce_op_name(opts)
         )
 
     def broadcast(self, tensors, opts=c10d.BroadcastOptions()):
@@ -192,7 +198,7 @@ class RecordingGroup(dist.ProcessGroup):
         return self._run("all_gather", inputs, lambda: self._inner.allgather(outputs, inputs, opts), numel=numel)
 
     def allgather_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
-        # The count is that of the gathered tensor: meta tensors stand for results that exist only in parts.
+        # The gathered tensor is counted: meta tensors stand for results that exist only as lists of parts.
         whole = [torch.empty(self.size() * x.numel(), dtype=x.dtype, device="meta") for x in inputs]
         return self._run("all_gather", whole, lambda: self._inner.allgather_coalesced(outputs, inputs, opts))
 
@@ -213,18 +219,18 @@ class RecordingGroup(dist.ProcessGroup):
         numel = sum(part.numel() for part in inputs[0])
         return self._run(
             "reduce_scatter", outputs, lambda: self._inner.reduce_scatter(outputs, inputs, opts),
-            numel=numel, detail=_how(opts),
+            numel=numel, detail=_reduce_op_name(opts),
         )  # fmt: skip
 
     def reduce_scatter_single(self, output, input, opts=c10d.ReduceScatterOptions()):
         call = getattr(self._inner, "reduce_scatter_single", None) or self._inner._reduce_scatter_base
-        return self._run("reduce_scatter", [input], lambda: call(output, input, opts), detail=_how(opts))
+        return self._run("reduce_scatter", [input], lambda: call(output, input, opts), detail=_reduce_op_name(opts))
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
         call = (
             getattr(self._inner, "reduce_scatter_single_coalesced", None) or self._inner.reduce_scatter_tensor_coalesced
         )
-        return self._run("reduce_scatter", inputs, lambda: call(outputs, inputs, opts), detail=_how(opts))
+        return self._run("reduce_scatter", inputs, lambda: call(outputs, inputs, opts), detail=_reduce_op_name(opts))
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -267,7 +273,7 @@ class RecordingGroup(dist.ProcessGroup):
         return self._transfer("recv", tensors, peer, tag, lambda: self._inner.recv(tensors, peer, tag))
 
     def recv_anysource(self, tensors, tag=0):
-        # Whom it waits for is not known, so no channel of the status can stand for it; it sends nothing.
+        # The peer is unknown, so the rank status has no channel for it; it sends nothing.
         return self._inner.recv_anysource(tensors, tag)
 
     # -- the group itself ---------------------------------------------------------------------------------------------
@@ -277,7 +283,7 @@ class RecordingGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        return self._name  # torch names the groups that it builds itself, not one that a backend brings
+        return self._name  # torch does not name a group that a backend brings
 
     def _set_sequence_number_for_group(self):
         pass

@@ -35,9 +35,9 @@ def logged(world, config, stop_after=None):
     torch.set_num_threads(1)
     trainer = make_trainer(world, config)
     meter, places = trainer.groups.meter, []
-    meter.keep, begin, end = True, meter.begin, meter.end
-    meter.begin = lambda times: (places.append(len(meter.records)), begin(times))
-    meter.end = lambda offset: (places.append(len(meter.records)), end(offset))[1]
+    meter.keep, start, stop = True, meter.start_recording, meter.stop_recording
+    meter.start_recording = lambda times: (places.append(len(meter.records)), start(times))
+    meter.stop_recording = lambda offset: (places.append(len(meter.records)), stop(offset))[1]
     trainer.run(Stop(stop_after))
     begun, ended = places or (0, 0)
     return meter.records[begun:ended], trainer.observers[0].line
@@ -282,5 +282,5 @@ def test_without_the_option_nothing_is_kept_and_a_run_that_goes_on_does_not_trac
     config = traced(tmp_path, text, train__steps=4)
     ranks(run, 2, config)
     assert "trace.json" not in (config.folder / "config.toml").read_text()
-    untraced = small_config(tmp_path / "other", text, trace__first=2)
+    untraced = small_config(tmp_path / "other", text)
     assert ranks(plain, 2, untraced) == [(Meter, [], 1)] * 2

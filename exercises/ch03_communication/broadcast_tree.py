@@ -1,10 +1,10 @@
-"""A broadcast in a logarithm of rounds.
+"""Broadcast along a binomial tree.
 
 Write the missing lines of tree_broadcast; the docstring says what is asked.
 You may call: exchange, send, recv.
 Check it with: python -m exercises check broadcast_tree
 
-Stub 459e4d9a.
+Stub 7cc73a52.
 """
 
 from torch import Tensor
@@ -19,5 +19,5 @@ def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
     place = (group.rank - src) % size  # the root is at place 0
     distance = 1
     while distance < size:  # places below `distance` have the tensor
-        raise NotImplementedError("feed the place at this distance, or be fed by it")
+        raise NotImplementedError("send to the place at this distance, or receive from it")
         distance *= 2

@@ -1,11 +1,11 @@
-"""What backward hides.
+"""The best bucket size.
 
 Write the missing lines of bucket_intervals and last_bucket_end_s and best_bucket_bytes; the docstring says what is
 asked.
 You may call: max, min, zip, range, accumulate, bucket_intervals, last_bucket_end_s.
 Check it with: python -m exercises check bucket_overlap
 
-Stub 4f594fb1.
+Stub e3227ced.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ def bucket_intervals(ready_s: Sequence[float], durations_s: Sequence[float]) -> 
     durations_s: how long each bucket's reduction takes. A reduction starts when its bucket is ready and the one before
     it is done. Raises ValueError when the lengths differ.
     """
-    raise NotImplementedError("return when the reduction of each bucket begins and ends")
+    raise NotImplementedError("return the start and end time of each bucket's reduction")
 
 
 def last_bucket_end_s(total: int, bucket: int, backward_s: float, seconds: Callable[[float], float]) -> float:
@@ -30,7 +30,7 @@ def last_bucket_end_s(total: int, bucket: int, backward_s: float, seconds: Calla
     """
     if total == 0:
         return 0.0
-    raise NotImplementedError("return when the last bucket is reduced")
+    raise NotImplementedError("return the end time of the last bucket's reduction")
 
 
 def best_bucket_bytes(
@@ -42,4 +42,4 @@ def best_bucket_bytes(
     choices: sizes to consider, by default powers of two from 64 KiB to one bucket for everything.
     """
     sizes = choices or [1 << k for k in range(16, max(17, (max(total, 1) - 1).bit_length() + 1))]
-    raise NotImplementedError("return the size with which all is reduced soonest; of equals the largest")
+    raise NotImplementedError("return the size whose last reduction ends earliest; among equals the largest")

@@ -1,10 +1,10 @@
-"""One root updates for all.
+"""Central update on one root.
 
 Write the missing lines of central_update; the docstring says what is asked.
 You may call: flat_reduce, flat_broadcast, tree_reduce, tree_broadcast, exchange, update.
 Check it with: python -m exercises check central_update
 
-Stub 8e870056.
+Stub 0f8fa530.
 """
 
 from collections.abc import Callable
@@ -29,4 +29,4 @@ def central_update(
     Only the root needs optimizer state; in return all bytes of a step pass through its one link. This is the parameter
     server of Li et al. 2014 with a single server. `gradient` is reduced in place on the root, unchanged elsewhere.
     """
-    raise NotImplementedError("collect the gradients, update on the root, send the parameters to all")
+    raise NotImplementedError("reduce the gradients to the root, update there, broadcast the parameters")

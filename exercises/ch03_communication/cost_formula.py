@@ -1,10 +1,10 @@
-"""What it costs before it is run.
+"""Predict the cost of a collective.
 
 Write the missing lines of collective_cost; the docstring says what is asked.
 You may call: Cost, tree_depth.
 Check it with: python -m exercises check cost_formula
 
-Stub 323147eb.
+Stub 771045e9.
 """
 
 from minidist.comm.cost import ZERO_COST, Cost, _halving_doubling_cost, tree_depth
@@ -40,11 +40,11 @@ def collective_cost(name: str, algorithm: str, size: int, n: float) -> Cost:
         case ("all_gather", "ring") | ("all_to_all", _):
             return Cost(size - 1, around)
         case "reduce_scatter", "ring":
-            raise NotImplementedError("a reduce-scatter round the ring")
+            raise NotImplementedError("a ring reduce-scatter")
         case "all_reduce", "naive":
             return add * (size - 1)
         case "all_reduce", "tree":
-            raise NotImplementedError("an all-reduce up a tree and down again")
+            raise NotImplementedError("a tree all-reduce: reduce, then broadcast")
         case "all_reduce", "ring":
-            raise NotImplementedError("an all-reduce round the ring")
+            raise NotImplementedError("a ring all-reduce")
     return _halving_doubling_cost(name, algorithm, PowerOfTwoRanks(size), n)

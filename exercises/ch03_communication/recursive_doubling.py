@@ -1,10 +1,10 @@
-"""Partners at distance 1, 2, 4.
+"""Recursive doubling.
 
 Write the missing lines of doubling_all_reduce; the docstring says what is asked.
 You may call: exchange, reduce_into, active.rank, active.index, torch.empty_like, send, recv.
 Check it with: python -m exercises check recursive_doubling
 
-Stub 56809ec4.
+Stub 10c93c7a.
 """
 
 import torch
@@ -26,6 +26,6 @@ def doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
     buffer, active = flat_view(tensor), PowerOfTwoRanks(group.size)
     fold_extra_ranks(buffer, active, group, op)
     if not active.is_folded(group.rank):
-        raise NotImplementedError("swap rows with the partners at distance 1, 2, 4, ... and add")
+        raise NotImplementedError("exchange tensors with the partners at distance 1, 2, 4, ... and reduce")
         divide_mean(buffer, op, group.size)
     unfold_extra_ranks(buffer, active, group)

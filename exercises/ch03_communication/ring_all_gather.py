@@ -1,10 +1,10 @@
-"""Round the ring: all-gather.
+"""Ring all-gather.
 
 Write the missing lines of ring_gather; the docstring says what is asked.
 You may call: exchange, send, recv.
 Check it with: python -m exercises check ring_all_gather
 
-Stub a4befdbe.
+Stub 55d208eb.
 """
 
 from torch import Tensor
@@ -17,4 +17,4 @@ def ring_gather(parts: list[Tensor], group: Group) -> None:
     """All-gather in place: every rank's `parts[rank]` goes round the ring until each rank has all parts."""
     size, rank = group.size, group.rank
     for step in range(size - 1):
-        raise NotImplementedError("pass on what arrived in the round before")
+        raise NotImplementedError("send on the part received in the previous round")

@@ -1,10 +1,10 @@
-"""The all-reduce that is optimal in bytes.
+"""Bandwidth-optimal all-reduce.
 
 Write the missing lines of all_reduce; the docstring says what is asked.
 You may call: split_chunks, flat_view, ring_reduce, divide_mean, ring_gather.
 Check it with: python -m exercises check ring_all_reduce
 
-Stub 369234b3.
+Stub 5adc31a3.
 """
 
 from torch import Tensor
@@ -22,4 +22,4 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
     all ranks, so all get identical results; but the order of additions depends on an element's offset in the tensor.
     """
     check_reduce_op(op, tensor.dtype)
-    raise NotImplementedError("cut the row into parts, reduce-scatter, divide a mean, all-gather")
+    raise NotImplementedError("split the tensor into parts, reduce-scatter, divide for a mean, all-gather")

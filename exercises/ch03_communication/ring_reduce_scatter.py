@@ -1,10 +1,10 @@
-"""Round the ring: reduce-scatter.
+"""Ring reduce-scatter.
 
 Write the missing lines of ring_reduce; the docstring says what is asked.
 You may call: exchange, reduce_into, send, recv.
 Check it with: python -m exercises check ring_reduce_scatter
 
-Stub b451652e.
+Stub 2b29780c.
 """
 
 from torch import Tensor
@@ -21,4 +21,4 @@ def ring_reduce(parts: list[Tensor], group: Group, op: str) -> None:
     size, rank = group.size, group.rank
     scratch = parts[0].new_empty(max(part.numel() for part in parts))
     for step in range(size - 1):
-        raise NotImplementedError("pass a part on, and add this rank's share to the part that arrives")
+        raise NotImplementedError("send a part on, and add the part that arrives to this rank's values")

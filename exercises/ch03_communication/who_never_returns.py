@@ -1,14 +1,14 @@
-"""Who never returns.
+"""Which ranks never return.
 
-Who never returns? Each function below is started on as many ranks as RANKS says, with the rank as its argument, over
-gloo. Fill in ANSWERS: the set of the ranks that never return; set() when all of them do.
+Which ranks never return? The check starts each function below with gloo on the number of ranks in RANKS and passes
+it the rank. Fill in ANSWERS: the set of the ranks that never return, or set() if all return.
 
-Nothing here knows the answers. The check runs the functions and looks where the ranks stand, so it does not help to
-change them.
+This file does not contain the answers: the check runs the functions and observes which ranks are blocked. Changing the
+functions does not help.
 
 Check it with: python -m exercises check who_never_returns
 
-Stub 19a19a04.
+Stub ece31b5d.
 """
 
 import torch
@@ -33,20 +33,20 @@ ANSWERS = {
 
 
 def one_batch_more(rank):
-    """Seven batches over three ranks: rank 1 has the one that is left over."""
+    """Seven batches over three ranks: rank 1 has one batch more than the others."""
     for _ in range(3 if rank == 1 else 2):
         dist.all_reduce(torch.ones(10))
 
 
 def everybody_sends_first(rank):
-    """One round of a ring: to the right, from the left."""
+    """One round of a ring: each rank sends to the right, then receives from the left."""
     mine, arriving = torch.ones(10), torch.empty(10)
     dist.send(mine, (rank + 1) % 3)
     dist.recv(arriving, (rank - 1) % 3)
 
 
 def sent_in_one_batch(rank):
-    """The same round, and its two transfers are started together. One rank lists them the other way round."""
+    """The same round with both transfers launched in one batch. One rank lists them in the opposite order."""
     mine, arriving = torch.ones(10), torch.empty(10)
     transfers = [
         dist.P2POp(dist.isend, mine, (rank + 1) % 3),
@@ -59,7 +59,7 @@ def sent_in_one_batch(rank):
 
 
 def two_groups_two_orders(rank):
-    """Ranks 0 and 1 share an expert, whose gradient is summed by them alone; the rest is summed by everybody."""
+    """Ranks 0 and 1 hold replicas of an expert and sum its gradient; all ranks sum the other gradients."""
     experts = dist.new_group([0, 1])
     if rank == 1:
         dist.all_reduce(torch.ones(10), group=experts)
@@ -69,7 +69,7 @@ def two_groups_two_orders(rank):
 
 
 def two_orders_waited_for_later(rank):
-    """The same sums in the same orders, but each rank begins all of its sums before it waits for any."""
+    """The same sums in the same orders, but each rank launches all of its sums before it waits for any."""
     experts = dist.new_group([0, 1])
     begun = []
     if rank == 1:
@@ -82,7 +82,7 @@ def two_orders_waited_for_later(rank):
 
 
 def one_skips_its_node(rank):
-    """Two nodes of two ranks: a sum inside each node, then one across, among ranks in the same place of their node."""
+    """Two nodes of two ranks: a sum inside each node, then one across nodes over ranks with equal local index."""
     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     places = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     gradient = torch.ones(10)

@@ -1,11 +1,11 @@
-"""A broadcast in a logarithm of rounds: the solution, as it stands in minidist.comm.algorithms.root.
+"""Broadcast along a binomial tree: the solution, as it stands in minidist.comm.algorithms.root.
 
-A root that feeds everybody itself sends size - 1 messages one after the other while the others look on. In the tree
-whoever has the tensor works, so those who have it double every round, and ceil(log2(size)) rounds are enough: nobody
-can do better when each rank sends one message at a time.
+With the flat algorithm the root sends size - 1 messages in sequence while the other ranks are idle. In the tree every
+rank that has the tensor sends it, so their number doubles in each round, and ceil(log2(size)) rounds suffice. This is
+optimal if each rank sends one message at a time.
 
-Places are counted from the root, so that any rank can be one. The last round of a number of ranks that is no power of
-two is not full: a place that would feed one beyond the last has nothing to do.
+Places are relative to the root, so any rank can be the root. If the number of ranks is not a power of two, some ranks
+have no partner in the last round: their place plus the distance is not below size.
 
 Usual wrong answers:
 * handed on from each rank to the next

@@ -1,14 +1,14 @@
-"""What backward hides: the solution, as it stands in minidist.comm.overlap.
+"""The best bucket size: the solution, as it stands in minidist.comm.overlap.
 
-Two things hold a bucket up: its last gradient, and the bucket ahead. As long as gradients come slower than the
-network takes them, all but the last bucket is hidden, and what a step pays for is that last one: smaller buckets,
-less to pay. But every bucket pays alpha, and when that is more than backward leaves room for, the network is never
-free in time, and the step pays for the number of messages. The best size lies between, and it moves with the link:
-where bytes are cheaper there is more time for messages, and smaller buckets are better.
+A bucket waits for its last gradient and for the bucket before it. As long as the network is faster than backward, all
+buckets but the last are hidden, and a step pays only for the last one: smaller buckets cost less. But every bucket
+pays alpha. If the sum of these latencies exceeds the duration of backward, communication never catches up, and a step
+pays for the number of messages. The best size lies between. It depends on the link: with cheaper bytes there is time
+for more messages, and smaller buckets are better.
 
-All ranks launch in index order, since a collective pairs what is launched n-th. So a bucket that is full early waits
-for one that is not, and an order that is not the one in which backward gives gradients gives the overlap away: that
-is why DDP lays its buckets out anew after the first step, when it has seen the order.
+All ranks launch in index order, because a collective pairs the n-th launches of the ranks. A bucket that fills up
+early therefore waits for a bucket with a lower index that is not yet full. If the bucket order differs from the order
+of backward, the overlap is lost. That is why DDP rebuilds its buckets after the first step, in the observed order.
 
 Usual wrong answers:
 * nothing begins before all gradients are there

@@ -1,9 +1,9 @@
-"""One root updates for all: the solution, as it stands in minidist.comm.algorithms.root.
+"""Central update on one root: the solution, as it stands in minidist.comm.algorithms.root.
 
-The rule theta <- theta - lr * sum_i grad_i says nothing about where it is computed. With one place for it, only the
-root needs the optimizer's state, and ranks may even start with different parameters: what is sent is the result. The
-price is the root's link: (size - 1) gradients come in and (size - 1) sets of parameters go out through it, while all
-other links wait.
+The rule theta <- theta - lr * sum_i grad_i does not say which rank computes it. With a central update only the root
+needs the optimizer states, and the ranks may even start with different parameters, because each receives the result.
+The price is the root's link: size - 1 gradients come in and size - 1 copies of the parameters go out through it,
+while all other links are idle.
 
 Usual wrong answers:
 * a mean is not divided

@@ -1,13 +1,12 @@
-"""A row that does not divide: the solution.
+"""A size that is not divisible: the solution.
 
-A chunk begins where the one before it ends, and those before it may be longer. With 241 elements on two ranks the
-second chunk began at 120 instead of 121: element 120 belonged to both chunks, was added up twice and divided twice,
-and element 240 belonged to none, so every rank kept its own. Two elements of 241 are wrong. The loss falls, because
-the other 239 are right and Adam forgives the rest.
+A chunk begins where the previous one ends, and previous chunks may be longer. With 241 elements on two ranks the
+second chunk began at 120 instead of 121. Element 120 belonged to both chunks: it was summed twice and divided twice.
+Element 240 belonged to none, so every rank kept its local value. Two of 241 elements are wrong. The loss falls,
+because the other 239 are right and Adam tolerates the rest.
 
-With 240 elements nothing is wrong, and with one rank neither, so a test of round numbers passes. Sizes that do not
-divide are the first thing to try on anything that cuts. Whoever pads instead, as many systems do, has to get the same
-thing right at the end of the row only.
+With 240 elements or with one rank the result is right, so a test with round numbers passes. Test any code that splits
+tensors with sizes that are not divisible. Many systems pad instead; they have to handle only the end of the tensor.
 
 Usual wrong answers:
 * one chunk has all elements and the others none, so that nothing is ever left over
@@ -36,24 +35,24 @@ from torch import nn
 
 INVARIANTS = {
     "start": "all replicas start with the same parameters",
-    "neighbours": "every rank sends to the next one and receives from the one before it, in every round",
-    "chunks": "the chunks of a row touch each other: every element belongs to exactly one of them",
-    "added": "a chunk that is passed on holds the sum of all ranks it has come by",
-    "mean": "a sum over ranks is divided by their number once, where it is complete",
+    "neighbours": "in every round each rank sends to the next rank and receives from the previous one",
+    "chunks": "the chunks of a tensor are adjacent: every element belongs to exactly one of them",
+    "added": "a chunk that a rank sends on holds the sum over all ranks that it has passed",
+    "mean": "a complete sum over the ranks is divided by their number exactly once",
 }
 INVARIANT = "chunks"
 LINE = "begin = chunk * length"
 
 
 def bounds(chunk, elements, size):
-    """Where chunk number `chunk` of a row begins and ends; the first ones are an element longer if need be."""
+    """Return begin and end of chunk number `chunk` of `size`; the first chunks may be one element longer."""
     length, longer = divmod(elements, size)
     begin = chunk * length + min(chunk, longer)
     return begin, begin + length + (chunk < longer)
 
 
 def pass_on(leaving, arriving):
-    """One round: send to the next rank, receive from the one before."""
+    """Run one round: send to the next rank, receive from the previous one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     transfers = [
         dist.P2POp(dist.isend, leaving, (rank + 1) % size),
@@ -64,7 +63,7 @@ def pass_on(leaving, arriving):
 
 
 def ring_mean(row):
-    """Put the mean of all ranks' rows in the place of each: reduce-scatter, then all-gather. row: (elements,)"""
+    """Replace `row` (elements,) on every rank by the mean over the ranks: reduce-scatter, then all-gather."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return
@@ -80,9 +79,9 @@ def ring_mean(row):
 
 
 def main(inputs, targets, model, epochs=10, batch_size=12):
-    """Train `model` on all ranks; returns it and this rank's loss after each step.
+    """Train `model` on all ranks; return it and this rank's loss at each step.
 
-    inputs (samples, 10), targets (samples, 1): the same on all ranks. batch_size is a multiple of the number of ranks.
+    inputs (samples, 10), targets (samples, 1): equal on all ranks. batch_size: a multiple of the number of ranks.
     """
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

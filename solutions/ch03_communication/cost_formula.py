@@ -1,11 +1,12 @@
-"""What it costs before it is run: the solution, as it stands in minidist.comm.cost.
+"""Predict the cost of a collective: the solution, as it stands in minidist.comm.cost.
 
-A message costs alpha whatever it carries, and beta for each byte; adding up costs gamma for each byte. So an
-algorithm is three counts, and which is best is decided by the row: short ones want few rounds (a tree, recursive
-doubling), long ones few bytes (the ring). On a link ten times faster the bytes get cheaper and the rounds do not, so
-the border between the two moves.
+A message costs alpha plus beta per byte; an addition costs gamma per byte. So three counts describe an algorithm, and
+the size of the tensor decides which algorithm is best: small tensors need few rounds (a tree, recursive doubling),
+large ones few bytes (the ring). On a link with ten times the bandwidth the bytes get cheaper and the rounds do not,
+so the boundary between the two moves.
 
-The chain is what counts, not the sum: in a round of the tree many messages travel at once and take the time of one.
+The critical path counts, not the total: in one round of the tree many messages are in flight at once, and together
+they take the time of one.
 
 Usual wrong answers:
 * the gathering half adds nothing up

@@ -1,12 +1,11 @@
-"""Partners at distance 1, 2, 4: the solution, as it stands in minidist.comm.algorithms.halving.
+"""Recursive doubling: the solution, as it stands in minidist.comm.algorithms.halving.
 
-What one rank knows doubles in each round, so log2(size) rounds are enough, half as many as up and down a tree. The
-whole row is sent every time: for short rows, where a message costs its latency and hardly its bytes, nothing is
-faster.
+The number of ranks in the partial sum doubles in each round, so log2(size) rounds suffice, half as many as up and
+down a tree. Every round sends the full tensor. For small tensors, where latency dominates, no algorithm is faster.
 
-Both partners add the same two numbers, and a + b is b + a bit for bit, so all ranks end with the same bits. A number
-of ranks that is no power of two leaves some ranks over: they are folded, send their tensor before and receive the
-result afterwards.
+Both partners add the same two values, and a + b equals b + a bit for bit, so all ranks end with identical bits. If
+the number of ranks is not a power of two, the extra ranks are folded: they send their tensor at the start and receive
+the result at the end.
 
 Usual wrong answers:
 * adds, whatever is asked

@@ -1,9 +1,9 @@
-"""Round the ring: all-gather: the solution, as it stands in minidist.comm.algorithms.ring.
+"""Ring all-gather: the solution, as it stands in minidist.comm.algorithms.ring.
 
-A part goes round once, from neighbour to neighbour, and stops before the rank that it came from. Each rank sends
-(size - 1) / size of the row. Sending one's own part to everybody takes as many bytes, but not on a ring: between
-ranks that are no neighbours the same cables carry each part several times, and the messages of all ranks meet at one
-receiver.
+Each part goes round the ring once, from neighbour to neighbour, and stops on the rank before its origin. Each rank
+sends (size - 1) / size of the tensor. Sending one's own part directly to every other rank takes as many bytes, but
+not on a ring topology: between ranks that are not neighbours the same links carry a part several times, and the
+messages of all ranks arrive at one receiver at once.
 
 Usual wrong answers:
 * the last round is missing

@@ -1,13 +1,13 @@
-"""The all-reduce that is optimal in bytes: the solution, as it stands in minidist.comm.algorithms.ring.
+"""Bandwidth-optimal all-reduce: the solution, as it stands in minidist.comm.algorithms.ring.
 
-Two halves of (size - 1) / size of the row each: 2 (size - 1) / size is the least that any all-reduce can send, and it
-hardly grows with the number of ranks. What does grow is the number of rounds, 2 (size - 1): the ring is for long
-rows.
+Each half sends (size - 1) / size of the tensor. The total, 2 (size - 1) / size, is the minimum for any all-reduce,
+and it hardly grows with the number of ranks. The number of rounds, 2 (size - 1), does grow: the ring is for large
+tensors.
 
-Each part is added up on one rank, in one order, and then copied, so all ranks get the same bits: replicas that add in
-an order of their own drift apart. A mean divides where the part is complete and nowhere else, once. The parts of a
-row that does not divide differ by one element; leaving the rest out is the fault that no test with round numbers
-sees.
+Each part is summed on one rank, in one order, and then copied, so all ranks get identical bits. Replicas that sum in
+different orders drift apart. For a mean, divide each complete part once, on its own rank. If the size is not
+divisible by the number of ranks, the parts differ by one element; an implementation that drops the remainder passes
+every test with round numbers.
 
 Usual wrong answers:
 * the package's own ring

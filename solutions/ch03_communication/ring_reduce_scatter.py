@@ -1,12 +1,11 @@
-"""Round the ring: reduce-scatter: the solution, as it stands in minidist.comm.algorithms.ring.
+"""Ring reduce-scatter: the solution, as it stands in minidist.comm.algorithms.ring.
 
-Every link of the ring is busy in every round and no byte travels twice: a rank sends each part but its own once,
-which is (size - 1) / size of the row, whatever the number of ranks. Nobody who reduces and scatters can send less.
-What arrives is added to this rank's share and leaves in the next round, so the sum of part c is taken in the order c
-+ 1, c + 2, ..., c.
+Every link of the ring is busy in every round. A rank sends each part except its own once, which is (size - 1) / size
+of the tensor for any number of ranks; no reduce-scatter can send less. Each rank adds its local values to the part
+that arrives and sends it on in the next round, so part c is summed in the order c + 1, c + 2, ..., c.
 
-Send and receive of a round are started together: if every rank first sent and then received, all would wait for a
-receiver.
+A round starts its send and its receive together. If every rank sent first and then received, all would block in the
+send.
 
 Usual wrong answers:
 * the last round is missing

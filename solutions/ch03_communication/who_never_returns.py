@@ -1,16 +1,18 @@
-"""Who never returns: the solution.
+"""Which ranks never return: the solution.
 
-What a rank has begun helps others, even while it waits. What it would begin after its wait helps nobody. So the same
-messages in the same orders hang when each is waited for at once, and do not when all are begun first: that is why a
-ring starts its send and its receive together, and why gradients of several groups are launched and waited for later.
+Operations that a rank has launched can complete even while it waits. Operations that it would launch after the wait
+cannot. So the same messages in the same order deadlock if a rank waits for each at once, and do not if it launches
+all of them first. That is why a ring starts its send and its receive together, and why a trainer launches the
+gradient reductions of several groups before it waits for any.
 
-A wait spreads. Rank 2 of the two orders did nothing wrong, and rank 0 of the two nodes was done with its own: each
-waits for one that waits for ever. Rank 3, who left its node's sum out, returns without a word, and so does rank 1:
-both with a sum that lacks a part.
+Waits propagate. Rank 2 in two_groups_two_orders made no mistake, and neither did rank 0 in one_skips_its_node: each
+waits for a rank that hangs. Rank 3 skipped the sum of its node and returns without an error, and so does rank 1: both
+return an incomplete sum.
 
-How many messages may be under way is the backend's business. gloo and our shared memory keep order per group; NCCL on
-one GPU needs operations of several groups in one order on all ranks, because a kernel that waits takes the place of
-the one it waits for. Whoever wants to be right everywhere launches all groups in one order.
+How many operations may be in flight depends on the backend. gloo and this package's shared-memory backend keep the
+order per group. NCCL on one GPU needs the operations of all groups in one order on all ranks, because a waiting
+kernel can occupy the resources of the kernel that it waits for. Portable code launches the operations of all groups
+in the same order on all ranks.
 
 Usual wrong answers:
 * transfers that are started together are thought to run one after the other
@@ -51,20 +53,20 @@ ANSWERS = {
 
 
 def one_batch_more(rank):
-    """Seven batches over three ranks: rank 1 has the one that is left over."""
+    """Seven batches over three ranks: rank 1 has one batch more than the others."""
     for _ in range(3 if rank == 1 else 2):
         dist.all_reduce(torch.ones(10))
 
 
 def everybody_sends_first(rank):
-    """One round of a ring: to the right, from the left."""
+    """One round of a ring: each rank sends to the right, then receives from the left."""
     mine, arriving = torch.ones(10), torch.empty(10)
     dist.send(mine, (rank + 1) % 3)
     dist.recv(arriving, (rank - 1) % 3)
 
 
 def sent_in_one_batch(rank):
-    """The same round, and its two transfers are started together. One rank lists them the other way round."""
+    """The same round with both transfers launched in one batch. One rank lists them in the opposite order."""
     mine, arriving = torch.ones(10), torch.empty(10)
     transfers = [
         dist.P2POp(dist.isend, mine, (rank + 1) % 3),
@@ -77,7 +79,7 @@ def sent_in_one_batch(rank):
 
 
 def two_groups_two_orders(rank):
-    """Ranks 0 and 1 share an expert, whose gradient is summed by them alone; the rest is summed by everybody."""
+    """Ranks 0 and 1 hold replicas of an expert and sum its gradient; all ranks sum the other gradients."""
     experts = dist.new_group([0, 1])
     if rank == 1:
         dist.all_reduce(torch.ones(10), group=experts)
@@ -87,7 +89,7 @@ def two_groups_two_orders(rank):
 
 
 def two_orders_waited_for_later(rank):
-    """The same sums in the same orders, but each rank begins all of its sums before it waits for any."""
+    """The same sums in the same orders, but each rank launches all of its sums before it waits for any."""
     experts = dist.new_group([0, 1])
     begun = []
     if rank == 1:
@@ -100,7 +102,7 @@ def two_orders_waited_for_later(rank):
 
 
 def one_skips_its_node(rank):
-    """Two nodes of two ranks: a sum inside each node, then one across, among ranks in the same place of their node."""
+    """Two nodes of two ranks: a sum inside each node, then one across nodes over ranks with equal local index."""
     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     places = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     gradient = torch.ones(10)

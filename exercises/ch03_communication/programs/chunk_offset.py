@@ -1,9 +1,9 @@
-"""This program runs, its loss falls on every rank, and its numbers are wrong. Not for every model: with 240 parameters
-in the place of 241 they would be right. See it: torchrun --standalone --nproc-per-node 2 THIS_FILE
+"""This program runs and its loss falls on every rank, but its results are wrong. They depend on the size of the model:
+with 240 parameters instead of 241 they would be right. Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
-Three things are asked. INVARIANT: the key of the one rule in INVARIANTS that is broken. LINE: the line that breaks it,
-by its number in the file as you got it, or its text. And the program, mended: gradients go round the ring in as many
-messages as now, and no element goes round twice.
+This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
+violates. LINE: the line that violates it, as its number in the original file or as its text. And the repaired program:
+it reduces the gradients in as many messages as now, and reduces no element twice.
 """
 
 import os
@@ -14,24 +14,24 @@ from torch import nn
 
 INVARIANTS = {
     "start": "all replicas start with the same parameters",
-    "neighbours": "every rank sends to the next one and receives from the one before it, in every round",
-    "chunks": "the chunks of a row touch each other: every element belongs to exactly one of them",
-    "added": "a chunk that is passed on holds the sum of all ranks it has come by",
-    "mean": "a sum over ranks is divided by their number once, where it is complete",
+    "neighbours": "in every round each rank sends to the next rank and receives from the previous one",
+    "chunks": "the chunks of a tensor are adjacent: every element belongs to exactly one of them",
+    "added": "a chunk that a rank sends on holds the sum over all ranks that it has passed",
+    "mean": "a complete sum over the ranks is divided by their number exactly once",
 }
 INVARIANT = "chunks"
 LINE = "begin = chunk * length"
 
 
 def bounds(chunk, elements, size):
-    """Where chunk number `chunk` of a row begins and ends; the first ones are an element longer if need be."""
+    """Return begin and end of chunk number `chunk` of `size`; the first chunks may be one element longer."""
     length, longer = divmod(elements, size)
     begin = chunk * length + min(chunk, longer)
     return begin, begin + length + (chunk < longer)
 
 
 def pass_on(leaving, arriving):
-    """One round: send to the next rank, receive from the one before."""
+    """Run one round: send to the next rank, receive from the previous one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     transfers = [
         dist.P2POp(dist.isend, leaving, (rank + 1) % size),
@@ -42,7 +42,7 @@ def pass_on(leaving, arriving):
 
 
 def ring_mean(row):
-    """Put the mean of all ranks' rows in the place of each: reduce-scatter, then all-gather. row: (elements,)"""
+    """Replace `row` (elements,) on every rank by the mean over the ranks: reduce-scatter, then all-gather."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return
@@ -58,9 +58,9 @@ def ring_mean(row):
 
 
 def main(inputs, targets, model, epochs=10, batch_size=12):
-    """Train `model` on all ranks; returns it and this rank's loss after each step.
+    """Train `model` on all ranks; return it and this rank's loss at each step.
 
-    inputs (samples, 10), targets (samples, 1): the same on all ranks. batch_size is a multiple of the number of ranks.
+    inputs (samples, 10), targets (samples, 1): equal on all ranks. batch_size: a multiple of the number of ranks.
     """
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

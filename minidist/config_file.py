@@ -54,7 +54,7 @@ def _merge(into: Any, values: dict, path: str, prefix: str) -> Any:
     for key, value in values.items():
         name = prefix + key
         if key not in hints:
-            raise UserError(f"{path}: there is no option {name}; {suggest(name, [prefix + one for one in hints])}")
+            raise UserError(f"{path}: there is no option {name}; {suggest(key, hints, prefix=prefix)}")
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, dict):
                 raise UserError(f"{path}: {name} is a section, not a value: write [{name}] and its fields below")

@@ -25,17 +25,17 @@ class RunError(Exception):
     of_some_ranks = False
 
 
-def suggest(given: str, possible: Iterable[str], most: int = 12) -> str:
+def suggest(given: str, possible: Iterable[str], most: int = 12, prefix: str = "") -> str:
     """The end of a message about an unknown name: the closest possible one, and all of them if they are few.
 
-    most: how many names are listed when one of them is close.
+    most: how many names are listed when one of them is close. prefix: what stands before each name in the message.
     """
     names = list(possible)
     close = difflib.get_close_matches(given, names, 1)
-    everything = f"possible: {', '.join(names) or 'none'}."
+    everything = f"possible: {', '.join(prefix + name for name in names) or 'none'}."
     if not close:
         return everything
-    return f"did you mean {close[0]}?" + (f" {everything}" if len(names) <= most else "")
+    return f"did you mean {prefix}{close[0]}?" + (f" {everything}" if len(names) <= most else "")
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -9,7 +9,6 @@ import math
 import re
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from minidist.config import Config, ScheduleKind
@@ -74,9 +73,8 @@ def validate(config: Config, world_size: int) -> Mesh:
     except ValueError as error:
         section = "data" if str(error).startswith("seq_len") else "model"
         raise UserError(f"{section}.{error}.") from None
-    for option in find_unused_options(config, mesh):
-        if option.refuse:
-            raise UserError(option.message)
+    for message in find_unused_options(config, mesh, _REFUSED):
+        raise UserError(f"{message} Leave --{message.split()[0]} out.")
     return mesh
 
 
@@ -324,109 +322,50 @@ def validate_shard_group(config: Config, mesh: Mesh) -> None:
 # -- settings that are valid but pointless ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Unused:
-    """An option that was given and has no effect in this run.
-
-    message: why, and what to change. refuse: whether that ends the command; otherwise it is a note.
-    """
-
-    message: str
-    refuse: bool = False
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """When an option has an effect, and what to say of one that was given and has none.
-
-    reason: may contain {value}, the option's value, and fields of the configuration and the mesh, as {c.optim.kind} or
-    {m.pp}.
-    """
-
-    option: str
-    has_effect: Callable[[Config, Mesh], bool]
-    reason: str
-    refuse: bool = False
-
-
-def _adam(config: Config, _: Mesh) -> bool:
-    return config.optim.kind != "sgd"
-
-
-def _muon(config: Config, _: Mesh) -> bool:
-    return config.optim.kind == "muon"
+# Options that need not have an effect: their names, when they have one, and why they otherwise have none. A reason may
+# contain options, as {optim.kind}. A given option without effect is noted if it is in the first table, refused if in
+# the second.
+_Rule = tuple[str, Callable[[Config, Mesh], bool], str]
+_NOTED: tuple[_Rule, ...] = (
+    ("parallel.schedule parallel.chunks", lambda c, m: m.pp > 1, "mesh.pp is 1, which is no pipeline"),
+    ("parallel.sequence", lambda c, m: m.tp > 1, "mesh.tp is 1, and sequence parallelism works across tp ranks"),
+    ("parallel.context", lambda c, m: m.cp > 1, "mesh.cp is 1, so every rank has complete sequences"),
+    ("zero.keep_last_block zero.prefetch", lambda c, m: c.zero.stage == 3, "zero.stage is {zero.stage}, not 3"),
+    ("precision.initial_scale precision.growth_interval precision.max_overflows",
+     lambda c, m: policy_of(c.precision).scaled, "the loss is not scaled (loss-scale {precision.loss_scale})"),
+    ("optim.betas optim.eps", lambda c, m: c.optim.kind != "sgd", "optim.kind is sgd; it is for adamw and muon"),
+    ("optim.momentum", lambda c, m: c.optim.kind == "sgd", "optim.kind is {optim.kind}; it is for sgd"),
+    ("optim.muon_momentum optim.muon_lr_ratio optim.muon_steps",
+     lambda c, m: c.optim.kind == "muon", "optim.kind is {optim.kind}; it is for muon"),
+    ("optim.decay", lambda c, m: c.optim.weight_decay > 0, "optim.weight-decay is 0"),
+    ("optim.min_lr_fraction", lambda c, m: c.optim.schedule != "constant", "optim.schedule is constant"),
+    ("optim.decay_fraction", lambda c, m: c.optim.schedule == "wsd", "optim.schedule is {optim.schedule}, not wsd"),
+    ("comm.bucket_mib", lambda c, m: c.comm.gradients == "bucketed", "comm.gradients is naive, without buckets"),
+    ("comm.algorithm comm.gradients", lambda c, m: m.dp * m.cp > 1, "dp x cp is 1, so no gradients are reduced"),
+)  # fmt: skip
+_REFUSED: tuple[_Rule, ...] = (
+    ("zero.offload", lambda c, m: c.device != "cpu",
+     "it moves master weights and optimizer states from a GPU to the host, and device is cpu"),
+    ("data.source", lambda c, m: c.data.path is None, "data.path is {data.path}, and a run reads one or the other"),
+    ("trace.first trace.steps", lambda c, m: c.trace.file is not None, "no trace is written: give --trace FILE"),
+    ("memory.step", lambda c, m: c.memory.file is not None, "no memory is measured: give --memory FILE"),
+)  # fmt: skip
 
 
-def _scaled(config: Config, _: Mesh) -> bool:
-    return policy_of(config.precision).scaled
-
-
-_RULES = (
-    _Rule("parallel.schedule", lambda c, m: m.pp > 1, "mesh.pp is 1, and only a pipeline has a schedule"),
-    _Rule("parallel.chunks", lambda c, m: m.pp > 1, "mesh.pp is 1, and only pipeline stages are divided into chunks"),
-    _Rule("parallel.sequence", lambda c, m: m.tp > 1, "mesh.tp is 1, and sequence parallelism works across tp ranks"),
-    _Rule("parallel.context", lambda c, m: m.cp > 1, "mesh.cp is 1, so every rank has complete sequences"),
-    _Rule("zero.keep_last_block", lambda c, m: c.zero.stage == 3, "zero.stage is {c.zero.stage}; it is for stage 3"),
-    _Rule("zero.prefetch", lambda c, m: c.zero.stage == 3, "zero.stage is {c.zero.stage}; it is for stage 3"),
-    _Rule(
-        "zero.offload",
-        lambda c, m: c.device != "cpu",
-        "it moves master weights and optimizer states from a GPU to the host, and device is cpu",
-        refuse=True,
-    ),
-    _Rule("precision.initial_scale", _scaled, "the loss is not scaled (precision.loss-scale {c.precision.loss_scale})"),
-    _Rule(
-        "precision.growth_interval", _scaled, "the loss is not scaled (precision.loss-scale {c.precision.loss_scale})"
-    ),
-    _Rule("precision.max_overflows", _scaled, "the loss is not scaled (precision.loss-scale {c.precision.loss_scale})"),
-    _Rule(
-        "data.source",
-        lambda c, m: c.data.path is None,
-        "data.path is {c.data.path}: a run reads one or the other",
-        refuse=True,
-    ),
-    _Rule("optim.betas", _adam, "optim.kind is {c.optim.kind}; it is for adamw and muon"),
-    _Rule("optim.eps", _adam, "optim.kind is {c.optim.kind}; it is for adamw and muon"),
-    _Rule("optim.momentum", lambda c, m: c.optim.kind == "sgd", "optim.kind is {c.optim.kind}; it is for sgd"),
-    _Rule("optim.muon_momentum", _muon, "optim.kind is {c.optim.kind}; it is for muon"),
-    _Rule("optim.muon_lr_ratio", _muon, "optim.kind is {c.optim.kind}; it is for muon"),
-    _Rule("optim.muon_steps", _muon, "optim.kind is {c.optim.kind}; it is for muon"),
-    _Rule("optim.decay", lambda c, m: c.optim.weight_decay > 0, "optim.weight-decay is 0"),
-    _Rule(
-        "optim.min_lr_fraction",
-        lambda c, m: c.optim.schedule != "constant",
-        "optim.schedule is constant, so the learning rate does not decay",
-    ),
-    _Rule(
-        "optim.decay_fraction",
-        lambda c, m: c.optim.schedule == "wsd",
-        "optim.schedule is {c.optim.schedule}; it is for wsd",
-    ),
-    _Rule("comm.bucket_mib", lambda c, m: c.comm.gradients == "bucketed", "comm.gradients is naive, without buckets"),
-    _Rule("comm.algorithm", lambda c, m: m.dp * m.cp > 1, "dp x cp is 1, so no gradients are reduced"),
-    _Rule("comm.gradients", lambda c, m: m.dp * m.cp > 1, "dp x cp is 1, so no gradients are reduced"),
-    _Rule("trace.first", lambda c, m: c.trace.file is not None, "no trace is written: give --trace FILE", refuse=True),
-    _Rule("trace.steps", lambda c, m: c.trace.file is not None, "no trace is written: give --trace FILE", refuse=True),
-    _Rule("memory.step", lambda c, m: c.memory.file is not None, "no memory is measured: give --memory FILE", True),
-)
-
-
-def find_unused_options(config: Config, mesh: Mesh) -> list[Unused]:
-    """List the options that differ from their default and have no effect in this run."""
-    found, default = [], Config()
-    for rule in _RULES:
-        value = _value_of(config, rule.option)
-        if value != _value_of(default, rule.option) and not rule.has_effect(config, mesh):
-            name = rule.option.replace("_", "-")
-            reason = rule.reason.format(value=value, c=config, m=mesh)
-            end = f". Leave --{name} out." if rule.refuse else "."
-            found.append(Unused(f"{name} {_shown(value)} has no effect: {reason}{end}", rule.refuse))
+def find_unused_options(config: Config, mesh: Mesh, rules: tuple[_Rule, ...]) -> list[str]:
+    """A message for each option that differs from its default and has no effect in this run."""
+    found, default, sections = [], Config(), vars(config)
+    for options, has_effect, reason in rules:
+        for option in () if has_effect(config, mesh) else options.split():
+            value, name = _value_of(config, option), option.replace("_", "-")
+            if value != _value_of(default, option):
+                found.append(f"{name} {_shown(value)} has no effect: {reason.format(**sections)}.")
     return found
 
 
 def find_warnings(config: Config, mesh: Mesh) -> list[str]:
     """Warn about settings that are valid but pointless: one sentence or two for each."""
-    found = [option.message for option in find_unused_options(config, mesh) if not option.refuse]
+    found = find_unused_options(config, mesh, _NOTED)
     warmup, steps = config.optim.warmup_steps, config.train.steps
     if warmup > steps and config.optim.warmup_steps != Config().optim.warmup_steps:
         found.append(

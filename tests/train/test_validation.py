@@ -186,7 +186,7 @@ def test_pointless_zero_stages_are_noted_and_not_refused(ranks, changes, said):
         ({"parallel__chunks": 2}, "parallel.chunks 2 has no effect: mesh.pp is 1"),
         ({"parallel__sequence": True}, "parallel.sequence true has no effect: mesh.tp is 1"),
         ({"parallel__context": "ulysses"}, "parallel.context ulysses has no effect: mesh.cp is 1"),
-        ({"zero__prefetch": False}, "zero.prefetch false has no effect: zero.stage is 0; it is for stage 3."),
+        ({"zero__prefetch": False}, "zero.prefetch false has no effect: zero.stage is 0, not 3."),
         ({"optim__momentum": 0.9}, "optim.momentum 0.9 has no effect: optim.kind is adamw; it is for sgd."),
         ({"optim__kind": "sgd", "optim__betas": (0.9, 0.99)}, "optim.betas 0.9 0.99 has no effect: optim.kind is sgd"),
         ({"optim__muon_steps": 4}, "optim.muon-steps 4 has no effect: optim.kind is adamw; it is for muon."),
@@ -212,7 +212,7 @@ def test_an_option_without_effect_is_noted(changes, message):
         ({"trace__steps": 3}, r"trace.steps 3 has no effect: .* give --trace FILE. Leave --trace.steps out."),
         (
             {"data__source": "synthetic", "data__path": Path("a.txt")},
-            r"data.source synthetic has no effect: data.path is a.txt: .* Leave --data.source out.",
+            r"data.source synthetic has no effect: data.path is a.txt, .* Leave --data.source out.",
         ),
     ],
 )

@@ -2,15 +2,14 @@
 
 import os
 
-from minidist.tools.launch.torchrun import under_torchrun
-
 
 def has_own_gpu(visible: int) -> bool:
     """Whether the launcher gave this rank a GPU of its own: the only one that it sees.
 
     Slurm does so with --gpus-per-task=1. torchrun itself shows every rank all GPUs of the machine.
     """
-    return visible == 1 and under_torchrun() and "TORCHELASTIC_RUN_ID" not in os.environ
+    started_by_launcher = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return visible == 1 and started_by_launcher and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def too_few_gpus(ranks: int, visible: int) -> str:

@@ -1,4 +1,4 @@
-"""Every fault that is known to have shipped somewhere turns parity, or the test it names, red on a patched copy."""
+"""Faults seen in public code, applied to a copy of the package: parity, or the test that the fault names, fails."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def parity_is_red(fork_server, folder, fault, rows):
 
 
 @pytest.mark.parametrize("fault", [fault for fault in KNOWN if fault.detector], ids=lambda fault: fault.name)
-def test_a_fault_that_parity_cannot_see_fails_the_test_it_names(fault, fork_server, tmp_path):
+def test_a_fault_that_parity_cannot_detect_fails_the_test_it_names(fault, fork_server, tmp_path):
     detector = f"{FAULTS.parent.parent}/{fault.detector}"
     # Without pyproject's pythonpath, which would put the package itself before the patched copy.
     plain = ["-p", "no:cacheprovider", "-o", "pythonpath=", "--basetemp", str(tmp_path / "temporary")]
@@ -91,7 +91,7 @@ def rows_are_green(ranks, fork_server, tmp_path, which):
     assert code == 0 and rows_of(found) == len(only) and all(row["ok"] for row in found["rows"]), output
 
 
-def test_a_program_that_hangs_ends_at_its_deadline(fork_server, tmp_path):
+def test_a_program_that_hangs_is_ended_at_its_deadline(fork_server, tmp_path):
     (tmp_path / "endless.py").write_text("import minidist\nprint('on my way', flush=True)\nwhile True: pass\n")
     code, output = fork_server.run(copy(tmp_path), "endless", [], deadline_s=0.5)
     assert code is None

@@ -1,4 +1,4 @@
-"""The notebooks as stored: their cells are the package, cover their room, and keep the rules of a chapter."""
+"""The stored notebooks: their cells are the code of the package, and every chapter keeps the rules of a chapter."""
 
 import ast
 import base64
@@ -54,9 +54,9 @@ def test_piece_cells_are_the_package(chapter):
 
 
 @each_chapter
-def test_every_public_symbol_of_the_room_is_a_cell_an_exercise_or_read_later(chapter):
-    room = tomllib.loads((chapter / "chapter.toml").read_text())
-    symbols = set().union(*map(public_symbols, room["modules"]))
+def test_every_public_symbol_of_a_chapter_is_a_cell_an_exercise_or_read_later(chapter):
+    chapter_file = tomllib.loads((chapter / "chapter.toml").read_text())
+    symbols = set().union(*map(public_symbols, chapter_file["modules"]))
     cells = {name for notebook in notebooks(chapter) for _, name, _ in weave.pieces(notebook)}
     later = {
         name: reason
@@ -65,13 +65,13 @@ def test_every_public_symbol_of_the_room_is_a_cell_an_exercise_or_read_later(cha
         for name, reason in READ_LATER.findall(cell.source)
     }
     assert symbols == (cells | exercise_pieces(chapter) | later.keys()) & symbols
-    assert later.keys() <= symbols, "read later: not of this room"
-    assert not later.keys() & (cells | exercise_pieces(chapter)), "read later, and shown all the same"
+    assert later.keys() <= symbols, "read later: not a symbol of this chapter"
+    assert not later.keys() & (cells | exercise_pieces(chapter)), "read later, although a cell or an exercise shows it"
     assert all(len(reason) > 5 for reason in later.values())
 
 
 @each_chapter
-def test_a_piece_that_is_an_exercise_stands_once_folded_after_all_exercises(chapter):
+def test_the_cell_of_a_solution_is_collapsed_and_comes_once_after_all_exercises(chapter):
     pieces = exercise_pieces(chapter)
     places = {piece: [] for piece in pieces}
     for notebook in notebooks(chapter):
@@ -84,13 +84,13 @@ def test_a_piece_that_is_an_exercise_stands_once_folded_after_all_exercises(chap
 
 
 @each_chapter
-def test_every_exercise_is_opened_where_it_belongs(chapter):
+def test_every_exercise_is_opened_once_in_its_chapter(chapter):
     opened = [cell.source.split()[1] for cell in code_cells(chapter) if cell.source.startswith("%exercise ")]
     assert sorted(opened) == sorted(exercise.name for exercise in exercises_of(chapter))
 
 
 @each_chapter
-def test_questions_are_asked_before_and_answered_by_a_measurement(chapter):
+def test_every_prediction_is_asked_before_its_measurement(chapter):
     asked, answered = [], []
     for cell in code_cells(chapter):
         answered += re.findall(r'^measured\("([\w-]+)"', cell.source, re.MULTILINE)
@@ -100,7 +100,7 @@ def test_questions_are_asked_before_and_answered_by_a_measurement(chapter):
     assert asked == answered and len(set(asked)) == len(asked) >= MIN_PREDICTIONS
 
 
-def test_no_question_has_the_name_of_one_in_another_chapter():
+def test_names_of_predictions_are_unique_among_all_chapters():
     """Answers of all chapters are kept in one file, by that name."""
     code = [cell.source for chapter in CHAPTERS for cell in code_cells(chapter)]
     asked = [id for source in code for id in re.findall(r'^predict\(\s*"([\w-]+)"', source, re.MULTILINE)]
@@ -108,7 +108,7 @@ def test_no_question_has_the_name_of_one_in_another_chapter():
 
 
 @each_chapter
-def test_outputs_are_stored_and_hold_no_error_and_no_place_of_a_machine(chapter):
+def test_stored_outputs_hold_no_error_and_no_local_path(chapter):
     for cell in code_cells(chapter):
         assert cell.execution_count, cell.source
         for output in cell.outputs:
@@ -118,13 +118,13 @@ def test_outputs_are_stored_and_hold_no_error_and_no_place_of_a_machine(chapter)
 
 
 def coloured(png: str) -> float:
-    """The part of a picture that is not black, white or grey: axes, ticks and words are."""
+    """The fraction of the pixels that are coloured; axes, ticks and text are black, white or grey."""
     pixels = imread(io.BytesIO(base64.b64decode(png)))[..., :3]
     return float((pixels.max(-1) - pixels.min(-1) > MIN_COLOUR).mean())
 
 
 @each_chapter
-def test_pictures_are_not_empty(chapter):
+def test_stored_figures_are_not_empty(chapter):
     pictures = [
         output.data["image/png"]
         for cell in code_cells(chapter)
@@ -134,7 +134,7 @@ def test_pictures_are_not_empty(chapter):
     assert pictures and min(map(coloured, pictures)) > MIN_COLOURED
 
 
-def test_empty_axes_are_an_empty_picture():
+def test_a_figure_without_data_counts_as_empty():
     figure = Figure(figsize=(7, 3))
     figure.subplots().set(xlabel="step", ylabel="loss", title="nothing")
     out = io.BytesIO()
@@ -143,13 +143,13 @@ def test_empty_axes_are_an_empty_picture():
 
 
 @each_chapter
-def test_at_most_a_fifth_of_the_cells_is_not_compared(chapter):
+def test_at_most_a_fifth_of_the_cells_is_excluded_from_comparison(chapter):
     cells = code_cells(chapter)
     ignored = [cell for cell in cells if IGNORED & set(cell.metadata.get("tags", []))]
     assert len(ignored) <= MAX_IGNORED * len(cells)
 
 
-def test_weaving_mends_a_cell_and_nothing_else(tmp_path):
+def test_weave_corrects_a_stale_cell_and_nothing_else(tmp_path):
     source = CHAPTERS[0] / f"{CHAPTERS[0].name}.ipynb"
     notebook = nbformat.read(source, as_version=4)
     number, name, _ = next(weave.pieces(notebook))
@@ -161,7 +161,7 @@ def test_weaving_mends_a_cell_and_nothing_else(tmp_path):
     assert weave.weave(tmp_path / "one.ipynb") == []
 
 
-def test_weaving_tells_what_it_cannot_do(tmp_path, capsys):
+def test_weave_reports_what_it_cannot_do(tmp_path, capsys):
     assert weave.main([str(tmp_path)]) == 2
     assert "holds no notebook" in capsys.readouterr().err
     cells = [nbformat.v4.new_code_cell("%%piece minidist.data.partition:blocks\nx = 1")]

@@ -1,7 +1,7 @@
-"""The notebooks build the package: each runs as stored, and the package rebuilt from the cells and the solutions of a
-chapter is the package.
+"""The notebooks build the package: each reproduces its stored outputs, and a copy of the package whose symbols come
+from the cells and solutions of a chapter equals the package.
 
-The rebuilt package is compared as source code, so the tests of the package hold for it too. `make test-all` also runs
+The rebuilt package is compared as source code, so the tests of the package cover it too. `make test-all` also runs
 those that chapter.toml names.
 """
 
@@ -28,8 +28,8 @@ NOTEBOOKS = [file for chapter in CHAPTERS for file in sorted(chapter.glob("*.ipy
 
 @pytest.mark.deadline(DEADLINE_S)
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
-def test_the_notebook_gives_what_is_stored(notebook, tmp_path):
-    """By nbval, every cell compared but those with a tag; in a folder of its own, where there is no learner."""
+def test_a_notebook_reproduces_its_stored_outputs(notebook, tmp_path):
+    """nbval executes it once and compares every cell without an ignore tag, in a folder without a learner's work."""
     folder = tmp_path / "chapters" / notebook.parent.name
     folder.mkdir(parents=True)
     shutil.copy(notebook, folder)
@@ -56,7 +56,7 @@ def test_the_notebook_gives_what_is_stored(notebook, tmp_path):
 
 
 def texts(chapter: Path) -> dict[str, str]:
-    """The source of every piece that the chapter's cells and solutions hold."""
+    """The source of every symbol that a cell or a solution of the chapter defines."""
     found = {}
     for file in chapter.glob("*.ipynb"):
         found |= {name: source for _, name, source in weave.pieces(nbformat.read(file, as_version=4))}
@@ -72,7 +72,7 @@ def texts(chapter: Path) -> dict[str, str]:
 
 
 def rebuilt(folder: Path, pieces: dict[str, str]) -> None:
-    """A copy of the package and its tests, with these pieces in the place of the package's own text."""
+    """Copy the package and its tests to `folder`, with these symbols replaced."""
     for name in ("minidist", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "faults"))
     (folder / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-q -p no:cacheprovider"\n')
@@ -112,7 +112,7 @@ def test_the_package_rebuilt_from_cells_and_solutions_is_the_package(chapter, tm
 
 @pytest.mark.exhaustive
 @each_chapter
-def test_a_room_rebuilt_from_cells_and_solutions_passes_its_tests(chapter, tmp_path):
+def test_the_rebuilt_package_passes_the_tests_of_the_chapter(chapter, tmp_path):
     pieces = texts(chapter)
     assert len(pieces) > 2
     rebuilt(tmp_path, pieces)
@@ -131,7 +131,7 @@ def with_a_wrong_cell(piece: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("piece", WRONG)
-def test_a_package_rebuilt_from_a_wrong_cell_is_another(piece, tmp_path):
+def test_a_package_rebuilt_from_a_wrong_cell_differs(piece, tmp_path):
     pieces = with_a_wrong_cell(piece)
     rebuilt(tmp_path, pieces)
     assert differing(tmp_path, pieces) == [Path("minidist/data/partition.py")]
@@ -139,7 +139,7 @@ def test_a_package_rebuilt_from_a_wrong_cell_is_another(piece, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("piece", WRONG)
-def test_a_room_with_a_wrong_cell_fails_its_tests(piece, tmp_path):
+def test_a_package_rebuilt_from_a_wrong_cell_fails_the_tests_of_the_chapter(piece, tmp_path):
     rebuilt(tmp_path, with_a_wrong_cell(piece))
     ran = run_tests(tmp_path, ["data/test_partition.py"], RED_S)
     assert ran.returncode == 1 and " failed" in ran.stdout, ran.stdout[-4000:]

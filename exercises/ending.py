@@ -66,15 +66,15 @@ def _watch(job, request, size: int, hang_s: float) -> Finding | None:
     return None
 
 
-def _hung(boards: Sequence, stacks: dict[int, str], request) -> Finding:
+def _hung(statuses: Sequence, stacks: dict[int, str], request) -> Finding:
     """Nothing changes any more: the rank that is busy is to blame, those that wait for it are not."""
-    from minidist.tools.deadlock.status_report import describe
+    from minidist.tools.deadlock.status_report import describe_ranks
 
-    busy = [rank for rank in stacks if boards[rank] is not None and boards[rank].state != "waiting"]
+    busy = [rank for rank in stacks if statuses[rank] is not None and statuses[rank].state != "waiting"]
     rank = min(busy or stacks, default=0)
-    lines = describe(dict(enumerate(boards))) if len(boards) > 1 else []
+    lines = describe_ranks(dict(enumerate(statuses))) if len(statuses) > 1 else []
     what = "\n".join(["your code does not come to an end", *lines])
-    return _placed(Finding("hang", what, rank=rank, size=len(boards)), stacks.get(rank, ""), request)
+    return _placed(Finding("hang", what, rank=rank, size=len(statuses)), stacks.get(rank, ""), request)
 
 
 def _found(request, size: int, output: Sequence[str] = ()) -> Finding | None:

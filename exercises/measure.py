@@ -1,4 +1,4 @@
-"""What a prediction is judged by: its scenarios are run, and the boards tell which ranks wait for ever.
+"""What a prediction is judged by: its scenarios are run, and the status of ranks tells which ranks wait for ever.
 
 The answers are stored nowhere, so they cannot be wrong. A scenario is over when every rank has returned or is proven to
 be stuck; a rank that is on its way to either is waited for.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minidist.errors import RunError
-from minidist.tools.deadlock.detector import ENDED, Observer
+from minidist.tools.deadlock.detector import ENDED, DeadlockDetector
 
 if TYPE_CHECKING:
     from minidist.tools.launch import RankServer
@@ -40,7 +40,7 @@ def measure(program: Path, names: Sequence[str], server: "RankServer") -> dict[s
 
 
 def run_scenario(world, live_rank, program: str, name: str) -> None:
-    """On each rank: the function, over a default group that is on the board."""
+    """On each rank: the function, over a default group that reports rank status."""
     live_rank.recreate_group(0)
     spec = importlib.util.spec_from_file_location("scenarios", program)
     module = importlib.util.module_from_spec(spec)
@@ -49,11 +49,11 @@ def run_scenario(world, live_rank, program: str, name: str) -> None:
 
 
 def _waiting(job: "LiveJob", name: str) -> list[int]:
-    observer, end_s = Observer(), time.monotonic() + _LONGEST_S
+    detector, end_s = DeadlockDetector(), time.monotonic() + _LONGEST_S
     while time.monotonic() < end_s and not job.done:
-        job.poll(observer.interval_s)
+        job.poll(detector.interval_s)
         seen = job.last_snapshots()
-        verdict = observer.see(seen, time.monotonic())
+        verdict = detector.update(seen, time.monotonic())
         stuck = set(verdict.ranks) if verdict else set()
         ended = {rank for rank, snapshot in seen.items() if snapshot.state in ENDED}
         if any(seen[rank].state == "failed" for rank in ended) or job.dead_ranks:

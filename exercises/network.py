@@ -1,4 +1,4 @@
-"""The process groups of a check: all are on the recording backend, so every operation is counted and on the board.
+"""The process groups of a check: all are recorded, so every operation is counted and reported to rank status.
 
 A deadlock of raw `torch.distributed` calls is explained within a second that way, like one of the package's own.
 """
@@ -20,7 +20,7 @@ from minidist.mesh import Mesh
 from minidist.tools.launch.device import prefer_loopback
 from minidist.tools.recording_backend import register_recording_backend
 
-_TIMEOUT = timedelta(minutes=10)  # longer than any check: the board judges, not the backend
+_TIMEOUT = timedelta(minutes=10)  # longer than any check: deadlock detection ends it, not the backend
 _HERE = "127.0.0.1"
 
 
@@ -112,7 +112,7 @@ class Torchrun:
 
     def _init(self, backend=None, init_method=None, timeout=_TIMEOUT, world_size=-1, rank=-1, store=None, **more):
         """torch's init_process_group, which never returns to a process that gives a wrong place: this one tells."""
-        world, board = self._world, self._world.status
+        world, status = self._world, self._world.status
         place = (int(os.environ["RANK"]) if rank < 0 else rank, world.size if world_size < 0 else world_size)
         if place != (world.rank, world.size):
             raise Wrong(
@@ -131,7 +131,7 @@ class Torchrun:
             self._torch_init(backend, init_method, timeout, place[1], place[0], store, **more)
             self.joined = True
         finally:
-            board.resume()
+            status.resume()
 
     def _end(self, *args, **kwargs) -> None:
         """torch's destroy_process_group, once all ranks have come to it: one that still waits for this one is told what
@@ -149,10 +149,10 @@ class Torchrun:
         return values
 
     def _meet(self, name: str) -> None:
-        """Say on the board that this rank waits from now on for all others to come here, for the _met-th time."""
+        """Report that this rank waits from now on for all others to come here, for the _met-th time."""
         self._met += 1
-        board, channel = self._world.status, Channel("collective", "world", tuple(range(self._world.size)))
-        board.wait(channel, board.launch(channel, name, (), ""), name, (), "", _line())
+        status, channel = self._world.status, Channel("collective", "world", tuple(range(self._world.size)))
+        status.wait(channel, status.launch(channel, name, (), ""), name, (), "", _line())
 
 
 def _line() -> str:

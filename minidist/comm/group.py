@@ -1,13 +1,13 @@
-"""Process groups, made from a mesh by declared use.
+"""Process groups, made from a mesh and group specs.
 
-A *use* says along which axes ranks talk and what for. All groups are made at once, by all ranks in one order, so no
-rank can wait for a group that another has not begun to make. Two uses over the same ranks get groups of their own:
-what is queued for one purpose never delays, and never pairs with, what is sent for another.
+A group spec declares a purpose and the mesh axes along which ranks communicate for it. `bind` makes all groups at once,
+in the same order on every rank, so no rank can wait for a group that another rank has not begun to make. Two specs over
+the same ranks get separate groups: operations for one purpose never delay operations for another, and never match them.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 
@@ -24,11 +24,11 @@ DEFAULT_TIMEOUT_S = 600.0
 
 @dataclass(eq=False)
 class Group:
-    """The ranks this rank talks to for one use.
+    """One process group of this rank.
 
-    use: the purpose; ranks: ascending global ranks; rank: place of this rank among them.
-    process_group: torch's group, None when there is one rank (nothing to say to anybody).
-    algorithm: what `all_reduce` of more than one rank runs, called with its arguments; None: the backend's own.
+    use: the purpose, which is the name of its spec; ranks: ascending global ranks; rank: index of this rank in them.
+    process_group: torch's group; None for a group of one rank, which communicates with nobody.
+    algorithm: the function that `all_reduce` calls for more than one rank; None: the backend's own.
     """
 
     use: str
@@ -45,7 +45,7 @@ class Group:
 
     @cached_property
     def over_gloo(self) -> bool:
-        """Whether torch's own gloo carries what this group sends."""
+        """Whether torch's own gloo carries the operations of this group."""
         return self.process_group is not None and dist.get_backend(self.process_group) == "gloo"
 
     @cached_property
@@ -55,10 +55,11 @@ class Group:
 
     @cached_property
     def collective(self) -> Channel:
+        """The channel of this group's collectives."""
         return Channel("collective", self.use, self.ranks)
 
     def transfer(self, kind: str, peer: int, tag: int) -> Channel:
-        """The channel of a send to, or a recv from, group rank `peer`."""
+        """Return the channel of a send to, or a recv from, group rank `peer`. kind: "send" or "recv"."""
         return Channel(kind, self.use, self.ranks, self.ranks[peer], tag)
 
     def __str__(self) -> str:
@@ -67,16 +68,16 @@ class Group:
 
 @dataclass(eq=False)
 class Groups(Mapping[str, Group]):
-    """This rank's group for each use: `groups["grads"]`. uses: those that `bind` was given."""
+    """This rank's groups by purpose: `groups["grads"]`. uses: the specs that `bind` was given."""
 
     mesh: Mesh
     world: World
     meter: Meter
-    uses: tuple[GroupSpec, ...] = ()
-    _groups: dict[str, Group] = field(default_factory=dict)
+    uses: tuple[GroupSpec, ...]
+    _groups: dict[str, Group]
 
     def destroy(self) -> None:
-        """Give back what the groups hold: sockets, threads, shared memory. All ranks call it; no group works after."""
+        """Release sockets, threads and shared memory of all groups. All ranks call it; no group works afterwards."""
         for group in self._groups.values():
             if group.process_group is not None:
                 dist.destroy_process_group(group.process_group)
@@ -94,13 +95,13 @@ class Groups(Mapping[str, Group]):
         return len(self._groups)
 
 
-# A torch.library op takes tensors and strings, so it cannot be handed its group. This is the one table of the package
-# that outlives a call; it holds no group alive.
+# A torch.library op takes tensors and strings, so it cannot take its group as an argument. This is the one table of the
+# package that outlives a call; it keeps no group alive.
 _LIVE: "weakref.WeakValueDictionary[str, Group]" = weakref.WeakValueDictionary()
 
 
 def find(key: str) -> Group:
-    """The live group of this process with that key."""
+    """Return the live group of this process with that key."""
     return _LIVE[key]
 
 
@@ -113,19 +114,20 @@ def bind(
     backend: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Groups:
-    """Make the groups of every use, and one called "control" over all ranks. All ranks call it, with equal arguments.
+    """Make the groups of every spec, and one named "control" over all ranks. All ranks call it with equal arguments.
 
-    backend: torch's name of the backend; the default group's when None.
-    timeout_s: after this long in one operation the backend gives up.
-    Raises ValueError when the mesh does not have as many ranks as the world, or two uses share a name.
+    meter: counts the operations of all groups; a new one if None. backend: torch's name of the backend; that of the
+    default group if None. timeout_s: the backend aborts an operation that takes longer.
+    Raises ValueError if the mesh and the world differ in size, or two specs share a name.
     """
     if mesh.world_size != world.size:
         raise ValueError(f"{mesh} has {mesh.world_size} ranks, the world has {world.size}")
     uses = [CONTROL, *uses]
     if len({use.name for use in uses}) != len(uses):
         raise ValueError(f"two uses share a name: {', '.join(use.name for use in uses)}")
-    groups = Groups(mesh, world, meter if meter is not None else Meter(), tuple(uses[1:]))
-    _announce(world, mesh, uses)
+    meter = Meter() if meter is None else meter
+    groups: dict[str, Group] = {}
+    _report_bind(world, mesh, uses)
     for use in uses:
         mine, made = None, None
         for ranks in use.rank_groups(mesh):
@@ -137,16 +139,16 @@ def bind(
                 mine, made = ranks, pg
         if mine is None:
             continue
-        group = Group(use.name, mine, mine.index(world.rank), made, world, groups.meter)
-        groups._groups[use.name] = _LIVE[group.key] = group
+        group = Group(use.name, mine, mine.index(world.rank), made, world, meter)
+        groups[use.name] = _LIVE[group.key] = group
     world.status.resume()
-    return groups
+    return Groups(mesh, world, meter, tuple(uses[1:]), groups)
 
 
-def _announce(world: World, mesh: Mesh, uses: list[GroupSpec]) -> None:
-    """Say on the board that this rank waits for all others to bind the same: making groups blocks like an operation."""
+def _report_bind(world: World, mesh: Mesh, uses: list[GroupSpec]) -> None:
+    """Report to rank status that this rank waits for all others in `bind`: making groups blocks like an operation."""
     what = ", ".join(f"{use.name} over {'/'.join(use.axes)}" for use in uses)
-    channel, told = Channel("collective", "bind", tuple(range(world.size))), f"on {mesh}: {what}"
-    seq = world.status.launch(channel, "bind", (), told)
+    channel, arguments = Channel("collective", "bind", tuple(range(world.size))), f"on {mesh}: {what}"
+    seq = world.status.launch(channel, "bind", (), arguments)
     if world.size > 1:
-        world.status.wait(channel, seq, "bind", (), told)
+        world.status.wait(channel, seq, "bind", (), arguments)

@@ -1,4 +1,4 @@
-"""An operation on its way: announced on the board, counted by the meter, owned by a handle until it is waited for."""
+"""Operations in flight: launched with rank status and meter, and owned by a handle until they are waited for."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from minidist.errors import RunError
 
 
 class CommError(RunError):
-    """An operation between ranks failed: a peer died, or the backend gave up."""
+    """An operation between ranks failed: a peer died, or the backend aborted it."""
 
     of_some_ranks = True
 
 
 @dataclass
 class Launched:
-    """One operation on its way: what the board and the meter call it."""
+    """One operation in flight: how rank status and the meter identify it."""
 
     channel: Channel
     seq: int
@@ -34,7 +34,7 @@ class Launched:
 
 
 class Handle:
-    """An operation in flight. Owns its tensors until `wait()`, which may be called more than once."""
+    """An asynchronous operation. Owns its tensors until `wait()`, which may be called more than once."""
 
     def __init__(
         self,
@@ -48,9 +48,10 @@ class Handle:
         self._then = then
 
     def wait(self, host: bool = False) -> None:
-        """Return when the results may be used: by what is queued on the device, or with `host` by Python as well.
+        """Block until the results may be used.
 
-        Raises CommError when the operation failed.
+        On CUDA the default orders the current stream after the operation and does not block the host; `host=True`
+        blocks the host until the results are in memory. Raises CommError if the operation failed.
         """
         if not self._works:
             return
@@ -76,7 +77,7 @@ class Handle:
 
 
 def failure(at: Launched, group: Group, error: Exception) -> str:
-    """What to say of an operation that failed."""
+    """Return the message for an operation that failed."""
     reason = str(error).strip().splitlines()[0]
     return f"{at.name} #{at.seq} {list(at.shape)} {at.dtype} of {group} failed: {reason}"
 
@@ -94,10 +95,12 @@ def launch(
     then: Callable[[], None] | None = None,
     **count,
 ) -> Handle | None:
-    """Announce the operation on the board, count it, start it; and wait for its end unless `async_op`.
+    """Report the operation to rank status, count it and start it. Return its handle if `async_op`; otherwise wait.
 
-    detail: what all ranks must agree on besides name, elements and dtype: the root, or how to reduce.
-    then: what is left to do, on this rank alone, when all has arrived.
+    start: launches the operation in the backend and returns torch's work or works. tensors: kept alive until the wait.
+    detail: the root or the reduction, on which all ranks must agree besides name, number of elements and dtype.
+    then: called once the operation has completed, for the work left to this rank. count: further arguments of
+    `Meter.record`. Raises CommError if the backend refuses the operation.
     """
     launched = announce(group, name, tensor, channel or group.collective, detail, **count)
     try:
@@ -111,10 +114,10 @@ def launch(
 
 
 def announce(group: Group, name: str, tensor: Tensor, channel: Channel, detail: str = "", **count) -> Launched:
-    """Put the operation on the board and into the meter; see `launch`."""
+    """Report an operation that is about to start to rank status and meter; see `launch`."""
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-    told = f"{name} {detail}".rstrip()
-    seq = group.world.status.launch(channel, told, shape, dtype)
+    operation = f"{name} {detail}".rstrip()
+    seq = group.world.status.launch(channel, operation, shape, dtype)
     record = group.meter.record(
         name,
         group.use,
@@ -128,11 +131,11 @@ def announce(group: Group, name: str, tensor: Tensor, channel: Channel, detail: 
         tag=channel.tag,
         **count,
     )
-    return Launched(channel, seq, told, shape, dtype, record)
+    return Launched(channel, seq, operation, shape, dtype, record)
 
 
 def end(handle: Handle, async_op: bool) -> Handle | None:
-    """The handle for who asked for it; else the end of the operation."""
+    """Return the handle if `async_op`; otherwise wait for it."""
     if async_op:
         return handle
     handle.wait()
@@ -140,5 +143,5 @@ def end(handle: Handle, async_op: bool) -> Handle | None:
 
 
 def done(group: Group, async_op: bool) -> Handle | None:
-    """The end of an operation in a group of one."""
+    """Return the handle of an operation that is complete already, as in a group of one; None unless `async_op`."""
     return Handle(group, [], [], []) if async_op else None

@@ -1,7 +1,7 @@
-"""What went over the wire: one record per operation.
+"""The meter: one record per communication operation, with its bytes on the wire.
 
-The door writes these records for the package's own traffic, and the recording group (`recording.py`) writes the same
-records for anything else that is built on torch.distributed.
+`collectives` writes the records of the package's own operations. The recording process group (`tools/recording.py`)
+writes the same type of record for everything else that is built on torch.distributed.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ _NOTHING = contextlib.nullcontext()
 class Record:
     """One operation of one rank.
 
-    name: all_reduce, reduce_scatter, ... ; use: what the group is for; seq: its number on that group, from 1.
-    shape, dtype: the tensor the convention table counts.
-    payload_bytes: the size of that tensor; wire_bytes: what this rank sends.
-    algorithm: what the wire bytes stand for; modelled: whether that algorithm was assumed rather than seen.
-    device: where the tensor is; peer, tag: of a transfer, the global rank on its other end, and its tag; batch: what
-    transfers that were launched together have in common.
-    launched, waited: places in the order of events of this rank's meter; `waited` is None until the wait ended.
+    name: all_reduce, reduce_scatter, ... ; use: the purpose of the group; seq: sequence number on that group, from 1.
+    shape, dtype: those of the tensor that the table in `wire_bytes` counts.
+    payload_bytes: the size of that tensor; wire_bytes: the bytes that this rank sends.
+    algorithm: the algorithm to which the wire bytes belong; modelled: whether it is assumed rather than counted.
+    device: device of the tensor; peer, tag: of a transfer, the global rank at its other end, and its tag; batch: a
+    number shared by transfers that were launched together.
+    launched, waited: positions in the order of events of this rank's meter; `waited` is None until the wait has ended.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Record:
 
 @dataclass
 class Meter:
-    """The records of one rank, in the order of launch, and running totals.
+    """The records of one rank in the order of launch, and running totals by group.
 
     keep: whether to keep every record. A long training run keeps totals only, so that memory does not grow.
     """
@@ -81,7 +81,7 @@ class Meter:
     ) -> Record:
         """Count one launched operation of group rank `rank` and return its record.
 
-        algorithm: by which it is carried out, where that is no secret of the backend; its bytes are those of the table.
+        algorithm: the algorithm that is known to run; None: the one that `wire_bytes` assumes for the backend.
         """
         numel = 1
         for size in shape:
@@ -111,36 +111,36 @@ class Meter:
         return record
 
     def waited(self, record: Record) -> None:
-        """The operation's wait has ended."""
+        """Record that the wait for the operation has ended."""
         if record.waited is None:
             record.waited = self._tick()
 
     def event(self, label: str) -> None:
-        """Put a mark of the caller's own (say, a layer's backward) into the same order of events."""
+        """Add an event of the caller's own (say, the backward of a layer) to the same order of events."""
         tick = self._tick()
         if self.keep:
             self.events.append((tick, label))
 
-    # What a meter with a clock (`timed.py`) makes something of.
+    # A meter with a clock (`tools/trace/timed_meter.py`) implements the next three; here they do nothing.
 
     def span(self, name: str, **what) -> contextlib.AbstractContextManager:
-        """Within this context the rank does something that has a name."""
+        """Return a context within which this rank does the named work (forward, optimizer, ...)."""
         return _NOTHING
 
     def waiting(self, records: Sequence[Record]) -> contextlib.AbstractContextManager:
-        """Within this context the rank waits for these operations."""
+        """Return a context within which this rank waits for these operations."""
         return _NOTHING
 
     def started(self, records: Sequence[Record], works: Sequence) -> None:
-        """The operations of these records are on their way; works: torch's handles for them."""
+        """Record that the operations of these records are in flight. works: torch's handles of them."""
 
     @property
     def total_wire_bytes(self) -> int:
-        """Bytes this rank has sent, over all uses."""
+        """Bytes that this rank has sent in all groups."""
         return sum(self.wire_bytes.values())
 
     def next_batch(self) -> int:
-        """A number for transfers that are about to be launched together."""
+        """Return a number for transfers that are about to be launched together."""
         return self._tick()
 
     def _tick(self) -> int:

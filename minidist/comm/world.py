@@ -1,4 +1,4 @@
-"""What one rank knows of its place among the others."""
+"""The world of a rank: its number, its machine, its device and its backend."""
 
 from dataclasses import dataclass, field
 
@@ -10,12 +10,12 @@ from minidist.comm.status import RankStatus
 
 @dataclass
 class World:
-    """The first argument of every function that runs on ranks.
+    """The environment of one rank; the first argument of every function that runs on ranks.
 
-    rank, size: among all ranks. local_rank, local_size: among those of this machine; node_rank: which machine.
-    device: where this rank computes. backend: of the default process group; None when there is no process group, which
-    is so for one rank unless the caller asked for one.
-    status: where this rank reports its operations. store: where ranks meet to make groups, on ranks of the rank server.
+    rank, size: among all ranks. local_rank, local_size: among the ranks of this machine; node_rank: number of the
+    machine. device: the device on which this rank computes. backend: that of the default process group; None without a
+    process group, as for a single rank by default. status: receives the operations of this rank. store: rendezvous
+    store for new groups, on ranks of the rank server.
     """
 
     rank: int
@@ -30,10 +30,10 @@ class World:
 
     @property
     def control_device(self) -> torch.device:
-        """Where small tensors for other ranks are made: nccl takes those of a GPU only, gloo takes few from a GPU."""
+        """The device of small tensors sent to other ranks: nccl needs a GPU, gloo supports few GPU operations."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> "World":
-        """The world of a process on its own."""
+        """Return the world of a single process without a process group."""
         return cls(0, 1, 0, 1, torch.device(device), None, RankStatus())

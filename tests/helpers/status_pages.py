@@ -1,4 +1,4 @@
-"""Boards written by hand."""
+"""Status pages written by hand."""
 
 from minidist.comm.status import Channel
 from minidist.tools.deadlock.status_page import StatusPage
@@ -6,17 +6,17 @@ from minidist.tools.deadlock.status_page import StatusPage
 GRADS = Channel("collective", "grads", (0, 1, 2))
 
 
-def waiting(board, channel, name="all_reduce", shape=(4,), dtype="float32", where="train.py:7"):
-    seq = board.launch(channel, name, shape, dtype)
-    board.wait(channel, seq, name, shape, dtype, where)
-    return board
+def waiting(page, channel, name="all_reduce", shape=(4,), dtype="float32", where="train.py:7"):
+    seq = page.launch(channel, name, shape, dtype)
+    page.wait(channel, seq, name, shape, dtype, where)
+    return page
 
 
-def snapshots(**boards):
-    return {int(name[1:]): board.snapshot() for name, board in boards.items()}
+def snapshots(**pages):
+    return {int(name[1:]): page.snapshot() for name, page in pages.items()}
 
 
-def returned(board=None):
-    board = board or StatusPage()
-    board.finish("returned")
-    return board
+def returned(page=None):
+    page = page or StatusPage()
+    page.finish("returned")
+    return page

@@ -1,18 +1,20 @@
-"""The judge of boards and the watchdog, without a process."""
+"""Deadlock detection from hand-written status pages, and the watchdog, without a process."""
 
 import threading
 from dataclasses import replace
 
 from minidist.comm.status import Channel
 from minidist.errors import format_ranks
-from minidist.tools.deadlock.detector import Observer, judge
+from minidist.tools.deadlock.detector import DeadlockDetector, detect_deadlock
 from minidist.tools.deadlock.status_page import StatusPage
 from minidist.tools.deadlock.watchdog import Watchdog
 from tests.helpers.status_pages import GRADS, returned, snapshots, waiting
 
 
 def test_a_rank_that_waits_for_one_that_returned_is_deadlocked():
-    verdict = judge(snapshots(r0=waiting(StatusPage(), GRADS), r1=returned(), r2=waiting(StatusPage(), GRADS)))
+    verdict = detect_deadlock(
+        snapshots(r0=waiting(StatusPage(), GRADS), r1=returned(), r2=waiting(StatusPage(), GRADS))
+    )
     assert (verdict.kind, verdict.ranks) == ("deadlock", (0, 2))
     assert verdict.text.splitlines() == [
         "deadlock: ranks 0, 2 wait for something that can never happen",
@@ -23,44 +25,46 @@ def test_a_rank_that_waits_for_one_that_returned_is_deadlocked():
 
 
 def test_a_rank_that_is_not_seen_may_still_come():
-    assert judge(snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), GRADS))) is None
+    assert detect_deadlock(snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), GRADS))) is None
 
 
 def test_a_rank_that_runs_may_still_come():
     running = StatusPage()
     running.resume()
-    assert judge(snapshots(r0=waiting(StatusPage(), GRADS), r1=running, r2=waiting(StatusPage(), GRADS))) is None
+    assert (
+        detect_deadlock(snapshots(r0=waiting(StatusPage(), GRADS), r1=running, r2=waiting(StatusPage(), GRADS))) is None
+    )
 
 
 def test_all_ranks_in_one_operation_are_the_networks_business():
-    assert judge(snapshots(**{f"r{r}": waiting(StatusPage(), GRADS) for r in range(3)})) is None
+    assert detect_deadlock(snapshots(**{f"r{r}": waiting(StatusPage(), GRADS) for r in range(3)})) is None
 
 
 def test_a_rank_that_returned_with_its_part_launched_is_not_missed():
     early = StatusPage()
     early.launch(GRADS, "all_reduce", (4,), "float32")
-    boards = snapshots(r0=waiting(StatusPage(), GRADS), r1=returned(early), r2=waiting(StatusPage(), GRADS))
-    assert judge(boards) is None
+    pages = snapshots(r0=waiting(StatusPage(), GRADS), r1=returned(early), r2=waiting(StatusPage(), GRADS))
+    assert detect_deadlock(pages) is None
 
 
 def test_a_waiting_rank_that_will_be_served_can_still_come():
     pair = Channel("collective", "pair", (1, 3))
-    boards = snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), pair), r2=waiting(StatusPage(), GRADS))
-    served = {**boards, 3: waiting(StatusPage(), pair).snapshot()}
-    assert judge(served) is None
+    pages = snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), pair), r2=waiting(StatusPage(), GRADS))
+    served = {**pages, 3: waiting(StatusPage(), pair).snapshot()}
+    assert detect_deadlock(served) is None
 
 
 def test_a_chain_of_waits_ends_at_the_rank_that_died():
     pair = Channel("collective", "pair", (1, 3))
-    boards = snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), pair), r2=waiting(StatusPage(), GRADS))
-    verdict = judge({**boards, 3: replace(StatusPage().snapshot(), state="died")})
+    pages = snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), pair), r2=waiting(StatusPage(), GRADS))
+    verdict = detect_deadlock({**pages, 3: replace(StatusPage().snapshot(), state="died")})
     assert verdict.ranks == (0, 1, 2)
     assert verdict.text.endswith("rank 3 died without launching all_reduce #1 of 'pair'")
 
 
 def test_one_lost_member_is_enough_while_another_still_works():
-    boards = snapshots(r0=waiting(StatusPage(), GRADS), r1=returned())  # rank 2 runs
-    assert judge(boards).ranks == (0,)
+    pages = snapshots(r0=waiting(StatusPage(), GRADS), r1=returned())  # rank 2 runs
+    assert detect_deadlock(pages).ranks == (0,)
 
 
 def test_a_recv_is_served_by_the_send_of_its_tag_only():
@@ -70,8 +74,8 @@ def test_a_recv_is_served_by_the_send_of_its_tag_only():
     sender = StatusPage()
     sender.launch(Channel("send", "pp", (0, 1), 0, 3), "send", (4,), "float32")
     sender.finish("returned")
-    assert judge(snapshots(r0=recv(3), r1=sender)) is None
-    assert "without launching send #1 to rank 0 of 'pp'" in judge(snapshots(r0=recv(4), r1=sender)).text
+    assert detect_deadlock(snapshots(r0=recv(3), r1=sender)) is None
+    assert "without launching send #1 to rank 0 of 'pp'" in detect_deadlock(snapshots(r0=recv(4), r1=sender)).text
 
 
 def test_a_second_recv_needs_a_second_send():
@@ -80,11 +84,11 @@ def test_a_second_recv_needs_a_second_send():
     waiting(receiver, channel, "recv")
     sender = StatusPage()
     sender.launch(Channel("send", "pp", (0, 1), 0), "send", (4,), "float32")
-    assert "send #2" in judge(snapshots(r0=receiver, r1=returned(sender))).text
+    assert "send #2" in detect_deadlock(snapshots(r0=receiver, r1=returned(sender))).text
 
 
 def test_another_shape_at_the_same_place_is_a_mismatch():
-    verdict = judge(snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), GRADS, shape=(5,))))
+    verdict = detect_deadlock(snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), GRADS, shape=(5,))))
     assert (verdict.kind, verdict.ranks) == ("mismatch", (0, 1))
     assert "rank 0: all_reduce (4,) float32" in verdict.text and "rank 1: all_reduce (5,) float32" in verdict.text
 
@@ -93,71 +97,71 @@ def test_a_mismatch_is_found_although_one_rank_is_already_further():
     ahead = StatusPage()
     ahead.launch(GRADS, "broadcast", (4,), "float32")
     ahead.launch(GRADS, "all_reduce", (4,), "float32")
-    verdict = judge(snapshots(r0=waiting(StatusPage(), GRADS), r1=returned(ahead)))
+    verdict = detect_deadlock(snapshots(r0=waiting(StatusPage(), GRADS), r1=returned(ahead)))
     assert verdict.kind == "mismatch" and "operation #1 of 'grads'" in verdict.text
 
 
 def test_a_send_and_a_recv_of_as_many_elements_match():
     send = waiting(StatusPage(), Channel("send", "pp", (0, 1), 1), "send", (2, 4))
     recv = waiting(StatusPage(), Channel("recv", "pp", (0, 1), 0), "recv", (8,))
-    assert judge(snapshots(r0=send, r1=recv)) is None
+    assert detect_deadlock(snapshots(r0=send, r1=recv)) is None
     short = waiting(StatusPage(), Channel("recv", "pp", (0, 1), 0), "recv", (7,))
-    assert judge(snapshots(r0=send, r1=short)).kind == "mismatch"
+    assert detect_deadlock(snapshots(r0=send, r1=short)).kind == "mismatch"
 
 
 def test_unequal_shares_of_an_all_to_all_match():
-    boards = {f"r{r}": waiting(StatusPage(), GRADS, "all_to_all", (r + 1, 2)) for r in range(3)}
-    assert judge(snapshots(**boards)) is None
+    pages = {f"r{r}": waiting(StatusPage(), GRADS, "all_to_all", (r + 1, 2)) for r in range(3)}
+    assert detect_deadlock(snapshots(**pages)) is None
 
 
 def test_a_circle_of_many_ranks_is_told_in_few_lines():
     size = 40
     ranks = tuple(range(size))
-    boards = {
+    pages = {
         f"r{r}": waiting(StatusPage(), Channel("recv", "ring", ranks, (r - 1) % size), "recv", where=f"ring.py:{r}")
         for r in ranks
     }
-    verdict = judge(snapshots(**boards))
+    verdict = detect_deadlock(snapshots(**pages))
     assert verdict.ranks == ranks and len(verdict.text.splitlines()) < 15
 
 
 def test_a_verdict_needs_two_equal_readings():
-    stuck, observer = waiting(StatusPage(), GRADS), Observer()
+    stuck, detector = waiting(StatusPage(), GRADS), DeadlockDetector()
     gone = returned().snapshot()
-    assert observer.see({0: stuck.snapshot(), 1: gone}, 0.0) is None
+    assert detector.update({0: stuck.snapshot(), 1: gone}, 0.0) is None
     stuck.resume()
     waiting(stuck, GRADS)  # looks alike, but has moved
-    assert observer.see({0: stuck.snapshot(), 1: gone}, 1.0) is None
-    assert observer.see({0: stuck.snapshot(), 1: gone}, 2.0).ranks == (0,)
+    assert detector.update({0: stuck.snapshot(), 1: gone}, 1.0) is None
+    assert detector.update({0: stuck.snapshot(), 1: gone}, 2.0).ranks == (0,)
 
 
 def test_a_rank_about_to_join_a_deadlock_is_waited_for():
-    boards = {0: waiting(StatusPage(), GRADS), 1: returned(), 2: StatusPage()}
-    boards[2].resume()
-    observer = Observer()
+    pages = {0: waiting(StatusPage(), GRADS), 1: returned(), 2: StatusPage()}
+    pages[2].resume()
+    detector = DeadlockDetector()
 
     def see(now_s):
-        return observer.see({rank: board.snapshot() for rank, board in boards.items()}, now_s)
+        return detector.update({rank: page.snapshot() for rank, page in pages.items()}, now_s)
 
     assert [see(0.0), see(0.1), see(0.2)] == [None] * 3
-    waiting(boards[2], GRADS)
+    waiting(pages[2], GRADS)
     assert see(0.3) is None  # it has just moved
     assert see(0.4).ranks == (0, 2)
 
 
 def test_a_deadlock_is_told_though_another_rank_works_on_and_on():
-    boards = {0: waiting(StatusPage(), GRADS), 1: returned(), 2: StatusPage()}
-    boards[2].resume()
-    observer, seen = Observer(), {rank: board.snapshot() for rank, board in boards.items()}
-    assert [observer.see(seen, now_s) for now_s in (0.0, 0.5, 1.4)] == [None] * 3
-    assert observer.see(seen, 1.6).ranks == (0,)
+    pages = {0: waiting(StatusPage(), GRADS), 1: returned(), 2: StatusPage()}
+    pages[2].resume()
+    detector, seen = DeadlockDetector(), {rank: page.snapshot() for rank, page in pages.items()}
+    assert [detector.update(seen, now_s) for now_s in (0.0, 0.5, 1.4)] == [None] * 3
+    assert detector.update(seen, 1.6).ranks == (0,)
 
 
 def test_rank_names_are_merged_into_runs():
     assert [format_ranks(ranks) for ranks in ([3], [2, 0, 1, 5], [0, 2])] == ["rank 3", "ranks 0-2, 5", "ranks 0, 2"]
 
 
-# The watchdog: the same judge, over a store
+# The watchdog: the same detection, over a store
 
 
 class Store(dict):
@@ -190,13 +194,13 @@ def test_the_lowest_waiting_rank_reports_once_for_all():
     def end(rank):
         return lambda report: (said.append((rank, report)), done.set())
 
-    boards = [StatusPage(), StatusPage()]
-    dogs = [Watchdog(r, 2, boards[r], store, end=end(r)) for r in range(2)]
-    waiting(boards[1], PAIR)
-    waiting(boards[0], PAIR, name="broadcast")
+    pages = [StatusPage(), StatusPage()]
+    dogs = [Watchdog(r, 2, pages[r], store, end=end(r)) for r in range(2)]
+    waiting(pages[1], PAIR)
+    waiting(pages[0], PAIR, name="broadcast")
     assert done.wait(20)
-    boards[1].finish("returned")
-    boards[0].finish("returned")
+    pages[1].finish("returned")
+    pages[0].finish("returned")
     for dog in dogs:
         threading.Thread(target=dog.finish, daemon=True).start()
     for dog in dogs:
@@ -204,16 +208,16 @@ def test_the_lowest_waiting_rank_reports_once_for_all():
     assert [rank for rank, _ in said] == [0] and "mismatch: operation #1" in said[0][1]
 
 
-def watched(rank, board, store, size=2):
+def watched(rank, page, store, size=2):
     """A watchdog whose thread has ended: the test calls what the thread would."""
-    dog = Watchdog(rank, size, board, store)
+    dog = Watchdog(rank, size, page, store)
     dog.stop()
     return dog
 
 
 def test_a_board_posted_once_may_be_out_of_date():
-    store, boards = Store(), [waiting(StatusPage(), PAIR), waiting(StatusPage(), PAIR, shape=(9,))]
-    first, second = [watched(rank, board, store) for rank, board in enumerate(boards)]
+    store, pages = Store(), [waiting(StatusPage(), PAIR), waiting(StatusPage(), PAIR, shape=(9,))]
+    first, second = [watched(rank, page, store) for rank, page in enumerate(pages)]
     for _ in range(3):  # rank 1 may have gone on since it posted: it has nothing to say while it runs
         first._post()
         assert first._read() is None
@@ -223,8 +227,8 @@ def test_a_board_posted_once_may_be_out_of_date():
 
 
 def test_a_waiting_rank_leaves_the_word_to_a_lower_one():
-    store, boards = Store(), [waiting(StatusPage(), PAIR), waiting(StatusPage(), PAIR, shape=(9,))]
-    first, second = dogs = [watched(rank, board, store) for rank, board in enumerate(boards)]
+    store, pages = Store(), [waiting(StatusPage(), PAIR), waiting(StatusPage(), PAIR, shape=(9,))]
+    first, second = dogs = [watched(rank, page, store) for rank, page in enumerate(pages)]
     for dog in dogs:
         dog._read()
     for dog in dogs:
@@ -234,22 +238,22 @@ def test_a_waiting_rank_leaves_the_word_to_a_lower_one():
 
 def test_a_wait_longer_than_the_timeout_is_reported_by_its_own_rank():
     said, done = [], threading.Event()
-    board = StatusPage()
-    dog = Watchdog(0, 2, board, Store(), timeout_s=0.1, end=lambda report: (said.append(report), done.set()))
-    waiting(board, PAIR)  # rank 1 never shows
+    page = StatusPage()
+    dog = Watchdog(0, 2, page, Store(), timeout_s=0.1, end=lambda report: (said.append(report), done.set()))
+    waiting(page, PAIR)  # rank 1 never shows
     assert done.wait(20)
     assert "after 0.1 s in one wait\n  rank 0: waiting in all_reduce #1" in said[0]
     dog._thread.join(20)
 
 
 def test_the_watchdog_too_waits_for_a_rank_about_to_join():
-    store, boards = Store(), [waiting(StatusPage(), GRADS), returned(), StatusPage()]
-    boards[2].resume()
-    dogs = [watched(rank, board, store, size=3) for rank, board in enumerate(boards)]
+    store, pages = Store(), [waiting(StatusPage(), GRADS), returned(), StatusPage()]
+    pages[2].resume()
+    dogs = [watched(rank, page, store, size=3) for rank, page in enumerate(pages)]
     for _ in range(3):
         dogs[0]._post()
         assert dogs[0]._read() is None
-    waiting(boards[2], GRADS)
+    waiting(pages[2], GRADS)
     for _ in range(2):
         dogs[0]._post()
         dogs[2]._post()

@@ -207,5 +207,5 @@ def mapped(world: World) -> set[str]:
 
 def test_its_memory_has_no_name(ranks):
     """So nothing can be left in /dev/shm, however a rank ends; the end of the test session looks there as well."""
-    boards = "/memfd:minidist-boards (deleted)"  # the rank server's own
-    assert ranks(mapped, 2) == [{"/memfd:minidist-shm (deleted)", boards}] * 2
+    status = "/memfd:minidist-status (deleted)"  # the rank server's own
+    assert ranks(mapped, 2) == [{"/memfd:minidist-shm (deleted)", status}] * 2

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist.comm.status import Channel
-from minidist.tools.deadlock.detector import judge
+from minidist.tools.deadlock.detector import detect_deadlock
 from minidist.tools.deadlock.status_page import PAGE_BYTES, StatusPage
 from tests.helpers.status_pages import GRADS, waiting
 
@@ -60,7 +60,7 @@ def test_more_channels_than_the_page_holds_still_count():
     channels = [Channel("send", "many", (0, 1), 1, tag) for tag in range(500)]
     assert [board.launch(c, "send", (1,), "int8") for c in channels + channels] == [1] * 500 + [2] * 500
     seen = waiting(board, channels[-1], "send").snapshot()
-    assert seen.channel is None and judge({0: seen}) is None
+    assert seen.channel is None and detect_deadlock({0: seen}) is None
 
 
 @given(
@@ -81,4 +81,4 @@ def test_large_regular_groups_fit(ranks):
     assert waiting(StatusPage(), channel).snapshot().channel == channel
 
 
-# The judge
+# The detection

@@ -1,12 +1,13 @@
-"""Deadlock by proof, not by time-out: the boards of all ranks show when nothing can go on any more.
+"""Deadlock detection from the status of all ranks, without a time-out.
 
-A rank that waits is *satisfied* when every rank its operation needs has launched its part; the rest is the network's
-business. A waiting rank is stuck when one of the ranks it misses has ended or is stuck itself. To find them, call every
-unsatisfied rank stuck and take away, again and again, those whose missing ranks can all still come. No rank of what
-remains can be the first to move, so it is a deadlock, even while ranks outside of it work on.
+The operation that a rank waits for can complete once every rank of its group has launched it. A waiting rank is stuck
+if one of the ranks that have not launched the operation has ended or is stuck itself. The detector starts with all
+waiting ranks whose operation is incomplete and removes, until nothing changes, those for which every missing rank can
+still launch its part. None of the remaining ranks can be the first to proceed, so they are deadlocked, even while
+other ranks keep working.
 
-A rank is taken to launch from the thread that waits: one whose second thread would launch the missing operation is
-reported although it could go on.
+The detector assumes that a rank launches operations from the thread that waits. A rank whose second thread would launch
+the missing operation is reported although it could proceed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from minidist.comm.status import Channel
 from minidist.errors import format_ranks
 from minidist.tools.deadlock.status_page import Progress, Snapshot
-from minidist.tools.deadlock.status_report import describe, group_name, place
+from minidist.tools.deadlock.status_report import describe_ranks, format_group, short_location
 
 ENDED = ("returned", "failed", "died")
 _JOIN_S = 1.0
@@ -23,7 +24,7 @@ _JOIN_S = 1.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why these ranks can never go on. kind: "deadlock" or "mismatch"; text: fewer than 15 lines for a person."""
+    """Why these ranks can never proceed. kind: "deadlock" or "mismatch"; text: the explanation, under 15 lines."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -33,13 +34,13 @@ class Verdict:
         return self.text
 
 
-def judge(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
-    """The verdict on ranks that stand still; None when every one of them may still be helped.
+def detect_deadlock(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
+    """Return why some ranks can never proceed, None if every rank still may.
 
-    snapshots: by rank, only of ranks whose board was the same in two readings, the first readings of all before the
-    second of any: then all stood like this at one moment. A rank that is not there counts as running.
+    snapshots: by rank, of those ranks only whose status was equal in two readings, where the first readings of all
+    ranks came before the second of any: all were in this state at the same time. A missing rank counts as running.
     """
-    if verdict := mismatched(snapshots):
+    if verdict := find_mismatch(snapshots):
         return verdict
     missing = {rank: _missing(rank, snapshot, snapshots) for rank, snapshot in sorted(snapshots.items())}
     stuck = {rank for rank, ranks in missing.items() if ranks}
@@ -52,10 +53,10 @@ def judge(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
     return _deadlock(hopeless, snapshots)
 
 
-def mismatched(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
-    """The verdict on ranks that launched different operations as the same one of a group; None when they did not.
+def find_mismatch(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
+    """Return which two ranks launched different operations under one sequence number, None if no ranks did.
 
-    Of a rank that waits the channel it waits on counts, of one that has ended all of them.
+    For a waiting rank only the channel on which it waits is compared, for a rank that has ended all its channels.
     """
     for rank, snapshot in sorted(snapshots.items()):
         channels = [snapshot.channel] if snapshot.state == "waiting" else []
@@ -66,18 +67,19 @@ def mismatched(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
     return None
 
 
-class Joining:
-    """Holds back a deadlock of some ranks while others work on, for at most a second.
+class Confirmation:
+    """Delays the report of a deadlock while other ranks still work, for at most a second.
 
-    Whether a rank that is about to walk into it comes before or after a reading is chance, and what is told shall not
-    depend on that.
+    A rank that is about to join the deadlock may do so before or after a reading. The delay makes the report the same
+    in both cases.
     """
 
     def __init__(self):
         self._found_s: float | None = None
 
-    def told(self, verdict: Verdict | None, seen: Mapping[int, Snapshot], ranks: Iterable[int], now_s: float):
-        """The verdict on `seen` once it may be told, None until then. ranks: all there are; one not seen works on."""
+    def confirm(self, verdict: Verdict | None, seen: Mapping[int, Snapshot], ranks: Iterable[int], now_s: float):
+        """Return the verdict on `seen` once it may be reported, None before. ranks: all ranks of the run; those that
+        are missing in `seen` are working."""
         if verdict is None or verdict.kind != "deadlock":
             self._found_s = None
             return verdict
@@ -86,28 +88,28 @@ class Joining:
         return None if works and now_s - self._found_s < _JOIN_S else verdict
 
 
-class Observer:
-    """Reads the boards again and again and judges what two readings in a row agree on."""
+class DeadlockDetector:
+    """Detects a deadlock from repeated readings of the status of all ranks."""
 
     def __init__(self, interval_s: float = 0.06):
         self.interval_s = interval_s
         self._previous: Mapping[int, Snapshot | None] = {}
         self._at_s = float("-inf")
-        self._joining = Joining()
+        self._confirmation = Confirmation()
 
-    def due_in_s(self, now_s: float) -> float:
-        """Seconds until the next reading."""
+    def seconds_until_due(self, now_s: float) -> float:
+        """Return the seconds until the next reading is due."""
         return max(0.0, self._at_s + self.interval_s - now_s)
 
-    def see(self, snapshots: Mapping[int, Snapshot | None], now_s: float) -> Verdict | None:
-        """Judge the readings of all ranks made at `now_s`; None stands for a reading that failed."""
+    def update(self, snapshots: Mapping[int, Snapshot | None], now_s: float) -> Verdict | None:
+        """Take the readings of all ranks made at `now_s` and return the verdict, if any. None is a failed reading."""
         same = {rank: s for rank, s in snapshots.items() if s is not None and self._previous.get(rank) == s}
         self._previous, self._at_s = snapshots, now_s
-        return self._joining.told(judge(same), same, snapshots, now_s)
+        return self._confirmation.confirm(detect_deadlock(same), same, snapshots, now_s)
 
 
 def _missing(rank: int, snapshot: Snapshot, snapshots: Mapping[int, Snapshot]) -> list[int]:
-    """The ranks that have not launched their part of what `rank` waits for, as far as one can see."""
+    """Return the ranks that, by their status, have not launched the operation that `rank` waits for."""
     if snapshot.state != "waiting" or snapshot.channel is None:
         return []
     channel = snapshot.channel
@@ -119,7 +121,7 @@ def _others(rank: int, channel: Channel) -> list[int]:
 
 
 def _matching(rank: int, channel: Channel) -> Channel:
-    """The channel of the other ranks on which the other part of this one's operations is launched."""
+    """Return the channel on which other ranks launch the matching operations: the same, or recv for send."""
     if channel.peer is None:
         return channel
     return channel._replace(kind="recv" if channel.kind == "send" else "send", peer=rank)
@@ -152,14 +154,16 @@ def _by_seq(progress: Progress) -> dict[int, tuple[int, str]]:
 def _differ(pair, seq: int, snapshots: Mapping[int, Snapshot]) -> Verdict:
     (low, channel, _), (high, _, _) = pair
     what = (
-        f"of {group_name(channel)}"
+        f"of {format_group(channel)}"
         if channel.peer is None
-        else f"between ranks {low} and {high} of {group_name(channel)}"
+        else f"between ranks {low} and {high} of {format_group(channel)}"
     )
     lines = [f"mismatch: operation #{seq} {what} is not the same on ranks {low} and {high}"]
     for rank, _, text in pair:
         snapshot = snapshots[rank]
-        where = f", waiting at {place(snapshot.where)}" if snapshot.state == "waiting" else f" ({snapshot.state})"
+        where = (
+            f", waiting at {short_location(snapshot.where)}" if snapshot.state == "waiting" else f" ({snapshot.state})"
+        )
         lines.append(f"  rank {rank}: {text}{where}")
     lines.append(
         "every rank of a group must launch the same operations, of the same shape and dtype, in the same order"
@@ -174,13 +178,13 @@ def _deadlock(hopeless: Mapping[int, list[int]], snapshots: Mapping[int, Snapsho
     involved = sorted({*stuck, *(m for ranks in hopeless.values() for m in ranks)})
     verb = "waits for something" if len(stuck) == 1 else "wait for something"
     lines = [f"deadlock: {format_ranks(stuck)} {verb} that can never happen"]
-    lines += describe({rank: snapshots[rank] for rank in involved})
+    lines += describe_ranks({rank: snapshots[rank] for rank in involved})
     lines += _reason(hopeless, snapshots)
     return Verdict("deadlock", stuck, "\n".join(lines))
 
 
 def _reason(hopeless: Mapping[int, list[int]], snapshots: Mapping[int, Snapshot]) -> list[str]:
-    """One sentence: a rank that ended without its part, or who waits for whom in a circle."""
+    """Explain the deadlock: a rank ended without launching its part, or ranks wait for each other in a cycle."""
     for rank, ranks in hopeless.items():
         ended = [m for m in ranks if snapshots[m].state in ENDED]
         if ended:
@@ -198,7 +202,7 @@ def _reason(hopeless: Mapping[int, list[int]], snapshots: Mapping[int, Snapshot]
 
 
 def _part(rank: int, snapshot: Snapshot) -> str:
-    """What the other rank would have to launch, in words."""
+    """Name the operation that the other rank would have to launch."""
     channel = snapshot.channel
     if channel.peer is None:
         return f"{snapshot.operation.split(' ')[0]} #{snapshot.seq} of '{channel.use}'"

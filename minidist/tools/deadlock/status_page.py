@@ -1,7 +1,7 @@
-"""The board: what one rank is doing, written where another process can read it.
+"""The status page: rank status in memory that another process can read.
 
-A rank writes before it launches an operation, before it waits for one and after it waited. The page has a fixed layout
-(little-endian), so whoever shares the memory reads it without stopping the writer, even when the rank hangs inside C++.
+A rank writes before it launches an operation, before it waits for one and after the wait. The page has a fixed layout
+(little-endian), so a process that shares the memory reads it without stopping the rank, even one that hangs inside C++.
 
     0    version, odd while the rank is writing              u64
     8    state, channel waited on, number of channels, seq   u8 pad u16 u16 pad u64
@@ -38,7 +38,7 @@ _NO_CHANNEL = 0xFFFF
 
 
 class Progress(NamedTuple):
-    """How far a rank is on a channel: operations launched, and of the last few (chained crc, text), oldest first."""
+    """Progress of a rank on a channel: operations launched, and (chained crc, text) of the last few, oldest first."""
 
     launched: int
     recent: tuple[tuple[int, str], ...]
@@ -46,7 +46,7 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One reading of a board. Equal snapshots mean that nothing happened between them, since `version` counts writes.
+    """One reading of a status page. Equal snapshots mean that nothing happened in between: `version` counts writes.
 
     state: one of STATES, or "died" where a reader knows it. seq, operation, where, channel: the latest wait.
     """
@@ -62,18 +62,18 @@ class Snapshot:
     # Most readings are only compared with the one before: the channels are taken apart when somebody asks.
     @cached_property
     def progress(self) -> Mapping[Channel, Progress]:
-        """How far the rank is, by channel."""
+        """Progress of the rank by channel."""
         return dict(_read_entry(self._page, at) for at in range(_CHANNELS_AT, len(self._page), _ENTRY_BYTES))
 
     @cached_property
     def channel(self) -> Channel | None:
-        """What the latest wait was on; None before the first, or when the page had no room for the channel."""
+        """The channel of the latest wait; None before the first, or if the page had no room for the channel."""
         channels = list(self.progress)
         return channels[self._entry] if self.operation and self._entry < len(channels) else None
 
 
 class StatusPage(RankStatus):
-    """The page of one rank; this process is its only writer.
+    """Implements `RankStatus` on one page of memory; this process is its only writer.
 
     buffer: PAGE_BYTES of zeroed writable memory, shared with a reader; private memory when None.
     """
@@ -115,15 +115,15 @@ class StatusPage(RankStatus):
         self._end()
 
     def resume(self) -> None:
-        """Record that the wait is over."""
+        """Record that the wait has ended."""
         self._set_state("running")
 
     def finish(self, state: str) -> None:
-        """Record that this rank launches nothing any more: "returned" or "failed"."""
+        """Record that this rank has ended: "returned" or "failed"."""
         self._set_state(state)
 
     def clear(self) -> None:
-        """Forget all channels and the latest wait: new groups begin to count at 1."""
+        """Remove all channels and the latest wait: operations of new groups are numbered from 1."""
         self._begin()
         end = _CHANNELS_AT + self._listed * _ENTRY_BYTES
         self._page[_HEADER_AT:end] = bytes(end - _HEADER_AT)
@@ -132,16 +132,16 @@ class StatusPage(RankStatus):
         self._channels.clear()
 
     def snapshot(self) -> Snapshot:
-        """What a reader sees now."""
+        """Return what a reader sees now."""
         return StatusPage.read(self._page)
 
     def image(self) -> bytes:
-        """The written part of the page, which `read` understands as well."""
+        """Return the written part of the page; `read` accepts it as well."""
         return bytes(self._page[: _CHANNELS_AT + self._listed * _ENTRY_BYTES])
 
     @staticmethod
     def read(buffer) -> Snapshot | None:
-        """The state of the board in `buffer`; None when its rank was writing just then (read again)."""
+        """Return the status in `buffer`, None if its rank was writing at that moment (read again)."""
         page = memoryview(buffer)
         (before,) = _VERSION.unpack_from(page)
         state, entry, listed, seq, operation, where = _HEADER.unpack_from(page, _HEADER_AT)
@@ -168,7 +168,7 @@ class StatusPage(RankStatus):
         self._end()
 
     def _add(self, channel: Channel) -> list[int]:
-        """Give the channel an entry. One that does not fit has none: its sequence counts, readers do not judge it."""
+        """Give the channel an entry. Without room for one its operations are numbered, but readers do not see them."""
         name = _name(channel).encode()
         entry = self._listed
         if entry < _MAX_CHANNELS and len(name) <= _NAME_BYTES:

@@ -1,4 +1,4 @@
-"""The judge for ranks that no parent watches."""
+"""Deadlock detection for ranks that no parent process watches."""
 
 import os
 import struct
@@ -7,22 +7,22 @@ import threading
 import time
 from collections.abc import Callable
 
-from minidist.tools.deadlock.detector import ENDED, Joining, Verdict, judge
+from minidist.tools.deadlock.detector import ENDED, Confirmation, Verdict, detect_deadlock
 from minidist.tools.deadlock.status_page import Snapshot, StatusPage
-from minidist.tools.deadlock.status_report import describe
+from minidist.tools.deadlock.status_report import describe_ranks
 
 _PERIOD_S = 0.1
 _QUIET_S = 0.5
 
 
 class Watchdog:
-    """The judge for ranks without a watching parent (torchrun): a thread that exchanges boards through a store.
+    """A thread that exchanges the status of ranks through a store, for ranks without a watching parent (torchrun).
 
-    Only a rank that stands still for more than half a second talks: it posts its board with a counter a few times a
-    second and reads the others'. A board counts when its counter moved between two readings and it did not: its rank
-    stood still from before the first reading until after it. The lowest waiting rank speaks.
+    Only a rank that has waited for more than half a second takes part: it posts its status with a counter a few times
+    a second and reads those of the others. A status counts as unchanged if between two readings its counter has
+    advanced and its content has not. The lowest waiting rank reports.
 
-    store: a connection of its own, since a blocking call on a shared one would stop the ranks too.
+    store: a connection of its own, because a blocking call on a shared one would block the rank as well.
     timeout_s: end the process as well after that long in one wait. end: what to do with the report; by default print it
     and end the process with exit code 1.
     """
@@ -31,27 +31,27 @@ class Watchdog:
         self,
         rank: int,
         size: int,
-        board: StatusPage,
+        status: StatusPage,
         store,
         *,
         timeout_s: float = 1800.0,
         end: Callable[[str], None] | None = None,
     ):
-        self._rank, self._board, self._store, self._timeout_s = rank, board, store, timeout_s
-        self._keys = [f"board/{r}" for r in range(size)]
+        self._rank, self._status, self._store, self._timeout_s = rank, status, store, timeout_s
+        self._keys = [f"status/{r}" for r in range(size)]
         self._end = end or _end_process
         self._beat = 0
         self._seen: dict[int, tuple[int, Snapshot]] = {}
-        self._joining = Joining()
+        self._confirmation = Confirmation()
         self._stop = threading.Event()
         self._post()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """This rank has ended, as its board says: tell the others, and wait until they have ended too.
+        """Post the final status of this rank, and wait until all other ranks have ended too.
 
-        Were its connections closed now, a rank that still waits for it would see a network error, not the reason.
+        If its connections closed now, a rank that still waits for it would see a network error and not the reason.
         """
         self.stop()
         self._post()
@@ -61,20 +61,22 @@ class Watchdog:
             time.sleep(_PERIOD_S)
 
     def stop(self) -> None:
-        """Judge no more."""
+        """End the thread."""
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
         since, since_s = None, 0.0
         while not self._stop.wait(_PERIOD_S):
-            snapshot, now_s = self._board.snapshot(), time.monotonic()
+            snapshot, now_s = self._status.snapshot(), time.monotonic()
             if snapshot is None or snapshot.state != "waiting" or snapshot.version != since:
                 since, since_s = snapshot and snapshot.version, now_s
                 continue
             report = None
             if now_s - since_s > self._timeout_s:
-                report = "\n".join([f"after {self._timeout_s:g} s in one wait", *describe({self._rank: snapshot})])
+                report = "\n".join(
+                    [f"after {self._timeout_s:g} s in one wait", *describe_ranks({self._rank: snapshot})]
+                )
             elif now_s - since_s > _QUIET_S:
                 try:
                     self._post()
@@ -87,7 +89,7 @@ class Watchdog:
 
     def _post(self) -> None:
         self._beat += 1
-        self._store.set(self._keys[self._rank], struct.pack("<Q", self._beat) + self._board.image())
+        self._store.set(self._keys[self._rank], struct.pack("<Q", self._beat) + self._status.image())
 
     def _read(self) -> Verdict | None:
         if not self._store.check(self._keys):  # a rank has not come this far
@@ -104,8 +106,8 @@ class Watchdog:
             if snapshot.state in ENDED or (rank in before and before[rank][1] == snapshot and before[rank][0] < beat)
         }
         waiting = [rank for rank, snapshot in stand.items() if snapshot.state == "waiting"]
-        verdict = judge(stand) if waiting and min(waiting) == self._rank else None
-        return self._joining.told(verdict, stand, range(len(self._keys)), time.monotonic())
+        verdict = detect_deadlock(stand) if waiting and min(waiting) == self._rank else None
+        return self._confirmation.confirm(verdict, stand, range(len(self._keys)), time.monotonic())
 
 
 def _end_process(report: str) -> None:

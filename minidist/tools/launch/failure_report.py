@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from minidist.errors import RunError, UserError, format_ranks
-from minidist.tools.deadlock.detector import mismatched
+from minidist.tools.deadlock.detector import find_mismatch
 from minidist.tools.deadlock.status_page import Snapshot
-from minidist.tools.deadlock.status_report import describe
+from minidist.tools.deadlock.status_report import describe_ranks
 from minidist.tools.launch.failure import RankError, RankFailure
 from minidist.tools.launch.remote_rank import RemoteRank
 
@@ -22,9 +22,9 @@ def death_report(ranks: Sequence[RemoteRank], snapshots: Sequence[Snapshot | Non
     errors = {n: rank.error for n, rank in enumerate(ranks) if rank.error}
     own = {n: error for n, error in errors.items() if not error.from_network}
     lines += _merged_errors(own)
-    # A backend may abort on mismatched sizes: the launched operations then explain more than the signal.
+    # A backend may abort on find_mismatch sizes: the launched operations then explain more than the signal.
     seen = {n: replace(s, state="died" if n in dead else s.state) for n, s in enumerate(snapshots) if s is not None}
-    if verdict := mismatched(seen):
+    if verdict := find_mismatch(seen):
         return _failure(verdict.kind, verdict.ranks, [str(verdict), *lines], own)
     others = {n: _before_error(snapshots[n]) for n in range(len(ranks)) if n not in dead and n not in own}
     return _failure("died", dead, [*lines, *_standing(others)], own)
@@ -40,7 +40,7 @@ def error_report(ranks: Sequence[RemoteRank], snapshots: Sequence[Snapshot | Non
         if first.kind == RunError.__name__ and len(errors) == len(ranks):
             return RunError(first.message)
     # A backend may refuse a mismatch before deadlock detection sees it: the status also has the groups and lines.
-    verdict = mismatched({n: s for n, s in enumerate(snapshots) if s is not None})
+    verdict = find_mismatch({n: s for n, s in enumerate(snapshots) if s is not None})
     if verdict and all(error.from_network for error in errors.values()):
         return _failure(verdict.kind, verdict.ranks, [str(verdict)], errors)
     others = {n: snapshots[n] for n in range(len(ranks)) if n not in errors}
@@ -50,7 +50,7 @@ def error_report(ranks: Sequence[RemoteRank], snapshots: Sequence[Snapshot | Non
 def deadline_report(deadline_s: float, snapshots: Sequence[Snapshot | None], stacks: Mapping[int, str]) -> RankFailure:
     """Report a missed deadline: the status and the Python stack of each rank."""
     lines = [f"the ranks were not done after {deadline_s:g} s"]
-    lines += describe(dict(enumerate(snapshots)))
+    lines += describe_ranks(dict(enumerate(snapshots)))
     short = {n: "\n".join(stack.splitlines()[:_MAX_FRAMES]) for n, stack in stacks.items()}
     for stack, same in _merge(short).items():
         lines += [f"{format_ranks(same)}, innermost call first:", *stack.splitlines()] if stack else []
@@ -80,7 +80,7 @@ def _merged_errors(errors: Mapping[int, RankError]) -> list[str]:
 
 
 def _standing(others: Mapping[int, Snapshot | None]) -> list[str]:
-    return ["meanwhile", *describe(others)] if others else []
+    return ["meanwhile", *describe_ranks(others)] if others else []
 
 
 def _before_error(snapshot: Snapshot | None) -> Snapshot | None:

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minidist.tools.deadlock.detector import Observer
+from minidist.tools.deadlock.detector import DeadlockDetector
 from minidist.tools.deadlock.status_page import PAGE_BYTES, Snapshot, StatusPage
 from minidist.tools.launch.failure import RankFailure
 from minidist.tools.launch.failure_report import deadline_report, death_report, error_report
@@ -41,7 +41,7 @@ class Job:
     def __init__(self, server: "RankServer", number: int, size: int, bootstrap: dict, capture: bool, deadline_s):
         self.size, self._server, self._number, self._deadline_s = size, server, number, deadline_s
         self._start_s = time.monotonic()
-        self._observer = Observer()
+        self._detector = DeadlockDetector()
         self._failure: Exception | None = None
         self._first_s: dict[str, float] = {}  # when a rank was first seen to have died, or raised
         self._released_s: float | None = None
@@ -83,7 +83,7 @@ class Job:
         """Process events for at most `timeout_s`; return whether the job has ended (then `wait` does not block)."""
         if not self.done:
             judging = self._released_s is None
-            self._pump(min(timeout_s, self._observer.due_in_s(time.monotonic()) if judging else timeout_s))
+            self._pump(min(timeout_s, self._detector.seconds_until_due(time.monotonic()) if judging else timeout_s))
         if not self.done:
             self._decide(time.monotonic())
         return self.done
@@ -175,8 +175,8 @@ class Job:
     def _decide(self, now_s: float) -> None:
         if self._released_s is not None:
             return self._wind_up(now_s)
-        due = self._observer.due_in_s(now_s) == 0.0
-        verdict = self._observer.see(dict(enumerate(self.status_snapshots())), now_s) if due else None
+        due = self._detector.seconds_until_due(now_s) == 0.0
+        verdict = self._detector.update(dict(enumerate(self.status_snapshots())), now_s) if due else None
         settled = all(rank.state != "running" or rank.has_ended for rank in self._ranks)
         if any(rank.died for rank in self._ranks):
             left = all(rank.state == "exit" for rank in self._ranks if rank.died)
@@ -238,7 +238,7 @@ class Job:
 def create_shared_memory(n_bytes: int) -> int:
     """Return the descriptor of an anonymous file of `n_bytes` zeroed bytes, freed when the last process closes it."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("minidist-boards")
+        fd = os.memfd_create("minidist-status")
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())

@@ -81,6 +81,6 @@ class LiveJob(Job):
             for asked, answer in rank.answers:
                 if asked == self._asked:
                     self.answers[number] = answer
-        if self._observer.due_in_s(now_s) == 0.0:
-            verdict = self._observer.see(dict(enumerate(self.status_snapshots())), now_s)
+        if self._detector.seconds_until_due(now_s) == 0.0:
+            verdict = self._detector.update(dict(enumerate(self.status_snapshots())), now_s)
             self.verdict = self.verdict or verdict

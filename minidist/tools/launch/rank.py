@@ -87,33 +87,33 @@ def _run(job: dict, status_fd: int, listen_fd: int, control: socket.socket) -> t
     from minidist.tools.deadlock.status_page import PAGE_BYTES, StatusPage
 
     page = mmap.mmap(status_fd, PAGE_BYTES * job["size"])
-    board = StatusPage(memoryview(page)[PAGE_BYTES * job["rank"] : PAGE_BYTES * (job["rank"] + 1)])
+    status = StatusPage(memoryview(page)[PAGE_BYTES * job["rank"] : PAGE_BYTES * (job["rank"] + 1)])
     try:
-        world = _join(job, board, listen_fd)
+        world = _join(job, status, listen_fd)
         function = resolve_function(job["function"])
         args, kwargs = pickle.loads(job["arguments"])
-        board.resume()
+        status.resume()
         if job["live"]:
             from minidist.tools.launch.live_rank import LiveRank
 
             args = (LiveRank(world, control), *args)
         value = function(world, *args, **kwargs)
-        board.finish("returned")
+        status.finish("returned")
         return "value", _pickled(value, job["function"].qualname)
     except SystemExit as end:
         if end.code in (None, 0):
-            board.finish("returned")
+            status.finish("returned")
             return "value", pickle.dumps(None)
-        board.finish("failed")
+        status.finish("failed")
         if not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
         return "exit", end.code if isinstance(end.code, int) else 1
     except BaseException as error:
-        board.finish("failed")
+        status.finish("failed")
         return "error", _rank_error(error)
 
 
-def _join(job: dict, board, listen_fd: int):
+def _join(job: dict, status, listen_fd: int):
     import torch
 
     from minidist.comm.world import World
@@ -128,7 +128,7 @@ def _join(job: dict, board, listen_fd: int):
     if backend is not None:
         prefer_loopback()
         init_group(backend, store, rank, size, device, job["timeout_s"])
-    return World(rank, size, rank, size, device, backend, board, store=store)
+    return World(rank, size, rank, size, device, backend, status, store=store)
 
 
 def _store(job: dict, listen_fd: int):

@@ -141,7 +141,7 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
         prefer_loopback()
     init_group(talks, _store(rank, size, address, port, timeout_s), rank, size, chosen, timeout_s)
     own = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # boards of an earlier attempt must not be judged
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # not the status of an earlier attempt
     watchdog = Watchdog(rank, size, world.status, dist.PrefixStore(f"minidist/{attempt}", own), timeout_s=timeout_s)
     world.status.resume()
     try:

@@ -1,7 +1,7 @@
-"""Waits that the board does not show, because they are inside torch: the end of DDP's backward, `new_group`.
+"""Waits that rank status does not show, because they are inside torch: the end of DDP's backward, `new_group`.
 
 A rank whose threads all sleep, and whose innermost Python frame is torch's own, waits for another process. When every
-rank that has not reached the end of the cell does, or waits at the board, nobody is left who could end these waits.
+rank that has not reached the end of the cell does, or waits as its rank status shows, no rank can end these waits.
 A rank that computes has a thread that runs, or would if it were its turn; one that sleeps by itself, reads or waits for
 a process of its own has another frame innermost.
 """

@@ -27,7 +27,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class Cell(NamedTuple):
-    """A cell's text. name: what tracebacks and the board call it."""
+    """A cell's text. name: what tracebacks and rank status call it."""
 
     name: str
     source: str
@@ -114,8 +114,8 @@ class Resident:
     def guarded(self, method, *arguments) -> Answer:
         """Call a method; what it raises becomes an answer. Only within it does an interrupt stop anything."""
         del self._live_rank.meter.records[:-_MAX_KEPT]
-        board, first = self._world.status, len(self._live_rank.meter.records)
-        board.resume()
+        status, first = self._world.status, len(self._live_rank.meter.records)
+        status.resume()
         signal.signal(signal.SIGINT, self._interrupt)  # for every cell: the one before may have put another there
         try:
             try:
@@ -129,7 +129,7 @@ class Resident:
             answer = Answer("stopped")
         except BaseException as error:
             answer = Answer("error", fault=self._told(_fault(error)))
-        board.finish("returned" if answer.kind == "done" else "failed")
+        status.finish("returned" if answer.kind == "done" else "failed")
         records = tuple(self._live_rank.meter.records[first:][-_MAX_RECORDS:])
         return answer._replace(records=records, grouped=torch.distributed.is_initialized())
 

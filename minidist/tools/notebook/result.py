@@ -97,7 +97,7 @@ def fault_messages(faults: Mapping[int, Fault]) -> list[str]:
 
 
 def in_the_cell(text: str) -> str:
-    """A report of the board in the words of a notebook: cells end, they do not return."""
+    """A status report in the words of a notebook: cells end, they do not return."""
     text = re.sub(r"\bcell (\S+):(\d+)", r"line \2 of cell \1", text)
     text = text.replace(" returned without", " reached the end of the cell without")
     text = text.replace("(returned)", "(reached the end of the cell)")

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 
 from minidist.errors import format_ranks
-from minidist.tools.deadlock.detector import mismatched
+from minidist.tools.deadlock.detector import find_mismatch
 from minidist.tools.deadlock.status_page import Progress, Snapshot
-from minidist.tools.deadlock.status_report import stands
+from minidist.tools.deadlock.status_report import describe_rank
 from minidist.tools.launch.live_job import LiveJob
 from minidist.tools.notebook.blocked import Still
 from minidist.tools.notebook.result import in_the_cell, lines_of_cell, so_far
@@ -62,7 +62,7 @@ class Watch:
                 head = f"the cell was not done after {self._timeout_s:g} s; the ranks stand here:"
                 return "deadline", "\n".join([head, *self._places()])
         # gloo lets one rank sum what another takes the largest of, and tells nobody.
-        if verdict := mismatched(job.last_snapshots()):
+        if verdict := find_mismatch(job.last_snapshots()):
             return verdict.kind, in_the_cell(str(verdict))
         return "done", ""
 
@@ -97,28 +97,28 @@ class Watch:
         return lines_of_cell(self._job.dump_stacks(), ranks)
 
     def _places(self) -> list[str]:
-        """Where every rank stands: the wait that its board shows, or the line that its stack shows."""
+        """Where every rank stands: the wait that its status shows, or the line that its stack shows."""
         standing = self._job.last_snapshots()
         waiting = {n: s for n, s in standing.items() if s.state == "waiting"}
-        told = [f"  {format_ranks([n])}: {in_the_cell(stands(s))}" for n, s in sorted(waiting.items())]
+        told = [f"  {format_ranks([n])}: {in_the_cell(describe_rank(s))}" for n, s in sorted(waiting.items())]
         ended = sorted(self._job.answers)
         running = [n for n in self._pending() if n not in waiting]
         told += self._lines(running) if running else []
         return told + ([f"  {format_ranks(ended)}: reached the end of the cell"] if ended else [])
 
 
-def unmatched(boards: dict[int, Snapshot]) -> list[str]:
+def unmatched(statuses: dict[int, Snapshot]) -> list[str]:
     """The operations that some ranks have begun and others they need have not, in words.
 
-    Of waits in C++ (the end of DDP's backward) the board shows nothing but this.
+    Of waits in C++ (the end of DDP's backward) rank status shows nothing but this.
     """
     told = []
-    for channel in dict.fromkeys(channel for board in boards.values() for channel in board.progress):
+    for channel in dict.fromkeys(channel for status in statuses.values() for channel in status.progress):
         if channel.peer is None:
-            counts = {n: boards[n].progress.get(channel, _NOTHING).launched for n in channel.ranks if n in boards}
+            counts = {n: statuses[n].progress.get(channel, _NOTHING).launched for n in channel.ranks if n in statuses}
             begun = [n for n, count in counts.items() if count > min(counts.values())]
             if begun:
-                seq, progress = min(counts.values()) + 1, boards[begun[0]].progress[channel]
+                seq, progress = min(counts.values()) + 1, statuses[begun[0]].progress[channel]
                 at = seq - progress.launched - 1  # from the end
                 name = progress.recent[at][1] if -at <= len(progress.recent) else "an operation"
                 late = [n for n in counts if n not in begun]
@@ -128,9 +128,9 @@ def unmatched(boards: dict[int, Snapshot]) -> list[str]:
     return ["operations that wait for others:", *told[:_MAX_UNMATCHED]] if told else []
 
 
-def balanced(boards: dict[int, Snapshot]) -> bool:
+def balanced(statuses: dict[int, Snapshot]) -> bool:
     """Whether every operation that a rank launched was launched by its partners too: then the groups are usable."""
-    counts = {n: {channel: p.launched for channel, p in board.progress.items()} for n, board in boards.items()}
+    counts = {n: {channel: p.launched for channel, p in status.progress.items()} for n, status in statuses.items()}
     for n, channels in counts.items():
         for channel, launched in channels.items():
             other = channel

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from minidist.zero.grouping import ROOT
+from minidist.zero.plan import ROOT
 
 LAYERS = 3
 

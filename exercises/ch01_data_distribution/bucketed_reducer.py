@@ -4,7 +4,7 @@ Write the missing lines of Bucket and BucketedReducer; the docstring says what i
 You may call: all_reduce, Tensor.zero_, Bucket.launch, Handle.wait, set.isdisjoint.
 Check it with: python -m exercises check bucketed_reducer
 
-Stub 5346c5d8.
+Stub 18a0eabb.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_reduce
-from minidist.parallel.data.buckets import FIRST_BYTES, MIB, _Unlaunched, assign
+from minidist.parallel.data.assignment import FIRST_BYTES, MIB, assign
+from minidist.parallel.data.buckets import _Unlaunched
 from minidist.parallel.data.reducer import GradientReducer, group_of
 from minidist.parameters import Specs
 

@@ -4,19 +4,19 @@ Write the missing lines of Layout and lay_out_flat; the docstring says what is a
 You may call: Slot, Layout, Layout.bounds, max, min, sum, dict.items, dict.values.
 Check it with: python -m exercises check flat_partition
 
-Stub e992b20a.
+Stub 623435dd.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from minidist.zero.layout import Slot
+from minidist.zero.plan import Slot
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A row of `parts` shards of `shard` elements each. slots: where each parameter lies, by name."""
+    """A flat buffer of `parts` shards of `shard` elements each. slots: where each parameter lies, by name."""
 
     slots: Mapping[str, Slot]
     parts: int

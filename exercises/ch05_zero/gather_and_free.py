@@ -5,7 +5,7 @@ You may call: Block.launch, Block.need, Block.release, FlatParam.launch_gather, 
 UntypedStorage.resize_, Tensor.clone, Tensor.register_hook, torch.is_grad_enabled.
 Check it with: python -m exercises check gather_and_free
 
-Stub 927e087a.
+Stub 7ca16474.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from minidist.zero.blocks import Block
 from minidist.zero.flat_param import FlatParam
+from minidist.zero.gather import Block
 
 
 class BlockGatherer:

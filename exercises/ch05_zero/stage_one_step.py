@@ -5,7 +5,7 @@ You may call: reduce_scatter, all_gather, Layout.bounds, Layout.held, Handle.wai
 Tensor.zero_, Tensor.view, torch.empty_like.
 Check it with: python -m exercises check stage_one_step
 
-Stub a3eefbc6.
+Stub 143cc5d9.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from minidist.comm import Group, Handle, all_gather, all_reduce, reduce_scatter
 from minidist.precision.dtypes import Formats
 from minidist.precision.masters import Masters, Rounding
-from minidist.zero.layout import Layout
+from minidist.zero.plan import Layout
 
 
 class FullGradients:

@@ -10,9 +10,8 @@ from exercises.rows import cut
 from exercises.testing import Wrong, expect, test
 from exercises.watched import LAYERS, Net
 from minidist.precision.dtypes import Formats
-from minidist.zero.blocks import Block
-from minidist.zero.grouping import ROOT
-from minidist.zero.layout import lay_out_flat
+from minidist.zero.gather import Block
+from minidist.zero.plan import ROOT, lay_out_flat
 
 # Rows by block. They differ in length also when padded for 2 or 3 ranks, so that a message tells whose it is.
 ROWS = {

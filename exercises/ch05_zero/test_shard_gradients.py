@@ -10,7 +10,7 @@ from exercises.testing import Wrong, expect, test
 from minidist.comm import GroupSpec, bind
 from minidist.mesh import Mesh
 from minidist.precision.dtypes import Formats
-from minidist.zero.layout import lay_out_flat
+from minidist.zero.plan import lay_out_flat
 
 # Together 23 elements: rows of 2, 3 and 4 ranks end in padding. In the order in which backward finishes them.
 SHAPES = {"head": (3, 2), "norm": (3,), "up": (2, 5), "bias": (4,)}

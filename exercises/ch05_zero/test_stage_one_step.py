@@ -7,7 +7,7 @@ from exercises.observed import Held, timeline
 from exercises.rows import cut, laid_out
 from exercises.testing import expect, test
 from minidist.precision.dtypes import Formats
-from minidist.zero.layout import lay_out_flat
+from minidist.zero.plan import lay_out_flat
 from minidist.zero.reducer import ReducedFlatParam, ZeroReducer
 
 # Two rows, in the order in which backward finishes them. No length divides by 2 or 4; the second one's does by 3.

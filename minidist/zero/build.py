@@ -1,23 +1,21 @@
 """A model's parameters laid into rows, and the reducer that works on them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from minidist.comm import Group, Groups
 from minidist.config import Config
-from minidist.parallel.data.buckets import MIB, assign
+from minidist.parallel.data.assignment import MIB
 from minidist.parallel.data.reducer import trainable
 from minidist.parameters import Box, ParamSpec, Specs, flat_boxes, named_parameters
 from minidist.precision.dtypes import Formats
 from minidist.precision.masters import Rounding
 from minidist.precision.rounding import flat_index, round_stochastically
-from minidist.zero.blocks import Block, BlockGatherer
-from minidist.zero.flat_param import FlatParam, ShardedFlatParam
-from minidist.zero.gradients import FullGradients, ShardedGradients
-from minidist.zero.grouping import ROOT, block_of, transient_buffer_limit
-from minidist.zero.layout import Layout, lay_out_flat
+from minidist.zero.flat_param import FlatParam, FullGradients, ShardedFlatParam, ShardedGradients
+from minidist.zero.gather import Block, BlockGatherer
+from minidist.zero.plan import ROOT, Layout, PlannedFlatParam, block_of, lay_out_flat, plan_flat_params
 from minidist.zero.reducer import ReducedFlatParam, ZeroReducer
 
 
@@ -66,7 +64,7 @@ class _Builder:
         trained = trainable(self.parameters)
         gatherer, frozen = None, []
         if self.zero.stage < 3:
-            members = self._buckets(trained)
+            members = [self._member(FlatParam, planned.layout) for planned in self._plan(trained)]
         else:
             members, frozen, gatherer = self._blocks(trained)
         held = {
@@ -86,49 +84,38 @@ class _Builder:
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def _buckets(self, trained: Mapping[str, Tensor]) -> list[ReducedFlatParam]:
-        """Rows of at most the size of a bucket, in the order of backward."""
-        sizes = {name: self.parameters[name].numel() * self.formats.reduce.itemsize for name in reversed(trained)}
-        limit = int(self.config.comm.bucket_mib * MIB)
-        if self.zero.shares_gradients:
-            limit = transient_buffer_limit(sizes, limit)
-        members = []
-        for names in self._kinds(sizes):
-            # No small first bucket, as in plain data parallelism: it would be on its way while activations are most.
-            members += [self._member(FlatParam, row) for row in assign({name: sizes[name] for name in names}, limit)]
-        return members
+    def _plan(self, trained: Mapping[str, Tensor]) -> list[PlannedFlatParam]:
+        return plan_flat_params(
+            {name: parameter.numel() for name, parameter in trained.items()},
+            lambda name: (self._copies(name), self.given.chunk_of.get(name, 0)),
+            self.zero,
+            self.group.size,
+            int(self.config.comm.bucket_mib * MIB),
+            self.formats.reduce.itemsize,
+        )
 
-    def _blocks(self, trained: Collection[str]) -> tuple[list[ReducedFlatParam], list[FlatParam], BlockGatherer]:
-        """A row for each block of the model and one for the rest; more where parameters are of several kinds."""
-        of: dict[int, list[str]] = {}
-        for name in self.parameters:
-            of.setdefault(block_of(name), []).append(name)
+    def _blocks(self, trained: Mapping[str, Tensor]) -> tuple[list[ReducedFlatParam], list[FlatParam], BlockGatherer]:
+        """The flat parameters of each block of the model and of the rest, those of frozen parameters apart."""
         members, frozen, flat_params = [], [], {}
-        for index in sorted(of, reverse=True):  # the order of backward: the rest, which has the embedding, comes last
-            kinds = self._kinds(name for name in of[index] if name in trained)
-            mine = [self._member(ShardedFlatParam, names) for names in kinds]
-            rest = [name for name in of[index] if name not in trained]
-            still = [self._unit(ShardedFlatParam, rest, frozen=True)] if rest else []
-            members, frozen, flat_params[index] = (
-                members + mine,
-                frozen + still,
-                [*(m.flat_param for m in mine), *still],
-            )
+        for planned in self._plan(trained):
+            members.append(self._member(ShardedFlatParam, planned.layout))
+            flat_params.setdefault(planned.block, []).append(members[-1].flat_param)
+        still: dict[int, list[str]] = {}
+        for name in self.parameters.keys() - trained.keys():
+            still.setdefault(block_of(name), []).append(name)
+        for block in sorted(still, reverse=True):
+            names = [name for name in self.parameters if name in still[block]]
+            layout = lay_out_flat({name: self.parameters[name].numel() for name in names}, self.group.size)
+            frozen.append(self._unit(ShardedFlatParam, layout, frozen=True))
+            flat_params.setdefault(block, []).append(frozen[-1])
         layers = self.model.model.layers
         blocks = [Block(layers[i], flat_params[i], i) for i in flat_params if i != ROOT]
         root, keep = Block(self.model, flat_params.get(ROOT, []), ROOT), self.zero.keep_last_block
         return members, frozen, BlockGatherer(self.model, root, blocks, len(layers), keep, self.zero.prefetch)
 
-    def _kinds(self, names: Iterable[str]) -> list[list[str]]:
-        """The names apart by what cannot share a flat parameter: the replicas of the shard, and the chunk."""
-        kinds: dict[tuple, list[str]] = {}
-        for name in names:
-            key = self._copies(name), self.given.chunk_of.get(name, 0)
-            kinds.setdefault(key, []).append(name)
-        return list(kinds.values())
-
-    def _member(self, kind: type[FlatParam], names: Sequence[str]) -> ReducedFlatParam:
-        flat_param, copies = self._unit(kind, names), self._copies(names[0])
+    def _member(self, kind: type[FlatParam], layout: Layout) -> ReducedFlatParam:
+        names = list(layout.slots)
+        flat_param, copies = self._unit(kind, layout), self._copies(names[0])
         outer = None if len(copies) == 1 else next((g for g in self.reducing if g.ranks == copies), None)
         if outer is None and len(copies) > 1:
             raise KeyError(f"no group was bound over ranks {copies}, which hold the same shard of {names[0]}")
@@ -136,13 +123,11 @@ class _Builder:
         gradients = make(flat_param.layout, self.group, outer, self.formats, flat_param.row.device)
         return ReducedFlatParam(flat_param, gradients, self.given.chunk_of.get(names[0], 0))
 
-    def _unit(self, kind: type[FlatParam], names: Sequence[str], frozen: bool = False) -> FlatParam:
+    def _unit(self, kind: type[FlatParam], layout: Layout, frozen: bool = False) -> FlatParam:
         formats = self.formats
         if frozen:
             formats = Formats(*[formats.parameter] * 5)
-        parameters = {name: self.parameters[name] for name in names}
-        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-        layout = lay_out_flat(sizes, self.group.size)
+        parameters = {name: self.parameters[name] for name in layout.slots}
         host, rounding = self.host and not frozen, None if formats.master else self._rounding(layout)
         return kind(parameters, self.given.values, layout, self.group, formats, host, rounding)
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from minidist.parallel.data.reducer import GradientReducer
 from minidist.parameters import ParamSpec
-from minidist.zero.blocks import BlockGatherer
-from minidist.zero.flat_param import FlatParam, ShardedFlatParam
-from minidist.zero.gradients import FullGradients
+from minidist.zero.flat_param import FlatParam, FullGradients, ShardedFlatParam
+from minidist.zero.gather import BlockGatherer
 
 
 @dataclass

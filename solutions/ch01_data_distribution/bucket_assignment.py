@@ -1,4 +1,4 @@
-"""Assign parameters to buckets: the solution, as it stands in minidist.parallel.data.buckets.
+"""Assign parameters to buckets: the solution, as it stands in minidist.parallel.data.assignment.
 
 Every message has a fixed cost, about a millisecond on a slow network, so many small gradients should share one
 message. But a bucket can be launched only when its last gradient is ready: a single bucket for everything starts

@@ -40,7 +40,8 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_reduce
-from minidist.parallel.data.buckets import FIRST_BYTES, MIB, _Unlaunched, assign
+from minidist.parallel.data.assignment import FIRST_BYTES, MIB, assign
+from minidist.parallel.data.buckets import _Unlaunched
 from minidist.parallel.data.reducer import GradientReducer, group_of
 from minidist.parameters import Specs
 

@@ -1,4 +1,4 @@
-"""Parameters in one row, cut into equal shards: the solution, as it stands in minidist.zero.layout.
+"""Parameters in one row, cut into equal shards: the solution, as it stands in minidist.zero.plan.
 
 Sharing out whole parameters leaves ranks with unequal loads: an embedding is larger than the rest together. One row
 that is cut by length gives every rank the same number of elements, and one message for all of them. Where a shard
@@ -32,12 +32,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from minidist.zero.layout import Slot
+from minidist.zero.plan import Slot
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A row of `parts` shards of `shard` elements each. slots: where each parameter lies, by name."""
+    """A flat buffer of `parts` shards of `shard` elements each. slots: where each parameter lies, by name."""
 
     slots: Mapping[str, Slot]
     parts: int

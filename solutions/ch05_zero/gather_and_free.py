@@ -1,4 +1,4 @@
-"""A block is there while it computes: the solution, as it stands in minidist.zero.blocks and minidist.zero.flat_param.
+"""A block is there while it computes: the solution, as it stands in minidist.zero.gather and minidist.zero.flat_param.
 
 A rank keeps a shard of every block, and the whole of the one that computes and of the next, which is on its way. The
 memory of all others is given back: the storage is emptied, not the tensors, so the model and autograd's graph keep
@@ -48,8 +48,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from minidist.zero.blocks import Block
 from minidist.zero.flat_param import FlatParam
+from minidist.zero.gather import Block
 
 
 class BlockGatherer:

@@ -1,4 +1,4 @@
-"""A row of gradients only while it is sent: the solution, as it stands in minidist.zero.gradients.
+"""A row of gradients only while it is sent: the solution, as it stands in minidist.zero.flat_param.
 
 Stage 1 keeps gradients of full length. Stage 2 keeps a shard, from the first reduction to the end of the step: each
 micro-batch is reduced by itself, and what comes back is added to the shard. The price is a reduce-scatter for each
@@ -43,7 +43,7 @@ Usual wrong answers:
 import torch
 from torch import Tensor
 
-from minidist.zero.gradients import FullGradients
+from minidist.zero.flat_param import FullGradients
 
 
 class ShardedGradients(FullGradients):

@@ -1,4 +1,4 @@
-"""Reduce, update a shard, gather: the solution, as it stands in minidist.zero.gradients and minidist.zero.flat_param.
+"""Reduce, update a shard, gather: the solution, as it stands in minidist.zero.flat_param.
 
 An all-reduce is a reduce-scatter and an all-gather. Stage 1 puts the update between the two: reduce-scatter the
 gradients, update one shard, all-gather the parameters. As many bytes go over the network as before, and each rank
@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from minidist.comm import Group, Handle, all_gather, all_reduce, reduce_scatter
 from minidist.precision.dtypes import Formats
 from minidist.precision.masters import Masters, Rounding
-from minidist.zero.layout import Layout
+from minidist.zero.plan import Layout
 
 
 class FullGradients:

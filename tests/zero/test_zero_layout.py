@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist.zero.layout import lay_out_flat
+from minidist.zero.plan import lay_out_flat
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8).map(
     lambda sizes: {f"p{i}": n for i, n in enumerate(sizes)}

@@ -1,70 +1,57 @@
-"""What ZeRO, or masters of another format, make of a layout: rows of parameters, and how often they travel.
+"""The flat parameters of a layout, for ZeRO or for masters of another dtype, and the messages that carry them.
 
-The rows are those of `zero/build`, worked out from sizes and names alone.
+`zero.plan` lays them out, for the trainer and for the estimate.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from minidist.precision.policy import BYTES
 from minidist.process_groups import REDUCING, is_hidden_matrix
 from minidist.tools.estimate import states
-from minidist.tools.estimate.gradient_reduction import MIB, Groups, contributors, fill_buckets
+from minidist.tools.estimate.gradient_reduction import MIB, Groups, contributors
 from minidist.tools.estimate.layout import Layout
 from minidist.tools.estimate.states import Weight, weights
-from minidist.zero import layout as rows_of
-from minidist.zero.grouping import ROOT, block_of, gathers, transient_buffer_limit
+from minidist.zero.plan import ROOT, block_of, gathers, plan_flat_params
+from minidist.zero.plan import Layout as FlatLayout
 
 Operation = tuple[str, str, int, int]
 
 
 @dataclass(frozen=True)
 class Row:
-    """Parameters that lie in one row.
+    """One flat parameter.
 
-    outer: the use over which equal shards are summed, None where nobody has the same. block: of stage 3, ROOT for what
-    is in none. chunk: of the stage, whose backward completes the gradients.
+    outer: the group over which replicas of a shard are summed; None without replicas. chunk: of the pipeline stage, whose
+    backward completes the gradients. block: the layer it is gathered with in stage 3; ROOT for the rest.
     """
 
-    layout: rows_of.Layout
+    layout: FlatLayout
     outer: str | None
-    block: int
     chunk: int
+    block: int
 
 
 def apart(layout: Layout) -> bool:
-    """Whether parameters lie in such rows: not where everything has one format and nothing is shared out."""
+    """Whether parameters are flattened: not where all tensors have one dtype and nothing is sharded."""
     return layout.config.zero.stage > 0 or not layout.policy.uniform
 
 
 def rows(layout: Layout, groups: Groups, rank: int) -> list[Row]:
-    """The rows on a rank, in the order of backward."""
-    stage, zero = layout.mesh.coords(rank)["pp"], layout.config.zero
-    size, limit, found = layout.config.zero.shard_group_size(layout.mesh), _limit(layout, stage), []
-    for block, held in _by_block(layout, stage):
-        kinds: dict[tuple, list[Weight]] = {}
-        for weight in held:
-            key = _outer(layout, groups, rank, weight), _chunk(layout, stage, weight)
-            kinds.setdefault(key, []).append(weight)
-        for (outer, chunk), same in kinds.items():
-            parts = [same] if zero.stage == 3 else _buckets(layout, same, limit)
-            found += [
-                Row(rows_of.lay_out_flat({w.name: w.numel for w in part}, size), outer, block, chunk) for part in parts
-            ]
-    return found
-
-
-def _by_block(layout: Layout, stage: int) -> Iterator[tuple[int, list[Weight]]]:
-    every = weights(layout, stage)
-    if layout.config.zero.stage < 3:
-        yield ROOT, every[::-1]
-        return
-    of: dict[int, list[Weight]] = {}
-    for weight in every:
-        of.setdefault(block_of(weight.name), []).append(weight)
-    yield from sorted(of.items(), reverse=True)
+    """The flat parameters of a rank, in the order of backward."""
+    stage, config = layout.mesh.coords(rank)["pp"], layout.config
+    found = {weight.name: weight for weight in weights(layout, stage)}
+    planned = plan_flat_params(
+        {name: weight.numel for name, weight in found.items()},
+        lambda name: (_outer(layout, groups, rank, found[name]), _chunk(layout, stage, found[name])),
+        config.zero,
+        config.zero.shard_group_size(layout.mesh),
+        int(config.comm.bucket_mib * MIB),
+        BYTES[layout.policy.reduce],
+    )
+    return [Row(each.layout, *each.kind, each.block) for each in planned]
 
 
 def _outer(layout: Layout, groups: Groups, rank: int, weight: Weight) -> str | None:
@@ -88,26 +75,6 @@ def _chunk(layout: Layout, stage: int, weight: Weight) -> int:
     first = weight.name.startswith("model.embed_tokens")
     using = [c for c, part in enumerate(parts) if (part.first and first) or (part.last and (tied or not first))]
     return min(using, key=lambda chunk: layout.schedule.position(stage, chunk))
-
-
-def _limit(layout: Layout, stage: int) -> int:
-    """Upper size of a row, in bytes on the wire, where rows are not those of blocks."""
-    limit, each = int(layout.config.comm.bucket_mib * MIB), BYTES[layout.policy.reduce]
-    if not layout.config.zero.shares_gradients:
-        return limit
-    return transient_buffer_limit({weight.name: weight.numel * each for weight in weights(layout, stage)}, limit)
-
-
-def _buckets(layout: Layout, held: Sequence[Weight], limit: int) -> list[list[Weight]]:
-    each, left = BYTES[layout.policy.reduce], list(held)
-    filled = fill_buckets([weight.numel * each for weight in held], limit)
-    parts = []
-    for size in filled:
-        part: list[Weight] = []
-        while sum(weight.numel * each for weight in part) < size:
-            part.append(left.pop(0))
-        parts.append(part)
-    return parts
 
 
 def kept(layout: Layout, stage: int, found: Sequence[Row], place: int) -> states.ModelStates:

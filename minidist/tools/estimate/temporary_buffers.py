@@ -12,7 +12,7 @@ from minidist.process_groups import is_hidden_matrix
 from minidist.tools.estimate import shards, states
 from minidist.tools.estimate.layout import Layout
 from minidist.tools.estimate.shards import Row
-from minidist.zero.grouping import ROOT
+from minidist.zero.plan import ROOT
 
 # A place in backward is a layer's number or one of these: head and final norm, embedding, end of backward.
 HEAD, EMBEDDING, DONE = "head", "embedding", "done"

@@ -157,8 +157,8 @@ def plan_flat_params(
 ) -> list[PlannedFlatParam]:
     """Group trained parameters into flat parameters, in the order in which backward completes their gradients.
 
-    In stage 3 one per block and one for the rest; in other stages as large as a bucket. sizes: elements of each parameter,
-    in the order of the model. kind_of: parameters of different kinds cannot share a flat parameter.
+    In stage 3 one per block and one for the rest; in other stages as large as a bucket. sizes: elements of each
+    parameter, in the order of the model. kind_of: parameters of different kinds cannot share a flat parameter.
     element_bytes: of a gradient on the wire.
     """
     planned = []

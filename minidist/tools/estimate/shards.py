@@ -24,8 +24,8 @@ Operation = tuple[str, str, int, int]
 class Row:
     """One flat parameter.
 
-    outer: the group over which replicas of a shard are summed; None without replicas. chunk: of the pipeline stage, whose
-    backward completes the gradients. block: the layer it is gathered with in stage 3; ROOT for the rest.
+    outer: the group over which replicas of a shard are summed; None without replicas. chunk: of the pipeline stage,
+    the one whose backward completes the gradients. block: the layer it is gathered with in stage 3; ROOT for the rest.
     """
 
     layout: FlatLayout

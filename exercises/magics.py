@@ -24,7 +24,7 @@ from exercises.catalogue import Catalogue, Exercise
 from exercises.work import Work
 from minidist.errors import RunError, UserError
 from minidist.tools import progress
-from minidist.tools.notebook.frontend import somebody_looks_on
+from minidist.tools.notebook.frontend import is_interactive
 from minidist.tools.notebook.magics import RanksMagics
 
 
@@ -44,7 +44,7 @@ class ExerciseMagics(Magics):
         if cell is None:
             work = _work(needed=False)
             display(Card(exercise, work))
-            if work is not None and somebody_looks_on(self.shell) and not self._has_cell(exercise):
+            if work is not None and is_interactive(self.shell) and not self._has_cell(exercise):
                 self._offer(exercise, work)
             return
         if not cell.strip():

@@ -26,7 +26,7 @@ _GONE_WITHIN_S = 10.0
 # Modules that the ranks of most tests import: the server imports them once, before it forks the ranks.
 PRELOAD = (
     *("torch._dynamo", "safetensors.torch", "matplotlib.figure", "matplotlib.image", "pytest", "hypothesis"),
-    *("minidist.train.trainer", "minidist.tools.parity.ranks", "minidist.tools.notebook.cell"),
+    *("minidist.train.trainer", "minidist.tools.parity.ranks", "minidist.tools.notebook.rank_session"),
     *("exercises.network", "exercises.observed", "exercises.rankside", "tests.helpers.small_run"),
 )
 _SHARED = Path("/dev/shm")

@@ -50,14 +50,14 @@ def exercise_pieces(chapter: Path) -> set[str]:
 @each_chapter
 def test_piece_cells_are_the_package(chapter):
     for notebook in notebooks(chapter):
-        assert list(weave.pieces(notebook)) and not weave.stale(notebook), "make weave"
+        assert list(weave.find_piece_cells(notebook)) and not weave.find_stale_cells(notebook), "make weave"
 
 
 @each_chapter
 def test_every_public_symbol_of_a_chapter_is_a_cell_an_exercise_or_read_later(chapter):
     chapter_file = tomllib.loads((chapter / "chapter.toml").read_text())
     symbols = set().union(*map(public_symbols, chapter_file["modules"]))
-    cells = {name for notebook in notebooks(chapter) for _, name, _ in weave.pieces(notebook)}
+    cells = {name for notebook in notebooks(chapter) for _, name, _ in weave.find_piece_cells(notebook)}
     later = {
         name: reason
         for notebook in notebooks(chapter)
@@ -76,7 +76,7 @@ def test_the_cell_of_a_solution_is_collapsed_and_comes_once_after_all_exercises(
     places = {piece: [] for piece in pieces}
     for notebook in notebooks(chapter):
         opened = [i for i, cell in enumerate(notebook.cells) if cell.source.startswith("%exercise ")]
-        for i, name, _ in weave.pieces(notebook):
+        for i, name, _ in weave.find_piece_cells(notebook):
             if name in pieces:
                 folded = notebook.cells[i].metadata.get("jupyter", {}).get("source_hidden")
                 places[name].append(bool(folded) and i > max(opened))
@@ -93,7 +93,7 @@ def test_every_exercise_is_opened_once_in_its_chapter(chapter):
 def test_every_prediction_is_asked_before_its_measurement(chapter):
     asked, answered = [], []
     for cell in code_cells(chapter):
-        answered += re.findall(r'^measured\("([\w-]+)"', cell.source, re.MULTILINE)
+        answered += re.findall(r'^score_prediction\("([\w-]+)"', cell.source, re.MULTILINE)
         asked += re.findall(r'^predict\(\s*"([\w-]+)"', cell.source, re.MULTILINE)
         assert set(answered) <= set(asked), cell.source
         assert "\npredict(" not in f"\n{cell.source}" or "answer=None" in cell.source, cell.source
@@ -152,13 +152,13 @@ def test_at_most_a_fifth_of_the_cells_is_excluded_from_comparison(chapter):
 def test_weave_corrects_a_stale_cell_and_nothing_else(tmp_path):
     source = CHAPTERS[0] / f"{CHAPTERS[0].name}.ipynb"
     notebook = nbformat.read(source, as_version=4)
-    number, name, _ = next(weave.pieces(notebook))
+    number, name, _ = next(weave.find_piece_cells(notebook))
     notebook.cells[number].source += "\n# another line"
     nbformat.write(notebook, tmp_path / "one.ipynb")
-    assert [place for place, _, _ in weave.stale(notebook)] == [number]
-    assert weave.weave(tmp_path / "one.ipynb") == [name]
+    assert [place for place, _, _ in weave.find_stale_cells(notebook)] == [number]
+    assert weave.update_cells(tmp_path / "one.ipynb") == [name]
     assert nbformat.read(tmp_path / "one.ipynb", as_version=4) == nbformat.read(source, as_version=4)
-    assert weave.weave(tmp_path / "one.ipynb") == []
+    assert weave.update_cells(tmp_path / "one.ipynb") == []
 
 
 def test_weave_reports_what_it_cannot_do(tmp_path, capsys):
@@ -167,4 +167,4 @@ def test_weave_reports_what_it_cannot_do(tmp_path, capsys):
     cells = [nbformat.v4.new_code_cell("%%piece minidist.data.partition:blocks\nx = 1")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "one.ipynb")
     with pytest.raises(UserError, match="has no blocks"):
-        weave.weave(tmp_path / "one.ipynb")
+        weave.update_cells(tmp_path / "one.ipynb")

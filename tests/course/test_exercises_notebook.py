@@ -20,7 +20,7 @@ from exercises.catalogue import ROOT, Catalogue
 from exercises.magics import ExerciseMagics
 from exercises.work import Work
 from minidist.data.partition import block as imported_before
-from minidist.tools.notebook.course import course_root, reach_course
+from minidist.tools.notebook.course_path import add_course_to_path, course_root
 from minidist.tools.notebook.magics import RanksMagics
 
 CATALOGUE = Catalogue()
@@ -223,8 +223,8 @@ def test_a_notebook_finds_the_course_it_lies_in(tmp_path, monkeypatch):
     assert course_root(notebook) == course.resolve()
     assert course_root(tmp_path) == ROOT
     monkeypatch.setattr(sys, "path", ["before"])
-    reach_course(notebook)
-    reach_course(notebook)
+    add_course_to_path(notebook)
+    add_course_to_path(notebook)
     assert sys.path == ["before", str(course.resolve())]
 
 

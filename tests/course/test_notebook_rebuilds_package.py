@@ -59,7 +59,7 @@ def texts(chapter: Path) -> dict[str, str]:
     """The source of every symbol that a cell or a solution of the chapter defines."""
     found = {}
     for file in chapter.glob("*.ipynb"):
-        found |= {name: source for _, name, source in weave.pieces(nbformat.read(file, as_version=4))}
+        found |= {name: source for _, name, source in weave.find_piece_cells(nbformat.read(file, as_version=4))}
     for exercise in exercises_of(chapter):
         if exercise.kind == "piece":
             solution = exercise.solution.read_text()

@@ -85,7 +85,7 @@ def size(tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def agree(ranks, world: int, configs: list[Config]) -> None:
+def answers_agree(ranks, world: int, configs: list[Config]) -> None:
     by_rank = ranks(measured, world, configs)
     for number, config in enumerate(configs):
         for cost in estimate(config, world).ranks:

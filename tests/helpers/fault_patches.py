@@ -35,7 +35,7 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Fault:
+class CellError:
     """One wrong package.
 
     source: where the fault was seen. only: the names of the rows of parity, on `ranks` ranks, that must turn red: any
@@ -58,14 +58,14 @@ class Fault:
             raise ValueError(f"{self.name} needs edits, and either `only` and `expect` or `detector`")
 
 
-def read(file: Path) -> Fault:
+def read(file: Path) -> CellError:
     """The fault in a TOML file. Raises TypeError for a key that a fault does not have."""
     values = tomllib.loads(file.read_text())
     lists = {"edit": tuple(Edit(**edit) for edit in values["edit"]), "only": tuple(values.get("only", ()))}
-    return Fault(file.stem, **{**values, **lists})
+    return CellError(file.stem, **{**values, **lists})
 
 
-def faults() -> list[Fault]:
+def faults() -> list[CellError]:
     return [read(file) for file in sorted(FAULTS.glob("*.toml"))]
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from minidist.errors import UserError
-from minidist.tools.notebook import LiveRanks, loss_curves, memory_bars, memory_beside, tensor_bytes
+from minidist.tools.notebook import LiveRanks, compare_memory, plot_losses, plot_memory, tensor_bytes
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -44,7 +44,7 @@ def test_memory_that_is_shared_counts_once():
 def test_bars_are_what_the_ranks_hold(server):
     with LiveRanks(2, server=server) as live:
         live.run("from minidist.tools.notebook import tensor_bytes\nmodel = torch.nn.Linear(2 + rank, 1, bias=False)")
-        held = memory_bars(live.get("tensor_bytes(model, extra=torch.ones(rank))"))
+        held = plot_memory(live.get("tensor_bytes(model, extra=torch.ones(rank))"))
     assert held == [{"parameters": 8, "extra": 0}, {"parameters": 12, "extra": 4}]
     axes = plt.gcf().axes[0]
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == [[8, 12], [0, 4]]
@@ -54,12 +54,12 @@ def test_bars_are_what_the_ranks_hold(server):
 
 
 def test_a_part_that_only_some_ranks_have_is_drawn():
-    assert memory_bars([{"a": 1}, {"b": 2}]) == [{"a": 1}, {"b": 2}]
+    assert plot_memory([{"a": 1}, {"b": 2}]) == [{"a": 1}, {"b": 2}]
     assert [bar.get_height() for bar in plt.gcf().axes[0].containers[1]] == [0, 2]
 
 
 def test_what_was_estimated_stands_beside_what_was_measured():
-    drawn = memory_beside([{"a": 10, "b": 4}, {"a": 6}], [{"a": 9}, {"c": 3, "a": 6}])
+    drawn = compare_memory([{"a": 10, "b": 4}, {"a": 6}], [{"a": 9}, {"c": 3, "a": 6}])
     assert drawn == {"measured": [{"a": 10, "b": 4}, {"a": 6}], "estimated": [{"a": 9}, {"c": 3, "a": 6}]}
     axes = plt.gcf().axes[0]
     heights = [[bar.get_height() for bar in bars] for bars in axes.containers]
@@ -78,7 +78,7 @@ def test_what_was_estimated_stands_beside_what_was_measured():
 
 
 def test_curves_lie_over_the_one_of_one_process():
-    curves = loss_curves({"2 ranks": torch.tensor([3.0, 2.0]), "4 ranks": [3, 2.5, 2]}, [3.0, 2.5])
+    curves = plot_losses({"2 ranks": torch.tensor([3.0, 2.0]), "4 ranks": [3, 2.5, 2]}, [3.0, 2.5])
     assert curves == {"one process": [3.0, 2.5], "2 ranks": [3.0, 2.0], "4 ranks": [3.0, 2.5, 2.0]}
     lines = plt.gcf().axes[0].get_lines()
     assert {line.get_label(): list(line.get_ydata()) for line in lines} == curves
@@ -88,15 +88,15 @@ def test_curves_lie_over_the_one_of_one_process():
 @pytest.mark.parametrize(
     ("draw", "told"),
     [
-        (lambda: memory_bars([]), "no memory to draw"),
-        (lambda: memory_bars([{}, {"a": 0}]), "no memory to draw"),
-        (lambda: memory_beside([], []), "nothing was measured or estimated"),
-        (lambda: memory_beside([{"a": 1}], [{"a": 0}]), "nothing was estimated"),
-        (lambda: memory_beside([{"a": 1}], []), "1 ranks were measured and 0 estimated: give as many of both"),
-        (lambda: loss_curves({}, [1.0]), "no run has none"),
-        (lambda: loss_curves({"2 ranks": []}, [1.0]), "2 ranks has none"),
-        (lambda: loss_curves({"2 ranks": [1.0]}, []), "one process has none"),
-        (lambda: loss_curves({"2 ranks": [1.0, float("nan")]}, [1.0]), "2 ranks are not all finite"),
+        (lambda: plot_memory([]), "no memory to draw"),
+        (lambda: plot_memory([{}, {"a": 0}]), "no memory to draw"),
+        (lambda: compare_memory([], []), "nothing was measured or estimated"),
+        (lambda: compare_memory([{"a": 1}], [{"a": 0}]), "nothing was estimated"),
+        (lambda: compare_memory([{"a": 1}], []), "1 ranks were measured and 0 estimated: give as many of both"),
+        (lambda: plot_losses({}, [1.0]), "no run has none"),
+        (lambda: plot_losses({"2 ranks": []}, [1.0]), "2 ranks has none"),
+        (lambda: plot_losses({"2 ranks": [1.0]}, []), "one process has none"),
+        (lambda: plot_losses({"2 ranks": [1.0, float("nan")]}, [1.0]), "2 ranks are not all finite"),
     ],
 )
 def test_an_empty_chart_is_an_error(draw, told):

@@ -4,7 +4,7 @@ import matplotlib
 import pytest
 
 from minidist.errors import UserError
-from minidist.tools.notebook import curves, winners
+from minidist.tools.notebook import compare_curves, plot_winners
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -18,7 +18,7 @@ def figures():
 
 def test_predictions_are_lines_and_measurements_dots_of_their_colour():
     predicted = {"ring": [(1, 2.0), (10, 3.0)], "tree": [(1, 4.0), (10, 8.0)]}
-    drawn = curves(predicted, {"tree": [(1, 5.0)], "gloo": [(10, 1.0)]}, level=2.5)
+    drawn = compare_curves(predicted, {"tree": [(1, 5.0)], "gloo": [(10, 1.0)]}, level=2.5)
     assert drawn == {"predicted": predicted, "measured": {"tree": [(1, 5.0)], "gloo": [(10, 1.0)]}}
     [axes] = plt.gcf().axes
     ring, tree, dots, gloo, level = axes.lines
@@ -35,14 +35,14 @@ def test_predictions_are_lines_and_measurements_dots_of_their_colour():
 )
 def test_curves_without_points_are_an_error(points, told):
     with pytest.raises(UserError, match=told):
-        curves(points)
+        compare_curves(points)
     with pytest.raises(UserError, match="nan|above 0"):
-        curves({"ring": [(1, float("nan"))]}, draw=False)
+        compare_curves({"ring": [(1, float("nan"))]}, draw=False)
 
 
 def test_each_field_has_the_colour_of_its_winner():
     rows = {2: ["tree", "ring"], 8: ["tree", "tree"]}
-    assert winners(rows, [10, 1000], {8: [(10, "ring"), (1000, "naive")]}) == rows
+    assert plot_winners(rows, [10, 1000], {8: [(10, "ring"), (1000, "naive")]}) == rows
     [axes] = plt.gcf().axes
     mesh, dots = axes.collections
     assert mesh.get_array().ravel().tolist() == [0, 1, 0, 0]
@@ -52,7 +52,7 @@ def test_each_field_has_the_colour_of_its_winner():
 
 
 def test_names_may_have_their_colours_beforehand():
-    winners({2: ["ring"]}, [1], names=["naive", "ring"])
+    plot_winners({2: ["ring"]}, [1], names=["naive", "ring"])
     [axes] = plt.gcf().axes
     assert axes.collections[0].get_array().ravel().tolist() == [1]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["naive", "ring"]
@@ -61,4 +61,4 @@ def test_names_may_have_their_colours_beforehand():
 @pytest.mark.parametrize("rows, sizes", [({}, [1]), ({2: []}, []), ({2: ["a"], 4: ["a", "b"]}, [1, 2])])
 def test_fields_without_a_winner_are_an_error(rows, sizes):
     with pytest.raises(UserError, match="nothing to draw|2 sizes, but the row of 2 ranks has 1 names"):
-        winners(rows, sizes)
+        plot_winners(rows, sizes)

@@ -7,8 +7,8 @@ import torch
 from minidist.comm import Meter
 from minidist.comm.wire_bytes import ASSUMED_ALGORITHMS, sent_elements
 from minidist.errors import UserError
-from minidist.tools.notebook import LiveRanks, timeline, traffic
-from minidist.tools.notebook.pictures import Span, lanes
+from minidist.tools.notebook import LiveRanks, plot_timeline, plot_traffic
+from minidist.tools.notebook.pictures import Span, assign_lanes
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -34,24 +34,24 @@ def records(name: str, n: int, root: int = 0, size: int = SIZE, ranks=None) -> l
 def test_transfers_go_to_their_peer(server):
     with LiveRanks(3, server=server) as live:
         live.run("dist.send(torch.ones(5), 2) if rank == 0 else dist.recv(torch.ones(5), 0) if rank == 2 else None")
-        assert traffic(live.last) == [[0, 0, 20], [0, 0, 0], [0, 0, 0]]
+        assert plot_traffic(live.last) == [[0, 0, 20], [0, 0, 0], [0, 0, 0]]
         (image,) = plt.gcf().axes[0].images
         assert image.get_array().tolist() == [[0, 0, 20], [0, 0, 0], [0, 0, 0]]
 
 
 def test_a_ring_feeds_the_next_rank():
-    matrix = traffic(records("all_reduce", 8))
+    matrix = plot_traffic(records("all_reduce", 8))
     assert matrix == [[0, 48, 0, 0], [0, 0, 48, 0], [0, 0, 0, 48], [48, 0, 0, 0]]
-    matrix = traffic(records("all_gather", 8, ranks=(1, 3)))
+    matrix = plot_traffic(records("all_gather", 8, ranks=(1, 3)))
     assert matrix == [[0] * 4, [0, 0, 0, 16], [0] * 4, [0, 16, 0, 0]]
 
 
 @pytest.mark.parametrize("root", range(3))
 def test_a_tree_begins_at_its_root(root):
-    matrix = traffic(records("broadcast", 1, root, size=3), draw=False)
+    matrix = plot_traffic(records("broadcast", 1, root, size=3), draw=False)
     received = [sum(row[rank] for row in matrix) for rank in range(3)]
     assert received == [0 if rank == root else 4 for rank in range(3)]
-    matrix = traffic(records("reduce", 1, root, size=3), draw=False)
+    matrix = plot_traffic(records("reduce", 1, root, size=3), draw=False)
     assert [sum(row) for row in matrix] == [0 if rank == root else 4 for rank in range(3)]
 
 
@@ -59,7 +59,7 @@ def test_a_tree_begins_at_its_root(root):
 @pytest.mark.parametrize("name", sorted(set(ASSUMED_ALGORITHMS) - {"send", "recv", "barrier"}))
 def test_every_byte_of_the_meter_is_in_the_matrix_once(name, size):
     n = 3 * size
-    matrix = traffic(records(name, n, root=size - 1, size=size), draw=False)
+    matrix = plot_traffic(records(name, n, root=size - 1, size=size), draw=False)
     assert [sum(row) for row in matrix] == [4 * sent_elements(name, n, size, r, root=size - 1) for r in range(size)]
     assert all(matrix[rank][rank] == 0 for rank in range(size))
 
@@ -74,14 +74,14 @@ dist.barrier()
     with LiveRanks(2, server=server) as live:
         live.run("dist.barrier()")
         live.run(source)
-        spans = timeline(live.last)
+        spans = plot_timeline(live.last)
     for rows in spans:
         first, second, last = rows
         assert first == ("all_reduce", 0, 2, 8) and second == ("all_reduce", 1, None, 16)
         assert last[:3] == ("barrier", 3, 4)
     axes = plt.gcf().axes[0]
     assert len(axes.collections) == 6
-    assert [lanes(rows) for rows in spans] == [[0, 1, 0]] * 2
+    assert [assign_lanes(rows) for rows in spans] == [[0, 1, 0]] * 2
 
 
 def test_marks_stand_in_the_same_order_of_events(server):
@@ -94,7 +94,7 @@ work.wait()
     with LiveRanks(2, server=server) as live:
         live.run("dist.barrier()")
         live.run(source)
-        spans = timeline(live.last, live.get("meter.events"))
+        spans = plot_timeline(live.last, live.get("meter.events"))
     assert [[span[:3] for span in rows] for rows in spans] == [[("all_reduce", 1, 3)]] * 2
     marks = {line.get_label(): line.get_xydata().tolist() for line in plt.gcf().axes[0].lines}
     assert marks == {"computed": [[0, 0], [2, 0], [0, 1], [2, 1]]}
@@ -102,14 +102,14 @@ work.wait()
 
 def test_what_is_in_flight_together_has_lanes_of_its_own():
     spans = [Span("a", 0, 5, 1), Span("b", 1, 3, 1), Span("c", 2, None, 1), Span("d", 3, 6, 1), Span("e", 5, 7, 1)]
-    assert lanes(spans) == [0, 1, 2, 1, 0]
+    assert assign_lanes(spans) == [0, 1, 2, 1, 0]
 
 
 def test_an_empty_picture_is_an_error(server):
     with pytest.raises(UserError, match="no traffic"):
-        traffic([[], []])
+        plot_traffic([[], []])
     with pytest.raises(UserError, match="no traffic"):
-        traffic(records("barrier", 1))
+        plot_traffic(records("barrier", 1))
     with pytest.raises(UserError, match="nothing to draw"):
-        timeline([[], []])
+        plot_timeline([[], []])
     assert not plt.get_fignums()

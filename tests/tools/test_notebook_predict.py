@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minidist.errors import UserError
-from minidist.tools.notebook import NEVER, CellResult, measured, predict
+from minidist.tools.notebook import NEVER, CellResult, predict, score_prediction
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def file(tmp_path):
 
 def asked(file, answer, value, **options):
     predict("q", "How many bytes?", answer, unit="bytes", file=file)
-    return measured("q", value, file=file, **options)
+    return score_prediction("q", value, file=file, **options)
 
 
 def test_a_right_and_a_wrong_answer_are_scored(file):
@@ -28,7 +28,7 @@ def test_a_right_and_a_wrong_answer_are_scored(file):
 def test_no_answer_is_no_score_and_stops_nothing(file):
     prediction = predict("q", "How many bytes?", file=file)
     assert "no answer yet" in repr(prediction)
-    prediction = measured("q", 12, file=file)
+    prediction = score_prediction("q", 12, file=file)
     assert prediction.score is None and prediction.answer is None
     assert "measured: 12" in repr(prediction) and "no answer was given before" in repr(prediction)
 
@@ -36,7 +36,7 @@ def test_no_answer_is_no_score_and_stops_nothing(file):
 def test_an_answer_may_change_until_the_measurement(file):
     predict("q", "?", 1, file=file)
     predict("q", "?", 2, file=file)
-    assert measured("q", 2, file=file).score == 1
+    assert score_prediction("q", 2, file=file).score == 1
 
 
 @pytest.mark.parametrize("first", [None, 7])
@@ -45,7 +45,7 @@ def test_an_answer_after_the_measurement_is_not_scored(file, first):
     late = predict("q", "How many bytes?", 12, unit="bytes", file=file)
     assert late.answer == first and late.score == (None if first is None else 0)
     assert "12 bytes was said after the measurement and is not scored" in repr(late)
-    assert measured("q", 12, file=file).score == (None if first is None else 0)
+    assert score_prediction("q", 12, file=file).score == (None if first is None else 0)
 
 
 def test_running_the_notebook_again_keeps_the_score(file):
@@ -53,7 +53,7 @@ def test_running_the_notebook_again_keeps_the_score(file):
     again = predict("q", "How many bytes?", 12, unit="bytes", file=file)
     assert again.score == 1 and again.late is None
     predict("q", "How many bytes?", None, file=file)
-    assert measured("q", 12, file=file).score == 1
+    assert score_prediction("q", 12, file=file).score == 1
 
 
 @pytest.mark.parametrize("kind", ["deadlock", "quiet"])
@@ -62,19 +62,19 @@ def test_it_never_returns_is_an_answer(file, kind):
     assert asked(file, "It never  returns", result).score == 1
     other = file.with_name("other.json")
     assert asked(other, 3, result).score == 0
-    assert f"measured: {NEVER}" in repr(measured("q", result, file=other))
+    assert f"measured: {NEVER}" in repr(score_prediction("q", result, file=other))
     assert asked(file.with_name("third.json"), NEVER, 3).score == 0
 
 
 def test_a_cell_that_returned_has_no_value_of_its_own(file):
     predict("q", "?", 1, file=file)
     with pytest.raises(UserError, match="did return"):
-        measured("q", CellResult("done", [""], [""]), file=file)
+        score_prediction("q", CellResult("done", [""], [""]), file=file)
 
 
 def test_a_measurement_without_its_question_is_refused(file):
     with pytest.raises(UserError, match="was not asked"):
-        measured("q", 1, file=file)
+        score_prediction("q", 1, file=file)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_scores_are_kept_in_the_learners_folder_and_nowhere_else(tmp_path, monke
         folder.mkdir(parents=True)
     monkeypatch.chdir(inside)
     predict("only here", "?", 1)
-    assert measured("only here", 1).score == 1 and not (work / "progress.json").exists()
+    assert score_prediction("only here", 1).score == 1 and not (work / "progress.json").exists()
     (work / "progress.json").write_text("{}")
     predict("kept", "?", 2)
-    assert measured("kept", 2).score == 1
+    assert score_prediction("kept", 2).score == 1
     assert list(json.loads((work / "progress.json").read_text())["predictions"]) == ["kept"]

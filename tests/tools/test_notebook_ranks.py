@@ -4,7 +4,7 @@ import pytest
 
 from minidist.errors import UserError
 from minidist.tools.notebook import LiveRanks
-from minidist.tools.notebook.result import so_far
+from minidist.tools.notebook.result import latest_output
 from tests.helpers.cells import run, works
 
 
@@ -155,6 +155,6 @@ def test_what_ranks_print_is_seen_while_the_cell_runs(live, tmp_path):
 
 
 def test_of_a_long_output_the_end_is_seen_while_the_cell_runs():
-    told = so_far(["".join(f"line {i}\n" for i in range(1000)), ""])
+    told = latest_output(["".join(f"line {i}\n" for i in range(1000)), ""])
     assert told.splitlines()[0] == "rank 0:" and told.endswith("  line 998\n  line 999")
     assert len(told.splitlines()) < 15

@@ -1,14 +1,19 @@
 """Live ranks in JupyterLab: `%load_ext minidist.tools.notebook`, then `%ranks 4` and `%%ranks` on top of a cell.
 
-A cell's ranks keep their variables for the next one, `%%piece` replaces a part of the package in all of them, `predict`
-asks before a measurement, and the pictures draw what was measured.
+Ranks keep their variables between cells, `%%piece` replaces a symbol of the package on all of them, `predict` asks for
+an estimate before a measurement, and the plots draw measured data.
+
+Reading order: `magics` (the commands), `session` (live ranks, seen from the kernel), `request_watcher` and
+`blocked_in_torch` (wait for a cell, detect that it hangs), `result` (what a cell returns), `rank_session` (the rank's
+side); `predict`; `pictures`, `charts` and `curves` (plots); `frontend` and `course_path` (the notebook's surroundings);
+`weave` (keeps notebooks equal to the package).
 """
 
-from minidist.tools.notebook.charts import loss_curves, memory_bars, memory_beside, tensor_bytes
-from minidist.tools.notebook.course import reach_course
-from minidist.tools.notebook.curves import curves, winners
-from minidist.tools.notebook.pictures import timeline, traffic
-from minidist.tools.notebook.predict import NEVER, Prediction, measured, predict
+from minidist.tools.notebook.charts import compare_memory, plot_losses, plot_memory, tensor_bytes
+from minidist.tools.notebook.course_path import add_course_to_path
+from minidist.tools.notebook.curves import compare_curves, plot_winners
+from minidist.tools.notebook.pictures import plot_timeline, plot_traffic
+from minidist.tools.notebook.predict import NEVER, Prediction, predict, score_prediction
 from minidist.tools.notebook.result import CellResult
 from minidist.tools.notebook.session import LiveRanks
 
@@ -17,29 +22,29 @@ __all__ = [
     "CellResult",
     "LiveRanks",
     "Prediction",
-    "curves",
-    "loss_curves",
-    "measured",
-    "memory_bars",
-    "memory_beside",
+    "compare_curves",
+    "compare_memory",
+    "plot_losses",
+    "plot_memory",
+    "plot_timeline",
+    "plot_traffic",
+    "plot_winners",
     "predict",
+    "score_prediction",
     "tensor_bytes",
-    "timeline",
-    "traffic",
-    "winners",
 ]
 
 
 def load_ipython_extension(shell) -> None:
-    """What `%load_ext minidist.tools.notebook` does."""
+    """Register the magics: IPython calls this for `%load_ext minidist.tools.notebook`."""
     from minidist.tools.notebook.magics import RanksMagics  # IPython is needed from here on only
 
-    reach_course()
+    add_course_to_path()
     shell.register_magics(RanksMagics(shell))
 
 
 def unload_ipython_extension(shell) -> None:
-    """What `%unload_ext minidist.tools.notebook` does: the ranks end, the pieces are the package's own again."""
+    """End the ranks and restore replaced symbols: IPython calls this for `%unload_ext`."""
     magics = shell.magics_manager.registry.pop("RanksMagics", None)
     if magics is not None:
         magics.close()

@@ -1,6 +1,6 @@
-"""Charts of numbers that ranks measured: what fills their memory, and their losses over those of one process.
+"""Plots of memory by category and of losses, measured on the ranks.
 
-Each returns the data it drew, and nothing to draw is an error, as in `pictures.py`.
+Each function returns its data, and empty data is an error, as in `pictures.py`.
 """
 
 import math
@@ -15,9 +15,9 @@ from minidist.tools.memory.bars import bar_figure_size, draw_memory_bars
 def tensor_bytes(
     model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **more: object
 ) -> dict[str, int]:
-    """What these hold on this rank, in bytes: parameters, gradients, optimizer state, buffers, and `more` by name.
+    """Return the bytes that this rank holds by category: parameters, gradients, optimizer state, buffers, and `more`.
 
-    more: tensors, or lists and dicts of them. Memory that several tensors share counts once, where it is named first.
+    more: by name, tensors or lists and dicts of them. A storage of several tensors counts once, in its first category.
     """
     parts: dict[str, Iterable] = {}
     if model is not None:
@@ -30,8 +30,8 @@ def tensor_bytes(
     return {name: count for name, count in counted.items() if count or name in more}
 
 
-def memory_bars(by_rank: Sequence[Mapping[str, int]], draw: bool = True) -> list[dict[str, int]]:
-    """A bar for every rank, of parts that have labels.
+def plot_memory(by_rank: Sequence[Mapping[str, int]], draw: bool = True) -> list[dict[str, int]]:
+    """Plot each rank's memory as a stacked bar; return the bytes by label, for each rank.
 
     by_rank: bytes by label, in rank order, as `ranks.get("tensor_bytes(model, optimizer)")` gives them.
     Raises UserError when no rank holds anything.
@@ -44,10 +44,10 @@ def memory_bars(by_rank: Sequence[Mapping[str, int]], draw: bool = True) -> list
     return held
 
 
-def memory_beside(
+def compare_memory(
     measured: Sequence[Mapping[str, int]], estimated: Sequence[Mapping[str, int]], draw: bool = True
 ) -> dict[str, list[dict[str, int]]]:
-    """Two bars for every rank: what its peak consists of, and hatched beside it what was estimated.
+    """Plot each rank's measured peak memory beside the estimated one, which is hatched.
 
     Both are bytes by kind, in rank order (`train.memory.Peak.parts`, `plan.estimate.RankCost`); a kind has one colour.
     Returns {"measured": ..., "estimated": ...}. Raises UserError when the ranks are not as many, or nothing is held.
@@ -63,10 +63,10 @@ def memory_beside(
     return bars
 
 
-def loss_curves(
+def plot_losses(
     runs: Mapping[str, Sequence[float]], one_process: Sequence[float], draw: bool = True
 ) -> dict[str, list[float]]:
-    """Losses by step, laid over those of one process; what is to be equal lies on one line.
+    """Plot losses by step over those of one process, with which they should coincide.
 
     Returns all curves by name, with that of "one process" first. Raises UserError when there is no run, a curve is
     empty, or a loss is not a number.

@@ -1,6 +1,6 @@
-"""Pictures of what is predicted beside what was measured, over sizes, and of who is best where.
+"""Plots of predicted and measured curves, and of the best choice by size and number of ranks.
 
-Each returns the data it drew, and nothing to draw is an error, as in `pictures.py`.
+Each function returns its data, and empty data is an error, as in `pictures.py`.
 """
 
 import math
@@ -12,7 +12,7 @@ from minidist.tools.memory.bars import format_bytes
 Points = Sequence[tuple[float, float]]
 
 
-def curves(
+def compare_curves(
     predicted: Mapping[str, Points],
     measured: Mapping[str, Points] | None = None,
     *,
@@ -21,10 +21,10 @@ def curves(
     level: float | None = None,
     draw: bool = True,
 ) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Lines for what was predicted and dots for what was measured, both axes logarithmic; one colour for one name.
+    """Plot predicted points as lines and measured ones as dots, on logarithmic axes, with one colour per name.
 
-    predicted, measured: points by name, all above 0. y, x: what the axes say, with the unit. level: where a dotted line
-    goes across, none when it is None. Returns {"predicted": ..., "measured": ...}.
+    predicted, measured: (x, y) points by name, all above 0. y, x: axis labels with units. level: y of a horizontal
+    dotted line, None for none. Returns {"predicted": ..., "measured": ...}.
     Raises UserError when there is nothing to draw, a curve is empty, or a number has no logarithm.
     """
     drawn = {
@@ -42,7 +42,7 @@ def curves(
     return drawn
 
 
-def winners(
+def plot_winners(
     best: Mapping[int, Sequence[str]],
     sizes: Sequence[int],
     dots: Mapping[int, Sequence[tuple[int, str]]] | None = None,
@@ -50,11 +50,11 @@ def winners(
     names: Sequence[str] = (),
     draw: bool = True,
 ) -> dict[int, list[str]]:
-    """A field for each number of ranks and each size in bytes, in the colour of the name that is best there.
+    """Plot which name is best for each number of ranks and each size in bytes, as a grid of coloured fields.
 
-    best: by number of ranks, the best name for each of `sizes`. dots: by number of ranks, (bytes, name) of what else is
-    known, as dots of the name's colour. names: those that may win, in the order of their colours, which `curves` gives
-    them too. Returns the best names by number of ranks.
+    best: by number of ranks, the best name for each of `sizes`. dots: by number of ranks, (bytes, name) of further
+    points, drawn as dots. names: the order of colours, as `compare_curves` uses them. Returns the best names by number
+    of ranks.
     Raises UserError when there is no field, or a row has not a name for each size.
     """
     rows = {ranks: list(names) for ranks, names in best.items()}

@@ -15,7 +15,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from minidist.errors import RunError, UserError
 from minidist.tools.launch import RankServer
-from minidist.tools.notebook.frontend import WhileRunning, somebody_looks_on
+from minidist.tools.notebook.frontend import LiveOutput, is_interactive
 from minidist.tools.notebook.session import QUIET_S, LiveRanks
 from minidist.tools.pieces import SymbolReplacements
 
@@ -26,7 +26,7 @@ _OPTIONS = {"--device": str, "--quiet": float, "--timeout": float, "--memory": f
 
 @magics_class
 class RanksMagics(Magics):
-    """What one notebook has: its ranks, and the pieces replaced in it."""
+    """The magics of one notebook, which owns its ranks and its replaced symbols."""
 
     def __init__(self, shell, server: RankServer | None = None):
         super().__init__(shell)
@@ -36,7 +36,7 @@ class RanksMagics(Magics):
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the ranks and the server they came from, and put the original pieces back."""
+        """End the ranks and their server, and restore replaced symbols."""
         atexit.unregister(self.close)
         self.pieces.reset()
         self.sources.clear()
@@ -95,7 +95,7 @@ class RanksMagics(Magics):
     def _run(self, cell: str, options: dict) -> None:
         if self.live is None:
             raise UsageError(f"there are no ranks yet; {_HELP}")
-        shown = WhileRunning()
+        shown = LiveOutput()
         try:
             result = self.live.run(
                 cell,
@@ -103,7 +103,7 @@ class RanksMagics(Magics):
                 first_line=2,  # below the magic itself
                 quiet_s=options.get("--quiet"),
                 timeout_s=options.get("--timeout"),
-                show=shown if somebody_looks_on(self.shell) else None,
+                show=shown if is_interactive(self.shell) else None,
             )
         except (UserError, RunError) as error:
             raise UsageError(str(error)) from None
@@ -112,11 +112,11 @@ class RanksMagics(Magics):
             print(result)
 
     def _number(self) -> int:
-        """The number the notebook shows beside this cell; releases of IPython count on before or after a cell runs."""
+        """The number that the notebook shows beside this cell; IPython increments it before or after a cell."""
         return max(1, len(self.shell.user_ns.get("In", ())) - 1)
 
     def replace(self, name: str, source: str, beside: Collection[str] = ()) -> None:
-        """Put `source` in the place of a piece, here and on the ranks, and say so. beside: as for `Pieces.replace`."""
+        """Replace a symbol by `source`, here and on the ranks, and say so. beside: see `SymbolReplacements`."""
         try:
             if self.live is not None:
                 self.live.piece(name, source, beside)
@@ -152,7 +152,7 @@ def _count(live: LiveRanks) -> str:
 
 
 def _parsed(line: str, *flags: str) -> tuple[list[str], dict]:
-    """The words of a line, and its options with their values."""
+    """Split a magic's line into words and options."""
     words, options = [], {}
     rest = iter(shlex.split(line))
     for word in rest:

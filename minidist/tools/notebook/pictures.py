@@ -1,5 +1,7 @@
-"""Pictures of what was just measured. Each draws into the notebook and returns the data it drew; nothing to draw is an
-error, because an empty picture looks like an answer."""
+"""Plots of measured communication: the traffic matrix and the timeline of events.
+
+Each function draws into the notebook and returns its data. Empty data is an error, because an empty plot misleads.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -15,8 +17,7 @@ Measured = CellResult | Sequence[Iterable[Record]]
 
 
 class Span(NamedTuple):
-    """One operation in the order of events of its rank: begun as event `launched`, waited for until event `waited`
-    (None if nobody waited)."""
+    """One operation, from its launch to its wait, both as positions in the rank's order of events; waited: or None."""
 
     name: str
     launched: int
@@ -24,11 +25,11 @@ class Span(NamedTuple):
     wire_bytes: int
 
 
-def traffic(measured: Measured, draw: bool = True) -> list[list[int]]:
-    """Who sent how many bytes to whom: a row for every sender.
+def plot_traffic(measured: Measured, draw: bool = True) -> list[list[int]]:
+    """Plot the traffic matrix, the bytes that each rank sent to each other; return it, one row per sender.
 
-    measured: a cell's result (`ranks.last`), or the records of every rank in rank order. A transfer is what was sent;
-    a collective is that of the algorithm the meter names (`Record.algorithm`).
+    measured: a cell's result (`ranks.last`), or the records of every rank. Sends are counted; collectives are modelled
+    by the algorithm that the meter names (`Record.algorithm`).
     Raises UserError when nothing was sent.
     """
     matrix = traffic_matrix(_by_rank(measured))
@@ -42,10 +43,10 @@ def traffic(measured: Measured, draw: bool = True) -> list[list[int]]:
 Marks = Sequence[Iterable[tuple[int, str]]]
 
 
-def timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> list[list[Span]]:
-    """The operations of every rank in its own order of events: what was in flight while something else began.
+def plot_timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> list[list[Span]]:
+    """Plot each rank's operations from launch to wait, in its order of events; return the spans by rank.
 
-    marks: of each rank, `Meter.events`: (place in the same order of events, what it was).
+    marks: `Meter.events` of each rank, (position in the same order, label).
     The axis counts events, not seconds, from the first operation or mark. Raises UserError when there was no operation.
     """
     records = _by_rank(measured)
@@ -68,8 +69,8 @@ def timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> list[l
     return spans
 
 
-def lanes(spans: Sequence[Span]) -> list[int]:
-    """A lane for each span, in launch order, so that no two in one lane are in flight at the same time."""
+def assign_lanes(spans: Sequence[Span]) -> list[int]:
+    """Assign each span, in launch order, a lane in which no other span is in flight at the same time."""
     return intervals.assign_lanes([(span.launched, _end(span)) for span in spans])
 
 
@@ -100,7 +101,7 @@ def _draw_matrix(matrix: list[list[int]]) -> None:
 def _draw_spans(spans: list[list[Span]], marks: list[list[tuple[int, str]]]) -> None:
     from matplotlib import pyplot as plt
 
-    placed = [lanes(rows) for rows in spans]
+    placed = [assign_lanes(rows) for rows in spans]
     height = 0.8 / (1 + max(max(rows, default=0) for rows in placed))
     figure, axes = plt.subplots(figsize=(8, 1 + len(spans) * max(0.6, 0.12 / height)))
     colors = {name: f"C{i}" for i, name in enumerate(sorted({span.name for rows in spans for span in rows}))}

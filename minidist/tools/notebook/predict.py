@@ -1,11 +1,11 @@
-"""Predict, then run: a question before the measurement, its score after it.
+"""Predict, then run: ask a question before a measurement and score the answer after it.
 
     predict("ring-bytes", "How many bytes does rank 0 send?", answer=None, unit="bytes")
     ...                                                           # a cell that measures
-    measured("ring-bytes", ranks.last)                            # or a number that the meter gave
+    score_prediction("ring-bytes", ranks.last)                            # or a number from the meter
 
-Nothing here blocks or raises because of what was answered. Only an answer that was there before the measurement is
-scored, also in a later session. Scores are kept in the learner's folder; a notebook outside of it keeps them to itself.
+No answer blocks the notebook or raises. Only an answer given before the measurement is scored, also in a later session.
+Scores are stored in the learner's folder; without one they last as long as the process.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from minidist.tools.notebook.result import CellResult
 NEVER = "it never returns"
 _NEVER = (NEVER, "never returns", "never", "it never does")
 _NUMBERS = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")
-_UNKEPT: dict[str, Any] = {}  # of this process, for a notebook that lies in no learner's folder
+_UNKEPT: dict[str, Any] = {}  # of this process, for a notebook outside any learner's folder
 
 
 @dataclass
 class Prediction:
-    """A question and what became of it.
+    """A question with its answer, measured value and score.
 
-    answer: as given, None for none. value: as measured, None before. score: 1 right, 0 wrong, None for not scored.
-    late: an answer that came after the measurement, or changed after it.
+    answer: None if there is none. value: as measured, None before. score: 1 right, 0 wrong, None for not scored.
+    late: an answer given or changed after the measurement, which is not scored.
     """
 
     id: str
@@ -62,9 +62,9 @@ class Prediction:
 def predict(
     id: str, question: str, answer: Any = None, *, unit: str = "", file: str | os.PathLike | None = None
 ) -> Prediction:
-    """Ask a question, or take in the answer to it: a number, a list of ranks, words, or NEVER.
+    """Ask a question and record the answer: a number, a list of ranks, text, or NEVER for a cell that hangs.
 
-    file: where scores are kept; progress.json of the learner's folder that we are in when None.
+    file: where scores are stored; progress.json of the current learner's folder if None.
     """
     answer = _plain(answer)
     with _kept(file) as predictions:
@@ -79,16 +79,20 @@ def predict(
     return prediction
 
 
-def measured(id: str, value: Any, *, tolerance: float = 0.0, file: str | os.PathLike | None = None) -> Prediction:
-    """Take in what was measured, and score the answer that was there before.
+def score_prediction(
+    id: str, value: Any, *, tolerance: float = 0.0, file: str | os.PathLike | None = None
+) -> Prediction:
+    """Record a measured value and score the prediction made before it.
 
-    value: a number, list or words; of a CellResult, NEVER if the cell never returned, else its result must be given.
-    tolerance: relative, for numbers; 0 for exactly.
+    id: as given to `predict`. value: a number, list or text, or the CellResult of a cell that never returned.
+    tolerance: relative, for numbers; 0 for exact equality.
     Raises UserError when the question was never asked.
     """
     if isinstance(value, CellResult):
         if value.kind not in ("deadlock", "quiet"):
-            raise UserError(f"the cell of {id!r} did return, so say what was measured: measured({id!r}, number)")
+            raise UserError(
+                f"the cell of {id!r} did return, so say what was measured: score_prediction({id!r}, number)"
+            )
         value = NEVER
     with _kept(file) as predictions:
         prediction = _known(predictions, id)
@@ -96,20 +100,23 @@ def measured(id: str, value: Any, *, tolerance: float = 0.0, file: str | os.Path
             raise UserError(f"{id!r} was not asked: the cell with predict({id!r}, ...) comes first")
         prediction.value = _plain(value)
         if prediction.answer is not None:
-            prediction.score = int(agree(prediction.answer, prediction.value, tolerance))
+            prediction.score = int(answers_agree(prediction.answer, prediction.value, tolerance))
         predictions[id] = _entry(prediction)
     return prediction
 
 
-def agree(answer: Any, value: Any, tolerance: float = 0.0) -> bool:
-    """Whether an answer is right: numbers within the relative tolerance, lists item by item (also as text, "4 and 1"),
-    words without regard to capitals, spaces and a full stop. "never" and infinity are NEVER."""
+def answers_agree(answer: Any, value: Any, tolerance: float = 0.0) -> bool:
+    """Return whether an answer equals the measured value.
+
+    Numbers are compared with the relative tolerance, lists item by item (also as text, "4 and 1"), text regardless of
+    case, spaces and a final full stop. "never" and infinity are NEVER.
+    """
     if isinstance(value, list):
         answer = _NUMBERS.findall(answer) if isinstance(answer, str) else answer
         return (
             isinstance(answer, list)
             and len(answer) == len(value)
-            and all(agree(a, v, tolerance) for a, v in zip(answer, value, strict=True))
+            and all(answers_agree(a, v, tolerance) for a, v in zip(answer, value, strict=True))
         )
     number, wanted = _number(answer), _number(value)
     if value == NEVER:
@@ -135,7 +142,7 @@ def _number(value: Any) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can keep it."""
+    """Convert a value to types that JSON can store."""
     if hasattr(value, "tolist"):  # tensors and arrays
         value = value.tolist()
     if isinstance(value, set | frozenset):
@@ -143,13 +150,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no word for it
+        return str(value)  # JSON has no such number
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 @contextlib.contextmanager
 def _kept(file: str | os.PathLike | None) -> Iterator[dict[str, Any]]:
-    """The predictions made so far, to be changed in place."""
+    """Context with the stored predictions, which are written back at its end."""
     path = progress.find_progress_file(Path.cwd()) if file is None else Path(file)
     if path is None:
         yield _UNKEPT

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from minidist.comm import Record
 from minidist.errors import format_ranks
-from minidist.tools.notebook.cell import Fault
+from minidist.tools.notebook.rank_session import CellError
 
 _MAX_TEXT = 10_000  # characters of one rank's output
 _MAX_LINES = 200
@@ -18,11 +18,11 @@ _MAX_MESSAGE_LINES = 6
 
 @dataclass(frozen=True)
 class CellResult:
-    """One cell on all ranks.
+    """The outcome of one cell on all ranks.
 
-    outputs: what each rank printed; shown: each rank's last expression as text, "" for none; both by rank.
-    errors: messages for a person, one for every distinct error or one that explains why the cell was stopped.
-    notes: what happened to the ranks because of it. records: what each rank sent, as its meter has it.
+    outputs: what each rank printed; shown: repr of each rank's last expression, "" for none; both by rank.
+    errors: one message for every distinct error, and one that explains why the cell was stopped.
+    notes: consequences for the ranks, such as a restart. records: the communication of each rank, from its meter.
     kind: "done", "error", "deadlock", "mismatch", "quiet", "deadline", "stopped", "flood" or "died".
     """
 
@@ -35,36 +35,37 @@ class CellResult:
 
     @property
     def ok(self) -> bool:
+        """Whether the cell ran to its end on all ranks."""
         return self.kind == "done"
 
     def __str__(self) -> str:
         texts = {}
         for rank, (output, shown) in enumerate(zip(self.outputs, self.shown, strict=True)):
             texts[rank] = "\n".join(part for part in (_short(output.rstrip("\n")), shown) if part)
-        return "\n".join([*merged(texts), *self.errors, *self.notes])
+        return "\n".join([*merge_equal(texts), *self.errors, *self.notes])
 
 
 def _short(text: str) -> str:
-    """The beginning of a long text."""
+    """Truncate a long text."""
     lines = text.splitlines()
     if len(text) <= _MAX_TEXT and len(lines) <= _MAX_LINES:
         return text
     return "\n".join(lines[:_MAX_LINES])[:_MAX_TEXT] + f"\n... in all {len(lines)} lines, {len(text)} characters"
 
 
-def so_far(outputs: Sequence[str]) -> str:
-    """The end of what each rank has printed, in the form that the whole will have."""
+def latest_output(outputs: Sequence[str]) -> str:
+    """Return the last lines that each rank has printed, with equal outputs merged."""
     texts = {}
     for rank, output in enumerate(outputs):
         lines = output[-_MAX_LIVE_TEXT:].rstrip("\n").splitlines()[-_MAX_LIVE_LINES:]
         texts[rank] = "\n".join(lines)
-    return "\n".join(merged(texts))
+    return "\n".join(merge_equal(texts))
 
 
-def merged(texts: Mapping[int, str]) -> list[str]:
-    """`ranks 0-2: text` for every distinct text, in order of the first rank; a text of many lines starts below."""
+def merge_equal(texts: Mapping[int, str]) -> list[str]:
+    """Return `ranks 0-2: text` for every distinct text, in order of the first rank; long texts are indented below."""
     told = []
-    for text, ranks in same(texts).items():
+    for text, ranks in group_by_value(texts).items():
         lines = text.splitlines()
         if len(lines) == 1:
             told.append(f"{format_ranks(ranks)}: {text}")
@@ -73,18 +74,18 @@ def merged(texts: Mapping[int, str]) -> list[str]:
     return told
 
 
-def same(by_rank: Mapping) -> dict:
-    """Ranks with the same value, by value, in order of the first rank."""
+def group_by_value(by_rank: Mapping) -> dict:
+    """Group ranks by equal value, in order of the first rank."""
     groups: dict = {}
     for rank, value in sorted(by_rank.items()):
         groups.setdefault(value, []).append(rank)
     return groups
 
 
-def fault_messages(faults: Mapping[int, Fault]) -> list[str]:
-    """One short message per distinct error."""
+def format_errors(faults: Mapping[int, CellError]) -> list[str]:
+    """Return one short message per distinct error."""
     told = []
-    groups = same(faults)
+    groups = group_by_value(faults)
     for fault, ranks in list(groups.items())[:_MAX_FAULTS]:
         first, *more = fault.message.strip().splitlines() or [""]
         more = more[:_MAX_MESSAGE_LINES] + (["..."] if len(more) > _MAX_MESSAGE_LINES else [])
@@ -96,20 +97,20 @@ def fault_messages(faults: Mapping[int, Fault]) -> list[str]:
     return told + ([f"... and {len(groups) - _MAX_FAULTS} other errors"] if len(groups) > _MAX_FAULTS else [])
 
 
-def in_the_cell(text: str) -> str:
-    """A status report in the words of a notebook: cells end, they do not return."""
+def adapt_report(text: str) -> str:
+    """Adapt a report of the rank status to notebooks: cells reach their end instead of returning."""
     text = re.sub(r"\bcell (\S+):(\d+)", r"line \2 of cell \1", text)
     text = text.replace(" returned without", " reached the end of the cell without")
     text = text.replace("(returned)", "(reached the end of the cell)")
     return text.replace(": returned", ": reached the end of the cell")
 
 
-def lines_of_cell(stacks: Mapping[int, str], ranks: Iterable[int]) -> list[str]:
-    """Where each of these ranks is, by its Python stack (innermost call first)."""
+def format_cell_lines(stacks: Mapping[int, str], ranks: Iterable[int]) -> list[str]:
+    """Return the cell line at which each of these ranks is. stacks: by rank, innermost call first."""
     places = {}
     for rank in ranks:
         stack = stacks.get(rank, "")
         found = re.search(r'File "cell ([^"]+)", line (\d+)', stack)
         first = stack.strip().splitlines()
         places[rank] = f"line {found[2]} of cell {found[1]}" if found else first[0].strip() if first else "no answer"
-    return [f"  {format_ranks(who)}: {place}" for place, who in same(places).items()]
+    return [f"  {format_ranks(who)}: {place}" for place, who in group_by_value(places).items()]

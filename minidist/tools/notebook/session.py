@@ -1,4 +1,4 @@
-"""Live ranks: processes that stay between the cells of a notebook and keep their variables."""
+"""Live ranks, seen from the kernel: processes that keep their variables between the cells of a notebook."""
 
 import contextlib
 import re
@@ -12,9 +12,9 @@ from minidist.errors import RunError, UserError, format_ranks
 from minidist.tools.launch import RankServer
 from minidist.tools.launch.device import choose_device
 from minidist.tools.launch.live_job import LiveJob
-from minidist.tools.notebook.cell import Cell, serve
-from minidist.tools.notebook.result import CellResult, fault_messages, in_the_cell
-from minidist.tools.notebook.watch import Watch, balanced
+from minidist.tools.notebook.rank_session import Cell, serve_requests
+from minidist.tools.notebook.request_watcher import RequestWatcher, groups_usable
+from minidist.tools.notebook.result import CellResult, adapt_report, format_errors
 from minidist.tools.pieces import SymbolReplacements
 
 QUIET_S = 5.0
@@ -26,15 +26,14 @@ _REGROUP_S = 10.0
 
 
 class LiveRanks:
-    """`n` ranks and what they keep; a context manager. For one thread at a time.
+    """`n` ranks that stay alive between cells; a context manager. Not thread-safe.
 
-    device: as for `RankServer.start`. quiet_s: stop a cell after that long without an operation begun or ended and
-    without output on any rank that still runs it.
-    memory_gib: how much memory each rank's variables may take, on CPU; a share of what is free when None.
-    server: a warm rank server to use; one of our own when None.
-    pieces: the replacements made in this process; sources: their texts by name, and what
-    they stand beside, which the ranks are given too.
-    Raises UserError when `n` is no number of ranks or there is no such device.
+    device: as for `RankServer.start`. quiet_s: stop a cell after that long without output or any operation that begins
+    or ends on the ranks that still run it.
+    memory_gib: memory limit of each rank's variables, on CPU; a share of the free memory if None.
+    server: a running rank server to use; a new one if None.
+    pieces: the symbols replaced in this process; sources: (source, beside) by name, applied to the ranks too.
+    Raises UserError when `n` is not a number of ranks or the device does not exist.
     """
 
     def __init__(
@@ -91,39 +90,39 @@ class LiveRanks:
         timeout_s: float | None = None,
         show: Callable[[str], None] | None = None,
     ) -> CellResult:
-        """Execute `source` on every rank and return what became of it. Never raises because of what the cell does.
+        """Execute `source` on every rank and return the result. Never raises because of what the cell does.
 
         name: the cell's number or name in messages, without spaces; first_line: the number of its first line there.
-        quiet_s: in place of the one given for all cells; timeout_s: the longest the cell may take; for ever when None.
-        show: called now and then, while a cell takes long, with what the ranks have printed so far.
+        quiet_s: overrides the one of this object; timeout_s: limit for the cell, None for none.
+        show: called from time to time with what the ranks have printed so far.
         """
         self._cells += 1
         cell = Cell(f"cell {self._cells if name is None else name}", "\n" * (first_line - 1) + source)
-        with _interrupts() as pressed:
+        with _interrupts() as interrupts:
             notes = self._replaced()
-            watch = Watch(self._job, self.quiet_s if quiet_s is None else quiet_s, timeout_s, show)
-            kind, why = watch.ask(("run", cell), pressed)
+            watch = RequestWatcher(self._job, self.quiet_s if quiet_s is None else quiet_s, timeout_s, show)
+            kind, why = watch.run_request(("run", cell), interrupts)
             if kind not in ("done", "died"):
                 self._free()
-            # Numbers tell earlier cells apart; of this one nobody needs it, and it is another in every run.
+            # Numbers tell earlier cells apart; that of this cell would differ in every run.
             why = re.sub(rf" of {re.escape(cell.name)}\b", " of the cell", why)
             self.last = self._concluded(kind, why, notes)
         return self.last
 
     def get(self, name: str) -> list[Any]:
-        """The value of a variable (or any expression) on every rank. Raises UserError when a rank has none."""
+        """Return the value of a variable, or any expression, of every rank. Raises UserError when a rank has none."""
         self._replaced()
-        kind, why = Watch(self._job, self.quiet_s, None).ask(("get", name), [])
+        kind, why = RequestWatcher(self._job, self.quiet_s, None).run_request(("get", name), [])
         answers = self._job.answers
         faults = {rank: answer.fault for rank, answer in answers.items() if answer.fault}
         if kind != "done" or faults:
-            raise UserError("\n".join([why] if why else fault_messages(faults)))
+            raise UserError("\n".join([why] if why else format_errors(faults)))
         return [answers[rank].value for rank in range(self.n)]
 
     def piece(self, name: str, source: str, beside: Collection[str] = ()) -> None:
-        """Give the symbol `name` this source, in this process and on every rank, also on ranks started later.
+        """Replace the symbol `name` by this source, in this process and on every rank, also those started later.
 
-        beside, and what it raises: as `SymbolReplacements.replace`; nothing has changed then.
+        beside, and what it raises: as for `SymbolReplacements.replace`; after an error nothing has changed.
         """
         self._pieces.replace(name, source, f"piece {name}", beside=beside)
         self._sources[name] = source, tuple(beside)
@@ -131,7 +130,7 @@ class LiveRanks:
         self._give(name)
 
     def reset(self, name: str | None = None) -> list[str]:
-        """Put the original back, everywhere; all of them without a name. Returns what had been replaced."""
+        """Restore a replaced symbol, or all of them without a name, everywhere. Returns the restored names."""
         names = self._pieces.reset(name)
         for each in names:
             self._sources.pop(each, None)
@@ -139,12 +138,14 @@ class LiveRanks:
         self._tell(("reset", name))
         return names
 
-    # How it works.
+    # -- implementation -----------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         for _ in range(_TRIES):  # a rank server that is just dying may take one more job
             arguments = (self._memory_bytes,)
-            self._job = self._server.start(serve, self.n, arguments, backend=None, device=self.device, live=True)
+            self._job = self._server.start(
+                serve_requests, self.n, arguments, backend=None, device=self.device, live=True
+            )
             if self._regroup():
                 for name in self._sources:
                     self._give(name)
@@ -156,15 +157,15 @@ class LiveRanks:
     def _give(self, name: str) -> None:
         if not self._tell(("piece", name, f"piece {name}", *self._sources[name])):
             faults = {n: answer.fault for n, answer in self._job.answers.items() if answer.fault}
-            raise UserError("\n".join([f"{name} could not be replaced on the ranks", *fault_messages(faults)]))
+            raise UserError("\n".join([f"{name} could not be replaced on the ranks", *format_errors(faults)]))
 
     def _restart(self) -> None:
         self._job.kill()
         self._start()
 
     def _tell(self, message: tuple) -> bool:
-        """Ask for something that cannot take long; False when not all ranks did it."""
-        kind, _ = Watch(self._job, _REGROUP_S, _REGROUP_S).ask(message, [])
+        """Send a request that cannot take long; return whether all ranks carried it out."""
+        kind, _ = RequestWatcher(self._job, _REGROUP_S, _REGROUP_S).run_request(message, [])
         return kind == "done" and all(answer.kind == "done" for answer in self._job.answers.values())
 
     def _regroup(self) -> bool:
@@ -172,11 +173,11 @@ class LiveRanks:
         return self._tell(("regroup", self._generation))
 
     def _replaced(self) -> list[str]:
-        """New ranks in place of ones that died since the last cell, and the line that says so."""
+        """Restart ranks that died since the last cell; return the line that says so."""
         self._job.poll()
         if not self._job.dead_ranks:
             return []
-        why = in_the_cell(self._job.describe_deaths()).splitlines()[0]
+        why = adapt_report(self._job.describe_deaths()).splitlines()[0]
         self._restart()
         return [f"{why}. {self._gone()}"]
 
@@ -184,7 +185,7 @@ class LiveRanks:
         return f"All ranks were restarted: the variables of {format_ranks(range(self.n))} are gone."
 
     def _free(self) -> None:
-        """Stop those that still run the cell, as far as they can be stopped."""
+        """Interrupt the ranks that still run the cell."""
         job, start_s = self._job, time.monotonic()
         while not job.all_answered and not job.dead_ranks and time.monotonic() - start_s < _FREE_S:
             job.interrupt(close_connections=time.monotonic() - start_s > _CUT_S)
@@ -193,7 +194,7 @@ class LiveRanks:
                 job.poll(again_s - time.monotonic())
 
     def _concluded(self, kind: str, why: str, notes: list[str]) -> CellResult:
-        """Read what the cell left, then see to it that the next one finds ranks that work."""
+        """Collect the result of a cell, then restore working ranks for the next one."""
         job = self._job
         job.drain_output()
         answers = dict(job.answers)
@@ -204,7 +205,7 @@ class LiveRanks:
         # A broken connection is what the others see of a rank that died or left.
         own = {n: fault for n, fault in faults.items() if not fault.network}
         told = own if own or kind == "died" else faults
-        errors = [*fault_messages(told), *([why] if why else [])]
+        errors = [*format_errors(told), *([why] if why else [])]
         if kind == "done" and (left := [n for n, answer in answers.items() if answer.kind == "stopped"]):
             kind, errors = "stopped", [*errors, f"{format_ranks(left)} raised KeyboardInterrupt"]
         alone = not all(answer.grouped for answer in answers.values())
@@ -217,7 +218,7 @@ class LiveRanks:
             stuck = [n for n in range(self.n) if n not in answers]
             self._restart()
             notes = [*notes, f"{format_ranks(stuck)} could not be stopped. {self._gone()}"]
-        elif kind != "done" or alone or len(faults) > len(own) or (faults and not balanced(job.last_snapshots())):
+        elif kind != "done" or alone or len(faults) > len(own) or (faults and not groups_usable(job.last_snapshots())):
             if self._regroup():
                 notes = [*notes, "The ranks keep their variables and have a new process group."]
             else:
@@ -228,13 +229,13 @@ class LiveRanks:
 
 @contextlib.contextmanager
 def _interrupts():
-    """Ctrl-C puts something into the list instead of raising anywhere in the middle of a read."""
-    pressed: list[int] = []
+    """Context in which Ctrl-C appends to the returned list instead of raising KeyboardInterrupt."""
+    interrupts: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield pressed
+        yield interrupts
         return
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     try:
-        yield pressed
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Keep the `%%piece` cells of notebooks equal to the package, and their stored outputs to what they give.
+"""Update the `%%piece` cells of notebooks from the package, and optionally execute the notebooks.
 
 python -m minidist.tools.notebook.weave chapters          # cells that differ get the package's source
 python -m minidist.tools.notebook.weave --run chapters    # and every notebook is run and stored
@@ -17,31 +17,32 @@ _MAGIC = "%%piece "
 _CELL_S = 120
 
 
-def pieces(notebook: Any) -> Iterator[tuple[int, str, str]]:
-    """(number of the cell, piece, source) of every `%%piece` cell of a notebook that nbformat has read."""
+def find_piece_cells(notebook: Any) -> Iterator[tuple[int, str, str]]:
+    """Yield (cell number, symbol, source) of every `%%piece` cell of a notebook read by nbformat."""
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "code" and cell.source.startswith(_MAGIC):
             magic, _, source = cell.source.partition("\n")
             yield number, magic.removeprefix(_MAGIC).strip(), source
 
 
-def stale(notebook: Any) -> list[tuple[int, str, str]]:
-    """(number of the cell, piece, source as it should be) of the cells that differ from the package.
+def find_stale_cells(notebook: Any) -> list[tuple[int, str, str]]:
+    """Return (cell number, symbol, package's source) of the `%%piece` cells that differ from the package.
 
-    Raises UserError for a piece that the package does not have.
+    Raises UserError for a symbol that the package does not have.
     """
     wanted = (
-        (number, name, source, read_symbol_source(name).rstrip("\n")) for number, name, source in pieces(notebook)
+        (number, name, source, read_symbol_source(name).rstrip("\n"))
+        for number, name, source in find_piece_cells(notebook)
     )
     return [(number, name, now) for number, name, source, now in wanted if source != now]
 
 
-def weave(file: Path) -> list[str]:
-    """Put the package's source into the cells of a notebook file that differ from it; returns the pieces."""
+def update_cells(file: Path) -> list[str]:
+    """Rewrite the stale `%%piece` cells of a notebook file; return their symbols."""
     import nbformat
 
     notebook = nbformat.read(file, as_version=4)
-    changed = stale(notebook)
+    changed = find_stale_cells(notebook)
     for number, name, source in changed:
         notebook.cells[number].source = f"{_MAGIC}{name}\n{source}"
     if changed:
@@ -49,8 +50,8 @@ def weave(file: Path) -> list[str]:
     return [name for _, name, _ in changed]
 
 
-def run(file: Path) -> None:
-    """Run a notebook in its folder and store its outputs, without what differs from run to run."""
+def execute_notebook(file: Path) -> None:
+    """Execute a notebook in its folder and store its outputs, without times."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -66,7 +67,7 @@ def run(file: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 2 when a folder holds no notebook or a cell names what the package does not have."""
+    """Return exit code 0, or 2 when a folder holds no notebook or a cell names an unknown symbol."""
     parser = argparse.ArgumentParser(
         prog="python -m minidist.tools.notebook.weave", description=__doc__.splitlines()[0]
     )
@@ -78,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not files:
             raise UserError(f"{options.folder} holds no notebook")
         for file in files:
-            for name in weave(file):
+            for name in update_cells(file):
                 print(f"{file}: {name}")
             if options.run:
-                run(file)
+                execute_notebook(file)
                 print(f"{file}: run")
     except UserError as error:
         print(error, file=sys.stderr)

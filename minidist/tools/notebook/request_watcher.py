@@ -1,4 +1,4 @@
-"""Waiting for what live ranks answer, and saying why the rest will not come."""
+"""Waits for the answers of live ranks, and explains why missing ones will not come."""
 
 import time
 from collections.abc import Callable
@@ -8,20 +8,21 @@ from minidist.tools.deadlock.detector import find_mismatch
 from minidist.tools.deadlock.status_page import Progress, Snapshot
 from minidist.tools.deadlock.status_report import describe_rank
 from minidist.tools.launch.live_job import LiveJob
-from minidist.tools.notebook.blocked import Still
-from minidist.tools.notebook.result import in_the_cell, lines_of_cell, so_far
+from minidist.tools.notebook.blocked_in_torch import BlockedDetector
+from minidist.tools.notebook.result import adapt_report, format_cell_lines, latest_output
 
 _LOOK_S = 0.05
 _MAX_UNMATCHED = 3
 _NOTHING = Progress(0, ())
 _SHOW_S = 0.5  # between two looks at what was printed
-_TOGETHER_S = 0.15  # after a death, for others that die of the same cause
+_TOGETHER_S = 0.15  # after a death, to report others that die of the same cause with it
 
 
-class Watch:
-    """Waits for the answers to one message, and finds out when they will not come.
+class RequestWatcher:
+    """Waits for the answers to one request; detects deadlocks, deaths, silence, floods of output and interrupts.
 
-    show: called with what the ranks have printed so far, now and then, while they work on.
+    quiet_s: limit without any progress; timeout_s: limit for the request, None for none.
+    show: called from time to time with what the ranks have printed so far.
     """
 
     def __init__(
@@ -30,12 +31,16 @@ class Watch:
         self._job, self._quiet_s, self._timeout_s, self._show = job, quiet_s, timeout_s, show
         self._shown_s, self._shown = time.monotonic(), [0] * job.size
 
-    def ask(self, message: tuple, pressed: list) -> tuple[str, str]:
-        """("done", ""), or what is wrong and its explanation. pressed: not empty once the person wants it to stop."""
+    def run_request(self, message: tuple, interrupts: list) -> tuple[str, str]:
+        """Send a request and wait: return ("done", ""), or the kind of failure and its explanation.
+
+        interrupts: a list to which Ctrl-C appends, which stops the wait.
+        """
         job = self._job
         job.send_request(message)
         start_s = moved_s = time.monotonic()
-        before, still = None, Still(job) if message[0] == "run" else None  # ranks may meet anew as slowly as they like
+        before = None
+        detector = BlockedDetector(job) if message[0] == "run" else None  # reconnecting may take any time
         while not job.all_answered:
             job.poll(_LOOK_S)
             now_s, seen = time.monotonic(), self._seen()
@@ -47,30 +52,32 @@ class Watch:
             self._show_more(now_s)
             if job.verdict is not None:
                 return job.verdict.kind, self._explained(str(job.verdict))
-            if pressed:
+            if interrupts:
                 return "stopped", "\n".join(["stopped; the ranks stood here:", *self._places()])
             if any(rank.dropped_bytes for rank in job.ranks):
                 return "flood", "\n".join(["a rank printed more than is kept; it was stopped", *self._places()])
-            if still and still.look(moved_s) and not job.all_answered:
+            if detector and detector.all_blocked(moved_s) and not job.all_answered:
                 head = "deadlock: every rank waits inside torch or has reached the end; the ranks stand here:"
-                return "deadlock", "\n".join([head, *self._places(), *unmatched(job.last_snapshots())])
+                return "deadlock", "\n".join([head, *self._places(), *describe_unmatched(job.last_snapshots())])
             if now_s - moved_s > self._quiet_s:
                 more = f"if this is work that takes long, start the cell with %%ranks --quiet {4 * self._quiet_s:g}"
                 head = f"nothing has moved for {self._quiet_s:g} s; the ranks stand here:"
-                return "quiet", "\n".join([head, *self._places(), *(unmatched(job.last_snapshots()) or [more])])
+                return "quiet", "\n".join(
+                    [head, *self._places(), *(describe_unmatched(job.last_snapshots()) or [more])]
+                )
             if self._timeout_s is not None and now_s - start_s > self._timeout_s:
                 head = f"the cell was not done after {self._timeout_s:g} s; the ranks stand here:"
                 return "deadline", "\n".join([head, *self._places()])
-        # gloo lets one rank sum what another takes the largest of, and tells nobody.
+        # gloo does not notice that one rank sums what another takes the maximum of.
         if verdict := find_mismatch(job.last_snapshots()):
-            return verdict.kind, in_the_cell(str(verdict))
+            return verdict.kind, adapt_report(str(verdict))
         return "done", ""
 
     def _show_more(self, now_s: float) -> None:
         printed = [rank.output_bytes for rank in self._job.ranks]
         if self._show is not None and now_s - self._shown_s >= _SHOW_S and printed != self._shown:
             self._shown_s, self._shown = now_s, printed
-            self._show(so_far([rank.output for rank in self._job.ranks]))
+            self._show(latest_output([rank.output for rank in self._job.ranks]))
 
     def _seen(self) -> list:
         job = self._job
@@ -83,34 +90,34 @@ class Watch:
         end_s = time.monotonic() + _TOGETHER_S
         while not self._job.done and time.monotonic() < end_s:
             self._job.poll(_TOGETHER_S)
-        return "died", in_the_cell(self._job.describe_deaths())
+        return "died", adapt_report(self._job.describe_deaths())
 
     def _explained(self, text: str) -> str:
-        """A verdict, with the lines of the cell where the waits are in other files."""
-        told = in_the_cell(text)
+        """Return a verdict's text, with the lines of the cell if the ranks wait in other files."""
+        told = adapt_report(text)
         return told if " of cell " in told else "\n".join([told, "in the cell:", *self._lines(self._pending())])
 
     def _pending(self) -> list[int]:
         return [n for n in range(self._job.size) if n not in self._job.answers]
 
     def _lines(self, ranks: list[int]) -> list[str]:
-        return lines_of_cell(self._job.dump_stacks(), ranks)
+        return format_cell_lines(self._job.dump_stacks(), ranks)
 
     def _places(self) -> list[str]:
-        """Where every rank stands: the wait that its status shows, or the line that its stack shows."""
+        """Describe where each rank is: the operation in its status, or the line in its stack."""
         standing = self._job.last_snapshots()
         waiting = {n: s for n, s in standing.items() if s.state == "waiting"}
-        told = [f"  {format_ranks([n])}: {in_the_cell(describe_rank(s))}" for n, s in sorted(waiting.items())]
+        told = [f"  {format_ranks([n])}: {adapt_report(describe_rank(s))}" for n, s in sorted(waiting.items())]
         ended = sorted(self._job.answers)
         running = [n for n in self._pending() if n not in waiting]
         told += self._lines(running) if running else []
         return told + ([f"  {format_ranks(ended)}: reached the end of the cell"] if ended else [])
 
 
-def unmatched(statuses: dict[int, Snapshot]) -> list[str]:
-    """The operations that some ranks have begun and others they need have not, in words.
+def describe_unmatched(statuses: dict[int, Snapshot]) -> list[str]:
+    """Describe the collectives that some ranks have begun and other ranks of the group have not.
 
-    Of waits in C++ (the end of DDP's backward) rank status shows nothing but this.
+    For ranks blocked in C++, as at the end of DDP's backward, this is all that their status shows.
     """
     told = []
     for channel in dict.fromkeys(channel for status in statuses.values() for channel in status.progress):
@@ -128,8 +135,8 @@ def unmatched(statuses: dict[int, Snapshot]) -> list[str]:
     return ["operations that wait for others:", *told[:_MAX_UNMATCHED]] if told else []
 
 
-def balanced(statuses: dict[int, Snapshot]) -> bool:
-    """Whether every operation that a rank launched was launched by its partners too: then the groups are usable."""
+def groups_usable(statuses: dict[int, Snapshot]) -> bool:
+    """Return whether all partners of every launched operation launched it too, so that the groups can still be used."""
     counts = {n: {channel: p.launched for channel, p in status.progress.items()} for n, status in statuses.items()}
     for n, channels in counts.items():
         for channel, launched in channels.items():

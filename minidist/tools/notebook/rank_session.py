@@ -1,4 +1,4 @@
-"""The rank's side of a live session: run cells in one namespace that stays, answer what became of each."""
+"""The rank's side of live ranks: run cells in one persistent namespace and answer with their outcome."""
 
 import ast
 import contextlib
@@ -27,15 +27,18 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class Cell(NamedTuple):
-    """A cell's text. name: what tracebacks and rank status call it."""
+    """A cell's source. name: its file name in tracebacks and in the rank status."""
 
     name: str
     source: str
 
 
-class Fault(NamedTuple):
-    """An exception of a cell. line: of the cell, 0 when it is not known; text: that line; inside: `file:line in f`
-    of the place it was raised at, when that is a file of its own."""
+class CellError(NamedTuple):
+    """An exception that a cell raised.
+
+    kind: name of its class. line: number of the cell's line, 0 if unknown; text: that line. inside: `file:line in f`
+    where it was raised, if outside the cell. network: whether a broken connection caused it.
+    """
 
     kind: str
     message: str
@@ -46,37 +49,39 @@ class Fault(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What became of a message on one rank.
+    """A rank's answer to one request.
 
-    kind: "done", "error" or "stopped"; shown: the last expression's value, as a notebook shows it; value: what was
-    asked for; records: what the cell sent; grouped: whether the rank has a process group.
+    kind: "done", "error" or "stopped". shown: repr of the cell's last expression. value: of a requested variable.
+    records: the cell's communication. grouped: whether the rank has a process group.
     """
 
     kind: str
     shown: str = ""
-    fault: Fault | None = None
+    fault: CellError | None = None
     value: Any = None
     records: tuple[Record, ...] = ()
     grouped: bool = True
 
 
-def serve(world: World, live_rank: LiveRank, memory_bytes: int | None = None) -> None:
-    """Answer messages until the client is gone. A message is a method's name and its arguments.
+def serve_requests(world: World, live_rank: LiveRank, memory_bytes: int | None = None) -> None:
+    """Answer requests until the client is gone. A request is the name of a `RankSession` method and its arguments.
 
-    memory_bytes: how much more than now a cell may take; a share of what is free when None.
+    memory_bytes: how much memory cells may add to what the rank has now; this rank's share of the free memory if None.
     """
-    resident = Resident(world, live_rank, memory_bytes)
+    session = RankSession(world, live_rank, memory_bytes)
     while True:
         number, (name, *arguments) = live_rank.receive()
-        answer = resident.guarded(getattr(resident, name), *arguments)
+        answer = session.execute(getattr(session, name), *arguments)
         try:
             live_rank.answer((number, answer))
         except (pickle.PickleError, TypeError, AttributeError, ValueError) as error:  # it cannot be pickled
-            live_rank.answer((number, Answer("error", fault=Fault(type(error).__name__, str(error), 0, "", "", False))))
+            live_rank.answer(
+                (number, Answer("error", fault=CellError(type(error).__name__, str(error), 0, "", "", False)))
+            )
 
 
-class Resident:
-    """What a live rank keeps between cells."""
+class RankSession:
+    """The state that a live rank keeps between cells: its namespace and its replaced symbols."""
 
     def __init__(self, world: World, live_rank: LiveRank, memory_bytes: int | None):
         self._world, self._live_rank, self._pieces = world, live_rank, SymbolReplacements()
@@ -86,7 +91,7 @@ class Resident:
         woken.setblocking(False)
         signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
         self._woken = woken
-        signal.signal(signal.SIGUSR2, lambda *_: None)  # its arrival is all it says
+        signal.signal(signal.SIGUSR2, lambda *_: None)  # received through the wake-up socket
         threading.Thread(target=self._free, name="interrupts", daemon=True).start()
         # Pickle finds the classes that cells define in the module they name, which is this one.
         module = types.ModuleType("__main__")
@@ -106,20 +111,20 @@ class Resident:
             raise KeyboardInterrupt
 
     def _free(self) -> None:
-        """Hear the signals that a rank inside torch does not, and end its wait when that is asked for."""
+        """Receive signals in a thread of its own, for a rank blocked in torch; close its connections on SIGUSR2."""
         while data := self._wake.recv(64):
             if signal.SIGUSR2 in data and self._busy:
                 self._live_rank.close_connections()
 
-    def guarded(self, method, *arguments) -> Answer:
-        """Call a method; what it raises becomes an answer. Only within it does an interrupt stop anything."""
+    def execute(self, method, *arguments) -> Answer:
+        """Call a method of this session; turn its exception or an interrupt into an answer."""
         del self._live_rank.meter.records[:-_MAX_KEPT]
         status, first = self._world.status, len(self._live_rank.meter.records)
         status.resume()
-        signal.signal(signal.SIGINT, self._interrupt)  # for every cell: the one before may have put another there
+        signal.signal(signal.SIGINT, self._interrupt)  # anew for every cell, which may set a handler of its own
         try:
             try:
-                self._busy = method in (self.run, self.get)  # a late interrupt must not hit what mends the ranks
+                self._busy = method in (self.run, self.get)  # a late interrupt must not stop a recreation of the group
                 with self._memory.apply() if self._busy and self._memory else contextlib.nullcontext():
                     answer = method(*arguments)
             finally:
@@ -133,8 +138,8 @@ class Resident:
         records = tuple(self._live_rank.meter.records[first:][-_MAX_RECORDS:])
         return answer._replace(records=records, grouped=torch.distributed.is_initialized())
 
-    def _told(self, fault: Fault) -> Fault:
-        """An error for want of memory in words that say what to do."""
+    def _told(self, fault: CellError) -> CellError:
+        """Replace the message of an out-of-memory error by one that says what to do."""
         if self._memory is None or not (fault.kind == "MemoryError" or "can't allocate memory" in fault.message):
             return fault
         more = f"more than the {self._memory.extra_bytes / 2**30:.1f} GiB that this rank may take on this machine"
@@ -142,10 +147,12 @@ class Resident:
         return fault._replace(kind="MemoryError", message=more)
 
     def regroup(self, generation: int) -> Answer:
+        """Recreate the process group; bind it as `comm` in the cells' namespace."""
         self.names["comm"] = self._live_rank.recreate_group(generation)
         return Answer("done")
 
     def run(self, cell: Cell) -> Answer:
+        """Execute a cell; show the value of its last expression, unless it ends in a semicolon."""
         linecache.cache[cell.name] = (len(cell.source), None, cell.source.splitlines(keepends=True), cell.name)
         tree = ast.parse(cell.source, cell.name)
         quiet = cell.source.rstrip().endswith(";")
@@ -161,16 +168,19 @@ class Resident:
         return Answer("done", shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + " ...")
 
     def get(self, name: str) -> Answer:
+        """Evaluate an expression in the cells' namespace; tensors are copied to the CPU."""
         value = eval(name, self.names)
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu()
         return Answer("done", value=value)
 
     def piece(self, name: str, filename: str, source: str, beside: tuple[str, ...]) -> Answer:
+        """Replace a symbol of the package; arguments as for `SymbolReplacements.replace`."""
         self._pieces.replace(name, source, filename, beside=beside)
         return Answer("done")
 
     def reset(self, name: str | None) -> Answer:
+        """Restore one replaced symbol, or all of them without a name."""
         self._pieces.reset(name)
         return Answer("done")
 
@@ -180,8 +190,8 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-def _fault(error: BaseException) -> Fault:
-    """The error as one line for a person, with the line of the cell."""
+def _fault(error: BaseException) -> CellError:
+    """Describe an exception, with the line of the cell that raised it."""
     frames, trace = [], error.__traceback__
     while trace is not None:
         frames.append((trace.tb_frame.f_code, trace.tb_lineno))
@@ -198,7 +208,7 @@ def _fault(error: BaseException) -> Fault:
         inside = f"{'/'.join(code.co_filename.split(os.sep)[-2:])}:{at} in {code.co_name}"
     network = isinstance(error, torch.distributed.DistError) or type(error).__name__ == "CommError"
     network = network or (isinstance(error, RuntimeError) and "gloo" in str(error))
-    return Fault(type(error).__name__, message, line, linecache.getline(name, line).strip(), inside, network)
+    return CellError(type(error).__name__, message, line, linecache.getline(name, line).strip(), inside, network)
 
 
 def _is_cell(filename: str) -> bool:

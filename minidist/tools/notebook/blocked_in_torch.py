@@ -1,0 +1,73 @@
+"""Detects ranks that are blocked inside torch, which the rank status does not show: DDP's backward, `new_group`.
+
+A rank whose threads all sleep and whose innermost Python frame belongs to torch waits for another process. If every
+rank that has not reached the end of the cell is blocked like this, or waits according to its status, no rank is left
+that could end these waits. A rank that computes has a runnable thread; one that calls `time.sleep`, reads a file or
+waits for a child process has another innermost frame.
+"""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import torch
+
+import minidist.comm
+import minidist.tools.shm
+from minidist.tools import torch_group
+from minidist.tools.launch.live_job import LiveJob
+
+BLOCKED_S = 0.5
+# torch sleeps and retries while it connects to a store, and gloo sleeps 10 ms for each connection of a destroyed group.
+_ITSELF = re.compile(r"rendezvous\.py |\bdestroy(_process_group)?$")
+_PACKAGES = (torch, minidist.comm, minidist.tools.shm)
+_WAITS_INSIDE = (
+    *(os.path.dirname(os.path.abspath(package.__file__)) + os.sep for package in _PACKAGES),
+    os.path.abspath(torch_group.__file__),
+)
+
+
+class BlockedDetector:
+    """Detects that all ranks of a job without an answer are blocked, once nothing has changed for `BLOCKED_S`."""
+
+    def __init__(self, job: LiveJob):
+        self._job, self._since_s = job, 0.0
+
+    def all_blocked(self, moved_s: float) -> bool:
+        """Return whether all unfinished ranks are blocked. moved_s: when the status last changed. Checks twice."""
+        now_s = time.monotonic()
+        if now_s - max(moved_s, self._since_s) < BLOCKED_S:
+            return False
+        if not self._all_all_asleep():
+            self._since_s = now_s
+            return False
+        standing = self._job.last_snapshots()
+        hidden = [n for n in self._pending() if n not in standing or standing[n].state != "waiting"]
+        stacks = self._job.dump_stacks() if hidden else {}
+        self._since_s = time.monotonic()
+        return bool(hidden) and all(_in_torch(stacks.get(n, "")) for n in hidden) and self._all_all_asleep()
+
+    def _pending(self) -> list[int]:
+        return [n for n in range(self._job.size) if n not in self._job.answers]
+
+    def _all_all_asleep(self) -> bool:
+        return all(all_threads_sleep(self._job.pids[n]) for n in self._pending())
+
+
+def all_threads_sleep(pid: int) -> bool:
+    """Return whether every thread of the process sleeps; False where there is no /proc."""
+    states = []
+    try:
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+    except OSError:  # a thread has just ended
+        return False
+    return bool(states) and set(states) == {"S"}
+
+
+def _in_torch(stack: str) -> bool:
+    innermost = re.search(r'File "([^"]+)", line \d+ in (\w+)', stack)
+    return (
+        bool(innermost) and innermost[1].startswith(_WAITS_INSIDE) and not _ITSELF.search(" ".join(innermost.groups()))
+    )

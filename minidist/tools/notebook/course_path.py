@@ -1,0 +1,23 @@
+"""The root folder of the course, found from a notebook's folder (`work/chapters/01_data_distribution`)."""
+
+import sys
+from pathlib import Path
+
+_OWN = Path(__file__).resolve().parents[3]
+
+
+def course_root(start: Path | None = None) -> Path:
+    """Return the nearest parent folder that contains the package `exercises`, else the one that contains this package.
+
+    start: where to begin; the current folder if None.
+    """
+    start = (start or Path.cwd()).resolve()
+    above = (folder for folder in (start, *start.parents) if (folder / "exercises" / "__init__.py").is_file())
+    return next(above, _OWN)
+
+
+def add_course_to_path(start: Path | None = None) -> None:
+    """Add the root of the course to `sys.path`, of this process and its ranks, for `%load_ext exercises`."""
+    root = str(course_root(start))
+    if root not in sys.path:
+        sys.path.append(root)

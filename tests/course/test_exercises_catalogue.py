@@ -113,5 +113,5 @@ def test_a_program_that_is_not_there_is_told(tmp_path, kind):
 
 
 def test_an_unknown_exercise_is_told_with_the_known_ones():
-    with pytest.raises(UserError, match="there is no exercise 'blok'; there are rank_and_world, "):
+    with pytest.raises(UserError, match="there is no exercise 'blok'; possible: rank_and_world, "):
         CATALOGUE["blok"]

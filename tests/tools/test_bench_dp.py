@@ -1,5 +1,6 @@
 """The bench measures equal work, refuses a contender that computes wrongly, and its instruments read what is there."""
 
+import io
 import itertools
 import json
 import os
@@ -9,12 +10,13 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
-from bench import lineup, memory, peers, rounds
+from bench import lineup, memory, peers, report, rounds
 from bench.__main__ import main
 from bench.contenders import MODES, Floor, Ours, Seat, TorchDDP
-from bench.contest import FLOOR
+from bench.contest import FLOOR, Row, Run
 from bench.statistics import median_interval, paired_ratios, step_times
 from bench.workload import SIZES, Share
 from minidist.comm import GroupSpec, bind
@@ -142,6 +144,10 @@ def test_a_peer_that_is_not_installed_is_left_out_in_one_line(monkeypatch):
     names, left_out = lineup.present(2, 8)
     assert names == [*RIGHT, FLOOR]
     assert len(left_out) == 2 and all("minidist[peers]" in line for line in left_out)
+    console = Console(file=io.StringIO(), width=120)
+    row = Row("ours", "fused", None, [1.0], None, None, [1.0], None, None, None)
+    report.print_run(Run(2, "full", [row], left_out), [], console)
+    assert console.file.getvalue().count("pip install 'minidist[peers]'") == 2
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -97,6 +97,8 @@ def test_texts_that_cannot_be_learned_from_are_refused(place, capsys):
 def test_devices_and_backends_that_are_not_here_are_refused(place, capsys):
     assert "--device cuda: torch sees 0 GPUs here" in refused(capsys, "train", "--device", "cuda")
     assert "--device cuda:3: torch sees 0 GPUs here" in refused(capsys, "train", "--device", "cuda:3")
+    told = refused(capsys, "train", "--zero.offload", "--ranks", "2")
+    assert "zero.offload true has no effect" in told and "the 2 ranks run on the CPU (--device auto)" in told
     told = refused(capsys, "train", "--comm.backend", "nccl", "--ranks", "2")
     assert "nccl needs a GPU of its own for each rank; here are 2 ranks on cpu and 0 GPUs" in told
 

@@ -91,6 +91,11 @@ def choose_place(config: Config, ranks: int) -> str:
             f"--comm.backend nccl needs a GPU of its own for each rank; here are {ranks} ranks on {place} and "
             f"{found} GPUs. Give --comm.backend gloo, or leave it out."
         )
+    if config.zero.offload and place == "cpu":
+        raise UserError(
+            "zero.offload true has no effect: it moves master weights and optimizer states from a GPU to the host, and "
+            f"the {ranks} ranks run on the CPU (--device {asked}). Leave --zero.offload out."
+        )
     if backend == "shm" and place != "cpu":
         raise UserError(f"--comm.backend shm is for ranks on CPU; here they are on {place}. Give --device cpu as well.")
     return place

@@ -20,7 +20,7 @@ from exercises.catalogue import ROOT
 from minidist.tools.notebook import weave
 from tests.helpers.chapters import CHAPTERS, each_chapter, exercises_of
 
-DEADLINE_S = 600
+DEADLINE_S = 1200
 CELL_S = 300
 RED_S = 240
 NOTEBOOKS = [file for chapter in CHAPTERS for file in sorted(chapter.glob("*.ipynb"))]

@@ -21,8 +21,8 @@ import traceback
 
 import pytest
 
-DEFAULT_S = 300.0
-EXHAUSTIVE_S = 900.0
+DEFAULT_S = 600.0
+EXHAUSTIVE_S = 1800.0
 HARD_EXTRA_S = 60.0
 _OF_PYTEST = re.compile(r"/(_pytest|pluggy|xdist|execnet)/|^<")
 _stderr: int | None = None

@@ -50,6 +50,7 @@ def one_thread():
 # The rows
 
 
+@pytest.mark.deadline(1800)  # a hundred rows in one test
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_row_equals_one_process(server, world):
     cases = [case for case in cases_of(plan(world)) if case.world == world]

@@ -1,12 +1,19 @@
-"""The exercises of the course and what judges them: `python -m exercises`.
+"""The exercises of the course and their grader: `python -m exercises`.
 
-A learner writes in `work/`; the judge runs that file on fresh ranks, against tests that know the right values by
-another way than the package does. In a notebook, `%load_ext exercises` gives `%exercise` and `%check`.
+A learner writes in `work/`. The grader runs that file on fresh ranks against tests that compute the right values
+independently of the package. In a notebook, `%load_ext exercises` gives `%exercise` and `%check`.
+
+Reading order: `catalogue` (what an exercise consists of), `work` (the learner's files), `attempt` and `check` (grade a
+file), `diagnosis` and `rank_tests` (run its tests, on the client and on a rank), `report` (messages). For the authors
+of tests: `testing`, `network`, `traffic`, `observed`, `expected_shards`, `watched`, `pipeline`. Protection of the
+grader: `source_check` and `guard`; `stuck_ranks` grades predictions. For the authors of exercises: `new`, `stubs`,
+`answers` and `generated_answers`, `gate`, and `mutate` with `mistakes` and `mutants`. For learners: `magics`, `card`,
+`watch`, `lab` and `train`, which trains with the learner's code.
 """
 
 
 def load_ipython_extension(shell) -> None:
-    """What `%load_ext exercises` does."""
+    """Register the magics: IPython calls this for `%load_ext exercises`."""
     from exercises.magics import ExerciseMagics  # IPython is needed from here on only
 
     shell.extension_manager.load_extension("minidist.tools.notebook")  # nothing when it is loaded

@@ -1,5 +1,5 @@
-"""One attempt at an exercise: the learner's file is judged, the result recorded and told. The same in the shell, in a
-notebook and in watch."""
+"""One attempt at an exercise: grade the learner's file, record the result, write the report. Used by the shell, the
+notebook and watch."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +21,7 @@ class Attempt(NamedTuple):
 
 
 def attempt(exercise: Exercise, work: Work, server: "RankServer") -> Attempt:
-    """Judge the learner's file of the exercise. Raises UserError when it is not there."""
+    """Grade the learner's file of the exercise and record the result. Raises UserError when the file is missing."""
     answer = work.file(exercise)
     if not answer.is_file():
         raise UserError(f"{answer} is not there; python -m exercises start copies the stubs to {work.folder}")
@@ -31,11 +31,11 @@ def attempt(exercise: Exercise, work: Work, server: "RankServer") -> Attempt:
 
 
 def hints_left(exercise: Exercise, work: Work) -> int:
-    """How many hints the learner has not seen."""
+    """Return the number of hints that the learner has not seen."""
     return len(exercise.hints) - work.entry(exercise).get("hints", 0)
 
 
 def hint(exercise: Exercise, work: Work) -> str:
-    """All hints seen so far, and one more."""
+    """Reveal the next hint; return it with all earlier ones."""
     shown = exercise.hints[: work.next_hint(exercise)]
     return "\n".join(f"hint {number} of {len(exercise.hints)}: {text}" for number, text in enumerate(shown, start=1))

@@ -1,4 +1,4 @@
-"""Judge a learner's file: every test in fresh ranks, and every way to fail as one short finding."""
+"""Grades a learner's file: runs every test on fresh ranks and turns every kind of failure into a short finding."""
 
 import importlib.util
 import tempfile
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from exercises import stubs
 from exercises.catalogue import Exercise, TestCase
-from exercises.ending import judge
-from exercises.measure import measure, sizes_of
-from exercises.reach import forbidden
+from exercises.diagnosis import run_and_diagnose
+from exercises.source_check import find_forbidden_code
+from exercises.stuck_ranks import find_stuck_ranks, read_world_sizes
 from exercises.testing import Finding
 from minidist.errors import UserError
 
@@ -29,7 +29,7 @@ _ALWAYS = (
         "minidist.train.loss",
         "minidist.zero.reducer",
     ),
-    *("exercises.network", "exercises.observed", "exercises.rankside"),
+    *("exercises.network", "exercises.observed", "exercises.rank_tests"),
 )
 PRELOAD = (*_ALWAYS, "torch._dynamo")
 _PROGRAMS = ("script", "clinic")  # kinds whose answers are programs as torchrun starts them
@@ -43,7 +43,7 @@ _SKIPPED = "not run, because of how another test ended"
 
 @dataclass(frozen=True)
 class TestResult:
-    """How one test ended. points: earned, of `of`; finding: None when it passed."""
+    """The outcome of one test. points: earned, out of `of`; finding: None if it passed."""
 
     id: str
     says: str
@@ -54,7 +54,7 @@ class TestResult:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a file was judged. content: what it was when it was read, once for all tests."""
+    """The grade of a file. content: of the file, read once for all tests."""
 
     exercise: Exercise
     content: bytes
@@ -66,7 +66,7 @@ class Verdict:
 
     @property
     def shown(self) -> TestResult | None:
-        """The failure to tell: the first test that found something itself; None when all passed."""
+        """The failure to report: the first failed test that was run; None if all passed."""
         failed = [result for result in self.results if result.finding]
         return next((result for result in failed if result.finding.kind != "skipped"), next(iter(failed), None))
 
@@ -76,7 +76,7 @@ class Verdict:
 
 
 def preload(exercise: Exercise) -> tuple[str, ...]:
-    """What a server preloads that judges this exercise alone: PRELOAD, or less when it needs less."""
+    """Return the modules that a rank server should preload to grade only this exercise."""
     return PRELOAD if exercise.kind in _PROGRAMS or exercise.piece.startswith(_OPERATORS) else _ALWAYS
 
 
@@ -90,7 +90,7 @@ def check(
     stop: bool = False,
     measured: Mapping[str, list[int]] | None = None,
 ) -> Verdict:
-    """Run the exercise's tests on the file `answer`. The same file gives the same verdict.
+    """Run the exercise's tests on the file `answer`; return the verdict, which depends only on the file.
 
     server: started with PRELOAD, so that ranks are quick. only: these tests and no others. hang_s: ranks that
     do nothing new for so long hang. stop: at the first finding, whatever it is. measured: what the scenarios of a
@@ -101,12 +101,12 @@ def check(
         raise UserError(f"{answer} is not there: python -m exercises start copies the stubs")
     tests = [test for test in exercise.tests() if only is None or test.id in only]
     content = answer.read_bytes()
-    if reached := forbidden(content):
+    if reached := find_forbidden_code(content):
         return Verdict(exercise, content, _results(tests, _told(tests, content, *reached)))
     if exercise.kind == "predict" and measured is None:
-        measured = measure(exercise.source, [test.id for test in tests], server)
+        measured = find_stuck_ranks(exercise.source, [test.id for test in tests], server)
     fault = (stubs.fault_line(exercise), exercise.fault) if exercise.fault else None
-    sizes = sizes_of(exercise.source) if exercise.kind == "predict" else None
+    sizes = read_world_sizes(exercise.source) if exercise.kind == "predict" else None
     offered, secret = {"measured": measured, "sizes": sizes, "fault": fault}, _secret(exercise, answer)
     with tempfile.TemporaryDirectory(prefix="minidist-answer-") as folder:
         # The learner goes on writing in the other one. Messages show the last two parts of a path: they are the same.
@@ -117,7 +117,7 @@ def check(
         def run(ids: Sequence[str], size: int) -> Finding | None:
             with tempfile.TemporaryDirectory(prefix="minidist-check-") as place:
                 request = _request(exercise, ids, copy, secret, place, offered)
-                return judge(request, size, server, hang_s)
+                return run_and_diagnose(request, size, server, hang_s)
 
         return Verdict(exercise, content, _results(tests, _findings(tests, run, stop)))
 
@@ -175,7 +175,7 @@ def _secret(exercise: Exercise, answer: Path) -> tuple[str, ...]:
 def _request(
     exercise: Exercise, tests: Sequence[str], answer: Path, secret: tuple[str, ...], folder: str, offered: dict
 ):
-    from exercises.rankside import Request
+    from exercises.rank_tests import Request
 
     return Request(
         str(answer), str(exercise.test_file), tuple(tests), exercise.symbols, exercise.pieces, exercise.guards, secret,

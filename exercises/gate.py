@@ -30,8 +30,8 @@ from exercises import report, stubs
 from exercises.answers import Answer, read_answers
 from exercises.catalogue import Exercise
 from exercises.check import Verdict, check
-from exercises.measure import measure
 from exercises.new import unwritten
+from exercises.stuck_ranks import find_stuck_ranks
 from minidist.errors import UserError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Gate:
     def _verdict(self, exercise: Exercise, file: Path, only: list[str] | None = None) -> Verdict:
         if exercise.kind == "predict" and exercise.name not in self._measured:  # once for all answers
             names = [test.id for test in exercise.tests()]
-            self._measured[exercise.name] = measure(exercise.source, names, self.server)
+            self._measured[exercise.name] = find_stuck_ranks(exercise.source, names, self.server)
         verdict = check(exercise, file, self.server, only=only, measured=self._measured.get(exercise.name))
         lines = len(report.text(verdict, len(exercise.hints)).splitlines())
         if lines > report.MAX_LINES:

@@ -1,4 +1,4 @@
-"""What a learner's code may not do while it is judged, and which line of it tried.
+"""Prevents forbidden actions of a learner's code while it is graded, and names the line that tried one.
 
 Guarded are the package's own piece, ready-made equivalents, files outside the exercise and other processes. A guard
 looks for the learner's file on the call stack: the package and the tests may do all of this. The piece is kept more
@@ -34,7 +34,7 @@ class Forbidden(BaseException):
 
 
 class Guard:
-    """Installed once in a process that judges; `caught` is the first thing that was tried.
+    """Installed once in a grading process; `caught` is the first forbidden action.
 
     answer: the learner's file; test_file: that of the tests, which may call the package's own piece.
     """
@@ -58,11 +58,11 @@ class Guard:
         sys.addaudithook(self._audit)
 
     def stop(self) -> None:
-        """The judge takes over: nothing is guarded any more."""
+        """Stop guarding: the grader takes over."""
         self._off = True
 
     def line(self) -> int | None:
-        """The innermost line of the learner's file that is being executed."""
+        """Return the innermost line of the learner's file on the call stack."""
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != self.answer:
             frame = frame.f_back

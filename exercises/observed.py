@@ -1,4 +1,4 @@
-"""What a test can see of an answer besides its values: the order of events, and the memory it takes.
+"""Observations of an answer other than its values: the order of events and the memory it uses.
 
 Neither depends on how fast the machine is, so neither needs a clock.
 """
@@ -19,7 +19,7 @@ from exercises.testing import Wrong
 
 
 def timeline(network) -> list[str]:
-    """What happened on this rank since the test began, in order.
+    """Return the events of this rank since the test began, in order.
 
     The test's own marks (`network.event`), `launch 0`, `launch 1`, ... of the operations in the order in which they
     were launched, and `wait 0`, `wait 1`, ... where the wait for each of them ended. What was not waited for is not
@@ -34,7 +34,7 @@ def timeline(network) -> list[str]:
 
 
 def expect_order(happened: Sequence[str], expected: Sequence[str]) -> None:
-    """Events must be just those expected, in their order; the message names the first that is not."""
+    """Fail unless the events are exactly the expected ones, in order; the message names the first difference."""
     before = "the beginning"
     for got, wanted in itertools.zip_longest(happened, expected, fillvalue="nothing more"):
         if got != wanted:
@@ -73,7 +73,7 @@ class Moved(TorchFunctionMode):
 
 
 class PeakMemory:
-    """Bytes of CPU tensors that were alive at once inside a `with` block, beyond those alive before it: `peak_bytes`.
+    """Peak of the CPU memory allocated for tensors inside a `with` block, beyond that before it: `peak_bytes`.
 
     Counted by torch's own allocator, so that tensors inside autograd and operators count too. What was alive before and
     is freed inside is taken off.
@@ -98,7 +98,7 @@ class PeakMemory:
 
 
 class Held:
-    """What tensors that were made inside a `with` block hold at any moment of it: `held.nbytes()`, memory counted once.
+    """Memory of the live tensors created inside a `with` block: `held.nbytes()`, each storage counted once.
 
     Only what Python holds: a backend copies what it sends, and gives the copy back when its own thread comes to it, so
     that a peak beside a network is another one in every run.

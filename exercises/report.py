@@ -1,4 +1,4 @@
-"""A verdict in words, in fewer than fifteen lines, and as JSON."""
+"""Reports of a verdict: text of fewer than fifteen lines, and JSON."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ MAX_LINES = 14
 
 
 def message(finding: Finding, most: int = MAX_LINES) -> list[str]:
-    """One finding: what is wrong, the call that shows it, the rank, expected, got, the line. At most `most` lines."""
+    """Format one finding in at most `most` lines: the fault, the call that shows it, rank, expected, got, line."""
     facts = {
         "for": finding.call,
         "rank": f"{finding.rank} of {finding.size}" if finding.size > 1 and finding.kind != "deadlock" else "",
@@ -25,7 +25,7 @@ def message(finding: Finding, most: int = MAX_LINES) -> list[str]:
 
 
 def text(verdict: Verdict, hints_left: int = 0) -> str:
-    """The report for the shell: what passed, what failed, and one failure in full."""
+    """Return the report for the shell: passed and failed tests, and one failure in full."""
     name, of = verdict.exercise.name, verdict.exercise.points
     if verdict.passed:
         return f"{name}: passed, {of} of {of} points\npython -m exercises solution {name} shows the package's own"
@@ -44,7 +44,7 @@ def text(verdict: Verdict, hints_left: int = 0) -> str:
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
-    """The verdict for programs; the same file gives the same text."""
+    """Return the verdict as JSON; equal files give equal text."""
     return {
         "exercise": verdict.exercise.name,
         "kind": verdict.exercise.kind,

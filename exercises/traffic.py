@@ -1,4 +1,4 @@
-"""Who sent what to whom in a test, for answers that are to send and receive themselves."""
+"""Records the sends and receives of a test, for answers that implement collectives."""
 
 from exercises.testing import Wrong, expect
 from minidist.comm import all_gather_object
@@ -27,19 +27,19 @@ class Wire:
         self.transfers = [(r.name, r.peer, r.payload_bytes // r.dtype.itemsize) for r in records]
 
     def peers(self, kind: str) -> list[int]:
-        """The other rank of every message with something in it, in the order of launch."""
+        """Return the peer of every non-empty message, in launch order."""
         return [peer for name, peer, elements in self.transfers if name == kind and elements]
 
     def sent(self) -> int:
-        """Elements that this rank sent."""
+        """Return the number of elements that this rank sent."""
         return sum(elements for name, _, elements in self.transfers if name == "send")
 
     def of_all_ranks(self) -> list[list]:
-        """The transfers of every rank, known to all of them. Call it after the block."""
+        """Gather the transfers of every rank on all ranks. Call it after the block."""
         return all_gather_object(self.transfers, self._network.group)
 
     def expect_a_ring(self, world) -> None:
-        """Every rank has sent to one neighbour and received from the other, size - 1 times; none waited its turn."""
+        """Fail unless every rank sent to one neighbour and received from the other, size - 1 times, all at once."""
         to, of = sorted(set(self.peers("send"))), sorted(set(self.peers("recv")))
         right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
         if (to, of) not in (([right], [left]), ([left], [right])):

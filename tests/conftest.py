@@ -27,7 +27,7 @@ _GONE_WITHIN_S = 10.0
 PRELOAD = (
     *("torch._dynamo", "safetensors.torch", "matplotlib.figure", "matplotlib.image", "pytest", "hypothesis"),
     *("minidist.train.trainer", "minidist.tools.parity.ranks", "minidist.tools.notebook.rank_session"),
-    *("exercises.network", "exercises.observed", "exercises.rankside", "tests.helpers.small_run"),
+    *("exercises.network", "exercises.observed", "exercises.rank_tests", "tests.helpers.small_run"),
 )
 _SHARED = Path("/dev/shm")
 

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from exercises.rows import cut
+from exercises.expected_shards import shard_elements
 from exercises.testing import expect, test
 from minidist.comm import all_gather, reduce_scatter
 
@@ -38,7 +38,11 @@ def told(sizes, parts):
 def as_short_as_can_be(answer):
     """Parameters one behind the other in the given order, then as little padding as equal shards allow."""
     for sizes, parts in cases():
-        layout, shards, case = answer.lay_out_flat(sizes, parts), cut(sizes, parts), told(sizes, parts)
+        layout, shards, case = (
+            answer.lay_out_flat(sizes, parts),
+            shard_elements(sizes, parts),
+            told(sizes, parts),
+        )
         expect("elements of a shard", layout.shard, len(shards[0]), case=case)
         expect("elements of the row", layout.numel, sum(map(len, shards)), case=case)
         expect("elements that belong to no parameter", layout.padding, sum(shards, []).count(None), case=case)
@@ -54,7 +58,7 @@ def as_short_as_can_be(answer):
 def shards_touch_each_other(answer):
     """Shard 0 begins at 0, each of the others where the one before it ends, the last ends with the row."""
     for sizes, parts in cases():
-        layout, shard = answer.lay_out_flat(sizes, parts), len(cut(sizes, parts)[0])
+        layout, shard = answer.lay_out_flat(sizes, parts), len(shard_elements(sizes, parts)[0])
         got = [list(layout.bounds(part)) for part in range(parts)]
         wanted = [[part * shard, (part + 1) * shard] for part in range(parts)]
         expect("[begin, end] of each shard", got, wanted, case=told(sizes, parts))
@@ -65,7 +69,7 @@ def each_element_in_one_shard(answer):
     """What a shard has of a parameter, counted from the parameter's first element; nothing of it: left out."""
     for sizes, parts in cases():
         layout = answer.lay_out_flat(sizes, parts)
-        for part, shard in enumerate(cut(sizes, parts)):
+        for part, shard in enumerate(shard_elements(sizes, parts)):
             wanted = {}
             for name, index in filter(None, shard):
                 wanted[name] = [min(index, wanted.get(name, [index])[0]), index + 1]

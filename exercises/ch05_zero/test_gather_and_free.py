@@ -5,8 +5,8 @@ import itertools
 import torch
 from torch import nn
 
+from exercises.expected_shards import shard_elements
 from exercises.observed import Held, timeline
-from exercises.rows import cut
 from exercises.testing import Wrong, expect, test
 from exercises.watched import LAYERS, Net
 from minidist.precision.dtypes import Formats
@@ -37,7 +37,7 @@ def gathered(size):
     for row in ROWS.values():
         found |= {name: torch.zeros(shape, dtype=torch.float64) for name, shape in row.items()}
         sizes = {name: found[name].numel() for name in row}
-        for rank, shard in enumerate(cut(sizes, size)):
+        for rank, shard in enumerate(shard_elements(sizes, size)):
             for name, place in filter(None, shard):
                 found[name].view(-1)[place] = start(name, row[name], rank).view(-1)[place]
     return found

@@ -4,8 +4,8 @@ import contextlib
 
 import torch
 
+from exercises.expected_shards import shard_elements, shard_values
 from exercises.observed import Held, timeline
-from exercises.rows import cut, laid_out
 from exercises.testing import Wrong, expect, test
 from minidist.comm import GroupSpec, bind
 from minidist.mesh import Mesh
@@ -68,7 +68,7 @@ def total(name, ranks, micro_batches, step=0, used=lambda name, rank, micro_batc
 
 def expect_shard(what, got, world, values):
     """This rank's shard of the row of these sums."""
-    expect(what, got.tolist(), laid_out(cut(SIZES, world.size)[world.rank], values))
+    expect(what, got.tolist(), shard_values(shard_elements(SIZES, world.size)[world.rank], values))
 
 
 @test(points=3, ranks=(1, 2, 3, 4))
@@ -92,7 +92,7 @@ def a_shard_of_the_sum(answer, world, network):
 @test(points=3, ranks=(2, 3))
 def reduced_in_every_micro_batch(answer, world, network):
     """One reduce-scatter of the row for each micro-batch, and nothing else goes over the network."""
-    gradients, padded = gradients_of(answer, network.group), len(sum(cut(SIZES, world.size), []))
+    gradients, padded = gradients_of(answer, network.group), len(sum(shard_elements(SIZES, world.size), []))
     for micro_batches in (1, 4):
         before = len(network.records)
         for micro_batch in range(micro_batches):
@@ -184,8 +184,8 @@ def copies_are_summed_once(answer, world, network):
     gradients = gradients_of(answer, groups["grads"], groups["copies"])
     for micro_batch in range(2):
         backward(gradients, world.rank, micro_batch)
-    got, mine = finished(gradients), cut(SIZES, 2)[groups["grads"].rank]
-    expect("the shard", got.tolist(), laid_out(mine, lambda name: total(name, range(4), 2)))
+    got, mine = finished(gradients), shard_elements(SIZES, 2)[groups["grads"].rank]
+    expect("the shard", got.tolist(), shard_values(mine, lambda name: total(name, range(4), 2)))
     sent = [[record.name, record.payload_bytes // 4] for record in network.records[before:]]
     expect(
         "what is sent: (operation, elements)",
@@ -206,12 +206,15 @@ def sums_are_as_wide_as_asked(answer, world, network):
         gradients.launch()
     got = finished(gradients)
     expect("the format of the shard", str(got.dtype), "torch.float32")
-    wanted = laid_out(cut(SIZES, 2)[world.rank], lambda name: torch.full(SHAPES[name], 532.0))
+    wanted = shard_values(shard_elements(SIZES, 2)[world.rank], lambda name: torch.full(SHAPES[name], 532.0))
     expect("256 and ten ones from each of two ranks", got.tolist(), wanted)
     expect("the format on the wire", sorted({str(r.dtype) for r in network.records[before:]}), ["torch.bfloat16"])
     gradients, exact = gradients_of(answer, network.group, formats=Formats(*[torch.float64] * 5)), 1 + 2.0**-40
     for name in SHAPES:
         gradients.add(name, torch.full(SHAPES[name], exact, dtype=torch.float64))
     gradients.launch()
-    wanted = laid_out(cut(SIZES, 2)[world.rank], lambda name: torch.full(SHAPES[name], 2 * exact, dtype=torch.float64))
+    wanted = shard_values(
+        shard_elements(SIZES, 2)[world.rank],
+        lambda name: torch.full(SHAPES[name], 2 * exact, dtype=torch.float64),
+    )
     expect("the sum of what float32 has no room for", finished(gradients).tolist(), wanted)

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from exercises.expected_shards import shard_elements, shard_values
 from exercises.observed import Held, timeline
-from exercises.rows import cut, laid_out
 from exercises.testing import expect, test
 from minidist.precision.dtypes import Formats
 from minidist.zero.plan import lay_out_flat
@@ -83,7 +83,9 @@ def run_step(reducer, network, rank, **how):
 def trained(name, size, micro_batches, steps, used=lambda name, rank, step: True):
     """A parameter after some steps: each element starts as on the rank whose shard it lies in."""
     row = next(row for row in ROWS if name in row)
-    place = {element: rank for rank, shard in enumerate(cut(sizes(row), size)) for element in shard if element}
+    place = {
+        element: rank for rank, shard in enumerate(shard_elements(sizes(row), size)) for element in shard if element
+    }
     found = [start(name, place[name, index]).flatten()[index] for index in range(torch.Size(SHAPES[name]).numel())]
     found = torch.stack(found).reshape(SHAPES[name])
     for step in range(steps):
@@ -110,8 +112,8 @@ def parameters_lie_in_the_row(answer, world, network):
             flat_param.row.requires_grad,
             False,
         )
-        shards = cut(sizes(row), world.size)
-        whole = [number for shard in shards for number in laid_out(shard, lambda name: start(name, world.rank))]
+        shards = shard_elements(sizes(row), world.size)
+        whole = [number for shard in shards for number in shard_values(shard, lambda name: start(name, world.rank))]
         expect("the row", flat_param.row.tolist(), whole)
         mine, wanted = shards[world.rank], {}
         for place, element in enumerate(mine):
@@ -135,7 +137,7 @@ def one_step_after_the_other(answer, world, network):
 def two_messages_a_row(answer, world, network):
     """In a step each row is reduce-scattered once and gathered once, whatever the number of micro-batches."""
     reducer, _ = reducer_of(answer, world, network)
-    padded = [len(sum(cut(sizes(row), world.size), [])) for row in ROWS]
+    padded = [len(sum(shard_elements(sizes(row), world.size), [])) for row in ROWS]
     for micro_batches in (1, 3):
         before = len(network.records)
         run_step(reducer, network, world.rank, micro_batches=micro_batches)

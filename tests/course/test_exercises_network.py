@@ -2,7 +2,7 @@
 
 import pytest
 
-from exercises.measure import measure
+from exercises.stuck_ranks import find_stuck_ranks
 from minidist.errors import RunError
 
 SCENARIOS = '''
@@ -125,10 +125,10 @@ def scenarios(tmp_path):
 
 
 def test_what_is_measured_is_every_rank_that_waits_for_ever(server, scenarios):
-    measured = measure(scenarios, ["nobody", "all_but_one", "a_late_one"], server)
+    measured = find_stuck_ranks(scenarios, ["nobody", "all_but_one", "a_late_one"], server)
     assert measured == {"nobody": [], "all_but_one": [0, 1], "a_late_one": [0, 1, 2]}
 
 
 def test_a_scenario_that_fails_is_no_measurement(server, scenarios):
     with pytest.raises(RunError, match="the scenario one_raises neither ended nor stood still on all its 2 ranks"):
-        measure(scenarios, ["nobody", "one_raises"], server)
+        find_stuck_ranks(scenarios, ["nobody", "one_raises"], server)

@@ -68,7 +68,7 @@ def test_ranks_meet_with_and_without_a_process_group(ranks, backend):
 
 
 def test_who_watches_ranks_needs_no_torch():
-    modules = "minidist.tools.launch.live_job, exercises.check, exercises.rankside, exercises.measure"
+    modules = "minidist.tools.launch.live_job, exercises.check, exercises.rank_tests, exercises.stuck_ranks"
     ask = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", ask], cwd=ROOT, timeout=240).returncode == 0
 

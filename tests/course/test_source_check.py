@@ -5,7 +5,7 @@ import pytest
 from exercises import check, stubs
 from exercises.answers import read_answers
 from exercises.catalogue import ROOT, Catalogue
-from exercises.reach import forbidden
+from exercises.source_check import find_forbidden_code
 
 FORBIDDEN = {
     "import importlib": "importlib",
@@ -48,12 +48,12 @@ if __name__ == "__main__": main()
 
 @pytest.mark.parametrize("text", FORBIDDEN)
 def test_what_reaches_inside_is_told_with_its_line(text):
-    line, told = forbidden(f"x = 1\n{text}\n".encode())
+    line, told = find_forbidden_code(f"x = 1\n{text}\n".encode())
     assert line == 2 and told.startswith(f"line 2 uses {FORBIDDEN[text]}: ")
 
 
 def test_what_an_answer_needs_is_allowed():
-    assert forbidden(ALLOWED.encode()) is None
+    assert find_forbidden_code(ALLOWED.encode()) is None
 
 
 def test_every_right_answer_and_every_solution_is_allowed():
@@ -63,19 +63,19 @@ def test_every_right_answer_and_every_solution_is_allowed():
     for exercise in Catalogue().values():
         for answer in read_answers(exercise).right:
             texts[f"{exercise.name} {answer.name}"] = stubs.answer(exercise, answer.name)
-    assert len(texts) > 30 and not [name for name, text in texts.items() if forbidden(text.encode())]
+    assert len(texts) > 30 and not [name for name, text in texts.items() if find_forbidden_code(text.encode())]
 
 
 @pytest.mark.parametrize("source", [b"def f(:\n", b"x = 1\0\n", b"(" * 5000, b"\xff\xfe"])
 def test_what_python_cannot_read_is_left_to_be_told_as_that(source):
-    assert forbidden(source) is None
+    assert find_forbidden_code(source) is None
 
 
 @pytest.mark.parametrize("name", ["elsewhere", "thread", "alias", "notebook", "other_path"])
 def test_the_guard_sees_them_without_reading(server, tmp_path, monkeypatch, name):
     """What is reached by a way that the text does not show is caught when it is done."""
     exercise = Catalogue()["block_partition"]
-    monkeypatch.setattr(check, "forbidden", lambda source: None)
+    monkeypatch.setattr(check, "find_forbidden_code", lambda source: None)
     file = stubs.write_answer(exercise, f"wrong_cheat_{name}", tmp_path)
     [result] = check.check(exercise, file, server, only=["divides_evenly"]).results
     assert result.finding.kind == "forbidden"
@@ -84,6 +84,6 @@ def test_the_guard_sees_them_without_reading(server, tmp_path, monkeypatch, name
 @pytest.mark.parametrize("name", ["guard_off", "guard_emptied"])
 def test_the_guard_is_not_to_be_found(server, tmp_path, monkeypatch, name):
     exercise = Catalogue()["block_partition"]
-    monkeypatch.setattr(check, "forbidden", lambda source: None)
+    monkeypatch.setattr(check, "find_forbidden_code", lambda source: None)
     verdict = check.check(exercise, stubs.write_answer(exercise, f"wrong_cheat_{name}", tmp_path), server)
     assert verdict.points == 0

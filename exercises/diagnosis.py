@@ -1,4 +1,4 @@
-"""How the ranks of a check ended, as one finding: they found something, hang, wait for each other, or died."""
+"""Runs the tests of a check on fresh ranks and diagnoses the outcome: a failed test, a hang, a deadlock or a death."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from exercises.testing import Finding
 from minidist.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from exercises.rankside import Request
+    from exercises.rank_tests import Request
     from minidist.tools.launch import RankServer
 
 _OUTPUT_BYTES = 1 << 20
@@ -24,9 +24,12 @@ _OURS = re.compile(r"\nranks? [\d, -]+ (died: .*|raised Found: .*(\n  at .*)?)")
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>\S+)')
 
 
-def judge(request: "Request", size: int, server: "RankServer", hang_s: float) -> Finding | None:
-    """Run the tests on fresh ranks; the first finding, None when all have passed."""
-    from exercises.rankside import PASSED, run_tests
+def run_and_diagnose(request: "Request", size: int, server: "RankServer", hang_s: float) -> Finding | None:
+    """Run the tests on `size` fresh ranks; return the first finding, None if all tests pass.
+
+    hang_s: ranks that make no progress for this long are reported as hanging.
+    """
+    from exercises.rank_tests import PASSED, run_tests
     from minidist.tools.launch import RankFailure
 
     job = server.start(run_tests, size, (request,), backend=None, threads=1, deadline_s=_LONGEST_S, clean_exit=False)
@@ -48,7 +51,7 @@ def judge(request: "Request", size: int, server: "RankServer", hang_s: float) ->
 
 
 def _watch(job, request, size: int, hang_s: float) -> Finding | None:
-    """Wait for the end of the job; ends it, and says why, when it prints without end or nothing changes any more."""
+    """Wait for the end of the job; end it, with a finding, if it prints without end or makes no more progress."""
     seen, since_s = None, time.monotonic()
     while not job.poll(_LOOK_S):
         talks = next((rank for rank in range(size) if len(job.output(rank)) > _OUTPUT_BYTES), None)

@@ -1,4 +1,4 @@
-"""Tests on one rank: load the learner's file, run them in order, write down the first thing that is found."""
+"""The rank's side of a check: load the learner's file, run the tests in order, store the first finding."""
 
 import contextlib
 import faulthandler
@@ -42,11 +42,11 @@ class Request:
 
 
 class Found(Exception):
-    """This rank has left a finding; the job ends."""
+    """Raised after this rank has stored a finding; it ends the job."""
 
 
 def run_tests(world, request: Request) -> str:
-    """Run the tests on this rank. Raises Found at the first finding, which then is in the folder."""
+    """Run the tests on this rank. Raises Found after storing the first finding in the request's folder."""
     from exercises.network import Network, Torchrun  # with it comes torch, which the parent of the ranks can do without
 
     os.chdir(request.folder)

@@ -1,7 +1,7 @@
-"""What a prediction is judged by: its scenarios are run, and the status of ranks tells which ranks wait for ever.
+"""Grades predictions: runs the scenarios and finds the ranks that never return, from their status.
 
-The answers are stored nowhere, so they cannot be wrong. A scenario is over when every rank has returned or is proven to
-be stuck; a rank that is on its way to either is waited for.
+The answers are not stored, so they cannot be wrong. A scenario is over when every rank has returned or provably waits
+for ever.
 """
 
 import ast
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 _LONGEST_S = 30.0
 
 
-def measure(program: Path, names: Sequence[str], server: "RankServer") -> dict[str, list[int]]:
-    """The ranks that wait for ever, by scenario. All scenarios run at the same time.
+def find_stuck_ranks(program: Path, names: Sequence[str], server: "RankServer") -> dict[str, list[int]]:
+    """Run all scenarios at the same time; return the ranks that wait for ever, by scenario.
 
     program: its RANKS says on how many ranks each function runs. Raises RunError when one does not end as it should.
     """
-    sizes = sizes_of(program)
+    sizes = read_world_sizes(program)
     jobs = {}
     try:
         for name in names:
@@ -40,7 +40,7 @@ def measure(program: Path, names: Sequence[str], server: "RankServer") -> dict[s
 
 
 def run_scenario(world, live_rank, program: str, name: str) -> None:
-    """On each rank: the function, over a default group that reports rank status."""
+    """Run one scenario on this rank, over a default group that reports to rank status."""
     live_rank.recreate_group(0)
     spec = importlib.util.spec_from_file_location("scenarios", program)
     module = importlib.util.module_from_spec(spec)
@@ -63,8 +63,8 @@ def _waiting(job: "LiveJob", name: str) -> list[int]:
     raise RunError(f"the scenario {name} neither ended nor stood still on all its {job.size} ranks")
 
 
-def sizes_of(program: Path) -> dict[str, int]:
-    """On how many ranks each scenario runs. Raises RunError when the program does not say."""
+def read_world_sizes(program: Path) -> dict[str, int]:
+    """Read from the program on how many ranks each scenario runs. Raises RunError if it does not say."""
     for node in ast.parse(program.read_text()).body:
         if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "RANKS" for target in node.targets):
             return ast.literal_eval(node.value)

@@ -1,4 +1,4 @@
-"""Rows that ranks share out, written down element by element: what answers about shards are compared with."""
+"""Expected shards of flat parameters, element by element, with which tests compare answers."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -8,8 +8,8 @@ from torch import Tensor
 Element = tuple[str, int] | None
 
 
-def cut(sizes: Mapping[str, int], parts: int) -> list[list[Element]]:
-    """The elements of each shard: parameters one behind the other, then as much padding as equal shards need."""
+def shard_elements(sizes: Mapping[str, int], parts: int) -> list[list[Element]]:
+    """Return the elements of each shard of the concatenated parameters, padded to shards of equal size."""
     row: list[Element] = [(name, index) for name, numel in sizes.items() for index in range(numel)]
     while len(row) % parts:
         row.append(None)
@@ -17,7 +17,7 @@ def cut(sizes: Mapping[str, int], parts: int) -> list[list[Element]]:
     return [row[part * shard : (part + 1) * shard] for part in range(parts)]
 
 
-def laid_out(shard: Sequence[Element], values: Callable[[str], Tensor]) -> list[float]:
-    """The numbers of a shard, of parameters whose elements are `values(name)`; padding is zero."""
+def shard_values(shard: Sequence[Element], values: Callable[[str], Tensor]) -> list[float]:
+    """Return the values of a shard, where `values(name)` are those of a parameter; padding is zero."""
     known = {name: values(name).flatten().tolist() for name in {element[0] for element in shard if element}}
     return [known[element[0]][element[1]] if element else 0.0 for element in shard]

@@ -1,4 +1,4 @@
-"""What an answer may not reach for: the insides of Python and of the check, by which it could judge itself.
+"""Finds code in an answer that reaches for the internals of Python or of the grader, to manipulate its own grade.
 
 This is read in the text before anything of it runs. The guard watches what the code does; a thread, a frame or code
 made from a text would do it where the guard sees no line of the answer.
@@ -24,8 +24,8 @@ _ATTRIBUTES = {
 _WHY = "an answer has no business with the insides of Python or of the check"
 
 
-def forbidden(source: bytes) -> tuple[int, str] | None:
-    """The first line of the source that reaches for such a thing, and what to tell; None when none does.
+def find_forbidden_code(source: bytes) -> tuple[int, str] | None:
+    """Return the first forbidden line of an answer's source and the message about it; None if there is none.
 
     A source that Python cannot read is left to be told as that.
     """

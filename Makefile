@@ -1,10 +1,14 @@
-# Three commands do everything on a fresh machine: `make train`, `make lab` and `make test`.
+# Three commands set everything up on a fresh machine: `make train`, `make lab` and `make test`.
 #
-# Set-up (a virtual environment in .venv, and the install) is skipped while pyproject.toml is unchanged; the run never is.
-# pip's own configuration is honoured, and a torch that this Python has already, in the right range, is used as it is.
+# The virtual environment .venv and the install are skipped while pyproject.toml is unchanged. pip's own configuration is
+# honoured, and a torch that this Python has already, in the right range, is used as it is.
+#
+# CPU=1 installs the CPU build of torch (0.2 GB instead of 2.7 GB). Its wheels are on PyTorch's own index; unless pip is
+# configured to use that index, give its address, which PyTorch's "Start locally" page shows: make CPU=1 TORCH_INDEX=... train
 
 PYTHON ?= python3
 BIN := .venv/bin
+TORCH := $(if $(CPU),.venv/torch-cpu)
 STAMP := $(shell $(PYTHON) -c "import hashlib; print(hashlib.sha256(open('pyproject.toml', 'rb').read()).hexdigest()[:16])")
 
 .PHONY: train lab weave test test-all bench clean
@@ -31,24 +35,31 @@ test-all: .venv/test-$(STAMP)
 bench: .venv/test-$(STAMP)
 	$(BIN)/python -m bench dp
 
-.venv/train-$(STAMP): | .venv/python
-	$(BIN)/python -m pip install --quiet --editable .
+.venv/train-$(STAMP): | .venv/python $(TORCH)
+	$(BIN)/python -m pip install --editable .
 	@touch $@
 
 # The kernel is named in .venv itself, or one of the system's, without minidist, could come first.
-.venv/course-$(STAMP): | .venv/python
-	$(BIN)/python -m pip install --quiet --editable '.[course]'
+.venv/course-$(STAMP): | .venv/python $(TORCH)
+	$(BIN)/python -m pip install --editable '.[course]'
 	$(BIN)/python -m ipykernel install --sys-prefix > /dev/null
 	@touch $@
 
-.venv/test-$(STAMP): | .venv/python
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+.venv/test-$(STAMP): | .venv/python $(TORCH)
+	$(BIN)/python -m pip install --editable '.[test]'
 	@touch $@
 
 # With the system's packages only if one of them is a torch that fits: nobody downloads gigabytes twice.
 .venv/python:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'minidist needs Python 3.11 or newer; this is ' + sys.version.split()[0] + '. Use make PYTHON=python3.12 ...')"
 	$(PYTHON) -m venv .venv $$($(PYTHON) -c "import torch; v = tuple(map(int, torch.__version__.split('.')[:2])); print('--system-site-packages' * ((2, 11) <= v < (2, 14)))" 2>/dev/null)
+	@touch $@
+
+# Asking for the build by name fails within a second where pip knows only the CUDA build; on macOS every build is a CPU build.
+.venv/torch-cpu: | .venv/python
+	@$(BIN)/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.0$(if $(filter Linux,$(shell uname)),+cpu)' \
+	  || { echo; echo "CPU=1: pip is not configured for the index of torch's CPU builds. Give its address, from PyTorch's page" \
+	  "'Start locally' (Compute Platform: CPU): make CPU=1 TORCH_INDEX=<address> train"; false; }
 	@touch $@
 
 clean:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from minidist.models import IGNORE, ModelConfig, Transformer, init_parameters
 from minidist.models.hf import to_llama
 
-transformers = pytest.importorskip("transformers", reason="needs the hf extra: pip install 'minidist[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 
 LAYOUTS = [(tied, kv_heads) for tied in (True, False) for kv_heads in (1, 2, 4)]
 

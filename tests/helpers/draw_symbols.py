@@ -1,0 +1,54 @@
+"""Draw public symbols of the package at random, as a reader sees them who has not seen the code.
+
+    python -m tests.helpers.draw_symbols --count 60 --seed 1               # module, name, arguments
+    python -m tests.helpers.draw_symbols --count 60 --seed 1 --docstrings  # and the docstring
+
+Show the first form to an engineer of the field and ask what each symbol does; show the second and ask which docstrings
+were clear at first reading.
+"""
+
+import argparse
+import ast
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def public_symbols() -> Iterator[tuple[str, str, str]]:
+    """(module, signature, docstring) of every public function, class, method and property of the package."""
+    for file in sorted((ROOT / "minidist").rglob("*.py")):
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        yield from _symbols_in(ast.parse(file.read_text()).body, module, "")
+
+
+def _symbols_in(body: list[ast.stmt], module: str, owner: str) -> Iterator[tuple[str, str, str]]:
+    for node in body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        text = ast.get_docstring(node) or ""
+        if isinstance(node, ast.ClassDef):
+            fields = [ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)]
+            yield module, f"class {node.name}({', '.join(fields)})", text
+            yield from _symbols_in(node.body, module, f"{node.name}.")
+        else:
+            result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+            yield module, f"{owner}{node.name}({ast.unparse(node.args)}){result}", text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--docstrings", action="store_true", help="show each symbol's docstring, too")
+    options = parser.parse_args()
+    drawn = random.Random(options.seed).sample(list(public_symbols()), options.count)
+    for number, (module, signature, text) in enumerate(drawn, start=1):
+        print(f"{number:>3}. {module}: {signature}")
+        if options.docstrings:
+            print("\n".join(f"       {line}" for line in (text or "(no docstring)").splitlines()))
+
+
+if __name__ == "__main__":
+    main()

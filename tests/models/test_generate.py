@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minidist.models import ModelConfig, Transformer, init_parameters
-from minidist.models.generate import generate
+from minidist.tools.console.generate import generate
 
 
 @pytest.fixture

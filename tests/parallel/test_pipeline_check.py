@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Op, Schedule
 from minidist.parallel.pipeline.check import check
-from minidist.parallel.pipeline.schedule_text import read, write
 from minidist.parallel.pipeline.schedules import KINDS, schedule
+from minidist.tools.simulate.schedule_text import read, write
 from tests.helpers.pipeline_reference import Deadlock, longest_paths
 
 

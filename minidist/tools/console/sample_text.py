@@ -10,9 +10,9 @@ from torch import Tensor
 from minidist.config import Config
 from minidist.fault import checkpoint
 from minidist.fault.layout import Piece
-from minidist.models.generate import generate
 from minidist.models.transformer import Transformer
 from minidist.parameters import Box, named_parameters
+from minidist.tools.console.generate import generate
 from minidist.train.checkpoint_state import PARAMETERS
 from minidist.train.engine import Engine
 from minidist.train.resume import stored_config

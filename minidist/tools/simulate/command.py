@@ -8,9 +8,9 @@ from typing import Literal
 
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Schedule
-from minidist.parallel.pipeline.schedule_text import read
 from minidist.parallel.pipeline.schedules import KINDS, schedule
 from minidist.tools.simulate.draw import WIDTH, color_text, draw_figure, draw_text
+from minidist.tools.simulate.schedule_text import read
 from minidist.tools.simulate.timeline import PipelineTimeline, StageTimes, simulate_schedule
 
 _DIGITS = 6

@@ -2,8 +2,7 @@
 
 python -m tests.helpers.hops    # two ranks; prints, for rank 0, the files by phase
 
-Fewer files mean fewer hops for a reader who follows one parameter. The model's own forward and backward operators are
-counted apart: they are the same in every layout.
+Fewer files mean fewer hops for a reader who follows one parameter from its gradient to its update.
 """
 
 import sys
@@ -70,20 +69,24 @@ def trace(world: World) -> dict[str, list[str]]:
     return {phase: sorted(files) for phase, files in phases.items()}
 
 
-def of_the_model(file: str) -> bool:
-    return file.startswith(("models/", "data/"))
+def hops(files: list[str]) -> list[str]:
+    """The files that a reader enters to follow one parameter: of the core, `comm` counted as one.
+
+    Left out are the model's operators and the data, which are the same in every layout, and tools.
+    """
+    core = [file for file in files if not file.startswith(("models/", "data/", "tools/"))]
+    return sorted({"comm" if file.startswith("comm/") else file for file in core})
 
 
 def main() -> None:
     """Print the files of each phase."""
-    from tests.helpers import hops  # importable by the ranks, which `__main__` is not
+    from tests.helpers.hops import trace as measured  # ranks cannot import `__main__`
 
     with RankServer() as server:
-        found = server.run(hops.trace, 2, (), deadline_s=60).values[0]
+        found = server.run(measured, 2, (), deadline_s=60).values[0]
     for phase, files in found.items():
-        own = [file for file in files if not of_the_model(file)]
-        print(f"{phase}: {len(files)} files, {len(own)} without models/ and data/")
-        print("    " + "\n    ".join(files))
+        print(f"{phase}: {len(files)} files; {len(hops(files))} to follow one parameter:")
+        print("    " + "\n    ".join(hops(files)))
 
 
 if __name__ == "__main__":

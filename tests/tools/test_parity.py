@@ -220,7 +220,7 @@ def test_the_plan_is_printed_with_its_rows_and_the_pairs_they_cover():
     assert "101 rows" in text and "1 rank: 16 rows; 356 of the 356 pairs" in text
     assert "dp=2: 29 rows; 551 of the 551 pairs" in text
     assert "all other layouts of 2 ranks: 56 rows on 3 meshes; 1114 of the 1114 pairs" in text
-    assert "refused: pp=2 zb-h2 micro-batches=1: zb-h2 has 2 x 2 stages - 1 = 3 micro-batches" in text
+    assert "refused: pp=2 zb-h2 micro-batches=1: zb-h2 needs 2 x 2 stages - 1 = 3 micro-batches" in text
 
 
 def test_the_whole_product_can_be_described():

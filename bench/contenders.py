@@ -33,8 +33,8 @@ Inspect = Callable[[dict[str, Tensor]], None] | None
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a contender runs, and what of."""
+class ContenderContext:
+    """What a contender is built from: the workload, the mode and the world of this rank."""
 
     work: Workload
     mode: str
@@ -63,11 +63,11 @@ class Ours:
 
     exact = True
 
-    def __init__(self, seat: Seat, stage: int = 0, **comm):
-        work, self.full, self.steps = seat.work, seat.full, 0
+    def __init__(self, context: ContenderContext, stage: int = 0, **comm):
+        work, self.full, self.steps = context.work, context.full, 0
         config = Config(comm=CommConfig(**comm), optim=work.optim, zero=ZeroConfig(stage))
-        mesh, backend = Mesh(dp=seat.world.size), comm.get("backend")
-        groups = bind(seat.world, mesh, uses(mesh, config), meter=Meter(keep=False), backend=backend)
+        mesh, backend = Mesh(dp=context.world.size), comm.get("backend")
+        groups = bind(context.world, mesh, uses(mesh, config), meter=Meter(keep=False), backend=backend)
         self.engine = Engine(parallelize(work.build(), groups, config), groups, work.optim, work.seed)
         self.kernel = kernel_of(self.engine.optimizer)
 
@@ -116,8 +116,8 @@ class Floor:
 
     exact = False
 
-    def __init__(self, seat: Seat):
-        self.work, self.full, self.world, self.size = seat.work, seat.full, seat.world, seat.world.size
+    def __init__(self, context: ContenderContext):
+        self.work, self.full, self.world, self.size = context.work, context.full, context.world, context.world.size
         self.prepare(self.work.build())
         self.kernel = kernel_of(getattr(self.optimizer, "optim", self.optimizer))  # FairScale's holds torch's
         self.model.train()
@@ -176,9 +176,9 @@ class Reducing(Floor):
 class TorchDDP(Reducing):
     """torch's DistributedDataParallel: the floor's step around its wrapper."""
 
-    def __init__(self, seat: Seat, **options):
+    def __init__(self, context: ContenderContext, **options):
         self.options = options
-        super().__init__(seat)
+        super().__init__(context)
 
     def prepare(self, model):
         self.optimizer = self.work.adamw(model.parameters())

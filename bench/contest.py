@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench import memory, rounds
-from bench.contenders import Contender, Seat
+from bench.contenders import Contender, ContenderContext
 from bench.facts import THREADS_PER_RANK
 from bench.statistics import Interval, paired_interval, step_times
 from bench.workload import Workload
@@ -20,7 +20,7 @@ FLOOR = "no communication"
 class Entry(NamedTuple):
     """A contender. beside: the name of that of ours it is set beside, None for none."""
 
-    make: Callable[[Seat], Contender]
+    make: Callable[[ContenderContext], Contender]
     beside: str | None = None
 
 

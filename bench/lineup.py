@@ -4,13 +4,13 @@ from collections.abc import Callable
 from functools import partial
 
 from bench import peers
-from bench.contenders import Contender, Floor, Ours, Seat, TorchDDP
+from bench.contenders import Contender, ContenderContext, Floor, Ours, TorchDDP
 from bench.contest import FLOOR
 
 OURS = "minidist"
 REFERENCE_PEER = "torch DDP"
 
-LINEUP: dict[str, Callable[[Seat], Contender]] = {
+LINEUP: dict[str, Callable[[ContenderContext], Contender]] = {
     OURS: Ours,
     "minidist naive": partial(Ours, gradients="naive"),
     REFERENCE_PEER: TorchDDP,

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.contenders import Contender, Seat
+from bench.contenders import Contender, ContenderContext
 from bench.rounds import WARM_UP_STEPS
 from bench.workload import Workload
 from minidist.comm import World
@@ -53,11 +53,11 @@ def _kib(text: str, key: str) -> int:
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{key}:")) * 1024
 
 
-def tensor_peak(world: World, make: Callable[[Seat], Contender], work: Workload, mode: str) -> int:
+def tensor_peak(world: World, make: Callable[[ContenderContext], Contender], work: Workload, mode: str) -> int:
     """Bytes of live storages and shared-memory segments at the peak after warm-up, of one contender on this rank."""
     shares, segments = work.batches(world.rank, world.size), shared_segment_bytes()
     with StoragePeak() as peak:
-        contender = make(Seat(work, mode, world))
+        contender = make(ContenderContext(work, mode, world))
         for share in shares[:WARM_UP_STEPS]:
             contender.step(share)
         peak.reset_peak()
@@ -66,12 +66,12 @@ def tensor_peak(world: World, make: Callable[[Seat], Contender], work: Workload,
     return peak.bytes + shared_segment_bytes() - segments
 
 
-def resident_peak(world: World, make: Callable[[Seat], Contender], work: Workload, mode: str) -> int | None:
+def resident_peak(world: World, make: Callable[[ContenderContext], Contender], work: Workload, mode: str) -> int | None:
     """Bytes by which the process had grown at the peak of a step after warm-up, from before the contender was made."""
     shares = work.batches(world.rank, world.size)
     gc.collect()
     before = pss_bytes()
-    contender = make(Seat(work, mode, world))
+    contender = make(ContenderContext(work, mode, world))
     for share in shares[:WARM_UP_STEPS]:
         contender.step(share)
     with ResidentPeak() as peak:

@@ -12,7 +12,7 @@ from rich.table import Table
 from bench import command
 from bench.contest import Times, same_kernel
 from bench.facts import THREADS_PER_RANK, machine_facts, workload_facts
-from bench.model_peers import TENSOR, Makers, Place, pipeline_makers
+from bench.model_peers import TENSOR, BatchRange, Makers, pipeline_makers
 from bench.rounds import TOLERANCE, one_process, take_turns
 from bench.statistics import Interval
 from bench.workload import Workload
@@ -88,7 +88,7 @@ def turns(world: World, contest: Contest, work: Workload, rounds: int, steps: in
     work = contest.work(work)
     contenders = {name: make(work, world) for name, make in contest.makers().items()}
     loader, size, wanted = work.loader(), work.global_batch, one_process(work)
-    batches = [Place(loader, step * size, size) for step in range(work.distinct_steps)]
+    batches = [BatchRange(loader, step * size, size) for step in range(work.distinct_steps)]
     for name, contender in contenders.items():
         for i, want in enumerate(wanted):
             numbers = contender.step(batches[i])

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from bench.contenders import Floor, Seat
+from bench.contenders import ContenderContext, Floor
 from bench.workload import Share, Workload, kernel_of
 from minidist.comm import Meter, World, bind
 from minidist.config import Config, MeshConfig, ParallelConfig, TrainConfig
@@ -37,8 +37,8 @@ from minidist.train.engine import Engine
 Numbers = tuple[float, float]  # loss and gradient norm before clipping
 
 
-class Place(NamedTuple):
-    """Where a step's global batch is: `size` samples from `position` on."""
+class BatchRange(NamedTuple):
+    """The global batch of one step: `size` samples of the loader, from `position` on."""
 
     loader: Loader
     position: int
@@ -63,7 +63,7 @@ class Ours:
         self.engine = Engine(parallelize(work.build(), groups, config), groups, work.optim, work.seed)
         self.kernel = kernel_of(self.engine.optimizer)
 
-    def step(self, at: Place) -> Numbers:
+    def step(self, at: BatchRange) -> Numbers:
         self.steps += 1
         batches = at.loader.micro_batches(at.position, at.size, 0, 1, self.micro_batches)
         result = self.engine.step(self.steps, batches, self.engine.optim.lr)
@@ -76,7 +76,7 @@ class HalfBatch:
     exact = False
 
     def __init__(self, work: Workload, world: World):
-        self.floor, self.world = Floor(Seat(work, "full", world)), world
+        self.floor, self.world = Floor(ContenderContext(work, "full", world)), world
         self.kernel = self.floor.kernel
 
     def step(self, at):

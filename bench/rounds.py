@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from bench.contenders import Contender, Seat
+from bench.contenders import Contender, ContenderContext
 from bench.workload import Share, Workload
 from minidist.comm import Group, GroupSpec, World, all_gather_object, barrier, bind
 from minidist.errors import RunError
@@ -47,7 +47,12 @@ class Turns(NamedTuple):
 
 
 def run(
-    world: World, makers: Mapping[str, Callable[[Seat], Contender]], work: Workload, mode: str, rounds: int, steps: int
+    world: World,
+    makers: Mapping[str, Callable[[ContenderContext], Contender]],
+    work: Workload,
+    mode: str,
+    rounds: int,
+    steps: int,
 ) -> Turns:
     """Check every contender against one process, warm up, and time `rounds` turns of `steps` steps for each.
 
@@ -55,8 +60,8 @@ def run(
     """
     table = bind(world, Mesh(dp=world.size), [GroupSpec("bench", ("dp",))])["bench"]
     shares = work.batches(world.rank, world.size)
-    seat = Seat(work, mode, world)
-    contenders = {name: make(seat) for name, make in makers.items()}
+    context = ContenderContext(work, mode, world)
+    contenders = {name: make(context) for name, make in makers.items()}
     wanted = one_process(work)
     agreement = {
         name: agree(name, contender, shares, wanted, table) for name, contender in contenders.items() if contender.exact

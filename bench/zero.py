@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from bench import command, zero_peers
-from bench.contenders import Contender, Floor, Ours, Seat
+from bench.contenders import Contender, ContenderContext, Floor, Ours
 from bench.contest import FLOOR, Entry, Row, Run, compare
 from bench.statistics import Interval, overhead_ratio, paired_interval
 from bench.workload import SIZES
@@ -21,7 +21,7 @@ def ours_at(stage: int, backend: str) -> str:
     return f"minidist ZeRO-{stage} {backend}"
 
 
-LINEUP: dict[str, Callable[[Seat], Contender]] = {
+LINEUP: dict[str, Callable[[ContenderContext], Contender]] = {
     **{
         ours_at(stage, backend): partial(Ours, stage=stage, backend=backend) for backend in BACKENDS for stage in STAGES
     },

@@ -18,7 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import peers
-from bench.contenders import Contender, Reducing, Seat
+from bench.contenders import Contender, ContenderContext, Reducing
 from bench.workload import named_gradients
 
 
@@ -38,9 +38,9 @@ class FSDP2(Reducing):
     backend: what everything between its ranks goes through; that of the launch when None.
     """
 
-    def __init__(self, seat: Seat, reshard: bool, backend: str | None = None):
+    def __init__(self, context: ContenderContext, reshard: bool, backend: str | None = None):
         self.reshard, self.group = reshard, dist.new_group(backend=backend)
-        super().__init__(seat)
+        super().__init__(context)
 
     def prepare(self, model):
         mesh = DeviceMesh.from_group(self.group, "cpu")
@@ -78,9 +78,9 @@ BUCKET_BYTES = 25 * 2**20
 class DeepSpeed(peers.DeepSpeed):
     """The same engine with ZeRO stage 1, 2 or 3."""
 
-    def __init__(self, seat: Seat, stage: int):
+    def __init__(self, context: ContenderContext, stage: int):
         self.stage = stage
-        super().__init__(seat)
+        super().__init__(context)
 
     def prepare(self, model):
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -113,7 +113,7 @@ class Peer(NamedTuple):
     own."""
 
     stage: int
-    make: Callable[[Seat], Contender]
+    make: Callable[[ContenderContext], Contender]
     needs: str | None = None
     backend: str = "gloo"
 

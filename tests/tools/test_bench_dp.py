@@ -15,7 +15,7 @@ from torch import nn
 
 from bench import lineup, memory, peers, report, rounds
 from bench.__main__ import main
-from bench.contenders import MODES, Floor, Ours, Seat, TorchDDP
+from bench.contenders import MODES, ContenderContext, Floor, Ours, TorchDDP
 from bench.contest import FLOOR, Row, Run
 from bench.statistics import median_interval, paired_ratios, step_times
 from bench.workload import SIZES, Share
@@ -67,7 +67,7 @@ def verdicts(world, kinds):
     table = bind(world, Mesh(dp=world.size), [GroupSpec("bench", ("dp",))])["bench"]
     shares, wanted, found = TINY.batches(world.rank, world.size), rounds.one_process(TINY), {}
     for name, mode in itertools.product(kinds, MODES):
-        contender = (lineup.LINEUP.get(name) or WRONG[name])(Seat(TINY, mode, world))
+        contender = (lineup.LINEUP.get(name) or WRONG[name])(ContenderContext(TINY, mode, world))
         try:
             found[name, mode] = rounds.agree(name, contender, shares, wanted, table)
         except RunError as error:
@@ -131,7 +131,7 @@ def test_the_workload_clips_and_pads_unevenly(ranks):
 
 
 def kernels(world):
-    return {name: lineup.LINEUP[name](Seat(TINY, "full", world)).kernel for name in [*RIGHT, FLOOR]}
+    return {name: lineup.LINEUP[name](ContenderContext(TINY, "full", world)).kernel for name in [*RIGHT, FLOOR]}
 
 
 def test_all_run_the_same_optimizer_kernel(ranks):
@@ -229,7 +229,7 @@ def test_the_bare_mode_of_ours_sends_neither_count_nor_control(ranks):
 
 
 def bare_traffic(world):
-    ours = Ours(Seat(TINY, "bare", world))
+    ours = Ours(ContenderContext(TINY, "bare", world))
     meter = ours.engine.groups.meter
     meter.operations.clear()
     ours.step(TINY.batches(world.rank, world.size)[0])

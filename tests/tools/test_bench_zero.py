@@ -8,7 +8,7 @@ import pytest
 
 from bench import peers, rounds, zero, zero_peers
 from bench.__main__ import main
-from bench.contenders import MODES, Ours, Seat
+from bench.contenders import MODES, ContenderContext, Ours
 from bench.contest import FLOOR, Row, Run
 from bench.statistics import overhead_ratio
 from bench.workload import SIZES
@@ -48,12 +48,12 @@ def verdicts(world, names):
     """Name and mode to how far the peer is off one process, or to why it is not timed."""
     table = bind(world, Mesh(dp=world.size), [GroupSpec("bench", ("dp",))])["bench"]
     shares, wanted, found = TINY.batches(world.rank, world.size), rounds.one_process(TINY), {}
-    wrong = {kind.__name__: lambda seat, kind=kind: kind(seat, reshard=True) for kind in (OtherClip, OtherNorm)}
-    wrong["OtherShard"] = lambda seat: OtherShard(seat, stage=3)
+    wrong = {kind.__name__: lambda context, kind=kind: kind(context, reshard=True) for kind in (OtherClip, OtherNorm)}
+    wrong["OtherShard"] = lambda context: OtherShard(context, stage=3)
     for name in names:
         for mode in MODES:
             make = wrong[name] if name in wrong else zero.LINEUP[name]
-            peer = make(Seat(TINY, mode, world))
+            peer = make(ContenderContext(TINY, mode, world))
             assert peer.kernel == "AdamW fused", name
             try:
                 found[name, mode] = rounds.agree(name, peer, shares, wanted, table)

@@ -24,7 +24,7 @@ from bench.workload import Share, Workload, kernel_of, named_gradients
 from minidist.comm import Meter, World, all_reduce, bind
 from minidist.config import CommConfig, Config, ZeroConfig
 from minidist.mesh import Mesh
-from minidist.parallelize import parallelize, uses
+from minidist.parallelize import group_specs, parallelize
 from minidist.train.engine import Engine
 
 MODES = ("full", "bare")
@@ -67,7 +67,7 @@ class Ours:
         work, self.full, self.steps = context.work, context.full, 0
         config = Config(comm=CommConfig(**comm), optim=work.optim, zero=ZeroConfig(stage))
         mesh, backend = Mesh(dp=context.world.size), comm.get("backend")
-        groups = bind(context.world, mesh, uses(mesh, config), meter=Meter(keep=False), backend=backend)
+        groups = bind(context.world, mesh, group_specs(mesh, config), meter=Meter(keep=False), backend=backend)
         self.engine = Engine(parallelize(work.build(), groups, config), groups, work.optim, work.seed)
         self.kernel = kernel_of(self.engine.optimizer)
 

@@ -29,9 +29,9 @@ from minidist.comm import Meter, World, bind
 from minidist.config import Config, MeshConfig, ParallelConfig, TrainConfig
 from minidist.data.loader import Loader
 from minidist.mesh import Mesh
-from minidist.models.transformer import token_loss
+from minidist.models.transformer import cross_entropy_sum
 from minidist.parallel.pipeline.schedules import pipeline_schedule
-from minidist.parallelize import parallelize, stage_parts, uses
+from minidist.parallelize import assign_layers, group_specs, parallelize
 from minidist.train.engine import Engine
 
 Numbers = tuple[float, float]  # loss and gradient norm before clipping
@@ -59,7 +59,7 @@ class Ours:
             optim=work.optim,
             train=TrainConfig(micro_batches=micro_batches),
         )
-        groups = bind(world, mesh, uses(mesh, config), meter=Meter(keep=False))
+        groups = bind(world, mesh, group_specs(mesh, config), meter=Meter(keep=False))
         self.engine = Engine(parallelize(work.build(), groups, config), groups, work.optim, work.seed)
         self.kernel = kernel_of(self.engine.optimizer)
 
@@ -180,7 +180,7 @@ class TorchPipeline:
             model=work.model, parallel=ParallelConfig(schedule=kind), train=TrainConfig(micro_batches=micro_batches)
         )
         made, model = pipeline_schedule(config, Mesh(pp=world.size)), work.build()
-        parts = stage_parts(work.model, made, work.seq_len)
+        parts = assign_layers(work.model, made, work.seq_len)
         positions = [made.position(world.rank, chunk) for chunk in range(made.chunks)]
         self.parts = [_Part(model, parts[position], work.seq_len) for position in positions]
         stages = [
@@ -197,7 +197,7 @@ class TorchPipeline:
         self.kernel = kernel_of(self.optimizer)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return token_loss(logits, labels)[0] / self.count
+        return cross_entropy_sum(logits, labels)[0] / self.count
 
     def step(self, at):
         batch = at.loader.global_batch(at.position, at.size)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from minidist.config import OptimConfig
 from minidist.data.loader import Batch, Loader
-from minidist.data.synthetic import generate
+from minidist.data.synthetic import generate_text
 from minidist.models import ModelConfig, Transformer, init_parameters
 
 MODEL = ModelConfig(
@@ -52,7 +52,7 @@ class Workload:
 
     def loader(self) -> Loader:
         needed = self.distinct_steps * self.global_batch * self.seq_len + 1
-        return Loader(generate(needed), self.seq_len, self.seed, min_length=self.min_length)
+        return Loader(generate_text(needed), self.seq_len, self.seed, min_length=self.min_length)
 
     def batches(self, rank: int, size: int) -> list["Share"]:
         """This rank's share of `distinct_steps` global batches, cut by the loader as the trainer cuts them."""

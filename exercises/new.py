@@ -141,7 +141,7 @@ def _body(piece: str) -> tuple[str, str]:
     """The first and the last line of what the learner writes, without indentation."""
     module, _, symbol = piece.partition(":")
     if not symbol or not file_of(module).is_file():
-        raise UserError(f"a piece is module:symbol, as in minidist.data.partition:block, not {piece!r}")
+        raise UserError(f"a piece is module:symbol, as in minidist.data.partition:block_partition, not {piece!r}")
     lines = file_of(module).read_text()
     nodes = {node.name: node for node in ast.parse(lines).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     if symbol not in nodes:

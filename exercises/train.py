@@ -220,7 +220,7 @@ def _same(value: Any, word: str) -> bool:
 
 
 def name_of(symbol: str) -> str:
-    """`block` of `minidist.data.partition:block`."""
+    """`block` of `minidist.data.partition:block_partition`."""
     return symbol.partition(":")[2]
 
 

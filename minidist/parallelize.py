@@ -11,25 +11,37 @@ from minidist.comm.algorithms import ALGORITHMS, DeferredAllReduce
 from minidist.compile import compile_layers
 from minidist.config import Config
 from minidist.mesh import Mesh
-from minidist.parallel.context.split import split as split_context
+from minidist.parallel.context.split import apply_context_parallel
 from minidist.parallel.data.reducer import GradientReducer
 from minidist.parallel.data.replicate import make_reducer, synchronize
 from minidist.parallel.pipeline.actions import Schedule
-from minidist.parallel.pipeline.executor import Executor
+from minidist.parallel.pipeline.executor import PipelineExecutor
 from minidist.parallel.pipeline.schedules import pipeline_schedule
-from minidist.parallel.pipeline.split import EMBEDDING
-from minidist.parallel.pipeline.split import split as split_stages
-from minidist.parallel.tensor.split import Held
-from minidist.parallel.tensor.split import split as split_operators
-from minidist.parameters import Box, ParamSpec, check_covered, named_parameters, ties_of
-from minidist.precision.dtypes import convert
-from minidist.precision.policy import Policy, policy_of
+from minidist.parallel.pipeline.split import EMBEDDING, keep_stage_modules
+from minidist.parallel.tensor.split import ParamShard, apply_tensor_parallel
+from minidist.parameters import Box, ParamSpec, check_specs_cover, named_parameters, tied_names
+from minidist.precision.dtypes import cast_parameters
+from minidist.precision.policy import Policy, resolve_policy
 from minidist.precision.scaler import LossScaler
-from minidist.process_groups import REDUCING, USES, ends, ranks_at, stage_parts, uses
-from minidist.recompute import recompute
+from minidist.process_groups import (
+    DEFAULT_GROUP_SPECS,
+    GRADIENT_GROUPS,
+    assign_layers,
+    first_and_last_stages,
+    group_specs,
+    ranks_at,
+)
+from minidist.recompute import apply_recomputation
 from minidist.zero.build import ModelFacts, make_zero_reducer
 
-__all__ = ["USES", "Parallel", "parallelize", "reduced_by", "stage_parts", "uses"]  # who lays out, binds first
+__all__ = [
+    "DEFAULT_GROUP_SPECS",
+    "Parallel",
+    "assign_layers",
+    "group_specs",
+    "parallelize",
+    "reduced_by",
+]  # who lays out, binds first
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ class Parallel:
     model: nn.Module
     specs: dict[str, ParamSpec]
     reducer: GradientReducer
-    pipeline: Executor | None = None
+    pipeline: PipelineExecutor | None = None
     parts: Sequence[range] = ()
     context: str = "ring"
     sequence: bool = False
@@ -63,7 +75,7 @@ class Parallel:
 
 
 def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
-    """Lay `model` out over the mesh of `groups`, bound for `uses`: pipeline, tensor, context, compilation,
+    """Lay `model` out over the mesh of `groups`, bound for `group_specs`: pipeline, tensor, context, compilation,
     recomputation, precision, data or ZeRO.
 
     model: the whole one; every rank gets the values that rank 0 has.
@@ -72,35 +84,35 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
     for use in ("grads", "copies", "tensor", "activations"):  # across one axis after the other, so at last from rank 0
         if use in groups:
             synchronize(model, groups[use])
-    ties = ties_of(model)
+    ties = tied_names(model)
     shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}
     stages = dict.fromkeys(shapes, (mesh.coords(groups.world.rank)["pp"],))
     schedule, parts, used_by = pipeline_schedule(config, mesh), [], {}
     if schedule is not None:
-        parts = stage_parts(config.model, schedule, config.data.seq_len)
-        used_by = split_stages(model, schedule, groups["activations"].rank, parts)
+        parts = assign_layers(config.model, schedule, config.data.seq_len)
+        used_by = keep_stage_modules(model, schedule, groups["activations"].rank, parts)
         if config.model.tie_embeddings and EMBEDDING in used_by:
-            stages[EMBEDDING] = ends(schedule)
-    held = {name: Held(Box.whole(shapes[name]), (0,)) for name in named_parameters(model)}
+            stages[EMBEDDING] = first_and_last_stages(schedule)
+    held = {name: ParamShard(Box.whole(shapes[name]), (0,)) for name in named_parameters(model)}
     if mesh.tp > 1:
-        held = split_operators(model, groups["tensor"], config.parallel.sequence)
+        held = apply_tensor_parallel(model, groups["tensor"], config.parallel.sequence)
     if mesh.cp > 1:
-        split_context(model, groups["context"], config.parallel.context)
+        apply_context_parallel(model, groups["context"], config.parallel.context)
     if config.compile:
         compile_layers(model)
-    recompute(model, config.recompute)  # around what is compiled: it is run again as it is
+    apply_recomputation(model, config.recompute)  # around what is compiled: it is run again as it is
     specs = {
         name: _spec(name, shapes[name], held[name], stages[name], ties[name], mesh, groups.world.rank) for name in held
     }
-    check_covered(model, specs)
-    policy = policy_of(config.precision)
+    check_specs_cover(model, specs)
+    policy = resolve_policy(config.precision)
     chunk_of = {} if schedule is None else _completing(schedule, groups["activations"].rank, used_by)
     reducer = _reducer(model, specs, groups, config, policy, tuple(shapes), chunk_of)
     pipeline = None
     if schedule is not None:
         shared = [name for name in held if len(stages[name]) > 1]
         between = groups["activations"], groups["gradients"]
-        pipeline = Executor(
+        pipeline = PipelineExecutor(
             schedule,
             between,
             reducer,
@@ -133,10 +145,10 @@ def _reducer(
     chunk_of: Mapping[str, int],
 ) -> GradientReducer:
     """The gradient reducer that the configuration asks for. names: of the whole model's parameters."""
-    formats, values = convert(model, policy)
+    formats, values = cast_parameters(model, policy)
 
     given = ModelFacts(specs, values, names, chunk_of, config.train.seed)
-    reducing = [reduced_by(config.comm.algorithm, groups[use]) for use in REDUCING if use in groups]
+    reducing = [reduced_by(config.comm.algorithm, groups[use]) for use in GRADIENT_GROUPS if use in groups]
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
         parameters, comm = named_parameters(model), config.comm
         return make_reducer(comm.gradients, parameters, specs, reducing, comm.bucket_mib)
@@ -144,7 +156,13 @@ def _reducer(
 
 
 def _spec(
-    name: str, shape: tuple[int, ...], held: Held, stages: Sequence[int], ties: tuple[str, ...], mesh: Mesh, rank: int
+    name: str,
+    shape: tuple[int, ...],
+    held: ParamShard,
+    stages: Sequence[int],
+    ties: tuple[str, ...],
+    mesh: Mesh,
+    rank: int,
 ) -> ParamSpec:
     """The facts about a parameter that these stages and, in each, these ranks of the tp axis hold."""
     home = mesh.coords(rank)

@@ -136,7 +136,7 @@ class ParamSpec:
         return sum(box.numel for box in self.boxes)
 
 
-Specs = Mapping[str, ParamSpec]
+ParamSpecs = Mapping[str, ParamSpec]
 
 
 def global_name(module_name: str) -> str:
@@ -151,16 +151,16 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {global_name(name): parameter for name, parameter in model.named_parameters()}
 
 
-def replicated(model: nn.Module, ranks: tuple[int, ...]) -> dict[str, ParamSpec]:
+def replicated_specs(model: nn.Module, ranks: tuple[int, ...]) -> dict[str, ParamSpec]:
     """The table of a model that every rank of `ranks` holds whole (data parallelism)."""
-    ties, specs = ties_of(model), {}
+    ties, specs = tied_names(model), {}
     for name, parameter in named_parameters(model).items():
         shape = tuple(parameter.shape)
         specs[name] = ParamSpec(name, shape, (Box.whole(shape),), tuple(sorted(ranks)), ties[name])
     return specs
 
 
-def ties_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Global name of each parameter to the other names of the same tensor."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -168,7 +168,7 @@ def ties_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {first: tuple(others) for first, *others in names.values()}
 
 
-def check_covered(model: nn.Module, specs: Specs) -> None:
+def check_specs_cover(model: nn.Module, specs: ParamSpecs) -> None:
     """Raise KeyError unless every parameter of the model has a spec of its local size."""
     for name, parameter in named_parameters(model).items():
         if name not in specs:

@@ -8,22 +8,22 @@ from minidist.config import Config
 from minidist.mesh import AXES, Mesh
 from minidist.models.config import ModelConfig
 from minidist.parallel.pipeline.actions import Schedule
-from minidist.parallel.pipeline.balance import balance
+from minidist.parallel.pipeline.balance import balance_layers
 from minidist.parallel.pipeline.schedules import pipeline_schedule
 
 # Who talks to whom in a step of every layout. "grads": replicas of a parameter that saw other tokens; under ZeRO those
 # of them that share out its shards. "loss": ranks that see other tokens.
-USES: Sequence[GroupSpec] = (GroupSpec("grads", ("dp", "cp")), GroupSpec("loss", ("dp", "cp")))
+DEFAULT_GROUP_SPECS: Sequence[GroupSpec] = (GroupSpec("grads", ("dp", "cp")), GroupSpec("loss", ("dp", "cp")))
 
 # The uses over which gradients are summed. A parameter takes the first whose ranks are those that contribute to it;
 # under ZeRO its shard takes, besides "grads", the one whose ranks hold the same shard.
-REDUCING = ("grads", "copies", "norms", "heads", "tied")
+GRADIENT_GROUPS = ("grads", "copies", "norms", "heads", "tied")
 
 
-def uses(mesh: Mesh, config: Config) -> list[GroupSpec]:
+def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
     """Who talks to whom in a step of this layout, and what for. What one axis needs is there when its size is not 1."""
     sharing, summing = _reduction(mesh, config)
-    found = [sharing, *USES[1:]]
+    found = [sharing, *DEFAULT_GROUP_SPECS[1:]]
     if config.zero.stage and summing.axes:
         found.append(summing)
     if mesh.tp > 1:
@@ -35,7 +35,7 @@ def uses(mesh: Mesh, config: Config) -> list[GroupSpec]:
         found.append(GroupSpec("context", ("cp",)))
     if mesh.pp > 1:
         found += [GroupSpec("activations", ("pp",)), GroupSpec("gradients", ("pp",))]
-        both = ends(pipeline_schedule(config, mesh))
+        both = first_and_last_stages(pipeline_schedule(config, mesh))
         if config.model.tie_embeddings and len(both) > 1:
             found.append(GroupSpec("tied", ("pp", *summing.axes), (("pp", (both,)), *summing.subgroups)))
     return found
@@ -47,13 +47,15 @@ def _reduction(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
     Without ZeRO all replicas sum the same, and nobody shares anything out.
     """
     if config.zero.stage == 0:
-        return USES[0], GroupSpec("copies", USES[0].axes)
+        return DEFAULT_GROUP_SPECS[0], GroupSpec("copies", DEFAULT_GROUP_SPECS[0].axes)
     inner = config.zero.shard_group_size(mesh) // mesh.cp  # places on the dp axis that share
     if inner == mesh.dp:
-        return USES[0], GroupSpec("copies", ())
+        return DEFAULT_GROUP_SPECS[0], GroupSpec("copies", ())
     sharing = tuple(tuple(range(first, first + inner)) for first in range(0, mesh.dp, inner))
     copies = tuple(zip(*sharing, strict=True))
-    return GroupSpec("grads", USES[0].axes, (("dp", sharing),)), GroupSpec("copies", ("dp",), (("dp", copies),))
+    return GroupSpec("grads", DEFAULT_GROUP_SPECS[0].axes, (("dp", sharing),)), GroupSpec(
+        "copies", ("dp",), (("dp", copies),)
+    )
 
 
 def _matrices(mesh: Mesh, config: Config, sharing: GroupSpec) -> list[GroupSpec]:
@@ -76,15 +78,15 @@ def _summed_over_tensor(tp: int, config: Config, summing: GroupSpec) -> list[Gro
     return found
 
 
-def ends(schedule: Schedule) -> tuple[int, ...]:
+def first_and_last_stages(schedule: Schedule) -> tuple[int, ...]:
     """The stages of the first and of the last part of the model, ascending; one, where both are on the same."""
     return tuple(sorted({schedule.owner(0)[0], schedule.owner(schedule.positions - 1)[0]}))
 
 
-def stage_parts(model: ModelConfig, schedule: Schedule, seq_len: int) -> list[range]:
+def assign_layers(model: ModelConfig, schedule: Schedule, seq_len: int) -> list[range]:
     """The layers of each part of the model, balanced by what a token costs: a head can cost as much as many layers."""
     weights, attention, head = forward_flops(model, seq_len)
-    return balance([weights + attention] * model.num_layers, schedule.stages, schedule.chunks, head=head)
+    return balance_layers([weights + attention] * model.num_layers, schedule.stages, schedule.chunks, head=head)
 
 
 def forward_flops(model: ModelConfig, seq_len: int) -> tuple[int, int, int]:

@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 
 
-def recompute(model: nn.Module, kind: str) -> None:
+def apply_recomputation(model: nn.Module, kind: str) -> None:
     """Let backward compute layers of `model` again: "block", "selective", or "none".
 
     model: a Transformer, or what pipeline, tensor and context parallelism left of one. Messages inside of what is
@@ -40,12 +40,12 @@ def recompute(model: nn.Module, kind: str) -> None:
     """
     for layer in model.model.layers:
         if kind == "block" and hasattr(layer, "self_attn"):  # other stages of a pipeline hold the others
-            layer.forward = recomputed(layer.forward)
+            layer.forward = with_recomputation(layer.forward)
         if kind == "selective" and hasattr(layer, "self_attn"):
-            layer.self_attn.attend = recomputed(layer.self_attn.attend)
+            layer.self_attn.attend = with_recomputation(layer.self_attn.attend)
 
 
-def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
+def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
     """A function that gives what `run` gives, and of whose graph the arguments alone are kept.
 
     run: takes and gives tensors, or tuples of them, by position; run again with the same it must do the same. Without

@@ -16,7 +16,7 @@ from minidist.errors import UserError, suggest
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.parallel.context.chunks import LAYOUTS, num_chunks, resolve_layout
-from minidist.precision.policy import policy_of
+from minidist.precision.policy import resolve_policy
 
 SCHEDULES: tuple[str, ...] = typing.get_args(ScheduleKind)
 # Schedules that compute the gradients of a stage's input and of its weights separately.
@@ -282,7 +282,7 @@ def validate_sequence_length(layout: str, seq_len: int, cp: int) -> None:
 
 def validate_zero(config: Config, mesh: Mesh) -> None:
     """Raise UserError if the ZeRO stage does not work with the other options or with the mesh."""
-    zero, policy = config.zero, policy_of(config.precision)
+    zero, policy = config.zero, resolve_policy(config.precision)
     validate_shard_group(config, mesh)
     if zero.keep_gradients and zero.stage != 2:
         raise UserError(
@@ -332,7 +332,7 @@ _NOTED: tuple[_Rule, ...] = (
     ("parallel.context", lambda c, m: m.cp > 1, "mesh.cp is 1, so every rank has complete sequences"),
     ("zero.keep_last_block zero.prefetch", lambda c, m: c.zero.stage == 3, "zero.stage is {zero.stage}, not 3"),
     ("precision.initial_scale precision.growth_interval precision.max_overflows",
-     lambda c, m: policy_of(c.precision).scaled, "the loss is not scaled (loss-scale {precision.loss_scale})"),
+     lambda c, m: resolve_policy(c.precision).scaled, "the loss is not scaled (loss-scale {precision.loss_scale})"),
     ("optim.betas optim.eps", lambda c, m: c.optim.kind != "sgd", "optim.kind is sgd; it is for adamw and muon"),
     ("optim.momentum", lambda c, m: c.optim.kind == "sgd", "optim.kind is {optim.kind}; it is for sgd"),
     ("optim.muon_momentum optim.muon_lr_ratio optim.muon_steps",

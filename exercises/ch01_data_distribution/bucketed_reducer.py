@@ -4,7 +4,7 @@ Write the missing lines of Bucket and BucketedReducer; the docstring says what i
 You may call: all_reduce, Tensor.zero_, Bucket.launch, Handle.wait, set.isdisjoint.
 Check it with: python -m exercises check bucketed_reducer
 
-Stub 18a0eabb.
+Stub 603b53bb.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -16,7 +16,7 @@ from minidist.comm import Group, Handle, all_reduce
 from minidist.parallel.data.assignment import FIRST_BYTES, MIB, assign
 from minidist.parallel.data.buckets import _Unlaunched
 from minidist.parallel.data.reducer import GradientReducer, group_of
-from minidist.parameters import Specs
+from minidist.parameters import ParamSpecs
 
 
 class Bucket:
@@ -55,7 +55,7 @@ class BucketedReducer(GradientReducer):
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        specs: Specs,
+        specs: ParamSpecs,
         groups: Iterable[Group],
         bucket_bytes: int = 25 * MIB,
     ):
@@ -68,7 +68,7 @@ class BucketedReducer(GradientReducer):
         self._buckets = self._lay_out(*self._given)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
 
-    def _lay_out(self, specs: Specs, groups: list[Group], bucket_bytes: int) -> list[Bucket]:
+    def _lay_out(self, specs: ParamSpecs, groups: list[Group], bucket_bytes: int) -> list[Bucket]:
         """Buckets in backward order, apart by what cannot share a buffer: the group, the dtype and the device."""
         kinds: dict[tuple, tuple[Group, dict[str, int]]] = {}
         for name, parameter in reversed(self._parameters.items()):

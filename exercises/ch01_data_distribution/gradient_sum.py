@@ -4,7 +4,7 @@ Write the missing lines of NaiveReducer; the docstring says what is asked.
 You may call: all_reduce, torch.tensor, torch.zeros_like.
 Check it with: python -m exercises check gradient_sum
 
-Stub f5b3e68a.
+Stub 4465e54a.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from minidist.comm import Group, all_reduce
 from minidist.parallel.data.reducer import GradientReducer, group_of
-from minidist.parameters import Specs
+from minidist.parameters import ParamSpecs
 
 
 class NaiveReducer(GradientReducer):
     """One all-reduce per parameter after backward. The simple version of `BucketedReducer`, with the same results."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], specs: Specs, groups: Iterable[Group]):
+    def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs, groups: Iterable[Group]):
         super().__init__(parameters, specs)
         groups = list(groups)
         self._groups = {name: group_of(specs[name], groups) for name in self._parameters}

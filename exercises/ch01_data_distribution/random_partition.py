@@ -1,20 +1,20 @@
 """Blocks of a shared random permutation.
 
-Write the missing lines of random; the docstring says what is asked.
-You may call: block, permutation, numpy.random.default_rng.
+Write the missing lines of random_partition; the docstring says what is asked.
+You may call: block_partition, permutation, numpy.random.default_rng.
 Check it with: python -m exercises check random_partition
 
-Stub 0aeccdda.
+Stub f46d8a4f.
 """
 
 import numpy as np
 
-from minidist.data.partition import block, permutation
+from minidist.data.partition import block_partition, permutation
 
 
-def random(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
+def random_partition(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
     """Indices of `rank` when a permutation that all ranks compute alike is cut into blocks.  -> (size,) int64
 
-    Raises ValueError as `block` does.
+    Raises ValueError as `block_partition` does.
     """
     raise NotImplementedError("return this rank's part of the random order of this epoch")

@@ -1,10 +1,10 @@
 """Every world_size-th sample.
 
-Write the missing lines of strided; the docstring says what is asked.
+Write the missing lines of strided_partition; the docstring says what is asked.
 You may call: range, numpy.arange.
 Check it with: python -m exercises check strided_partition
 
-Stub 7672a44f.
+Stub ce0dae36.
 """
 
 import numpy as np
@@ -12,10 +12,10 @@ import numpy as np
 from minidist.data.partition import _check
 
 
-def strided(n: int, world_size: int, rank: int) -> np.ndarray:
+def strided_partition(n: int, world_size: int, rank: int) -> np.ndarray:
     """Indices rank, rank + world_size, rank + 2 world_size, ... below n.  -> (size,) int64
 
-    Raises ValueError as `block` does.
+    Raises ValueError as `block_partition` does.
     """
     _check(n, world_size, rank)
     raise NotImplementedError("return the indices of this rank")

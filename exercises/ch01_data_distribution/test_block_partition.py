@@ -19,7 +19,7 @@ def divides_evenly(answer):
     for each in (1, 2, 5):
         for world_size in (1, 2, 3, 4):
             for rank in range(world_size):
-                got = indices(answer.block(each * world_size, world_size, rank))
+                got = indices(answer.block_partition(each * world_size, world_size, rank))
                 expect("a block of equal size", got, list(range(rank * each, rank * each + each)))
 
 
@@ -27,7 +27,7 @@ def divides_evenly(answer):
 def each_index_once(answer):
     """Every sample belongs to exactly one rank, whatever the sizes."""
     for n, world_size in CASES:
-        parts = [indices(answer.block(n, world_size, rank)) for rank in range(world_size)]
+        parts = [indices(answer.block_partition(n, world_size, rank)) for rank in range(world_size)]
         case = f"n={n}, world_size={world_size}, all ranks"
         expect("all blocks one after the other", sum(parts, []), list(range(n)), case=case)
 
@@ -36,7 +36,7 @@ def each_index_once(answer):
 def sizes_differ_by_at_most_one(answer):
     """No rank has two samples more than another, and the longer blocks come first."""
     for n, world_size in CASES:
-        counts = [len(indices(answer.block(n, world_size, rank))) for rank in range(world_size)]
+        counts = [len(indices(answer.block_partition(n, world_size, rank))) for rank in range(world_size)]
         expect("the sizes of the blocks", counts, dealt(n, world_size), case=f"n={n}, world_size={world_size}")
 
 
@@ -44,12 +44,12 @@ def sizes_differ_by_at_most_one(answer):
 def more_ranks_than_samples(answer):
     """A rank without samples has an empty array, not an error."""
     for rank in range(5):
-        expect("one sample or none", indices(answer.block(3, 5, rank)), [rank] if rank < 3 else [])
+        expect("one sample or none", indices(answer.block_partition(3, 5, rank)), [rank] if rank < 3 else [])
 
 
 @test(points=1)
 def refuses_impossible_input(answer):
     """A rank outside the world, no ranks or fewer than no samples is a ValueError."""
-    expect("a block of possible input", indices(answer.block(5, 2, 1)), [3, 4])
+    expect("a block of possible input", indices(answer.block_partition(5, 2, 1)), [3, 4])
     for n, world_size, rank in [(5, 2, 2), (5, 2, -1), (5, 0, 0), (-1, 2, 0)]:
-        refuses(ValueError, answer.block, n, world_size, rank)
+        refuses(ValueError, answer.block_partition, n, world_size, rank)

@@ -6,7 +6,7 @@ from torch import nn
 from exercises.observed import PeakMemory, expect_order, timeline
 from exercises.testing import expect, test
 from minidist.comm import recv, send
-from minidist.parameters import named_parameters, replicated
+from minidist.parameters import named_parameters, replicated_specs
 
 # In the order of the model; backward finishes them from the last to the first.
 SHAPES = {"embed": (8, 4), "first.weight": (4, 4), "first.bias": (4,), "second.weight": (4, 4), "head": (4, 6)}
@@ -28,7 +28,7 @@ def reducer_of(answer, world, network, shapes=SHAPES, bucket_bytes=BUCKET_BYTES)
     """The learner's reducer over a model of this rank, and the parameters by name."""
     model = Net(world.rank, shapes)
     parameters = named_parameters(model)
-    specs = replicated(model, network.group.ranks)
+    specs = replicated_specs(model, network.group.ranks)
     return answer.BucketedReducer(parameters, specs, [network.group], bucket_bytes), parameters
 
 

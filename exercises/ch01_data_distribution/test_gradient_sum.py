@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from exercises.testing import expect, test
-from minidist.parameters import named_parameters, replicated
+from minidist.parameters import named_parameters, replicated_specs
 
 SHAPES = {"weight": (20, 3), "bias": (3,), "scale": ()}
 
@@ -32,7 +32,7 @@ def reducer_of(answer, world, network, dtype=torch.float32):
     """The learner's reducer over a model of this rank, and the parameters by name."""
     model = Net(world.rank, dtype)
     parameters = named_parameters(model)
-    return answer.NaiveReducer(parameters, replicated(model, network.group.ranks), [network.group]), parameters
+    return answer.NaiveReducer(parameters, replicated_specs(model, network.group.ranks), [network.group]), parameters
 
 
 def run_step(reducer, world, step=0, dtype=torch.float32):

@@ -9,7 +9,7 @@ SIZES = [(0, 1), (1, 1), (1, 2), (2, 2), (3, 2), (5, 3), (8, 4), (11, 3), (50, 7
 
 def order(answer, n, world_size, seed, epoch=0):
     """The indices of all ranks, one after the other."""
-    return sum((indices(answer.random(n, world_size, rank, seed, epoch)) for rank in range(world_size)), [])
+    return sum((indices(answer.random_partition(n, world_size, rank, seed, epoch)) for rank in range(world_size)), [])
 
 
 @test(points=2)
@@ -29,7 +29,7 @@ def ranks_share_one_order(answer, world, network):
 
     np.random.seed(1000 + world.rank)  # as after loading different data
     for n in (4, 7, 20):
-        mine = indices(answer.random(n, world.size, world.rank, 5, 1))
+        mine = indices(answer.random_partition(n, world.size, world.rank, 5, 1))
         everyone = all_gather_object(mine, network.group)
         case = f"n={n}, world_size={world.size}, each rank in its own process"
         expect("the indices of all ranks, sorted", sorted(sum(everyone, [])), list(range(n)), case=case)
@@ -39,7 +39,7 @@ def ranks_share_one_order(answer, world, network):
 def sizes_differ_by_at_most_one(answer):
     """The sizes are those of consecutive blocks."""
     for n, world_size in SIZES:
-        counts = [len(indices(answer.random(n, world_size, rank, 3))) for rank in range(world_size)]
+        counts = [len(indices(answer.random_partition(n, world_size, rank, 3))) for rank in range(world_size)]
         expected = [n // world_size + (rank < n % world_size) for rank in range(world_size)]
         expect("the sizes of the parts", counts, expected, case=f"n={n}, world_size={world_size}, seed=3")
 
@@ -74,13 +74,13 @@ def leaves_other_random_numbers_alone(answer):
     """The global generator of numpy is as it was: others draw from it too."""
     np.random.seed(0)
     expected = np.random.RandomState(0).rand(3)
-    indices(answer.random(20, 2, 0, 9))
+    indices(answer.random_partition(20, 2, 0, 9))
     expect("the next three numbers of numpy.random", np.random.rand(3), expected)
 
 
 @test(points=1)
 def refuses_impossible_input(answer):
     """A rank outside the world, no ranks or fewer than no samples is a ValueError."""
-    expect("how many samples of possible input", len(indices(answer.random(5, 2, 1, 0))), 2)
+    expect("how many samples of possible input", len(indices(answer.random_partition(5, 2, 1, 0))), 2)
     for n, world_size, rank in [(5, 2, -1), (5, 2, 2), (5, 0, 0), (-1, 2, 0)]:
-        refuses(ValueError, answer.random, n, world_size, rank, 0)
+        refuses(ValueError, answer.random_partition, n, world_size, rank, 0)

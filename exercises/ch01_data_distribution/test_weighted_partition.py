@@ -22,7 +22,7 @@ def whole_shares(answer):
     """Where every share is whole, each rank gets just that."""
     for weights in WEIGHTS:
         for times in (0, 1, 3):
-            expect("the sizes", answer.sizes(sum(weights) * times, weights), [w * times for w in weights])
+            expect("the sizes", answer.apportion(sum(weights) * times, weights), [w * times for w in weights])
 
 
 @test(points=3)
@@ -30,7 +30,7 @@ def nothing_is_lost(answer):
     """The sizes add up to n, and each is within one of its exact share."""
     for weights in WEIGHTS:
         for n in range(15):
-            got, total = answer.sizes(n, weights), sum(weights)
+            got, total = answer.apportion(n, weights), sum(weights)
             expect("the sum of the sizes", sum(got), n)
             near = [abs(size * total - n * w) < total for size, w in zip(got, weights, strict=True)]
             expect(f"sizes within one of the exact shares, not {got}", near, [True] * len(weights))
@@ -41,7 +41,7 @@ def largest_remainder(answer):
     """What is left over goes to those who lost most by rounding down, ties to the lower rank."""
     for weights in WEIGHTS:
         for n in range(15):
-            expect("the sizes", answer.sizes(n, weights), shares(n, weights))
+            expect("the sizes", answer.apportion(n, weights), shares(n, weights))
 
 
 @test(points=2)
@@ -54,31 +54,31 @@ def consecutive_blocks(answer):
                 expected.append(list(range(start, start + size)))
                 start += size
             for rank, block in enumerate(expected):
-                expect("the rank's block", indices(answer.weighted(n, weights, rank)), block)
+                expect("the rank's block", indices(answer.weighted_partition(n, weights, rank)), block)
 
 
 @test(points=1)
 def fractions_of_one(answer):
     """Weights need not be whole numbers."""
-    expect("the sizes", answer.sizes(10, [0.5, 0.25, 0.25]), [5, 3, 2])
-    expect("the sizes", answer.sizes(7, [0.1, 0.1, 0.1]), [3, 2, 2])
-    expect("the sizes", answer.sizes(1003, [0.501, 0.502]), [501, 502])
-    expect("the sizes", answer.sizes(9, [0.001, 0.002]), [3, 6])
+    expect("the sizes", answer.apportion(10, [0.5, 0.25, 0.25]), [5, 3, 2])
+    expect("the sizes", answer.apportion(7, [0.1, 0.1, 0.1]), [3, 2, 2])
+    expect("the sizes", answer.apportion(1003, [0.501, 0.502]), [501, 502])
+    expect("the sizes", answer.apportion(9, [0.001, 0.002]), [3, 6])
 
 
 @test(points=1)
 def exact_where_floats_are_not(answer):
     """Also a number of samples that no float can hold is shared exactly."""
     n = 3 * 10**17 + 45
-    expect("the sizes", answer.sizes(n, [1, 2]), [10**17 + 15, 2 * 10**17 + 30])
-    expect("the last rank's block", indices(answer.weighted(n, [n - 2, 2], 1)), [n - 2, n - 1])
+    expect("the sizes", answer.apportion(n, [1, 2]), [10**17 + 15, 2 * 10**17 + 30])
+    expect("the last rank's block", indices(answer.weighted_partition(n, [n - 2, 2], 1)), [n - 2, n - 1])
 
 
 @test(points=1)
 def refuses_impossible_input(answer):
     """A rank outside the world, fewer than no samples or weights that share nothing are a ValueError."""
-    expect("the rank's block", indices(answer.weighted(5, [1, 1], 1)), [3, 4])
+    expect("the rank's block", indices(answer.weighted_partition(5, [1, 1], 1)), [3, 4])
     for n, weights, rank in [(5, [1, 1], -1), (5, [1, 1], 2), (-1, [1, 1], 0)]:
-        refuses(ValueError, answer.weighted, n, weights, rank)
+        refuses(ValueError, answer.weighted_partition, n, weights, rank)
     for weights in ([], [0, 0], [2, -1], [1, float("inf")], [1, float("nan")]):
-        refuses(ValueError, answer.sizes, 5, weights)
+        refuses(ValueError, answer.apportion, 5, weights)

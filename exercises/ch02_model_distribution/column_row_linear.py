@@ -1,10 +1,10 @@
 """By columns, then by rows.
 
-Write the missing lines of ColumnLinear and RowLinear; the docstring says what is asked.
+Write the missing lines of ColumnParallelLinear and RowParallelLinear; the docstring says what is asked.
 You may call: F.linear, enter, leave.
 Check it with: python -m exercises check column_row_linear
 
-Stub 6bbbc3db.
+Stub a8f9085a.
 """
 
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from minidist.parallel.tensor.operators import Operator
 
 
-class ColumnLinear(nn.Module):
+class ColumnParallelLinear(nn.Module):
     """This rank's output features of a linear layer: (b, s, in) -> (b, s, out / ranks).
 
     weight: (out / ranks, in). enter: what happens to the input first; nothing where several projections read one
@@ -28,7 +28,7 @@ class ColumnLinear(nn.Module):
         raise NotImplementedError("return this rank's features of the output, (b, s, out / ranks)")
 
 
-class RowLinear(nn.Module):
+class RowParallelLinear(nn.Module):
     """A linear layer whose input features are shared out: (b, s, in / ranks) -> what `leave` makes of (b, s, out).
 
     weight: (out, in / ranks). leave: sums over the ranks.

@@ -1,10 +1,10 @@
 """Into the shared part, and out of it.
 
-Write the missing lines of _Copied and _Summed and summed and copied; the docstring says what is asked.
+Write the missing lines of _Copied and _Summed and reduce_from_tp and copy_to_tp; the docstring says what is asked.
 You may call: ops.all_reduce, Tensor.contiguous.
 Check it with: python -m exercises check conjugate_pair
 
-Stub a8c17705.
+Stub 6c4ca3a5.
 """
 
 import torch
@@ -35,11 +35,11 @@ class _Summed(torch.autograd.Function):
         raise NotImplementedError("return the gradient of this rank's x, and None for key")
 
 
-def summed(x: Tensor, group: Group) -> Tensor:
-    """The sum over the group of what the ranks' parts of an operator gave, whole on every rank."""
+def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
+    """All-reduce the partial results `x` (any shape) of a tensor-parallel region; the result is replicated."""
     return x if group.size == 1 else _Summed.apply(x, group.key)
 
 
-def copied(x: Tensor, group: Group) -> Tensor:
-    """`x` (any shape), whole on every rank, on its way to parts of an operator: its gradients are summed."""
+def copy_to_tp(x: Tensor, group: Group) -> Tensor:
+    """Return the replicated `x` (any shape) as input of a tensor-parallel region; backward all-reduces its gradient."""
     return x if group.size == 1 else _Copied.apply(x, group.key)

@@ -1,14 +1,14 @@
 """One forward, one backward.
 
 Write the missing lines of one_f_one_b; the docstring says what is asked.
-You may call: play, in_turn, Op, min, max.
+You may call: expand_phases, micro_batch_order, Op, min, max.
 Check it with: python -m exercises check one_f_one_b_schedule
 
-Stub 15ad98e2.
+Stub e0146a64.
 """
 
 from minidist.parallel.pipeline.actions import Op
-from minidist.parallel.pipeline.schedule_rules import in_turn, play
+from minidist.parallel.pipeline.schedule_rules import expand_phases, micro_batch_order
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:

@@ -1,10 +1,10 @@
 """The half of backward that nobody waits for.
 
-Write the missing lines of _Linear and WeightsLater and weight_gradient; the docstring says what is asked.
+Write the missing lines of _Linear and DeferWeightGradients and weight_gradient; the docstring says what is asked.
 You may call: list.append, Tensor.flatten, torch.matmul.
 Check it with: python -m exercises check split_backward
 
-Stub bfac8288.
+Stub 40859095.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from minidist.parallel.pipeline.split_backward import Half
+from minidist.parallel.pipeline.split_backward import DeferredWeightGradient
 
 
 class _Linear(torch.autograd.Function):
@@ -32,14 +32,14 @@ class _Linear(torch.autograd.Function):
         raise NotImplementedError("put the weights' half aside, and return the gradient of x, and None for the rest")
 
 
-class WeightsLater(TorchFunctionMode):
+class DeferWeightGradients(TorchFunctionMode):
     """Within this context the backward of linear layers leaves their weights' gradients to be computed later.
 
     names: parameter to its name, of those to treat so; halves: where to put what is left to do, by whichever backward.
     Left whole are a layer whose input takes no gradient, as it has no first half, and one with a bias.
     """
 
-    def __init__(self, names: Mapping[Tensor, str], halves: list[Half]):
+    def __init__(self, names: Mapping[Tensor, str], halves: list[DeferredWeightGradient]):
         super().__init__()
         self._names, self._halves = names, halves
 
@@ -53,7 +53,7 @@ class WeightsLater(TorchFunctionMode):
         return _Linear.apply(x, weight.detach(), self._names[weight], self._halves)
 
 
-def weight_gradient(half: Half) -> Tensor:
+def weight_gradient(half: DeferredWeightGradient) -> Tensor:
     """The half that was left: `dW = dy^T x`, (out, in)."""
     _, x, grad = half
     raise NotImplementedError("return the gradient of the weight, (out, in)")

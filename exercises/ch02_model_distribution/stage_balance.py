@@ -1,10 +1,10 @@
 """The slowest stage sets the pace.
 
-Write the missing lines of _cut and balance; the docstring says what is asked.
+Write the missing lines of _cut and balance_layers; the docstring says what is asked.
 You may call: _whole, _cut, min, max, operator.add, itertools.accumulate.
 Check it with: python -m exercises check stage_balance
 
-Stub 66855ed6.
+Stub 64bca41b.
 """
 
 import math
@@ -27,7 +27,7 @@ def _cut(
     raise NotImplementedError("return the least joined value, and where the parts of that cut end")
 
 
-def balance(
+def balance_layers(
     costs: Sequence[float], stages: int, chunks: int = 1, embedding: float = 0.0, head: float = 0.0
 ) -> list[range]:
     """Cut the layers into `stages * chunks` parts in a row, none empty, whose costliest is as cheap as possible.

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from exercises.testing import expect, test
-from minidist.parallel.tensor.operators import operators
+from minidist.parallel.tensor.operators import region_operators
 
 BATCH, HIDDEN = 2, 5
 TOLERANCE = 1e-12  # sums of less than a hundred terms below 10, in float64 in another order
@@ -24,12 +24,12 @@ class Layer:
         self.length = 2 * world.size
         self.x = draw(1, BATCH, self.length, HIDDEN)
         self.gate, self.up, self.down = draw(2, width, HIDDEN), draw(3, width, HIDDEN), draw(4, HIDDEN, width)
-        self.enter, leave = operators(group, sequence)
+        self.enter, leave = region_operators(group, sequence)
         self.mine, self.tokens = mine, slice(2 * world.rank, 2 * world.rank + 2) if sequence else slice(None)
-        self.alone = answer.ColumnLinear(self.gate[mine].clone(), self.enter)
-        self.column_gate = answer.ColumnLinear(self.gate[mine].clone())
-        self.column_up = answer.ColumnLinear(self.up[mine].clone())
-        self.row = answer.RowLinear(self.down[:, mine].clone(), leave)
+        self.alone = answer.ColumnParallelLinear(self.gate[mine].clone(), self.enter)
+        self.column_gate = answer.ColumnParallelLinear(self.gate[mine].clone())
+        self.column_up = answer.ColumnParallelLinear(self.up[mine].clone())
+        self.row = answer.RowParallelLinear(self.down[:, mine].clone(), leave)
 
     def input(self):
         """What this rank has of the input."""

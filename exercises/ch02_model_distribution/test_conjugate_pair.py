@@ -16,7 +16,7 @@ def numbers(salt, dtype=torch.float64):
 def run(answer, world, network, dtype=torch.float64):
     """A part of each rank's own between the two: (x, this rank's factor, what leaves). x is the same on all ranks."""
     x, factor = numbers(20, dtype).requires_grad_(), numbers(world.rank, dtype).requires_grad_()
-    return x, factor, answer.summed(answer.copied(x, network.group) * factor, network.group)
+    return x, factor, answer.reduce_from_tp(answer.copy_to_tp(x, network.group) * factor, network.group)
 
 
 def factors(world, dtype=torch.float64):
@@ -29,7 +29,7 @@ def values_on_the_way_in_and_out(answer, world, network):
     """`copied` changes no value; `summed` gives every rank the sum of all parts."""
     for dtype in (torch.float64, torch.float32):
         x, _, out = run(answer, world, network, dtype)
-        expect("what enters", answer.copied(x, network.group), numbers(20, dtype))
+        expect("what enters", answer.copy_to_tp(x, network.group), numbers(20, dtype))
         expect("what leaves", out, numbers(20, dtype) * factors(world, dtype))
         expect("the dtype of what leaves", str(out.dtype), str(dtype))
 
@@ -58,9 +58,9 @@ def one_sum_each_way(answer, world, network):
         if got > most:
             raise Wrong("wrong", f"bytes that a rank sends {what}", f"at most {most}", str(got))
 
-    inside = answer.copied(x, group)
+    inside = answer.copy_to_tp(x, group)
     bytes_since("on the way in, forward", 0)
-    out = answer.summed(inside * (world.rank + 1), group)
+    out = answer.reduce_from_tp(inside * (world.rank + 1), group)
     bytes_since("on the way out, forward", most)
     (grad,) = torch.autograd.grad(out, inside, numbers(7), retain_graph=True)
     bytes_since("on the way out, backward", 0)
@@ -74,14 +74,14 @@ def what_is_given_is_left_alone(answer, world, network):
     """The tensors that come in, and gradients in any memory layout, are as they were."""
     part = numbers(world.rank).transpose(0, 2).requires_grad_()
     kept = part.detach().clone()
-    out = answer.summed(part, network.group)
+    out = answer.reduce_from_tp(part, network.group)
     expect("the sum of transposed parts", out, factors(world).transpose(0, 2))
     expect("this rank's part afterwards", part.detach(), kept)
     x = numbers(20).requires_grad_()
     arriving = torch.full((), world.rank + 1.0, dtype=torch.float64).expand(SHAPE)
-    (grad,) = torch.autograd.grad(answer.copied(x, network.group), x, arriving)
+    (grad,) = torch.autograd.grad(answer.copy_to_tp(x, network.group), x, arriving)
     total = world.size * (world.size + 1) / 2
     expect("the sum of gradients that are one number, expanded", grad, torch.full(SHAPE, total))
     arriving = numbers(world.rank)
-    torch.autograd.grad(answer.copied(x, network.group), x, arriving)
+    torch.autograd.grad(answer.copy_to_tp(x, network.group), x, arriving)
     expect("the gradient that came in, afterwards", arriving, numbers(world.rank))

@@ -36,7 +36,7 @@ def two_parts_are_the_whole(answer):
         one = attention(query, key[..., :cut, :], value[..., :cut, :])
         other = attention(query, key[..., cut:, :], value[..., cut:, :])
         kept = [tensor.clone() for tensor in (*one, *other)]
-        out, lse = answer.merge(*one, *other)
+        out, lse = answer.merge_attention(*one, *other)
         told = f"{cut} keys and {12 - cut} keys"
         expect("the output", out, whole, tolerance=TOLERANCE, case=told)
         expect("the log-sum-exp", lse, whole_lse, tolerance=TOLERANCE, case=told)
@@ -49,11 +49,11 @@ def large_scores(answer):
     query, key, value = case(60.0)
     whole, whole_lse = attention(query, key, value)
     one, other = (attention(query, key[..., part, :], value[..., part, :]) for part in (slice(0, 5), slice(5, 12)))
-    out, lse = answer.merge(*one, *other)
+    out, lse = answer.merge_attention(*one, *other)
     expect("the output", out, whole, tolerance=1e-9)  # lse of 1e4 has 12 digits after the point
     expect("the log-sum-exp", lse, whole_lse, tolerance=1e-9)
     out, lse = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([-2000.0], dtype=torch.float64)
-    out, lse = answer.merge(out, lse, out + 4, lse)
+    out, lse = answer.merge_attention(out, lse, out + 4, lse)
     expect("the output of two equal parts with scores of -2000", out, [[2.0, 2.0]], tolerance=TOLERANCE)
     expect("their log-sum-exp", lse, [-2000 + math.log(2)], tolerance=1e-9)
 
@@ -65,12 +65,12 @@ def nothing_seen(answer):
     out, lse = attention(query, key, value)
     nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
     for told, got in {
-        "nothing, then keys": answer.merge(*nothing, out, lse),
-        "keys, then nothing": answer.merge(out, lse, *nothing),
+        "nothing, then keys": answer.merge_attention(*nothing, out, lse),
+        "keys, then nothing": answer.merge_attention(out, lse, *nothing),
     }.items():
         expect("the output", got[0], out, tolerance=TOLERANCE, case=told)
         expect("the log-sum-exp", got[1], lse, tolerance=TOLERANCE, case=told)
-    got = answer.merge(*nothing, *nothing)
+    got = answer.merge_attention(*nothing, *nothing)
     expect("the output of nothing and nothing", got[0], nothing[0])
     expect("its log-sum-exp", got[1], nothing[1])
 
@@ -83,9 +83,9 @@ def narrow_parts_are_merged_in_float32(answer):
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         wide = torch.promote_types(dtype, torch.float32)
         narrow = [one[0].to(dtype), one[1].to(wide), other[0].to(dtype), other[1].to(wide)]
-        out, lse = answer.merge(*narrow)
+        out, lse = answer.merge_attention(*narrow)
         expect(f"the dtypes for {dtype} outputs", [str(out.dtype), str(lse.dtype)], [str(wide)] * 2)
-        exact, _ = answer.merge(*(tensor.double() for tensor in narrow))
+        exact, _ = answer.merge_attention(*(tensor.double() for tensor in narrow))
         eps = 0.0 if wide == torch.float64 else 1e-5  # float32 rounds at 1e-7, of values of about 1
         expect(f"the output of {dtype} parts", out.double(), exact, tolerance=eps)
 
@@ -101,7 +101,7 @@ def blocks_of_all_ranks_in_any_order(answer, world, network):
     out, lse = torch.zeros_like(mine[0]), torch.full_like(mine[1], -torch.inf)
     for step in range(world.size):
         block = of_ranks[(world.rank - step) % world.size]
-        out, lse = answer.merge(out, lse, *(torch.tensor(tensor, dtype=torch.float64) for tensor in block))
+        out, lse = answer.merge_attention(out, lse, *(torch.tensor(tensor, dtype=torch.float64) for tensor in block))
     whole, whole_lse = attention(query, key, value)
     expect("the output", out, whole, tolerance=TOLERANCE)
     expect("the log-sum-exp", lse, whole_lse, tolerance=TOLERANCE)

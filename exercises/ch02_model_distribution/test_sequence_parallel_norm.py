@@ -36,7 +36,7 @@ def batch():
 def run(answer, network, sequence, config=CONFIG):
     """The model laid out by the learner's split and run once: (loss, held, parameters)."""
     model = model_of(config)
-    held = answer.split(model, network.group, sequence)
+    held = answer.apply_tensor_parallel(model, network.group, sequence)
     total, _ = model(*batch())
     total.backward()
     return total.item(), held, named_parameters(model)
@@ -83,7 +83,7 @@ def as_many_bytes_less_memory(answer, world, network):
     seen, sent = {}, {}
     for sequence in (True, False):
         model, before = model_of(CONFIG), len(network.records)
-        answer.split(model, network.group, sequence)
+        answer.apply_tensor_parallel(model, network.group, sequence)
         lengths = []
         model.model.norm.register_forward_hook(lambda _, args, out, lengths=lengths: lengths.append(out.shape[1]))
         model(*batch())[0].backward()

@@ -26,7 +26,7 @@ def run(weights, x):
 def split(answer, weights, x, names=("first", "second")):
     """Forward under WeightsLater: (the output, the list of halves)."""
     halves = []
-    with answer.WeightsLater({weights[name]: name for name in names}, halves):
+    with answer.DeferWeightGradients({weights[name]: name for name in names}, halves):
         out = run(weights, x)
     return out, halves
 

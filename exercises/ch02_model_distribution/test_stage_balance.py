@@ -37,7 +37,7 @@ CHUNKS = [([1] * 8, 2, 2, 0, 2), ([1, 2, 3, 4, 3, 2, 1], 2, 3, 1, 0), ([0.7, 0.1
 
 def cut(answer, costs, stages, chunks, embedding, head):
     """The layers of every part as (first, end), checked to be a cut of all layers in order."""
-    got = answer.balance(costs, stages, chunks, embedding, head)
+    got = answer.balance_layers(costs, stages, chunks, embedding, head)
     if not isinstance(got, list) or not all(isinstance(part, range) for part in got):
         raise Wrong("type", "the parts have the wrong type", "a list of ranges", repr(got)[:80])
     expect("how many parts there are", len(got), stages * chunks)

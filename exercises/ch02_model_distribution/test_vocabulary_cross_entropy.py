@@ -26,7 +26,7 @@ class Case:
         self.labels[0, 1] = self.labels[1, 4] = IGNORE
         self.columns = parts(vocabulary, world.size)[world.rank]
         self.mine = self.logits[..., self.columns].clone().requires_grad_()
-        self.loss = answer.VocabularyLoss(self.columns.start, network.group)
+        self.loss = answer.VocabParallelLoss(self.columns.start, network.group)
 
     def one_process(self, factor=1.0):
         """The sum of the losses, and the gradient of this rank's columns when it is multiplied by factor."""

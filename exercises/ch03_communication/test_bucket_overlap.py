@@ -7,7 +7,7 @@ from torch import nn
 
 from exercises.testing import expect, refuses, test
 from minidist.parallel.data.buckets import BucketedReducer
-from minidist.parameters import replicated
+from minidist.parameters import replicated_specs
 
 BUCKETS, EACH = 4, 3  # of the reducer: parameters of 4 float32 each, three to a bucket
 KIB = 2**10
@@ -82,7 +82,7 @@ def as_the_reducer_launches(answer, world, network):
 def seen_launches(network, names, order):
     """How many gradients were ready when each bucket of the package's reducer was launched."""
     parameters = {name: nn.Parameter(torch.zeros(4)) for name in reversed(names)}  # the reducer begins with the last
-    specs = replicated(nn.ParameterDict(parameters), network.group.ranks)
+    specs = replicated_specs(nn.ParameterDict(parameters), network.group.ranks)
     reducer = BucketedReducer(parameters, specs, [network.group], bucket_bytes=4 * 4 * EACH)
     before, marks = len(network.records), len(network.events)
     for name in order:

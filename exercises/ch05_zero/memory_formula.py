@@ -1,17 +1,16 @@
 """Sixteen bytes, by formula.
 
 Write the missing lines of row_of and model_states; the docstring says what is asked.
-You may call: Row, ModelStates, sum, FORMAT_BYTES, ZeroConfig.shares_gradients, Policy.separate_masters.
+You may call: Row, ModelStates, sum, PRECISION_BYTES, ZeroConfig.shares_gradients, Policy.separate_masters.
 Check it with: python -m exercises check memory_formula
 
-Stub bdea19a4.
+Stub 0607196d.
 """
 
 from collections.abc import Iterable
 
 from minidist.config import ZeroConfig
-from minidist.precision.policy import BYTES as FORMAT_BYTES
-from minidist.precision.policy import Policy
+from minidist.precision.policy import PRECISION_BYTES, Policy
 from minidist.tools.estimate.states import ModelStates, Row
 
 

@@ -9,7 +9,7 @@ from exercises.expected_shards import shard_elements
 from exercises.observed import Held, timeline
 from exercises.testing import Wrong, expect, test
 from exercises.watched import LAYERS, Net
-from minidist.precision.dtypes import Formats
+from minidist.precision.dtypes import PrecisionDtypes
 from minidist.zero.gather import Block
 from minidist.zero.plan import ROOT, lay_out_flat
 
@@ -20,7 +20,7 @@ ROWS = {
     1: {"layers.1.weight": (5, 6), "layers.1.bias": (6,)},
     2: {"layers.2.weight": (6, 7), "layers.2.bias": (7,)},
 }
-FP64 = Formats(*[torch.float64] * 5)
+FP64 = PrecisionDtypes(*[torch.float64] * 5)
 NAMES = {ROOT: "the rest", **{index: f"block {index}" for index in range(LAYERS)}}
 WAYS = list(itertools.product((True, False), repeat=2))
 

@@ -4,7 +4,7 @@ import torch
 
 from exercises.testing import expect, test
 from minidist.config import PrecisionConfig, ZeroConfig
-from minidist.precision.policy import policy_of
+from minidist.precision.policy import resolve_policy
 from minidist.tools.estimate.states import Row
 
 KINDS = ("parameters", "gradients", "masters", "moments")
@@ -70,7 +70,7 @@ def expect_kept(answer, stage, policy, ranks, kinds=KINDS):
     """Each kind of bytes is that of the tensors."""
     zero = STAGES[stage]
     rows = [Row(*lengths(numel, ranks if zero.stage else 1), moments) for numel, moments in ROWS]
-    got = answer.model_states(rows, zero, policy_of(POLICIES[policy][0]))
+    got = answer.model_states(rows, zero, resolve_policy(POLICIES[policy][0]))
     for kind in kinds:
         case = f"{stage}, {ranks} rank{'s' * (ranks > 1)}, {policy}, rows of {[numel for numel, _ in ROWS]} elements"
         expect(f"bytes of {kind}", getattr(got, kind), kept(stage, policy, ranks)[kind], case=case)
@@ -105,7 +105,7 @@ def every_format_counts_as_it_is(answer):
 @test(points=2)
 def the_published_figures(answer):
     """7.5e9 parameters in fp16 with Adam, on 1 to 1024 ranks: the figures of the ZeRO paper."""
-    policy = policy_of(POLICIES["fp16 throughout"][0])
+    policy = resolve_policy(POLICIES["fp16 throughout"][0])
     for stage, by_ranks in PUBLISHED.items():
         for ranks, printed in by_ranks.items():
             row = answer.row_of(7_500_000_000, ranks, 2)
@@ -118,7 +118,7 @@ def the_published_figures(answer):
 @test(points=2)
 def rows_come_one_by_one(answer):
     """The rows may come from a generator, which gives each of them once; without any, nothing is kept."""
-    policy = policy_of(PrecisionConfig("bf16"))
+    policy = resolve_policy(PrecisionConfig("bf16"))
     rows = [Row(*lengths(numel, 2), moments) for numel, moments in ROWS]
     got = answer.model_states((row for row in rows), STAGES["stage 1"], policy)
     for kind in KINDS:

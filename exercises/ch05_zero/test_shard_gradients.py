@@ -9,13 +9,13 @@ from exercises.observed import Held, timeline
 from exercises.testing import Wrong, expect, test
 from minidist.comm import GroupSpec, bind
 from minidist.mesh import Mesh
-from minidist.precision.dtypes import Formats
+from minidist.precision.dtypes import PrecisionDtypes
 from minidist.zero.plan import lay_out_flat
 
 # Together 23 elements: rows of 2, 3 and 4 ranks end in padding. In the order in which backward finishes them.
 SHAPES = {"head": (3, 2), "norm": (3,), "up": (2, 5), "bias": (4,)}
 SIZES = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
-FP32 = Formats(*[torch.float32] * 5)
+FP32 = PrecisionDtypes(*[torch.float32] * 5)
 KIB = 1024
 
 
@@ -197,7 +197,7 @@ def copies_are_summed_once(answer, world, network):
 @test(points=1, ranks=(2,))
 def sums_are_as_wide_as_asked(answer, world, network):
     """Gradients come and travel in bfloat16, and are added up in float32, before and after; or all in float64."""
-    formats = Formats(torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32)
+    formats = PrecisionDtypes(torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32)
     gradients, before = gradients_of(answer, network.group, formats=formats), len(network.records)
     for micro_batch in range(9):
         for name in SHAPES:  # 256, then ones: a sum in bfloat16 would stay at 256
@@ -209,7 +209,7 @@ def sums_are_as_wide_as_asked(answer, world, network):
     wanted = shard_values(shard_elements(SIZES, 2)[world.rank], lambda name: torch.full(SHAPES[name], 532.0))
     expect("256 and ten ones from each of two ranks", got.tolist(), wanted)
     expect("the format on the wire", sorted({str(r.dtype) for r in network.records[before:]}), ["torch.bfloat16"])
-    gradients, exact = gradients_of(answer, network.group, formats=Formats(*[torch.float64] * 5)), 1 + 2.0**-40
+    gradients, exact = gradients_of(answer, network.group, formats=PrecisionDtypes(*[torch.float64] * 5)), 1 + 2.0**-40
     for name in SHAPES:
         gradients.add(name, torch.full(SHAPES[name], exact, dtype=torch.float64))
     gradients.launch()

@@ -6,15 +6,15 @@ from torch import nn
 from exercises.expected_shards import shard_elements, shard_values
 from exercises.observed import Held, timeline
 from exercises.testing import expect, test
-from minidist.precision.dtypes import Formats
+from minidist.precision.dtypes import PrecisionDtypes
 from minidist.zero.plan import lay_out_flat
 from minidist.zero.reducer import ReducedFlatParam, ZeroReducer
 
 # Two rows, in the order in which backward finishes them. No length divides by 2 or 4; the second one's does by 3.
 ROWS = [{"head": (3, 2), "norm": (3,)}, {"up": (2, 5), "bias": (4,), "embed": (7,)}]
 SHAPES = {name: shape for row in ROWS for name, shape in row.items()}
-FP32 = Formats(*[torch.float32] * 5)
-MIXED = Formats(torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32)
+FP32 = PrecisionDtypes(*[torch.float32] * 5)
+MIXED = PrecisionDtypes(torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32)
 RATE = 0.5
 KIB = 1024
 

@@ -1,10 +1,10 @@
 """A copy that the update does not get lost in.
 
-Write the missing lines of Masters; the docstring says what is asked.
+Write the missing lines of MasterWeights; the docstring says what is asked.
 You may call: torch.zeros_like, Tensor.copy_, Tensor.to, rounding.
 Check it with: python -m exercises check master_weights
 
-Stub 7893ac7e.
+Stub f3a2cd9f.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from minidist.precision.dtypes import Formats
+from minidist.precision.dtypes import PrecisionDtypes
 from minidist.precision.masters import Rounding
 
 
-class Masters:
+class MasterWeights:
     """What the optimizer updates of a piece of memory that the model reads: a copy of its own, or the piece itself.
 
     part: (n,), in the format of the parameters. bounds: which elements of it are a parameter's, by name; the others are
@@ -33,7 +33,7 @@ class Masters:
         part: Tensor,
         bounds: Mapping[str, tuple[int, int]],
         values: Mapping[str, Tensor],
-        formats: Formats,
+        formats: PrecisionDtypes,
         host: bool = False,
         rounding: Rounding | None = None,
     ):

@@ -1,11 +1,11 @@
 """Computed again instead of kept.
 
-Write the missing lines of _Again and recomputed; the docstring says what is asked.
+Write the missing lines of _Again and with_recomputation; the docstring says what is asked.
 You may call: _detached, _Again, saved_tensors_hooks, torch.is_grad_enabled, torch.enable_grad, suppress, ExitStack,
 enumerate.
 Check it with: python -m exercises check recomputed_block
 
-Stub e6c0623f.
+Stub e77bb595.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class _Again:
         return found
 
 
-def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
+def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
     """A function that gives what `run` gives, and of whose graph the arguments alone are kept.
 
     run: takes and gives tensors, or tuples of them, by position; run again with the same it must do the same. Without

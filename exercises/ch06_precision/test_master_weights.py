@@ -5,7 +5,7 @@ import torch
 from exercises.observed import PeakMemory
 from exercises.testing import expect, test
 from minidist.comm import all_gather
-from minidist.precision.dtypes import Formats
+from minidist.precision.dtypes import PrecisionDtypes
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 BOUNDS = {"first": (0, 5), "second": (6, 9)}  # of a piece of 11 elements; element 5 and the last two are padding
@@ -13,7 +13,7 @@ BOUNDS = {"first": (0, 5), "second": (6, 9)}  # of a piece of 11 elements; eleme
 
 def formats(parameter=BF16, master=FP32):
     """parameter: what the model reads; master: None where masters do not last."""
-    return Formats(parameter, FP32, FP32, state=master or FP32, master=master)
+    return PrecisionDtypes(parameter, FP32, FP32, state=master or FP32, master=master)
 
 
 def exact(seed=0, bounds=BOUNDS):
@@ -34,7 +34,7 @@ def masters_of(answer, dtype=BF16, master=FP32, rounding=None):
     """The learner's masters of a piece, the piece, and the values before rounding."""
     values = exact()
     part = piece(values, dtype)
-    return answer.Masters(part, BOUNDS, values, formats(dtype, master), rounding=rounding), part, values
+    return answer.MasterWeights(part, BOUNDS, values, formats(dtype, master), rounding=rounding), part, values
 
 
 def same_memory(one, other):
@@ -117,7 +117,7 @@ def no_copy_where_nothing_is_wider(answer):
         expect("the piece after an update", part, piece(moved, dtype), case=case)
     part = torch.ones(250_000)
     with PeakMemory() as memory:
-        masters = answer.Masters(part, {"all": (0, 250_000)}, {"all": part}, formats(FP32))
+        masters = answer.MasterWeights(part, {"all": (0, 250_000)}, {"all": part}, formats(FP32))
         masters.attach_grads(part)
         masters.copy_to_params()
     expect("memory taken for 1 MB of masters in the parameters' format, in MB", memory.peak_bytes // 10**6, 0)
@@ -129,7 +129,7 @@ def one_copy_and_no_more(answer):
     part = torch.ones(250_000, dtype=BF16)
     values, gradients = {"all": torch.ones(250_000)}, torch.ones(250_000)
     with PeakMemory() as memory:
-        masters = answer.Masters(part, {"all": (0, 250_000)}, values, formats())
+        masters = answer.MasterWeights(part, {"all": (0, 250_000)}, values, formats())
         masters.attach_grads(gradients)
         masters.copy_to_params()
         masters.detach_grads()
@@ -175,7 +175,7 @@ def every_rank_its_shard(answer, world, network):
             bounds[name], values[name] = (low - begin, high - begin), whole[low:high]
         start += size
     part = row[begin:end]
-    masters, expected = answer.Masters(part, bounds, values, formats()), whole.double()
+    masters, expected = answer.MasterWeights(part, bounds, values, formats()), whole.double()
     for step in range(20):
         gradients = (1 + 32 * torch.arange(float(row.numel()))) * 2.0 ** -(20 + step % 3)
         masters.attach_grads(gradients[begin:end])

@@ -47,7 +47,9 @@ class Stack:
 
     def __init__(self, answer=None, dtype=torch.float64):
         self.blocks = [Block(10 * number, dtype) for number in range(3)]
-        self.forwards = [block.forward if answer is None else answer.recomputed(block.forward) for block in self.blocks]
+        self.forwards = [
+            block.forward if answer is None else answer.with_recomputation(block.forward) for block in self.blocks
+        ]
 
     def __call__(self, x, address):
         for forward in self.forwards:
@@ -98,14 +100,14 @@ def keeps_the_arguments_alone(answer):
         made.append(StorageWeakRef(inside.untyped_storage()))
         return inside.sin().cos()
 
-    out = answer.recomputed(run)(inputs(1), torch.full((), 0.5, dtype=torch.float64))
+    out = answer.with_recomputation(run)(inputs(1), torch.full((), 0.5, dtype=torch.float64))
     case = "run(x, scale), which makes (x * scale).exp() on its way"
     expect("whether that is still there before backward", not made[0].expired(), False, case=case)
     out.sum().backward()
     block, blocks = 4 * 8 * 16_000, 8  # bytes of the largest tensor that a block makes
     weights = [torch.ones(16, 16_000) / 16_000 for _ in range(blocks)]
     x = torch.ones(8, 16, requires_grad=True)
-    forwards = [answer.recomputed(lambda x, w=w: torch.tanh(torch.tanh(x @ w).square()) @ w.T) for w in weights]
+    forwards = [answer.with_recomputation(lambda x, w=w: torch.tanh(torch.tanh(x @ w).square()) @ w.T) for w in weights]
     with PeakMemory() as memory:
         y = x
         for forward in forwards:
@@ -129,7 +131,7 @@ def let_go_in_backward(answer):
             first.register_hook(lambda _: gone.extend(reference.expired() for reference in made[-1]))
         return second * torch.full((TOKENS,), 2.0)
 
-    answer.recomputed(run)(torch.ones(TOKENS, requires_grad=True)).sum().backward()
+    answer.with_recomputation(run)(torch.ones(TOKENS, requires_grad=True)).sum().backward()
     expect("how often it was run", len(made), 2, case="run(x) = x.exp().exp() * 2")
     wanted = [False, True]
     expect("which of x.exp() and x.exp().exp() are gone when backward is between them", gone, wanted, case="run(x)")
@@ -225,7 +227,7 @@ def what_takes_gradients(answer):
     plain(inputs(1).detach(), keys(0)).square().sum().backward()
     expect("the gradients of the weights", stack.gradients(), plain.gradients(), case="an input without gradient")
     found = []
-    for change in (lambda run: run, answer.recomputed):
+    for change in (lambda run: run, answer.with_recomputation):
         x, low, high = (torch.full((2,), value, requires_grad=True) for value in (0.5, 2.0, 3.0))
         run = change(lambda x, pair: (x * pair.scale).exp() * pair.rest[0] if pair.rest[1] is None else x)
         found.append(
@@ -257,7 +259,7 @@ def messages_again_in_order(answer, world, network):
     def run(x, weight):
         return torch.tanh(Sum.apply(x @ weight, network.group)).sum(dim=-1, keepdim=True) * x
 
-    forward, x = answer.recomputed(run), draw(7, TOKENS, HIDDEN)
+    forward, x = answer.with_recomputation(run), draw(7, TOKENS, HIDDEN)
     for weight in mine:
         x = forward(x, weight)
     sent = len(network.records)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from minidist.data.documents import Document, python_sources, split, text_files
-from minidist.data.synthetic import entropy_rate, generate
+from minidist.data.documents import Document, read_python_sources, read_text_files, split_documents
+from minidist.data.synthetic import entropy_rate, generate_text
 from minidist.errors import UserError
 
 
@@ -47,39 +47,41 @@ def open_corpus(source: str = "stdlib", path: str | Path | None = None, seq_len:
     Raises UserError for an unknown source and for a text that is missing, unreadable, not text, or too short.
     """
     if path is not None:
-        return text(path, seq_len)
+        return text_corpus(path, seq_len)
     if source not in ("stdlib", "synthetic"):
         raise UserError(
             f"--data.source {source} is unknown: it can be stdlib or synthetic. Other text: --data.path PATH."
         )
-    return _long_enough(standard_library() if source == "stdlib" else synthetic(), f"--data.source {source}", seq_len)
+    return _long_enough(
+        stdlib_corpus() if source == "stdlib" else synthetic_corpus(), f"--data.source {source}", seq_len
+    )
 
 
-def standard_library(root: str | Path | None = None) -> Corpus:
+def stdlib_corpus(root: str | Path | None = None) -> Corpus:
     """The .py sources of this Python's standard library, one token per byte, split by file. Needs no download.
 
     Python versions and distributions differ in these files; the fingerprint tells them apart.
     """
-    documents = python_sources(root or sysconfig.get_path("stdlib"))
+    documents = read_python_sources(root or sysconfig.get_path("stdlib"))
     where = root or f"Python {platform.python_version()}'s standard library"
     origin = f"{len(documents):,} source files of {where}"
     return _from_documents("stdlib", origin, documents)
 
 
-def text(path: str | Path, seq_len: int = 1) -> Corpus:
+def text_corpus(path: str | Path, seq_len: int = 1) -> Corpus:
     """A UTF-8 text file or a folder of them, one token per byte; split by file where the files allow it.
 
     Raises UserError when the path is missing, unreadable, empty, not text, or too short for windows of seq_len.
     """
-    documents = text_files(path)
+    documents = read_text_files(path)
     files = "one file" if len(documents) == 1 else f"{len(documents):,} files"
     corpus = _from_documents(Path(os.path.expanduser(path)).resolve().name, f"{files} from {path}", documents)
     return _long_enough(corpus, f"--data.path {path}", seq_len)
 
 
-def synthetic(train: int = 1_000_000, held_out: int = 100_000, seed: int = 0) -> Corpus:
+def synthetic_corpus(train: int = 1_000_000, held_out: int = 100_000, seed: int = 0) -> Corpus:
     """The pinned synthetic text: the same bytes on every machine, with a known entropy rate (see `synthetic.py`)."""
-    splits = generate(train, seed, stream=0), generate(held_out, seed, stream=1)
+    splits = generate_text(train, seed, stream=0), generate_text(held_out, seed, stream=1)
     names = [f"synthetic/{seed}"]
     origin = f"an order-2 Markov source over 32 symbols, seed {seed}"
     return Corpus(
@@ -100,7 +102,7 @@ def fingerprint(train_names: Sequence[str], train: np.ndarray, held_names: Seque
 
 def _from_documents(name: str, origin: str, documents: list[Document]) -> Corpus:
     """Byte-level corpus; a zero byte stands between documents (no text contains one)."""
-    parts = split(documents)
+    parts = split_documents(documents)
     train, held_out = (np.frombuffer(b"\0".join(d.content for d in part), np.uint8) for part in parts)
     train_names, held_names = ([d.name for d in part] for part in parts)
     return Corpus(name, origin, train, held_out, 256, fingerprint(train_names, train, held_names, held_out))

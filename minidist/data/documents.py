@@ -16,7 +16,7 @@ class Document(NamedTuple):
     content: bytes
 
 
-def python_sources(root: str | Path) -> list[Document]:
+def read_python_sources(root: str | Path) -> list[Document]:
     """Every .py file below `root` (a standard library), ordered by name; installed packages are left out."""
     paths = [path for path in _files(root, skip=NOT_SOURCES) if path.suffix == ".py"]
     documents, _ = _read(paths, Path(root))
@@ -25,7 +25,7 @@ def python_sources(root: str | Path) -> list[Document]:
     return documents
 
 
-def text_files(path: str | Path) -> list[Document]:
+def read_text_files(path: str | Path) -> list[Document]:
     """The documents of `--data.path`: the file itself, or every UTF-8 text file below a folder that is not hidden.
 
     Raises UserError when the path is missing, unreadable, empty, or holds no text.
@@ -52,7 +52,7 @@ def text_files(path: str | Path) -> list[Document]:
     return documents
 
 
-def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
+def split_documents(documents: list[Document]) -> tuple[list[Document], list[Document]]:
     """Cut documents into (train, held-out); about a twentieth (by file) or a tenth (by position) is held out.
 
     By file where there are enough of them: in the order of a hash of their names, which says nothing about what is in

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from minidist.data.hashing import hash64
-from minidist.data.partition import block, permutation, weighted
+from minidist.data.partition import block_partition, permutation, weighted_partition
 
 IGNORED = -100  # the label that loss and count leave out; the default of torch's cross entropy
 _LENGTHS = -1  # stands where the order has its epoch, which is never negative
@@ -112,10 +112,10 @@ class Loader:
             raise ValueError(f"{len(shares)} shares for dp={dp_size} ranks: give one share per rank")
         if micro_batches < 1:
             raise ValueError(f"micro_batches={micro_batches} must be at least 1")
-        mine = block(size, dp_size, dp_rank) if shares is None else weighted(size, shares, dp_rank)
+        mine = block_partition(size, dp_size, dp_rank) if shares is None else weighted_partition(size, shares, dp_rank)
         batches = []
         for index in range(micro_batches):
-            part = mine[block(mine.size, micro_batches, index)]
+            part = mine[block_partition(mine.size, micro_batches, index)]
             first = int(part[0]) if part.size else 0
             batches.append(self.global_batch(position + first, part.size))
         return batches
@@ -133,7 +133,7 @@ class Loader:
         return self.min_length + (hash64(self.seed or 0, _LENGTHS, samples) % choices).astype(np.int64)
 
 
-def evaluation(tokens: np.ndarray, seq_len: int, num_samples: int) -> Loader:
+def evaluation_loader(tokens: np.ndarray, seq_len: int, num_samples: int) -> Loader:
     """A loader of the same windows at every evaluation: num_samples (or all, if fewer) spread evenly over `tokens`.
 
     One evaluation is its first epoch: `micro_batches(0, loader.num_samples, ...)` on each rank.

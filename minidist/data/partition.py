@@ -13,7 +13,7 @@ import numpy as np
 from minidist.data.hashing import hash64
 
 
-def block(n: int, world_size: int, rank: int) -> np.ndarray:
+def block_partition(n: int, world_size: int, rank: int) -> np.ndarray:
     """Indices of `rank` when 0..n-1 is cut into consecutive blocks; sizes differ by at most one.  -> (size,) int64
 
     Raises ValueError for n < 0, world_size < 1 or a rank outside 0..world_size-1.
@@ -24,39 +24,39 @@ def block(n: int, world_size: int, rank: int) -> np.ndarray:
     return np.arange(start, start + size + (rank < longer), dtype=np.int64)
 
 
-def strided(n: int, world_size: int, rank: int) -> np.ndarray:
+def strided_partition(n: int, world_size: int, rank: int) -> np.ndarray:
     """Indices rank, rank + world_size, rank + 2 world_size, ... below n.  -> (size,) int64
 
-    Raises ValueError as `block` does.
+    Raises ValueError as `block_partition` does.
     """
     _check(n, world_size, rank)
     return np.arange(rank, n, world_size, dtype=np.int64)
 
 
-def random(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
+def random_partition(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
     """Indices of `rank` when a permutation that all ranks compute alike is cut into blocks.  -> (size,) int64
 
-    Raises ValueError as `block` does.
+    Raises ValueError as `block_partition` does.
     """
-    mine = block(n, world_size, rank)
+    mine = block_partition(n, world_size, rank)
     return permutation(n, seed, epoch)[mine]
 
 
-def weighted(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
+def weighted_partition(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
     """Indices of `rank` when rank i holds a consecutive block in proportion to weights[i].  -> (size,) int64
 
-    Raises ValueError for a bad rank or for weights that `sizes` refuses.
+    Raises ValueError for a bad rank or for weights that `apportion` refuses.
     """
     _check(n, len(weights), rank)
-    cuts = np.cumsum([0, *sizes(n, weights)])
+    cuts = np.cumsum([0, *apportion(n, weights)])
     return np.arange(cuts[rank], cuts[rank + 1], dtype=np.int64)
 
 
-def sizes(n: int, weights: Sequence[float]) -> list[int]:
+def apportion(n: int, weights: Sequence[float]) -> list[int]:
     """Whole shares of n in proportion to `weights`, by largest remainder (Hamilton's method); their sum is n.
 
     A weight of 0 gets nothing, and every share is within one of n w_i / sum(w). Equal weights give the sizes of
-    `block`. Raises ValueError for weights that are empty, negative, not finite, or all zero.
+    `block_partition`. Raises ValueError for weights that are empty, negative, not finite, or all zero.
     """
     if n < 0:
         raise ValueError(f"cannot share n={n} samples: n must be at least 0")

@@ -21,7 +21,7 @@ _SLOTS = 256
 _PAIR, _SINGLE, _DRAW = 1, 2, 3  # what a hash is for: the second field of its address
 
 
-def slots(seed: int = 0) -> np.ndarray:
+def transition_slots(seed: int = 0) -> np.ndarray:
     """The symbol in each slot of each context (a, b).  -> (32, 32, 256) uint8, symbols 0..31"""
     a, b, favourite = np.arange(_N)[:, None, None], np.arange(_N)[None, :, None], np.arange(4)
     of_b = np.repeat(_symbol(seed, _SINGLE, b, favourite), 40, axis=2)  # (1, 32, 160)
@@ -37,23 +37,23 @@ def _symbol(*address: int | np.ndarray) -> np.ndarray:
     return np.minimum(throws >> np.uint64(59), (throws >> np.uint64(54)) & np.uint64(_N - 1)).astype(np.uint8)
 
 
-def generate(length: int, seed: int = 0, stream: int = 0) -> np.ndarray:
+def generate_text(length: int, seed: int = 0, stream: int = 0) -> np.ndarray:
     """`length` bytes of the source; different streams are independent texts.  -> (length,) uint8
 
     A shorter text is the beginning of a longer one.
     """
     # The state is a * 32 + b, so state % 32 is the newest symbol; next_state[state * 256 + slot] is one list lookup.
     b = np.tile(np.arange(_N), _N)[:, None]
-    next_state = (b * _N + slots(seed).reshape(_N * _N, _SLOTS)).ravel().tolist()
+    next_state = (b * _N + transition_slots(seed).reshape(_N * _N, _SLOTS)).ravel().tolist()
     draws = hash64(seed, _DRAW, stream, np.arange(length)) >> np.uint64(56)  # 0..255
     states = accumulate(draws.tolist(), lambda state, slot: next_state[state * _SLOTS + slot], initial=0)
     symbols = np.fromiter(states, np.int64, length + 1)[1:] % _N
     return np.frombuffer(ALPHABET, np.uint8)[symbols]
 
 
-def probabilities(seed: int = 0) -> np.ndarray:
+def transition_probabilities(seed: int = 0) -> np.ndarray:
     """P(next = c | previous two = a, b), exact multiples of 1/256.  -> (32, 32, 32) float64, [a, b, c]"""
-    table = slots(seed)
+    table = transition_slots(seed)
     return np.stack([(table == c).sum(axis=2) for c in range(_N)], axis=2) / _SLOTS
 
 
@@ -65,14 +65,14 @@ def entropy_rate(seed: int = 0, context: int = 2) -> float:
     """
     if context < 0:
         raise ValueError(f"context={context}: a model sees 0 or more previous tokens")
-    p = probabilities(seed)
-    triples = stationary(p)[:, :, None] * p  # P(a, b, c)
+    p = transition_probabilities(seed)
+    triples = stationary_distribution(p)[:, :, None] * p  # P(a, b, c)
     joint = triples if context >= 2 else triples.sum(axis=0) if context == 1 else triples.sum(axis=(0, 1))
     given = joint / joint.sum(axis=-1, keepdims=True)
     return float(-(joint * np.log(given, out=np.zeros_like(given), where=joint > 0)).sum())
 
 
-def stationary(p: np.ndarray) -> np.ndarray:
+def stationary_distribution(p: np.ndarray) -> np.ndarray:
     """The long-run share of each pair (a, b) under p[a, b, c], by power iteration.  -> (32, 32) float64"""
     pairs = np.full((_N, _N), 1 / _N**2)
     # Any two steps forget the past with probability (32/256)**2, so 64 ln(1e16) < 2400 pairs of steps always suffice.

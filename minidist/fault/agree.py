@@ -10,16 +10,16 @@ from typing import Any, TypeVar
 from minidist.errors import UserError
 from minidist.fault.index import DamagedError
 
-Exchange = Callable[[Any], list]
+GatherObjects = Callable[[Any], list]
 Result = TypeVar("Result")
 
 
-def alone(value: Any) -> list:
+def gather_alone(value: Any) -> list:
     """The exchange of a group of one: it takes this rank's value and returns those of all ranks, in order."""
     return [value]
 
 
-class FailedError(Exception):
+class CollectiveError(Exception):
     """What went wrong, on whichever ranks: the same text on all of them.
 
     damaged: whether on one of them it was a damaged checkpoint.
@@ -28,7 +28,7 @@ class FailedError(Exception):
     damaged = False
 
 
-def agree(exchange: Exchange, action: Callable[[], Result]) -> list[Result]:
+def run_on_all_ranks(exchange: GatherObjects, action: Callable[[], Result]) -> list[Result]:
     """Run `action` on every rank and return the results of all; raise FailedError on all when one of them raised."""
     result, failure, cause = None, None, None
     try:
@@ -47,7 +47,7 @@ def agree(exchange: Exchange, action: Callable[[], Result]) -> list[Result]:
         return [result for result, _ in outcomes]
     messages = [f"{_who(at, len(outcomes))}{message}." for message, at in ranks.items()]
     more = [f"{len(messages) - 4} more ranks failed."] if len(messages) > 4 else []
-    error = FailedError(" ".join(messages[:4] + more))
+    error = CollectiveError(" ".join(messages[:4] + more))
     error.damaged = any(failed and failed[1] for _, failed in outcomes)
     raise error from cause
 

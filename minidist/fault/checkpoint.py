@@ -5,8 +5,9 @@ save    describe -> write -> commit: each rank writes its boxes to a file of its
 load    plan -> verify -> read: nothing is written into a tensor before every rank knows that everything fits and that
         every byte is the one that was written.
 
-All ranks of the group call together and end together: after each phase they exchange how it went (`agree`). The
-exchange is an argument, `alone` or a gather over a group, so nothing here touches the network.
+All ranks of the group call together and end together: after each phase they exchange its outcome
+(`run_on_all_ranks`). The exchange is an argument, `gather_alone` or an all-gather over a group, so this module does not
+import `comm`.
 """
 
 import shutil
@@ -17,14 +18,28 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from minidist.errors import RunError, UserError
-from minidist.fault import folders, layout
-from minidist.fault.agree import Exchange, FailedError, agree, alone
-from minidist.fault.index import NAME, DamagedError, FileEntry, Index, damage, dump, parse, verify
-from minidist.fault.layout import Piece
+from minidist.fault import folders, shards
+from minidist.fault.agree import CollectiveError, GatherObjects, gather_alone, run_on_all_ranks
+from minidist.fault.index import (
+    NAME,
+    DamagedError,
+    FileEntry,
+    Index,
+    find_damage,
+    format_index,
+    parse_index,
+    verify_checkpoint,
+)
+from minidist.fault.shards import TensorShard
 
 
-def save(
-    root: str | Path, step: int, pieces: Iterable[Piece], state: dict, exchange: Exchange = alone, rank: int = 0
+def save_checkpoint(
+    root: str | Path,
+    step: int,
+    pieces: Iterable[TensorShard],
+    state: dict,
+    exchange: GatherObjects = gather_alone,
+    rank: int = 0,
 ) -> Path:
     """Write the checkpoint of `step` into the folder `root`; returns its folder. All ranks of the group call it.
 
@@ -34,18 +49,18 @@ def save(
     Raises RunError, the same on all ranks, when any of them failed; earlier checkpoints are then as they were.
     """
     root, pieces = Path(root), list(pieces)
-    folder = folders.partial(root, step)
-    tensors: dict[str, layout.StoredTensor] = {}
+    folder = folders.partial_folder(root, step)
+    tensors: dict[str, shards.SavedTensor] = {}
 
     def describe():
         if rank == 0:
-            folders.start(folder)
-        return step, layout.describe(pieces, _file(rank))
+            folders.create_partial_folder(folder)
+        return step, shards.describe_shards(pieces, _file(rank))
 
     def write():
         if len(steps := sorted({at for at, _ in plans})) > 1:
             raise ValueError(f"the ranks are not at the same step: {steps}")
-        tensors.update(layout.merge(description for _, description in plans))
+        tensors.update(shards.merge_descriptions(description for _, description in plans))
         if not folder.is_dir():
             raise OSError(f"{folder}, which rank 0 made, is not here: the folder is not shared by all ranks")
         return _write(folder / _file(rank), pieces)
@@ -57,23 +72,23 @@ def save(
         for name, entry in files.items():
             if not (seen := folder / name).exists() or seen.stat().st_size != entry.bytes:
                 raise OSError(f"{seen}, which another rank wrote, is not here: the folder is not shared by all ranks")
-        (folder / NAME).write_text(dump(step, state, files, tensors))
+        (folder / NAME).write_text(format_index(step, state, files, tensors))
         folders.fsync(folder / NAME)
-        folders.commit(root, step)
+        folders.commit_checkpoint(root, step)
 
     try:
-        plans = agree(exchange, describe)
-        entries = agree(exchange, write)
-        agree(exchange, commit)
-    except FailedError as failure:
+        plans = run_on_all_ranks(exchange, describe)
+        entries = run_on_all_ranks(exchange, write)
+        run_on_all_ranks(exchange, commit)
+    except CollectiveError as failure:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        found = folders.complete(root)
+        found = folders.complete_checkpoints(root)
         last = f"the last complete one is {found[max(found)]}" if found else "there is no earlier one"
         raise RunError(
             f"the checkpoint of step {step} was not written to {root}: {failure} Nothing else changed; {last}."
         ) from failure.__cause__
-    return folders.final(root, step)
+    return folders.complete_folder(root, step)
 
 
 def read_index(path: str | Path) -> Index:
@@ -82,15 +97,15 @@ def read_index(path: str | Path) -> Index:
     Raises UserError when it is damaged, naming an intact checkpoint beside it.
     """
     try:
-        return parse(Path(path))
+        return parse_index(Path(path))
     except DamagedError as error:
         raise UserError(f"{error}. {_instead(Path(path))}") from error
 
 
-def load(
+def load_checkpoint(
     path: str | Path,
-    pieces: Iterable[Piece],
-    exchange: Exchange = alone,
+    pieces: Iterable[TensorShard],
+    exchange: GatherObjects = gather_alone,
     rank: int = 0,
     *,
     cast: bool = False,
@@ -98,8 +113,8 @@ def load(
 ) -> Index:
     """Fill the tensors of `pieces` from the checkpoint in folder `path`, whatever layout wrote it; returns its index.
 
-    All ranks of the group call it; `exchange` and `rank` as in `save`. Of each file a rank reads only the slices it
-    needs; the sha256 of a file is computed by one rank for all.
+    All ranks of the group call it; `exchange` and `rank` as in `save_checkpoint`. A rank reads only the slices it
+    needs of each file; one rank computes the sha256 of a file for all.
     cast: convert to the dtype of the piece where it differs; otherwise that is an error.
     prefix: of the checkpoint's tensors, those whose names start so must all be wanted by some rank. `params/` loads a
         model without its optimizer.
@@ -112,21 +127,21 @@ def load(
 
     def plan():
         nonlocal index, reads
-        index = parse(path)
+        index = parse_index(path)
         reads, problems = _plan(index, pieces, cast)
         return index.sha256, {piece.name for piece in pieces}, set(reads), problems
 
     def check():
         names = sorted(set().union(*(files for _, _, files, _ in plans)))
-        if problems := damage(index, names[rank :: len(plans)]):
+        if problems := find_damage(index, names[rank :: len(plans)]):
             raise DamagedError("; ".join(problems))
 
     try:
-        plans = agree(exchange, plan)
+        plans = run_on_all_ranks(exchange, plan)
         _check_fits(index, plans, prefix)
-        agree(exchange, check)
-        agree(exchange, lambda: _read(index, reads))
-    except FailedError as failure:
+        run_on_all_ranks(exchange, check)
+        run_on_all_ranks(exchange, lambda: _read(index, reads))
+    except CollectiveError as failure:
         if not failure.damaged:
             raise RunError(f"{path} could not be loaded: {failure}") from failure.__cause__
         # One rank looks, since it may have to read every byte of the other checkpoints.
@@ -139,9 +154,11 @@ def _file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _write(file: Path, pieces: list[Piece]) -> FileEntry | None:
+def _write(file: Path, pieces: list[TensorShard]) -> FileEntry | None:
     """Write this rank's boxes and wait until they are on disk; None when it has none to write."""
-    tensors = {layout.key_of(piece): piece.tensor.detach().cpu().contiguous() for piece in layout.written(pieces)}
+    tensors = {
+        shards.shard_key(piece): piece.tensor.detach().cpu().contiguous() for piece in shards.shards_to_save(pieces)
+    }
     if not tensors:
         return None
     try:
@@ -157,8 +174,8 @@ def _write(file: Path, pieces: list[Piece]) -> FileEntry | None:
         raise OSError(f"{error} (writing {size:,} bytes to {file}, where {free:,} are free)") from error
 
 
-def _plan(index: Index, pieces: list[Piece], cast: bool) -> tuple[dict[str, list], list[str]]:
-    """What to read: file -> [(piece, stored box, shared box)]; and what does not fit, one line each."""
+def _plan(index: Index, pieces: list[TensorShard], cast: bool) -> tuple[dict[str, list], list[str]]:
+    """Return what to read, file -> [(shard, saved box, shared box)], and the mismatches, one line each."""
     reads: dict[str, list] = {}
     problems = []
     for piece in pieces:
@@ -170,9 +187,9 @@ def _plan(index: Index, pieces: list[Piece], cast: bool) -> tuple[dict[str, list
         elif stored.dtype != piece.dtype and not cast:
             problems.append(f"{piece.name} is {stored.dtype} in the checkpoint, {piece.dtype} here")
         else:
-            shared = layout.overlaps(piece, stored)
+            shared = shards.find_overlaps(piece, stored)
             if sum(box.numel for _, box in shared) != piece.box.numel:
-                problems.append(f"{layout.key_of(piece)} is not wholly in the checkpoint")
+                problems.append(f"{shards.shard_key(piece)} is not wholly in the checkpoint")
             for source, box in shared:
                 reads.setdefault(source.file, []).append((piece, source, box))
     return reads, problems
@@ -209,9 +226,9 @@ def _read(index: Index, reads: dict[str, list]) -> None:
 def _instead(path: Path) -> str:
     """The nearest intact checkpoint in the same folder, earlier ones first."""
     own = path.resolve()
-    found = folders.complete(own.parent)
+    found = folders.complete_checkpoints(own.parent)
     at = next((step for step, folder in found.items() if folder == own), max(found, default=0) + 1)
     for step in sorted(found, key=lambda step: (step > at, abs(step - at))):
-        if found[step] != own and not verify(found[step]):
+        if found[step] != own and not verify_checkpoint(found[step]):
             return f"Resume from {found[step]} instead, which is intact."
     return f"No other checkpoint in {own.parent} is intact."

@@ -20,19 +20,19 @@ _COMPLETE = re.compile(r"step-(\d{8,})(\.replaced)?")
 _PARTIAL = re.compile(r"step-\d{8,}(\.replaced)?\.partial")
 
 
-def final(root: Path, step: int) -> Path:
+def complete_folder(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def partial(root: Path, step: int) -> Path:
+def partial_folder(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}.partial"
 
 
-def replaced(root: Path, step: int) -> Path:
+def replaced_folder(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}.replaced"
 
 
-def complete(root: str | Path) -> dict[int, Path]:
+def complete_checkpoints(root: str | Path) -> dict[int, Path]:
     """The complete checkpoints in `root`, step to folder, ascending. None when there is no such folder."""
     found: dict[int, Path] = {}
     for name in sorted(_entries(Path(root))):  # `step-1` sorts before `step-1.replaced`: the plain name wins
@@ -41,7 +41,7 @@ def complete(root: str | Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def latest(root: str | Path, purpose: str = "resume from") -> Path:
+def latest_checkpoint(root: str | Path, purpose: str = "resume from") -> Path:
     """The complete checkpoint with the highest step in `root`; `root` itself when it is one.
 
     purpose: what for, in the message. Raises UserError, which says what the folder does hold, when there is none.
@@ -54,7 +54,7 @@ def latest(root: str | Path, purpose: str = "resume from") -> Path:
         raise UserError(f"no checkpoint to {purpose}: {root} was never finished. {_offer(root.parent)}")
     if _COMPLETE.fullmatch(root.name):
         return root
-    if found := complete(root):
+    if found := complete_checkpoints(root):
         return found[max(found)]
     names = sorted(_entries(root))
     unfinished = [name for name in names if _PARTIAL.fullmatch(name)]
@@ -65,14 +65,14 @@ def latest(root: str | Path, purpose: str = "resume from") -> Path:
         f"no checkpoint ({_some(other)})",
     ]
     holds = [text for text, some in zip(holds, (unfinished, other), strict=True) if some]
-    below = [root / name for name in other if complete(root / name)]
+    below = [root / name for name in other if complete_checkpoints(root / name)]
     raise UserError(
         f"no checkpoint to {purpose}: {root} {'holds ' + ' and '.join(holds) if holds else 'is empty'}. "
         + (_offer(below[0]) if below else "A checkpoint is a folder like step-00000100. " + _ADVICE)
     )
 
 
-def prune(root: str | Path, keep: int, written: str | Path | None = None) -> list[Path]:
+def prune_checkpoints(root: str | Path, keep: int, written: str | Path | None = None) -> list[Path]:
     """Delete the oldest complete checkpoints beyond `keep`, and everything unfinished. One rank calls it, after `save`.
 
     written: the folder `save` returned; it stays even where there are `keep` later steps (of an abandoned run).
@@ -84,41 +84,41 @@ def prune(root: str | Path, keep: int, written: str | Path | None = None) -> lis
     try:
         for name in _entries(root):
             if _PARTIAL.fullmatch(name) or (name.endswith(".replaced") and _replaced_is_stale(root / name)):
-                discard(root / name)
-        steps = complete(root)
+                delete_checkpoint(root / name)
+        steps = complete_checkpoints(root)
         for step in sorted(steps)[:-keep]:
             if written is None or steps[step].resolve() != Path(written).resolve():
-                discard(steps[step])
+                delete_checkpoint(steps[step])
                 gone.append(steps[step])
     except OSError as error:
         raise RunError(f"an old checkpoint could not be deleted: {error}. The others in {root} are intact.") from error
     return gone
 
 
-def start(folder: Path) -> None:
+def create_partial_folder(folder: Path) -> None:
     """Make an empty `.partial` folder, whatever an earlier attempt left there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
 
 
-def commit(root: Path, step: int) -> Path:
+def commit_checkpoint(root: Path, step: int) -> Path:
     """Give the partial folder of a step, whose files are on disk, its name. Returns the complete folder."""
-    new, old = final(root, step), replaced(root, step)
-    fsync(partial(root, step))
+    new, old = complete_folder(root, step), replaced_folder(root, step)
+    fsync(partial_folder(root, step))
     if new.exists():
         if old.exists():
-            discard(old)
+            delete_checkpoint(old)
         os.rename(new, old)
-    os.rename(partial(root, step), new)
+    os.rename(partial_folder(root, step), new)
     fsync(root)
     if old.exists():
         with contextlib.suppress(OSError):  # the new one is in place; a leftover does no harm
-            discard(old)
+            delete_checkpoint(old)
     return new
 
 
-def discard(folder: Path) -> None:
+def delete_checkpoint(folder: Path) -> None:
     """Delete a folder so that it stops counting as complete at once."""
     if not _PARTIAL.fullmatch(folder.name):
         aside = folder.with_name(folder.name + ".partial")
@@ -153,7 +153,7 @@ def _some(names: list[str], limit: int = 4) -> str:
 
 
 def _offer(root: Path) -> str:
-    found = complete(root)
+    found = complete_checkpoints(root)
     return (
         f"{root} holds {_some([path.name for path in reversed(found.values())])}; give one of them."
         if found

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from minidist.errors import UserError
-from minidist.fault.layout import DTYPES, StoredBox, StoredTensor
+from minidist.fault.shards import DTYPES, SavedBox, SavedTensor
 from minidist.parameters import Box
 
 FORMAT = 1
@@ -53,11 +53,11 @@ class Index:
     step: int
     state: dict[str, Any]
     files: dict[str, FileEntry]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, SavedTensor]
     sha256: str
 
 
-def dump(step: int, state: dict, files: dict[str, FileEntry], tensors: dict[str, StoredTensor]) -> str:
+def format_index(step: int, state: dict, files: dict[str, FileEntry], tensors: dict[str, SavedTensor]) -> str:
     """The text of checkpoint.json. Raises ValueError or TypeError when `state` is not JSON (NaN is not)."""
     body = {
         "format": FORMAT,
@@ -81,7 +81,7 @@ def dump(step: int, state: dict, files: dict[str, FileEntry], tensors: dict[str,
     return json.dumps({"format": body.pop("format"), "sha256": _digest(body), **body})
 
 
-def parse(path: Path) -> Index:
+def parse_index(path: Path) -> Index:
     """Read the index of the checkpoint in folder `path`. Raises DamagedError."""
     file = path / NAME
     try:
@@ -101,7 +101,7 @@ def parse(path: Path) -> Index:
         raise DamagedError(f"{file} is not the index of a checkpoint: {type(error).__name__}: {error}") from error
 
 
-def damage(index: Index, names: Iterable[str]) -> list[str]:
+def find_damage(index: Index, names: Iterable[str]) -> list[str]:
     """What is wrong with these files of the checkpoint, one line each; nothing when all are as they were written."""
     problems = []
     for name in names:
@@ -119,22 +119,22 @@ def damage(index: Index, names: Iterable[str]) -> list[str]:
     return problems
 
 
-def verify(path: Path) -> list[str]:
+def verify_checkpoint(path: Path) -> list[str]:
     """Everything wrong with the checkpoint in folder `path`, one line each; reads every byte of it."""
     try:
-        index = parse(path)
+        index = parse_index(path)
     except DamagedError as error:
         return [str(error)]
-    return damage(index, index.files)
+    return find_damage(index, index.files)
 
 
-def _tensor(entry: dict) -> StoredTensor:
+def _tensor(entry: dict) -> SavedTensor:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"unknown dtype {entry['dtype']}")
     boxes = tuple(
-        StoredBox(Box(tuple(box["start"]), tuple(box["stop"])), box["file"], box["key"]) for box in entry["boxes"]
+        SavedBox(Box(tuple(box["start"]), tuple(box["stop"])), box["file"], box["key"]) for box in entry["boxes"]
     )
-    return StoredTensor(entry["dtype"], tuple(entry["shape"]), boxes)
+    return SavedTensor(entry["dtype"], tuple(entry["shape"]), boxes)
 
 
 def _digest(body: dict) -> str:

@@ -6,7 +6,7 @@ Names are looked up when they are first used: the shape of a model (`ModelConfig
 import importlib
 
 _HOMES = {
-    "IGNORE": "transformer",
+    "IGNORE_INDEX": "transformer",
     "DropoutAddress": "dropout",
     "ModelConfig": "config",
     "Transformer": "transformer",
@@ -14,7 +14,7 @@ _HOMES = {
     "initial_value": "init",
 }
 
-__all__ = ["IGNORE", "DropoutAddress", "ModelConfig", "Transformer", "init_parameters", "initial_value"]
+__all__ = ["IGNORE_INDEX", "DropoutAddress", "ModelConfig", "Transformer", "init_parameters", "initial_value"]
 
 
 def __getattr__(name: str):

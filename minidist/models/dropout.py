@@ -67,7 +67,7 @@ class DropoutAddress:
         return DropoutKeys(_low(rows), _high(rows), _high(mix(features)))
 
 
-def site_of(layer: int, branch: int) -> int:
+def dropout_site(layer: int, branch: int) -> int:
     """Number of a dropout site: the embedding has 0, a layer's attention and feed-forward branch (0, 1) come after."""
     return 1 + 2 * layer + branch
 

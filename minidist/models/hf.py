@@ -17,6 +17,6 @@ _NAMES = {
 }
 
 
-def to_llama(config: ModelConfig) -> dict:
+def to_llama_config(config: ModelConfig) -> dict:
     """Keyword arguments for `transformers.LlamaConfig`. Llama has no such dropout: it is left out."""
     return {theirs: getattr(config, ours) for ours, theirs in _NAMES.items()}

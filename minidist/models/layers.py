@@ -44,7 +44,7 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.d
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
     """Turn every head of x (b, s, heads, head_dim) by its position."""
     cos, sin = rotary
     # Rolling by half a head swaps the halves in one copy; with the sign in sin this is x cos + rotate_half(x) sin.
@@ -67,8 +67,8 @@ class Attention(nn.Module):
         """(b, s, h) -> (b, s, h)."""
         # The number of heads is read from the projections, which a tensor-parallel rank holds in part.
         heads = (-1, self.head_dim)
-        query = rotate(self.q_proj(hidden).unflatten(-1, heads), rotary)  # (b, s, heads, d)
-        key = rotate(self.k_proj(hidden).unflatten(-1, heads), rotary)  # (b, s, kv_heads, d)
+        query = apply_rotary(self.q_proj(hidden).unflatten(-1, heads), rotary)  # (b, s, heads, d)
+        key = apply_rotary(self.k_proj(hidden).unflatten(-1, heads), rotary)  # (b, s, kv_heads, d)
         value = self.v_proj(hidden).unflatten(-1, heads)
         mixed = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))  # (b, heads, s, d)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))

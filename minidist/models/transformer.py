@@ -5,11 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minidist.models.config import ModelConfig
-from minidist.models.dropout import DropoutAddress, DropoutKeys, dropout, site_of
+from minidist.models.dropout import DropoutAddress, DropoutKeys, dropout, dropout_site
 from minidist.models.layers import Attention, FeedForward, RMSNorm, Rotary, at_least_float32, rotary_tables
 
 # A label with this value does not count: neither in the loss sum nor in the count.
-IGNORE = -100
+IGNORE_INDEX = -100
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -94,7 +94,7 @@ class Decoder(nn.Module):
         if not self._drops(address):
             return None
         width = self.config.hidden_size
-        return address.keys(site_of(layer, 0), width), address.keys(site_of(layer, 1), width)
+        return address.keys(dropout_site(layer, 0), width), address.keys(dropout_site(layer, 1), width)
 
     def _drops(self, address: DropoutAddress | None) -> bool:
         if not self.training or self.config.dropout == 0:
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
         self.config = config
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.loss = token_loss  # where ranks share the vocabulary, another with the same arguments
+        self.loss = cross_entropy_sum  # where ranks share the vocabulary, another with the same arguments
         self.tie()
         self.register_load_state_dict_pre_hook(_complete_ties)
         self.register_load_state_dict_post_hook(_tie)
@@ -170,14 +170,14 @@ class Transformer(nn.Module):
         return self
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of the cross-entropies (nats, at least float32) over labels that count, and their number (int64).
 
     logits: (b, s, vocab); labels: (b, s) int64. With no label that counts the sum is 0, and so are its gradients.
     """
     logits = logits.flatten(0, 1).to(at_least_float32(logits.dtype))
-    total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
-    return total, (labels != IGNORE).sum()
+    total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return total, (labels != IGNORE_INDEX).sum()
 
 
 def _tie(model: Transformer, _) -> None:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from minidist.parameters import named_parameters
-from minidist.precision.policy import HALF, TORCH_NAMES, Policy
+from minidist.precision.policy import HALF_DTYPES, TORCH_NAMES, Policy
 
 
 @dataclass(frozen=True)
-class Formats:
+class PrecisionDtypes:
     """The dtype of each thing, as in `Policy`. master: None where updated parameters are rounded stochastically."""
 
     parameter: torch.dtype
@@ -20,7 +20,7 @@ class Formats:
     master: torch.dtype | None
 
     @classmethod
-    def of(cls, policy: Policy) -> "Formats":
+    def of(cls, policy: Policy) -> "PrecisionDtypes":
         def dtype(name: str | None) -> torch.dtype | None:
             return None if name is None else getattr(torch, TORCH_NAMES[name])
 
@@ -32,21 +32,21 @@ class Formats:
             dtype(policy.master),
         )
 
-    def at_least(self, dtype: torch.dtype) -> "Formats":
+    def at_least(self, dtype: torch.dtype) -> "PrecisionDtypes":
         """The same, but nothing narrower than `dtype`."""
         wide = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Formats(**{name: d if d is None else torch.promote_types(d, dtype) for name, d in wide.items()})
+        return PrecisionDtypes(**{name: d if d is None else torch.promote_types(d, dtype) for name, d in wide.items()})
 
 
-def convert(model: nn.Module, policy: Policy) -> tuple[Formats, dict[str, Tensor]]:
+def cast_parameters(model: nn.Module, policy: Policy) -> tuple[PrecisionDtypes, dict[str, Tensor]]:
     """Bring the model's parameters to the format of the policy; returns the formats of everything, and what they were.
 
     Only a policy of 16 bits makes a parameter narrower; a model in float64 stays there under fp32. The values, by
     global name, are what masters are made from: a rounded parameter has lost what its master is for. Buffers stay.
     """
-    formats, values = Formats.of(policy), {}
+    formats, values = PrecisionDtypes.of(policy), {}
     for name, parameter in named_parameters(model).items():
-        if policy.parameter not in HALF:
+        if policy.parameter not in HALF_DTYPES:
             formats = formats.at_least(parameter.dtype)
         values[name] = parameter.data
         parameter.data = parameter.data.to(formats.parameter)

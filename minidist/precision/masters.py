@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minidist.precision.dtypes import Formats
+from minidist.precision.dtypes import PrecisionDtypes
 
 
 class Rounding(Protocol):
@@ -20,7 +20,7 @@ class Rounding(Protocol):
     def __call__(self, values: Tensor, into: Tensor, step: int, name: str) -> None: ...
 
 
-class Masters:
+class MasterWeights:
     """What the optimizer updates of a piece of memory that the model reads: a copy of its own, or the piece itself.
 
     part: (n,), in the format of the parameters. bounds: which elements of it are a parameter's, by name; the others are
@@ -37,7 +37,7 @@ class Masters:
         part: Tensor,
         bounds: Mapping[str, tuple[int, int]],
         values: Mapping[str, Tensor],
-        formats: Formats,
+        formats: PrecisionDtypes,
         host: bool = False,
         rounding: Rounding | None = None,
     ):

@@ -11,9 +11,9 @@ from minidist.errors import UserError
 
 # What an option calls a format, and what torch does.
 TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+PRECISION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
-HALF = ("bf16", "fp16")
+HALF_DTYPES = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Policy:
         return self.master is not None and self.master != self.parameter
 
 
-def policy_of(config: PrecisionConfig) -> Policy:
+def resolve_policy(config: PrecisionConfig) -> Policy:
     """The policy that a configuration means. Raises UserError for one that cannot train."""
-    half = config.policy in HALF
+    half = config.policy in HALF_DTYPES
     compute = config.compute or config.policy
     parameter = config.parameter or compute
     wide = "fp32" if half else config.policy
@@ -64,7 +64,7 @@ def policy_of(config: PrecisionConfig) -> Policy:
             f"precision.master is stochastic and the parameters are {parameter}: this rounding is for bf16, which has "
             "the range of fp32. Give --precision.policy bf16, or leave --precision.master out."
         )
-    if master != "stochastic" and BYTES[master] < BYTES[parameter]:
+    if master != "stochastic" and PRECISION_BYTES[master] < PRECISION_BYTES[parameter]:
         raise UserError(
             f"precision.master is {master} and precision.parameter {parameter}: a master is as wide as its parameter. "
             f"Give --precision.master {parameter}."

@@ -33,7 +33,7 @@ def round_stochastically(values: Tensor, into: Tensor, seed: int, step: int, nam
 
     values: (n,) float32, contiguous. into: (n,) bfloat16. seed: of the run; step: of the optimizer; name: global name.
     index: where the elements are in the flattened unsplit parameter: of the first, when the others follow it, or an
-    (n,) int64 tensor (`flat_index`). Raises ValueError for other dtypes or sizes.
+    (n,) int64 tensor (`global_flat_indices`). Raises ValueError for other dtypes or sizes.
     """
     if (values.dtype, into.dtype) != (torch.float32, torch.bfloat16) or values.shape != into.shape or values.dim() != 1:
         raise ValueError(
@@ -78,7 +78,7 @@ def _number_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
-def flat_index(shape: Sequence[int], boxes: Sequence[Box], device: torch.device | None = None) -> Tensor:
+def global_flat_indices(shape: Sequence[int], boxes: Sequence[Box], device: torch.device | None = None) -> Tensor:
     """(n,) int64: where the elements of these boxes, in memory order, are in a flattened tensor of this shape."""
     found = []
     for box in boxes:

@@ -90,7 +90,7 @@ def _find(name: str) -> tuple[ModuleType, Any, str]:
     """The module, the owner of the symbol (the module or a class in it), and the symbol's own name."""
     module_name, _, path = name.partition(":")
     if not path:
-        raise UserError(f"{name!r} names no piece; write module:symbol, like minidist.data.partition:block")
+        raise UserError(f"{name!r} names no piece; write module:symbol, like minidist.data.partition:block_partition")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

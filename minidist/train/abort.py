@@ -3,12 +3,14 @@
 from collections.abc import Callable
 
 from minidist.errors import RunError, format_ranks
-from minidist.fault.agree import Exchange
+from minidist.fault.agree import GatherObjects
 from minidist.precision.scaler import LossScaler
 from minidist.train.agree import StepResult
 
 
-def check(result: StepResult, step: int, scaler: LossScaler | None, swap: Exchange, last: Callable[[], str]) -> None:
+def check(
+    result: StepResult, step: int, scaler: LossScaler | None, swap: GatherObjects, last: Callable[[], str]
+) -> None:
     """Raise RunError, the same on all ranks, when the run cannot go on after this step.
 
     step: its number, from 1; swap: takes this rank's value, returns those of all ranks; last: says which checkpoint
@@ -20,7 +22,7 @@ def check(result: StepResult, step: int, scaler: LossScaler | None, swap: Exchan
         raise RunError(_overflow(result, step, scaler, swap) + last())
 
 
-def _not_finite(result: StepResult, step: int, swap: Exchange) -> str:
+def _not_finite(result: StepResult, step: int, swap: GatherObjects) -> str:
     names = [name for names in swap(result.not_finite) for name in names[:1]]
     own = [rank for rank, finite in enumerate(swap(result.own_loss_finite)) if not finite]
     where = f"the loss of {format_ranks(own)}" if own else "the reduced gradient"
@@ -30,7 +32,7 @@ def _not_finite(result: StepResult, step: int, swap: Exchange) -> str:
     )
 
 
-def _overflow(result: StepResult, step: int, scaler: LossScaler, swap: Exchange) -> str:
+def _overflow(result: StepResult, step: int, scaler: LossScaler, swap: GatherObjects) -> str:
     names = list(dict.fromkeys(name for names in swap(result.not_finite) for name in names))
     shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     scales = [f"{scale:g}" for scale in scaler.overflowed]

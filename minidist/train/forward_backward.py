@@ -14,7 +14,7 @@ from minidist.comm import Groups
 from minidist.data.loader import Batch
 from minidist.models.dropout import DropoutAddress
 from minidist.parallel.context.chunks import DEFAULT_LAYOUT
-from minidist.parallel.context.layout import cut, positions
+from minidist.parallel.context.layout import rank_positions, shard_sequence
 from minidist.parallel.data.reducer import collect
 from minidist.parallelize import Parallel
 from minidist.parameters import named_parameters
@@ -52,13 +52,17 @@ class ForwardBackward:
         """
         if self._mesh.cp == 1:
             return list(batches)
-        return [Batch(*cut(b.tokens, b.labels, self._positions(b.tokens.shape[1])), b.samples) for b in batches]
+        return [
+            Batch(*shard_sequence(b.tokens, b.labels, self._positions(b.tokens.shape[1])), b.samples) for b in batches
+        ]
 
     def _positions(self, seq_len: int) -> Tensor:
         """The positions of this rank's tokens in a whole sequence, (seq_len / cp,) int64."""
         if seq_len not in self._positions_of:
             layout = DEFAULT_LAYOUT[self._parallel.context]
-            self._positions_of = {seq_len: positions(layout, seq_len, self._mesh.cp, self._at["cp"]).to(self.device)}
+            self._positions_of = {
+                seq_len: rank_positions(layout, seq_len, self._mesh.cp, self._at["cp"]).to(self.device)
+            }
         return self._positions_of[seq_len]
 
     def train(self, step: int, batches: Sequence[Batch], weight: float, count: Count) -> float | Tensor:

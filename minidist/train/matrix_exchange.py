@@ -7,7 +7,7 @@ from torch import Tensor
 
 from minidist.comm import Group, all_to_all
 from minidist.comm.objects import all_gather_object
-from minidist.parameters import Box, Specs
+from minidist.parameters import Box, ParamSpecs
 from minidist.train.matrix_plan import MatrixPlan, Shard, plan_matrices
 
 
@@ -18,7 +18,7 @@ class MatrixExchange:
     they are sharded. dtype: of the shards; None on a rank that holds nothing.
     """
 
-    def __init__(self, matrices: Specs, group: Group, dtype: torch.dtype | None):
+    def __init__(self, matrices: ParamSpecs, group: Group, dtype: torch.dtype | None):
         self.group = group
         of_ranks = all_gather_object(
             (dtype, {name: (spec.shape, spec.boxes) for name, spec in matrices.items()}), group

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minidist.comm import Group
 from minidist.config import OptimConfig
-from minidist.parameters import Specs
+from minidist.parameters import ParamSpecs
 from minidist.process_groups import is_hidden_matrix
 from minidist.train.matrix_exchange import MatrixExchange
 from minidist.train.muon import Muon
@@ -24,7 +24,7 @@ ALIGNED = 64  # elements, of four bytes or more: whole vectors of every CPU that
 
 
 def make_optimizer(
-    optim: OptimConfig, masters: Mapping[str, Tensor], specs: Specs, matrix_group: Group | None = None
+    optim: OptimConfig, masters: Mapping[str, Tensor], specs: ParamSpecs, matrix_group: Group | None = None
 ) -> torch.optim.Optimizer:
     """torch's own AdamW or SGD, in its fused kernel where that is right, or Muon with AdamW.
 
@@ -53,16 +53,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_ratio"]
 
 
-def _hidden_matrices(masters: Mapping[str, Tensor], specs: Specs) -> list[str]:
+def _hidden_matrices(masters: Mapping[str, Tensor], specs: ParamSpecs) -> list[str]:
     return [name for name in masters if is_hidden_matrix(name, len(specs[name].shape))]
 
 
-def _exchange(masters: Mapping[str, Tensor], specs: Specs, group: Group) -> MatrixExchange:
+def _exchange(masters: Mapping[str, Tensor], specs: ParamSpecs, group: Group) -> MatrixExchange:
     dtype = next((master.dtype for master in masters.values()), None)
     return MatrixExchange({name: specs[name] for name in _hidden_matrices(masters, specs)}, group, dtype)
 
 
-def _groups(optim: OptimConfig, masters: Mapping[str, Tensor], specs: Specs, sharded: bool) -> list[dict]:
+def _groups(optim: OptimConfig, masters: Mapping[str, Tensor], specs: ParamSpecs, sharded: bool) -> list[dict]:
     """The parameter groups, each in the order of `masters`. A rank without masters has one empty group."""
     hidden = set(_hidden_matrices(masters, specs)) if optim.kind == "muon" else set()
     decayed = {name for name in masters if optim.decay == "all" or len(specs[name].shape) > 1}
@@ -83,7 +83,7 @@ def _of(masters: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
     return [masters[name] for name in names]
 
 
-def _muon_group(optim: OptimConfig, matrices: Mapping[str, Tensor], specs: Specs, sharded: bool) -> dict:
+def _muon_group(optim: OptimConfig, matrices: Mapping[str, Tensor], specs: ParamSpecs, sharded: bool) -> dict:
     for name, master in matrices.items():
         if not sharded and master.numel() != math.prod(specs[name].shape):
             raise ValueError(

@@ -21,7 +21,7 @@ def resumed_config(resume: Path) -> Config:
 
     Raises UserError when there is no checkpoint or it is damaged.
     """
-    path = folders.latest(checkpoints_of(resume))
+    path = folders.latest_checkpoint(checkpoints_of(resume))
     from minidist.fault import checkpoint  # here, since torch comes with it: a missing folder is told at once
 
     stored = stored_config(path, checkpoint.read_index(path).state)
@@ -34,7 +34,7 @@ def check_before(config: Config, corpus: "Corpus") -> None:
     """Raise UserError when `config` resumes from a checkpoint that it cannot go on from. No rank is needed."""
     if config.checkpoint.resume is None:
         return
-    path = folders.latest(checkpoints_of(config.checkpoint.resume))
+    path = folders.latest_checkpoint(checkpoints_of(config.checkpoint.resume))
     from minidist.fault import checkpoint
 
     check_resumable(path, checkpoint.read_index(path).state, config, corpus)

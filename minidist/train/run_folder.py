@@ -49,7 +49,7 @@ def _asked_for(config: Config) -> Path | None:
     folder = None if config.folder is None else Path(config.folder).expanduser()
     resume, source = config.checkpoint.resume, None
     if resume is not None:
-        at = folders.latest(checkpoints_of(resume))
+        at = folders.latest_checkpoint(checkpoints_of(resume))
         source = run_of(at)
         if source is not None and (folder is None or folder.resolve() == source):
             _refuse_to_go_back(at, source)
@@ -59,7 +59,7 @@ def _asked_for(config: Config) -> Path | None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {folder} is a file; give a folder that does not exist yet.")
     if folder.is_dir() and (held := sorted(path.name for path in folder.iterdir())):
-        ours = folders.complete(folder / CHECKPOINTS)
+        ours = folders.complete_checkpoints(folder / CHECKPOINTS)
         instead = f", or go on with this one by --checkpoint.resume {folder}" if ours and resume is None else ""
         more = f" and {len(held) - 4} more" if len(held) > 4 else ""
         raise UserError(
@@ -71,7 +71,7 @@ def _asked_for(config: Config) -> Path | None:
 
 def _refuse_to_go_back(at: Path, source: Path) -> None:
     """A run cannot go on from an earlier checkpoint in a folder that holds later ones: two histories would mix."""
-    found = folders.complete(at.parent)
+    found = folders.complete_checkpoints(at.parent)
     step = next((step for step, path in found.items() if path.resolve() == at.resolve()), None)
     later = [] if step is None else [other for other in found if other > step]
     if later:
@@ -95,7 +95,7 @@ def run_of(checkpoint: Path) -> Path | None:
 
 def last_checkpoint(folder: Path) -> str:
     """What a run that failed leaves, in a sentence."""
-    found = folders.complete(folder / CHECKPOINTS)
+    found = folders.complete_checkpoints(folder / CHECKPOINTS)
     if not found:
         return "No checkpoint had been written yet."
     return f"The last checkpoint is {found[max(found)]}: go on with --checkpoint.resume {folder}"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from minidist.comm import Groups, all_gather, broadcast
-from minidist.parallel.context.split import whole_sequences
+from minidist.parallel.context.split import unsharded_attention
 from minidist.parallelize import Parallel
 
 
@@ -28,7 +28,7 @@ def next_logits(parallel: Parallel, groups: Groups, tokens: Tensor) -> Tensor:
             outputs.append(out)
         return out
 
-    with whole_sequences(model):
+    with unsharded_attention(model):
         if pipeline is not None:
             pipeline.evaluate(part, lambda _: parallel.empty_hidden(samples, padded.shape[1], tp), 1)
         else:

@@ -17,14 +17,14 @@ from minidist.comm import CommError, Meter, World
 from minidist.config import Config, MemoryConfig, TraceConfig
 from minidist.config_file import to_toml
 from minidist.data.corpus import Corpus, open_corpus
-from minidist.data.loader import Loader, evaluation
+from minidist.data.loader import Loader, evaluation_loader
 from minidist.errors import UserError, format_ranks
 from minidist.fault import checkpoint, folders
 from minidist.fault.signals import StopRequest
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
-from minidist.parallelize import parallelize, uses
-from minidist.precision.policy import TORCH_NAMES, policy_of
+from minidist.parallelize import group_specs, parallelize
+from minidist.precision.policy import TORCH_NAMES, resolve_policy
 from minidist.train import abort, checkpoint_state, metrics, run_folder
 from minidist.train.agree import StepResult
 from minidist.train.engine import Engine
@@ -83,7 +83,9 @@ class Trainer:
         self.world, self.config, self.observers = world, config, tuple(observers)
         self.mesh = validate(config, world.size)
         meter = Meter(keep=False) if meter is None else meter
-        self.groups = comm.bind(world, self.mesh, uses(self.mesh, config), meter=meter, timeout_s=config.comm.timeout_s)
+        self.groups = comm.bind(
+            world, self.mesh, group_specs(self.mesh, config), meter=meter, timeout_s=config.comm.timeout_s
+        )
         self.control = self.groups["control"]
         self.all_gather_object = comm.bind_all_gather_object(self.control)
         self._collectively(self._check_observers)
@@ -96,7 +98,7 @@ class Trainer:
         )
         data, train = config.data, config.train
         self.loader = Loader(self.corpus.train, data.seq_len, train.seed, min_length=data.min_length)
-        self.held_out = evaluation(self.corpus.held_out, data.seq_len, train.eval_samples)
+        self.held_out = evaluation_loader(self.corpus.held_out, data.seq_len, train.eval_samples)
         self.progress, self._pace = Progress(), Pace()
         self.stop: StopRequest | None = None
         self._resume_notes: list[str] = []
@@ -219,7 +221,7 @@ class Trainer:
             row |= {"loss_scale": self.engine.scaler.scale, "overflow": result.overflow}
         row |= {name: max(rank[name] for rank in ranks) for name in mine}
         row["tokens_per_s"] = config.train.global_batch * config.data.seq_len / row["step_time_s"]
-        if peak := metrics.peak_flops(device, TORCH_NAMES[policy_of(config.precision).compute]):
+        if peak := metrics.peak_flops(device, TORCH_NAMES[resolve_policy(config.precision).compute]):
             gpus = 1 if config.device.startswith("cuda:") else self.world.size
             flops = config.model.flops_per_token(config.data.seq_len)
             row["mfu"] = metrics.mfu(flops, row["tokens_per_s"], gpus, peak)
@@ -265,16 +267,20 @@ class Trainer:
         }
         pieces = checkpoint_state.pieces(self.engine)
         with self.groups.meter.span("checkpoint"):
-            path = checkpoint.save(root, self.progress.step, pieces, state, self.all_gather_object, self.control.rank)
+            path = checkpoint.save_checkpoint(
+                root, self.progress.step, pieces, state, self.all_gather_object, self.control.rank
+            )
         if self.world.rank == 0:
-            folders.prune(root, self.config.checkpoint.keep, path)
+            folders.prune_checkpoints(root, self.config.checkpoint.keep, path)
         for observer in self.observers:
             observer.on_checkpoint(path)
 
     def _resume(self) -> Path | None:
         """Load the checkpoint; return the run folder it is in, None if it is in none."""
         path, state = self._collectively(self._read_checkpoint)
-        checkpoint.load(path, checkpoint_state.pieces(self.engine), self.all_gather_object, self.control.rank)
+        checkpoint.load_checkpoint(
+            path, checkpoint_state.pieces(self.engine), self.all_gather_object, self.control.rank
+        )
         self.engine.reducer.after_load()
         if self.engine.scaler is not None and state.get("loss_scaler"):
             self.engine.scaler.load(state["loss_scaler"])
@@ -284,7 +290,7 @@ class Trainer:
         return run_folder.run_of(path)
 
     def _read_checkpoint(self) -> tuple[Path, dict[str, Any]]:
-        path = folders.latest(run_folder.checkpoints_of(self.config.checkpoint.resume))
+        path = folders.latest_checkpoint(run_folder.checkpoints_of(self.config.checkpoint.resume))
         index = checkpoint.read_index(path)
         check_resumable(path, index.state, self.config, self.corpus)
         checkpoint_state.prepare(self.engine, index)

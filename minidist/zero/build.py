@@ -9,10 +9,10 @@ from minidist.comm import Group, Groups
 from minidist.config import Config
 from minidist.parallel.data.assignment import MIB
 from minidist.parallel.data.reducer import trainable
-from minidist.parameters import Box, ParamSpec, Specs, flat_boxes, named_parameters
-from minidist.precision.dtypes import Formats
+from minidist.parameters import Box, ParamSpec, ParamSpecs, flat_boxes, named_parameters
+from minidist.precision.dtypes import PrecisionDtypes
 from minidist.precision.masters import Rounding
-from minidist.precision.rounding import flat_index, round_stochastically
+from minidist.precision.rounding import global_flat_indices, round_stochastically
 from minidist.zero.flat_param import FlatParam, FullGradients, ShardedFlatParam, ShardedGradients
 from minidist.zero.gather import Block, BlockGatherer
 from minidist.zero.plan import ROOT, Layout, PlannedFlatParam, block_of, lay_out_flat, plan_flat_params
@@ -28,7 +28,7 @@ class ModelFacts:
     completes a gradient. seed: of stochastic rounding.
     """
 
-    specs: Specs
+    specs: ParamSpecs
     values: Mapping[str, Tensor]
     names: Sequence[str]
     chunk_of: Mapping[str, int]
@@ -36,7 +36,12 @@ class ModelFacts:
 
 
 def make_zero_reducer(
-    model: nn.Module, given: ModelFacts, groups: Groups, reducing: Iterable[Group], config: Config, formats: Formats
+    model: nn.Module,
+    given: ModelFacts,
+    groups: Groups,
+    reducing: Iterable[Group],
+    config: Config,
+    formats: PrecisionDtypes,
 ) -> ZeroReducer:
     """Lay the model's parameters into rows that the ranks of `groups["grads"]` share out, as the stage says.
 
@@ -126,7 +131,7 @@ class _Builder:
     def _unit(self, kind: type[FlatParam], layout: Layout, frozen: bool = False) -> FlatParam:
         formats = self.formats
         if frozen:
-            formats = Formats(*[formats.parameter] * 5)
+            formats = PrecisionDtypes(*[formats.parameter] * 5)
         parameters = {name: self.parameters[name] for name in layout.slots}
         host, rounding = self.host and not frozen, None if formats.master else self._rounding(layout)
         return kind(parameters, self.given.values, layout, self.group, formats, host, rounding)
@@ -138,7 +143,7 @@ class _Builder:
         def round_one(values: Tensor, into: Tensor, step: int, name: str) -> None:
             index = bounds[name][0]
             if specs[name].boxes[0].shape != specs[name].shape:  # tensor ranks hold other elements, of rows or columns
-                index = flat_index(specs[name].shape, self._held(name, *bounds[name]).boxes, values.device)
+                index = global_flat_indices(specs[name].shape, self._held(name, *bounds[name]).boxes, values.device)
             round_stochastically(values, into, seed, step, name, index)
 
         return round_one

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_gather, all_reduce, reduce_scatter
-from minidist.precision.dtypes import Formats
-from minidist.precision.masters import Masters, Rounding
+from minidist.precision.dtypes import PrecisionDtypes
+from minidist.precision.masters import MasterWeights, Rounding
 from minidist.zero.plan import Layout
 
 
@@ -22,7 +22,7 @@ class FlatParam:
     """Parameters in one row of memory, of which this rank keeps a shard.
 
     parameters: of the model, which from now on are views of the row; values: what they are in full precision.
-    group: the ranks that share out the row. host, rounding: as `Masters` has them.
+    group: the ranks that share out the row. host, rounding: as `MasterWeights` has them.
     row: (numel,), what forward and backward read. part: (shard,), this rank's piece of it. masters: what the optimizer
     updates of that piece. bounds: which elements of the shard are a parameter's, by name; others' are elsewhere.
     """
@@ -33,7 +33,7 @@ class FlatParam:
         values: Mapping[str, Tensor],
         layout: Layout,
         group: Group,
-        formats: Formats,
+        formats: PrecisionDtypes,
         host: bool = False,
         rounding: Rounding | None = None,
     ):
@@ -52,7 +52,7 @@ class FlatParam:
             parameter.data = view
         self.part = self._own(begin, end)
         mine = {name: values[name].reshape(-1)[start:stop] for name, (start, stop) in held.items()}
-        self.masters = Masters(self.part, self.bounds, mine, formats, host, rounding)
+        self.masters = MasterWeights(self.part, self.bounds, mine, formats, host, rounding)
         self._gathering: Handle | None = None
 
     def _own(self, begin: int, end: int) -> Tensor:
@@ -107,7 +107,9 @@ class FullGradients:
 
     transient = False
 
-    def __init__(self, layout: Layout, group: Group, outer: Group | None, formats: Formats, device: torch.device):
+    def __init__(
+        self, layout: Layout, group: Group, outer: Group | None, formats: PrecisionDtypes, device: torch.device
+    ):
         self.layout, self.group, self.outer, self.formats, self.device = layout, group, outer, formats, device
         self._arriving: tuple[Handle, Tensor, Tensor] | None = None  # on its way, from where, and where it belongs
         self._allocate()

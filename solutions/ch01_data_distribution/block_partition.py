@@ -25,7 +25,7 @@ import numpy as np
 from minidist.data.partition import _check
 
 
-def block(n: int, world_size: int, rank: int) -> np.ndarray:
+def block_partition(n: int, world_size: int, rank: int) -> np.ndarray:
     """Indices of `rank` when 0..n-1 is cut into consecutive blocks; sizes differ by at most one.  -> (size,) int64
 
     Raises ValueError for n < 0, world_size < 1 or a rank outside 0..world_size-1.

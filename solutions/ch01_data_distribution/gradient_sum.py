@@ -32,13 +32,13 @@ from torch import Tensor, nn
 
 from minidist.comm import Group, all_reduce
 from minidist.parallel.data.reducer import GradientReducer, group_of
-from minidist.parameters import Specs
+from minidist.parameters import ParamSpecs
 
 
 class NaiveReducer(GradientReducer):
     """One all-reduce per parameter after backward. The simple version of `BucketedReducer`, with the same results."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], specs: Specs, groups: Iterable[Group]):
+    def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs, groups: Iterable[Group]):
         super().__init__(parameters, specs)
         groups = list(groups)
         self._groups = {name: group_of(specs[name], groups) for name in self._parameters}

@@ -25,13 +25,13 @@ Usual wrong answers:
 
 import numpy as np
 
-from minidist.data.partition import block, permutation
+from minidist.data.partition import block_partition, permutation
 
 
-def random(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
+def random_partition(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
     """Indices of `rank` when a permutation that all ranks compute alike is cut into blocks.  -> (size,) int64
 
-    Raises ValueError as `block` does.
+    Raises ValueError as `block_partition` does.
     """
-    mine = block(n, world_size, rank)
+    mine = block_partition(n, world_size, rank)
     return permutation(n, seed, epoch)[mine]

@@ -23,10 +23,10 @@ import numpy as np
 from minidist.data.partition import _check
 
 
-def strided(n: int, world_size: int, rank: int) -> np.ndarray:
+def strided_partition(n: int, world_size: int, rank: int) -> np.ndarray:
     """Indices rank, rank + world_size, rank + 2 world_size, ... below n.  -> (size,) int64
 
-    Raises ValueError as `block` does.
+    Raises ValueError as `block_partition` does.
     """
     _check(n, world_size, rank)
     return np.arange(rank, n, world_size, dtype=np.int64)

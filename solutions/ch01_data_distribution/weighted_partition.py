@@ -31,11 +31,11 @@ import numpy as np
 from minidist.data.partition import _check
 
 
-def sizes(n: int, weights: Sequence[float]) -> list[int]:
+def apportion(n: int, weights: Sequence[float]) -> list[int]:
     """Whole shares of n in proportion to `weights`, by largest remainder (Hamilton's method); their sum is n.
 
     A weight of 0 gets nothing, and every share is within one of n w_i / sum(w). Equal weights give the sizes of
-    `block`. Raises ValueError for weights that are empty, negative, not finite, or all zero.
+    `block_partition`. Raises ValueError for weights that are empty, negative, not finite, or all zero.
     """
     if n < 0:
         raise ValueError(f"cannot share n={n} samples: n must be at least 0")
@@ -51,11 +51,11 @@ def sizes(n: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
-def weighted(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
+def weighted_partition(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
     """Indices of `rank` when rank i holds a consecutive block in proportion to weights[i].  -> (size,) int64
 
-    Raises ValueError for a bad rank or for weights that `sizes` refuses.
+    Raises ValueError for a bad rank or for weights that `apportion` refuses.
     """
     _check(n, len(weights), rank)
-    cuts = np.cumsum([0, *sizes(n, weights)])
+    cuts = np.cumsum([0, *apportion(n, weights)])
     return np.arange(cuts[rank], cuts[rank + 1], dtype=np.int64)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from minidist.parallel.tensor.operators import Operator
 
 
-class ColumnLinear(nn.Module):
+class ColumnParallelLinear(nn.Module):
     """This rank's output features of a linear layer: (b, s, in) -> (b, s, out / ranks).
 
     weight: (out / ranks, in). enter: what happens to the input first; nothing where several projections read one
@@ -44,7 +44,7 @@ class ColumnLinear(nn.Module):
         return F.linear(x if self._enter is None else self._enter(x), self.weight)
 
 
-class RowLinear(nn.Module):
+class RowParallelLinear(nn.Module):
     """A linear layer whose input features are shared out: (b, s, in / ranks) -> what `leave` makes of (b, s, out).
 
     weight: (out, in / ranks). leave: sums over the ranks.

@@ -20,7 +20,7 @@ Usual wrong answers:
 """
 
 from minidist.parallel.pipeline.actions import Op
-from minidist.parallel.pipeline.schedule_rules import in_turn, play
+from minidist.parallel.pipeline.schedule_rules import expand_phases, micro_batch_order
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:
@@ -28,5 +28,5 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:
 
     Huang et al. 2019, section 2.2 and figure 2.
     """
-    turns = in_turn(micro_batches)
-    return play([("F", micro_batches), ("B", micro_batches)], F=turns, B=turns)
+    turns = micro_batch_order(micro_batches)
+    return expand_phases([("F", micro_batches), ("B", micro_batches)], F=turns, B=turns)

@@ -26,7 +26,7 @@ Usual wrong answers:
 """
 
 from minidist.parallel.pipeline.actions import Op
-from minidist.parallel.pipeline.schedule_rules import in_turn, play
+from minidist.parallel.pipeline.schedule_rules import expand_phases, micro_batch_order
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
@@ -35,5 +35,5 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
     Stage s has min(stages - s, micro_batches) micro-batches alive, however many there are.
     Narayanan et al. 2019, section 3.2; with a flush at the end of a step: Narayanan et al. 2021, section 2.2.1.
     """
-    turns = in_turn(micro_batches)
-    return play([("F", stages - 1 - stage), ("F B", micro_batches)], F=turns, B=turns)
+    turns = micro_batch_order(micro_batches)
+    return expand_phases([("F", stages - 1 - stage), ("F B", micro_batches)], F=turns, B=turns)

@@ -28,15 +28,15 @@ from dataclasses import replace
 from torch import nn
 
 from minidist.comm import Group
-from minidist.parallel.tensor.linear import ColumnLinear
-from minidist.parallel.tensor.operators import operators
-from minidist.parallel.tensor.split import Held, _attention, _Cutter, _enter_once, _feed_forward, _own_positions
-from minidist.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyLoss
+from minidist.parallel.tensor.linear import ColumnParallelLinear
+from minidist.parallel.tensor.operators import region_operators
+from minidist.parallel.tensor.split import ParamShard, _attention, _Cutter, _enter_once, _feed_forward, _own_positions
+from minidist.parallel.tensor.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 from minidist.parameters import Box, named_parameters
 from minidist.validation import validate_tensor_parallel
 
 
-def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, Held]:
+def apply_tensor_parallel(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, ParamShard]:
     """Leave in `model` what this rank of the group holds of it; returns that, by the parameters' global names.
 
     model: a Transformer, or a pipeline stage's part of one. All ranks begin with the same and see the same batches.
@@ -51,10 +51,10 @@ def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, H
     config, size = model.config, group.size
     validate_tensor_parallel(config, size)
     everyone = tuple(range(size))
-    held = {name: Held(Box.whole(tuple(p.shape)), everyone) for name, p in named_parameters(model).items()}
+    held = {name: ParamShard(Box.whole(tuple(p.shape)), everyone) for name, p in named_parameters(model).items()}
     if size == 1:
         return held
-    enter, leave = operators(group, sequence)
+    enter, leave = region_operators(group, sequence)
     cutter = _Cutter(group, held)
     for index, layer in enumerate(model.model.layers):
         if f"model.layers.{index}.self_attn.q_proj.weight" not in held:
@@ -68,11 +68,11 @@ def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, H
     rows = None
     if embedding in held:
         rows = cutter.cut(embedding, model.model.embed_tokens.weight, 0)
-        model.model.embed_tokens = VocabularyEmbedding(rows, first, leave)
+        model.model.embed_tokens = VocabParallelEmbedding(rows, first, leave)
     if model.model.norm.weight is not None:  # the end of the model is here
         # A tied head has no name of its own in `held`: `tie` gives it the embedding's parameter.
-        model.lm_head = ColumnLinear(cutter.cut(head, model.lm_head.weight, 0) if head in held else rows, enter)
-        model.loss = VocabularyLoss(first, group)
+        model.lm_head = ColumnParallelLinear(cutter.cut(head, model.lm_head.weight, 0) if head in held else rows, enter)
+        model.loss = VocabParallelLoss(first, group)
     model.tie()
     if sequence:
         for name in [name for name in held if name.endswith("norm.weight")]:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from minidist.parallel.pipeline.split_backward import Half
+from minidist.parallel.pipeline.split_backward import DeferredWeightGradient
 
 
 class _Linear(torch.autograd.Function):
@@ -47,14 +47,14 @@ class _Linear(torch.autograd.Function):
         return grad @ weight, None, None, None
 
 
-class WeightsLater(TorchFunctionMode):
+class DeferWeightGradients(TorchFunctionMode):
     """Within this context the backward of linear layers leaves their weights' gradients to be computed later.
 
     names: parameter to its name, of those to treat so; halves: where to put what is left to do, by whichever backward.
     Left whole are a layer whose input takes no gradient, as it has no first half, and one with a bias.
     """
 
-    def __init__(self, names: Mapping[Tensor, str], halves: list[Half]):
+    def __init__(self, names: Mapping[Tensor, str], halves: list[DeferredWeightGradient]):
         super().__init__()
         self._names, self._halves = names, halves
 
@@ -68,7 +68,7 @@ class WeightsLater(TorchFunctionMode):
         return _Linear.apply(x, weight.detach(), self._names[weight], self._halves)
 
 
-def weight_gradient(half: Half) -> Tensor:
+def weight_gradient(half: DeferredWeightGradient) -> Tensor:
     """The half that was left: `dW = dy^T x`, (out, in)."""
     _, x, grad = half
     return grad.flatten(0, -2).T @ x.flatten(0, -2)

@@ -48,7 +48,7 @@ def _cut(
     return best[layers]
 
 
-def balance(
+def balance_layers(
     costs: Sequence[float], stages: int, chunks: int = 1, embedding: float = 0.0, head: float = 0.0
 ) -> list[range]:
     """Cut the layers into `stages * chunks` parts in a row, none empty, whose costliest is as cheap as possible.

@@ -56,7 +56,7 @@ class _CrossEntropy(torch.autograd.Function):
         return each.scatter_add_(1, column, -(mine * grad)[:, None]), None, None, None
 
 
-class VocabularyLoss:
+class VocabParallelLoss:
     """`token_loss` on logits of which every rank holds those of `n` tokens, `first` on. A callable.
 
     "fuse the output of the parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3): three numbers

@@ -31,8 +31,7 @@ Usual wrong answers:
 from collections.abc import Iterable
 
 from minidist.config import ZeroConfig
-from minidist.precision.policy import BYTES as FORMAT_BYTES
-from minidist.precision.policy import Policy
+from minidist.precision.policy import PRECISION_BYTES, Policy
 from minidist.tools.estimate.states import ModelStates, Row
 
 
@@ -52,8 +51,8 @@ def model_states(rows: Iterable[Row], zero: ZeroConfig, policy: Policy) -> Model
     rows = list(rows)
     whole, part = sum(row.numel for row in rows), sum(row.shard for row in rows)
     return ModelStates(
-        parameters=(part if zero.stage == 3 else whole) * FORMAT_BYTES[policy.parameter],
-        gradients=(part if zero.shares_gradients else whole) * FORMAT_BYTES[policy.accumulate],
-        masters=part * FORMAT_BYTES[policy.master] if policy.separate_masters else 0,
-        moments=sum(row.shard * row.moments for row in rows) * FORMAT_BYTES[policy.state],
+        parameters=(part if zero.stage == 3 else whole) * PRECISION_BYTES[policy.parameter],
+        gradients=(part if zero.shares_gradients else whole) * PRECISION_BYTES[policy.accumulate],
+        masters=part * PRECISION_BYTES[policy.master] if policy.separate_masters else 0,
+        moments=sum(row.shard * row.moments for row in rows) * PRECISION_BYTES[policy.state],
     )

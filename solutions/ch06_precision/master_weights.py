@@ -39,11 +39,11 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from minidist.precision.dtypes import Formats
+from minidist.precision.dtypes import PrecisionDtypes
 from minidist.precision.masters import Rounding
 
 
-class Masters:
+class MasterWeights:
     """What the optimizer updates of a piece of memory that the model reads: a copy of its own, or the piece itself.
 
     part: (n,), in the format of the parameters. bounds: which elements of it are a parameter's, by name; the others are
@@ -60,7 +60,7 @@ class Masters:
         part: Tensor,
         bounds: Mapping[str, tuple[int, int]],
         values: Mapping[str, Tensor],
-        formats: Formats,
+        formats: PrecisionDtypes,
         host: bool = False,
         rounding: Rounding | None = None,
     ):

@@ -92,7 +92,7 @@ class _Again:
         return found
 
 
-def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
+def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
     """A function that gives what `run` gives, and of whose graph the arguments alone are kept.
 
     run: takes and gives tensors, or tuples of them, by position; run again with the same it must do the same. Without

@@ -13,7 +13,7 @@ from minidist.comm.wire_bytes import sent_elements_by_algorithm
 from minidist.config import CommConfig, Config
 from minidist.mesh import Mesh
 from minidist.models import ModelConfig, Transformer
-from minidist.parallelize import USES, parallelize, reduced_by
+from minidist.parallelize import DEFAULT_GROUP_SPECS, parallelize, reduced_by
 from tests.helpers.exhaustive import exhaustive
 from tests.helpers.small_run import run, small_config, write_text
 
@@ -43,7 +43,7 @@ def sent_in_a_step(world: World, algorithm: str) -> tuple:
     """What a step sends for its gradients: the names of the operations, the bytes of this rank, the buckets' sizes."""
     model = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=1)
     config = Config(model=model, comm=CommConfig(algorithm=algorithm))
-    groups = bind(world, Mesh(dp=world.size), USES, meter=Meter())
+    groups = bind(world, Mesh(dp=world.size), DEFAULT_GROUP_SPECS, meter=Meter())
     parallel = parallelize(Transformer(config.model), groups, config)
     groups.meter.records.clear()
     for name in parallel.specs:

@@ -9,19 +9,19 @@ import torch.distributed as dist
 from minidist.comm import CommError, bind
 from minidist.config import Config, OptimConfig
 from minidist.data.loader import Loader
-from minidist.data.synthetic import generate
+from minidist.data.synthetic import generate_text
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
-from minidist.parallelize import USES, parallelize
+from minidist.parallelize import DEFAULT_GROUP_SPECS, parallelize
 from minidist.train.engine import Engine
 
 BATCH, RANKS = 6, 2
 
 
 def engine_of(world):
-    groups = bind(world, Mesh(dp=world.size), USES)
+    groups = bind(world, Mesh(dp=world.size), DEFAULT_GROUP_SPECS)
     model = Transformer(ModelConfig(vocab_size=128, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2))
     init_parameters(model, 0)
     optim = OptimConfig(kind="sgd", weight_decay=0.1)
@@ -29,7 +29,7 @@ def engine_of(world):
 
 
 def batches_of(world, step):
-    return Loader(generate(400), 8, 0).micro_batches(step * BATCH, BATCH, world.rank, world.size, 1)
+    return Loader(generate_text(400), 8, 0).micro_batches(step * BATCH, BATCH, world.rank, world.size, 1)
 
 
 def values(engine):

@@ -3,10 +3,10 @@
 from minidist.comm import Meter, bind
 from minidist.config import CommConfig, Config
 from minidist.data.loader import Loader
-from minidist.data.synthetic import generate
+from minidist.data.synthetic import generate_text
 from minidist.mesh import Mesh
 from minidist.models import Transformer, init_parameters
-from minidist.parallelize import USES, parallelize
+from minidist.parallelize import DEFAULT_GROUP_SPECS, parallelize
 from minidist.train.engine import Engine
 
 SEQ_LEN = 8
@@ -15,7 +15,7 @@ SEQ_LEN = 8
 def step(world, gradients, micro_batches=1):
     """The meter of one step, with marks at the begin of each block's forward and at the end of its backward."""
     config = Config(comm=CommConfig(gradients=gradients))
-    groups = bind(world, Mesh(dp=world.size), USES, meter=Meter())
+    groups = bind(world, Mesh(dp=world.size), DEFAULT_GROUP_SPECS, meter=Meter())
     model = Transformer(config.model)
     init_parameters(model, 0)
     for block in model.model.layers:
@@ -23,7 +23,9 @@ def step(world, gradients, micro_batches=1):
         block.register_full_backward_hook(lambda *_: groups.meter.event("backward"))
     engine = Engine(parallelize(model, groups, config), groups, config.optim, 0)
     groups.meter.records.clear()  # the broadcast of the start
-    batches = Loader(generate(4 * SEQ_LEN + 1), SEQ_LEN, 0).micro_batches(0, 4, world.rank, world.size, micro_batches)
+    batches = Loader(generate_text(4 * SEQ_LEN + 1), SEQ_LEN, 0).micro_batches(
+        0, 4, world.rank, world.size, micro_batches
+    )
     engine.step(0, batches, 1e-3)
     return groups.meter
 

@@ -91,10 +91,10 @@ def test_edits_are_exact_and_independent_of_their_order():
 
 
 def test_answers_may_be_edits_of_a_right_answer_and_have_their_note_as_docstring(exercise):
-    text = json.dumps("def block(n, world_size, rank):\n    return 1\n")
+    text = json.dumps("def block_partition(n, world_size, rank):\n    return 1\n")
     tables = f"[right.a]\ntext = {text}\n[wrong.b]\nnote = 'two'\nof = 'right_a'\n"
     found = exercise(tables + "edits = [{ find = 'return 1', replace = 'return 2' }]\n")
-    assert stubs.answer(found, "wrong_b") == '"""two"""\n\n\ndef block(n, world_size, rank):\n    return 2\n'
+    assert stubs.answer(found, "wrong_b") == '"""two"""\n\n\ndef block_partition(n, world_size, rank):\n    return 2\n'
 
 
 def test_generated_answers_have_one_number_in_the_place_of_each(exercise):
@@ -102,7 +102,7 @@ def test_generated_answers_have_one_number_in_the_place_of_each(exercise):
     for name, number in (("wrong_zero", 0), ("wrong_constant", 3)):
         defined = {}
         exec(stubs.answer(found, name), defined)
-        assert defined["block"](7, 2, 0).tolist() == [number] * 4
+        assert defined["block_partition"](7, 2, 0).tolist() == [number] * 4
         state = {"tensor": torch.ones(2), "of": [(1, 2.5), True]}
         assert defined["_filled"](state["of"]) == [(number, float(number)), bool(number)]
         assert defined["_filled"](state)["tensor"].tolist() == [number] * 2

@@ -39,18 +39,18 @@ STEP = """
 from minidist.comm import bind
 from minidist.config import Config, OptimConfig
 from minidist.data.loader import Loader
-from minidist.data.synthetic import generate
+from minidist.data.synthetic import generate_text
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.models.transformer import Transformer
-from minidist.parallelize import USES, parallelize
+from minidist.parallelize import DEFAULT_GROUP_SPECS, parallelize
 from minidist.train.engine import Engine
 
 shape = ModelConfig(vocab_size=128, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=2)
-groups = bind(world, Mesh(dp=world_size), USES)
+groups = bind(world, Mesh(dp=world_size), DEFAULT_GROUP_SPECS)
 engine = Engine(parallelize(Transformer(shape), groups, Config()), groups, OptimConfig(), seed=0)
 groups.meter.operations.clear()
-loader = Loader(generate(20_000), seq_len=32, seed=0, min_length=1)
+loader = Loader(generate_text(20_000), seq_len=32, seed=0, min_length=1)
 engine.step(0, loader.micro_batches(0, 4, rank, world_size, 1), 0.1)
 groups.meter.operations["grads", "all_reduce"], len(engine.parameters)
 """

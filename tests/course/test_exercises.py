@@ -16,7 +16,7 @@ ONE_OF_EACH = list({exercise.kind: name for name, exercise in CATALOGUE.items()}
 each_kind = pytest.mark.parametrize(
     "name", [*ONE_OF_EACH, *exhaustive(*(name for name in CATALOGUE if name not in ONE_OF_EACH))]
 )
-HEAD = "import numpy as np\n\n\ndef block(n, world_size, rank):\n"
+HEAD = "import numpy as np\n\n\ndef block_partition(n, world_size, rank):\n"
 
 
 @each_kind
@@ -98,7 +98,8 @@ def test_a_class_of_the_package_may_not_be_inherited(judge):
 
 
 def test_except_does_not_hide_what_was_tried(judge):
-    text = "from minidist.data import partition\n\n\ndef block(*args):\n    try:\n        partition.block(*args)\n"
+    text = "from minidist.data import partition\n\n\ndef block_partition(*args):\n"
+    text += "    try:\n        partition.block_partition(*args)\n"
     verdict = judge(BLOCK, text + "    except BaseException:\n        return None\n", only=["divides_evenly"])
     assert verdict.results[0].finding.kind == "forbidden"
 

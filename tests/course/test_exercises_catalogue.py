@@ -28,7 +28,7 @@ OF_KIND = {exercise.kind: exercise for exercise in CATALOGUE.values()}  # one of
         ("hints = [", "calls_ = [", "missing ['hints']"),
         ("hints = [", 'hints = ["one"]\nextra = [', "unknown ['extra']"),
         ("say = ", "says = ", "must be a list of tables with the keys first, last, say"),
-        ("minidist.data.partition:block", "minidist.data.partition.block", "must be module:symbol"),
+        ("minidist.data.partition:block_partition", "minidist.data.partition.block_partition", "must be module:symbol"),
         ("[block_partition]", "[other_partition]", "has no tests"),
         ("[block_partition]", "[block_partition", "is not TOML"),
     ],

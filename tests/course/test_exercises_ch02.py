@@ -82,7 +82,7 @@ TOLD = {
         "gradients_are_those_of_one_process",
         [
             "the gradient of this rank's part, at [0][0]",
-            "  for       summed(x=<(2, 3, 5) float64>, group=<Group>)",
+            "  for       reduce_from_tp(x=<(2, 3, 5) float64>, group=<Group>)",
             "  rank      0 of 2",
             "  expected  [140.0, 357.0, 352.0, 345.0, 336.0]",
             "  got       [280.0, 714.0, 704.0, 690.0, 672.0]",

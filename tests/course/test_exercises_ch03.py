@@ -82,7 +82,7 @@ TOLD = {
         "as_the_reducer_launches",
         [
             "gradients that are ready when each bucket leaves (the reducer was seen to launch after [10, 10, 12, 12])",
-            "  for       in_flight(ready_s=[10, 9, 12, 11], durations_s=[0, 0, 0, 0])",
+            "  for       bucket_intervals(ready_s=[10, 9, 12, 11], durations_s=[0, 0, 0, 0])",
             "  rank      0 of 2",
             "  expected  [10, 10, 12, 12]",
             "  got       [10, 9, 12, 11]",

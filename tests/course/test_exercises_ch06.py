@@ -74,7 +74,7 @@ TOLD = {
         "messages_again_in_order",
         [
             "bytes of each message in backward",
-            "  for       recomputed(run=<function>)",
+            "  for       with_recomputation(run=<function>)",
             "  rank      0 of 2",
             "  expected  [192, 144, 96]",
             "  got       [192, 192, 192, 192, 192, 144, 144, 144, 144, 144, 96, 96, 96]",

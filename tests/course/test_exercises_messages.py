@@ -52,7 +52,7 @@ def test_the_last_printed_line_is_shown(judge):
     verdict = judge(BLOCK, HEAD + '    print("rank", rank)\n    return np.arange(n)\n', only=["divides_evenly"])
     assert report.message(verdict.results[0].finding) == [
         "a block of equal size",
-        "  for       block(n=2, world_size=2, rank=0)",
+        "  for       block_partition(n=2, world_size=2, rank=0)",
         "  expected  [0]",
         "  got       [0, 1]",
         "  printed   rank 0",

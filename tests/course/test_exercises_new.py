@@ -29,7 +29,7 @@ def course_map(course):
     return shutil.copy(ROOT / "chapters" / "README.md", course / "chapters" / "README.md")
 
 
-def create(course, name="own_block", piece="minidist.data.partition:block", chapter=CHAPTER) -> int:
+def create(course, name="own_block", piece="minidist.data.partition:block_partition", chapter=CHAPTER) -> int:
     return main(["--root", str(course), "new", name, "--chapter", chapter, "--piece", piece])
 
 
@@ -39,7 +39,9 @@ def content(course) -> dict:
     }
 
 
-@pytest.mark.parametrize("piece", ["minidist.data.partition:block", "minidist.parallel.data.reducer:NaiveReducer"])
+@pytest.mark.parametrize(
+    "piece", ["minidist.data.partition:block_partition", "minidist.parallel.data.reducer:NaiveReducer"]
+)
 def test_all_files_of_a_new_exercise_are_written_and_the_others_stay(course, capsys, piece):
     before = content(course)
     assert create(course, piece=piece) == 0
@@ -88,7 +90,7 @@ def test_an_exercise_that_the_course_map_does_not_name_is_missing_there(course, 
         ({"name": "own-block"}, "the name of an exercise is that of its files"),
         ({"chapter": "ch11_more"}, "ch11_more has no exercise.toml; chapters are ch01_data_distribution"),
         ({"piece": "minidist.data.partition"}, "a piece is module:symbol"),
-        ({"piece": "minidist.data.nothing:block"}, "a piece is module:symbol"),
+        ({"piece": "minidist.data.nothing:block_partition"}, "a piece is module:symbol"),
         ({"piece": "minidist.data.partition:blok"}, "minidist.data.partition has no function or class blok"),
         ({"piece": "minidist.errors:RunError"}, "has no function whose body"),
     ],

@@ -19,7 +19,7 @@ from exercises.__main__ import main
 from exercises.catalogue import ROOT, Catalogue
 from exercises.magics import ExerciseMagics
 from exercises.work import Work
-from minidist.data.partition import block as imported_before
+from minidist.data.partition import block_partition as imported_before
 from minidist.tools.notebook.course_path import add_course_to_path, course_root
 from minidist.tools.notebook.magics import RanksMagics
 
@@ -184,7 +184,7 @@ def test_a_passed_piece_works_in_this_notebook_and_one_that_fails_does_not(cell,
     work.file(BLOCK).write_text(
         RIGHT.replace("def block(", "def block(*args):\n    return _mine(*args)\n\n\ndef _mine(")
     )
-    assert cell("%check block_partition --install").endswith("minidist.data.partition:block replaced here\n")
+    assert cell("%check block_partition --install").endswith("minidist.data.partition:block_partition replaced here\n")
     assert imported_before.__code__.co_names == ("_mine",)
     cell("%piece --reset")
     assert imported_before(5, 2, 0).tolist() == original

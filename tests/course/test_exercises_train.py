@@ -97,7 +97,7 @@ def test_an_error_in_the_learners_code_names_its_line(ranks, tmp_path):
         "block_partition", lambda text: text.replace("    _check(", "    1 / 0\n    _check("), "of/learner.py"
     )
     line = 1 + broken.source.splitlines().index("    1 / 0")
-    with pytest.raises(RunError, match=rf"raised ZeroDivisionError(.|\n)*of/learner.py:{line} in block"):
+    with pytest.raises(RunError, match=rf"raised ZeroDivisionError(.|\n)*of/learner.py:{line} in block_partition"):
         losses(ranks, tmp_path, [broken])
 
 
@@ -201,9 +201,9 @@ def counted(world):
 
 
 def test_a_piece_that_does_not_fit_is_told():
-    for source in ("x = 1", "block = lambda n, world_size, rank: 1"):
-        with pytest.raises(UserError, match="mine cannot take its place: your file must define block with def"):
-            train.install([Installed("mine", ("minidist.data.partition:block",), "mine.py", source)])
+    for source in ("x = 1", "block_partition = lambda n, world_size, rank: 1"):
+        with pytest.raises(UserError, match="mine cannot take its place: .* must define block_partition with def"):
+            train.install([Installed("mine", ("minidist.data.partition:block_partition",), "mine.py", source)])
 
 
 def test_calls_are_told_by_rank():

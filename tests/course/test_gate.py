@@ -116,25 +116,25 @@ def test_a_right_answer_among_the_wrong_ones_is_red(server, course):
 
 def test_a_wrong_answer_that_names_no_test_is_red(server, course):
     exercise = course()
-    put(exercise, "wrong_ceiling", caught_by="some_test", note="-", text="def block(*_):\n    return 3\n")
+    put(exercise, "wrong_ceiling", caught_by="some_test", note="-", text="def block_partition(*_):\n    return 3\n")
     assert "wrong_ceiling must name the test that catches it" in problems(server, exercise)
 
 
 def test_a_wrong_answer_that_is_only_broken_is_red_unless_it_says_so(server, course):
     exercise = course()
-    keys = {"caught_by": "divides_evenly", "note": "-", "text": "def block(*_):\n    return ceiling\n"}
+    keys = {"caught_by": "divides_evenly", "note": "-", "text": "def block_partition(*_):\n    return ceiling\n"}
     put(exercise, "wrong_ceiling", **keys)
     told = 'wrong_ceiling is caught as raised; it must have finding = "raised" if that is its fault'
     assert told in problems(server, exercise)
     put(exercise, "wrong_ceiling", **keys, finding="raised")
     assert "is caught as" not in problems(server, exercise)
-    put(exercise, "wrong_ceiling", **{**keys, "text": "def block(*_):\n    return 3\n"}, finding="raised")
+    put(exercise, "wrong_ceiling", **{**keys, "text": "def block_partition(*_):\n    return 3\n"}, finding="raised")
     assert "wrong_ceiling is caught as type" in problems(server, exercise)
 
 
 def test_a_cheat_that_is_not_seen_as_one_is_red(server, course):
     exercise = course()
-    text = "def block(*_):\n    return 3\n"
+    text = "def block_partition(*_):\n    return 3\n"
     put(exercise, "wrong_cheat_alias", caught_by="divides_evenly", note="no cheat", text=text)
     assert "wrong_cheat_alias is caught as type, not as forbidden" in problems(server, exercise)
 

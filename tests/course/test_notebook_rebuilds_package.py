@@ -120,7 +120,7 @@ def test_the_rebuilt_package_passes_the_tests_of_the_chapter(chapter, tmp_path):
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-4000:]
 
 
-WRONG = ["minidist.data.partition:permutation", "minidist.data.partition:block"]
+WRONG = ["minidist.data.partition:permutation", "minidist.data.partition:block_partition"]
 
 
 def with_a_wrong_cell(piece: str) -> dict[str, str]:

@@ -29,8 +29,8 @@ FORBIDDEN = {
     "run = exec": "exec",
     "__import__('gc')": "__import__",
     "def f(): return p.__guarded__": "__guarded__",
-    "block.__closure__[0]": "__closure__",
-    "block.__code__ = other": "__code__",
+    "block_partition.__closure__[0]": "__closure__",
+    "block_partition.__code__ = other": "__code__",
 }
 ALLOWED = """
 import contextlib, functools, itertools, math, os, sys

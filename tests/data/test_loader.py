@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minidist.data.loader import IGNORED, Loader, evaluation
+from minidist.data.loader import IGNORED, Loader, evaluation_loader
 
 TOKENS = np.arange(1000, dtype=np.uint16)  # token t is its own place in the text
 PINNED = [53, 1, 41, 21, 28, 16]  # positions 60..65, the last two of epoch 0 first
@@ -162,23 +162,23 @@ def test_moving_a_batch_moves_all_of_it():
 
 
 def test_evaluation_windows_are_fixed_and_spread_over_the_text():
-    source = evaluation(TOKENS, 16, num_samples=4)
+    source = evaluation_loader(TOKENS, 16, num_samples=4)
     assert source.num_samples == 4
     assert source.global_batch(0, 4).tokens[:, 0].tolist() == [0, 15 * 16, 31 * 16, 46 * 16]
-    assert same(source.global_batch(4, 4), evaluation(TOKENS, 16, 4).global_batch(4, 4))
+    assert same(source.global_batch(4, 4), evaluation_loader(TOKENS, 16, 4).global_batch(4, 4))
     assert source.order(4, 4).tolist() == source.order(0, 4).tolist()
 
 
 def test_evaluation_uses_all_windows_when_fewer_than_asked():
-    assert evaluation(TOKENS, 16, num_samples=10**6).order(0, 62).tolist() == list(range(62))
+    assert evaluation_loader(TOKENS, 16, num_samples=10**6).order(0, 62).tolist() == list(range(62))
 
 
 @pytest.mark.parametrize(
     "call, numbers",
     [
         (lambda: Loader(TOKENS[:16], 16, 0), ["16 tokens", "seq_len=16"]),
-        (lambda: evaluation(TOKENS[:16], 16, 4), ["16 tokens", "seq_len=16"]),
-        (lambda: evaluation(TOKENS, 16, 0), ["num_samples=0"]),
+        (lambda: evaluation_loader(TOKENS[:16], 16, 4), ["16 tokens", "seq_len=16"]),
+        (lambda: evaluation_loader(TOKENS, 16, 0), ["num_samples=0"]),
         (lambda: loader(seq_len=0), ["seq_len=0"]),
         (lambda: loader(min_length=17), ["min_length=17", "seq_len=16"]),
         (lambda: loader(windows=[]), ["windows"]),

@@ -21,9 +21,9 @@ quick = settings(max_examples=100, deadline=None)
 
 PINNED = [2, 9, 7, 0, 5, 1, 4, 3, 8, 6], [6, 8, 5, 1, 0, 4, 9, 3, 2, 7]  # epochs 0 and 1 of seed 1
 PARTITIONS = {
-    "block": partition.block,
-    "strided": partition.strided,
-    "random": lambda n, world_size, rank: partition.random(n, world_size, rank, seed=3),
+    "block": partition.block_partition,
+    "strided": partition.strided_partition,
+    "random": lambda n, world_size, rank: partition.random_partition(n, world_size, rank, seed=3),
 }
 
 
@@ -56,7 +56,7 @@ def test_block_is_consecutive_and_strided_is_interleaved():
 @quick
 @given(n=sizes, weights=weight_lists)
 def test_weighted_gives_each_sample_once_and_nothing_to_weight_zero(n, weights):
-    parts = [partition.weighted(n, weights, rank) for rank in range(len(weights))]
+    parts = [partition.weighted_partition(n, weights, rank) for rank in range(len(weights))]
     assert np.concatenate(parts).tolist() == list(range(n))
     assert all(part.size == 0 for part, weight in zip(parts, weights, strict=True) if weight == 0)
 
@@ -64,7 +64,7 @@ def test_weighted_gives_each_sample_once_and_nothing_to_weight_zero(n, weights):
 @quick
 @given(n=sizes, weights=st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any))
 def test_weighted_shares_are_within_one_of_the_exact_share(n, weights):
-    for share, weight in zip(partition.sizes(n, weights), weights, strict=True):
+    for share, weight in zip(partition.apportion(n, weights), weights, strict=True):
         assert abs(share * sum(weights) - n * weight) < sum(weights)  # in whole numbers: no rounding
 
 
@@ -72,19 +72,21 @@ def test_weighted_shares_are_within_one_of_the_exact_share(n, weights):
 @given(n=sizes, world_size=worlds)
 def test_equal_weights_are_blocks(n, world_size):
     for rank in range(world_size):
-        assert np.array_equal(partition.weighted(n, [0.1] * world_size, rank), partition.block(n, world_size, rank))
+        assert np.array_equal(
+            partition.weighted_partition(n, [0.1] * world_size, rank), partition.block_partition(n, world_size, rank)
+        )
 
 
 def test_largest_remainder_decides_who_gets_the_rest():
     # Quotas of 10 samples: 1.6, 3.2, 5.2. Floors leave one sample, and 0.6 is the largest remainder.
-    assert partition.sizes(10, [8, 16, 26]) == [2, 3, 5]
+    assert partition.apportion(10, [8, 16, 26]) == [2, 3, 5]
 
 
 def test_shares_are_exact_where_floats_are_not():
-    assert partition.sizes(10, [1e308, 1e308]) == [5, 5]  # their float sum is infinite
+    assert partition.apportion(10, [1e308, 1e308]) == [5, 5]  # their float sum is infinite
     n = 3 * 10**17 + 1  # above 2**53: n / 3 is no float
-    assert partition.sizes(n, [0.1] * 3) == [10**17 + 1, 10**17, 10**17]
-    assert partition.sizes(7, [5e-324, 0, 5e-324]) == [4, 0, 3]
+    assert partition.apportion(n, [0.1] * 3) == [10**17 + 1, 10**17, 10**17]
+    assert partition.apportion(7, [5e-324, 0, 5e-324]) == [4, 0, 3]
 
 
 @quick
@@ -114,7 +116,7 @@ def test_seeds_and_epochs_give_different_orders():
 
 
 def test_random_ranks_hold_the_blocks_of_one_permutation():
-    whole = np.concatenate([partition.random(11, 3, rank, seed=5, epoch=2) for rank in range(3)])
+    whole = np.concatenate([partition.random_partition(11, 3, rank, seed=5, epoch=2) for rank in range(3)])
     assert np.array_equal(whole, partition.permutation(11, 5, 2))
 
 
@@ -138,18 +140,18 @@ def test_the_hash_of_an_array_is_the_hash_of_each_element():
 @pytest.mark.parametrize(
     "call, numbers",
     [
-        (lambda: partition.block(5, 0, 0), ["n=5", "world_size=0", "rank=0"]),
-        (lambda: partition.block(-1, 2, 0), ["n=-1"]),
-        (lambda: partition.strided(5, 2, 2), ["world_size=2", "rank=2"]),
-        (lambda: partition.random(5, 2, -1, seed=0), ["world_size=2", "rank=-1"]),
-        (lambda: partition.weighted(5, [1, 2], 2), ["world_size=2", "rank=2"]),
-        (lambda: partition.weighted(5, [], 0), ["world_size=0"]),
-        (lambda: partition.weighted(5, [1, -0.5], 0), ["[1, -0.5]"]),
-        (lambda: partition.weighted(5, [0, 0.0], 0), ["[0, 0.0]"]),
-        (lambda: partition.weighted(5, [1, math.nan], 0), ["nan"]),
-        (lambda: partition.weighted(5, [1, math.inf], 0), ["inf"]),
+        (lambda: partition.block_partition(5, 0, 0), ["n=5", "world_size=0", "rank=0"]),
+        (lambda: partition.block_partition(-1, 2, 0), ["n=-1"]),
+        (lambda: partition.strided_partition(5, 2, 2), ["world_size=2", "rank=2"]),
+        (lambda: partition.random_partition(5, 2, -1, seed=0), ["world_size=2", "rank=-1"]),
+        (lambda: partition.weighted_partition(5, [1, 2], 2), ["world_size=2", "rank=2"]),
+        (lambda: partition.weighted_partition(5, [], 0), ["world_size=0"]),
+        (lambda: partition.weighted_partition(5, [1, -0.5], 0), ["[1, -0.5]"]),
+        (lambda: partition.weighted_partition(5, [0, 0.0], 0), ["[0, 0.0]"]),
+        (lambda: partition.weighted_partition(5, [1, math.nan], 0), ["nan"]),
+        (lambda: partition.weighted_partition(5, [1, math.inf], 0), ["inf"]),
         (lambda: partition.permutation(-2, 0), ["n=-2"]),
-        (lambda: partition.sizes(-3, [1]), ["n=-3"]),
+        (lambda: partition.apportion(-3, [1]), ["n=-3"]),
     ],
 )
 def test_impossible_input_is_refused_with_its_numbers(call, numbers):

@@ -14,7 +14,7 @@ PINNED = "e5d59b27b9d6c38732d60ccaaaefce027265fa0a94c83e6b127dc7935595ec63"
 
 @pytest.fixture(scope="module")
 def draw():
-    return synthetic.generate(LENGTH)
+    return synthetic.generate_text(LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def loss_deviation(p: np.ndarray) -> float:
     transition[a, b, b, c] = p
     transition = transition.reshape(n * n, n * n)
     loss = -np.log(p)
-    pi = synthetic.stationary(p)
+    pi = synthetic.stationary_distribution(p)
     excess = (p * loss).sum(axis=2) - synthetic.entropy_rate()
     potential = np.linalg.solve(np.eye(n * n) - transition + pi.ravel(), excess.ravel()).reshape(n, n)
     difference = loss - synthetic.entropy_rate() + potential[None, :, :] - potential[:, :, None]
@@ -62,30 +62,30 @@ def test_the_text_is_printable(draw):
 
 
 def test_a_short_text_begins_a_long_one(draw):
-    assert np.array_equal(synthetic.generate(1000), draw[:1000])
-    assert synthetic.generate(0).size == 0
+    assert np.array_equal(synthetic.generate_text(1000), draw[:1000])
+    assert synthetic.generate_text(0).size == 0
 
 
 def test_seeds_and_streams_give_other_texts(draw):
-    for other in (synthetic.generate(1000, seed=1), synthetic.generate(1000, stream=1)):
+    for other in (synthetic.generate_text(1000, seed=1), synthetic.generate_text(1000, stream=1)):
         assert (other != draw[:1000]).mean() > 0.5
 
 
 def test_probabilities_are_multiples_of_1_256_and_never_zero():
-    p = synthetic.probabilities()
+    p = synthetic.transition_probabilities()
     assert np.array_equal(p * 256, np.round(p * 256))
     assert p.min() >= 1 / 256
     assert (p.sum(axis=2) == 1).all()  # exact: sums of multiples of 1/256
 
 
 def test_the_stationary_distribution_is_the_eigenvector():
-    p = synthetic.probabilities()
+    p = synthetic.transition_probabilities()
     matrix = np.zeros((32, 32, 32, 32))
     a, b, c = np.ogrid[:32, :32, :32]
     matrix[a, b, b, c] = p
     # Solving pi (T - I + 1) = 1 is another road to pi than iteration; both round at about 1024 float64 epsilons.
     solved = np.linalg.solve((matrix.reshape(1024, 1024) - np.eye(1024) + 1).T, np.ones(1024))
-    assert np.abs(synthetic.stationary(p).ravel() - solved).max() < 1024 * np.finfo(np.float64).eps
+    assert np.abs(synthetic.stationary_distribution(p).ravel() - solved).max() < 1024 * np.finfo(np.float64).eps
 
 
 def test_the_entropy_rate_of_a_long_text_is_the_computed_one(symbols):
@@ -94,7 +94,7 @@ def test_the_entropy_rate_of_a_long_text_is_the_computed_one(symbols):
     # The fitted model beats the true one on its own text by a chi-square of 1024 * 31 freedoms over 2n (Wilks), and
     # the true model's loss scatters around the rate by its exact deviation; six standard deviations of each.
     n, freedoms = symbols.size - 2, 1024 * 31
-    scatter = 6 * loss_deviation(synthetic.probabilities()) / math.sqrt(n)
+    scatter = 6 * loss_deviation(synthetic.transition_probabilities()) / math.sqrt(n)
     overfit = (freedoms + 6 * math.sqrt(2 * freedoms)) / (2 * n)
     assert scatter + overfit < 0.03  # so the statement is about the second decimal
     assert -overfit - scatter < empirical - synthetic.entropy_rate() < scatter

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minidist.fault import index as index_file
-from minidist.fault.checkpoint import load, read_index, save
-from minidist.fault.folders import latest
-from minidist.fault.layout import DTYPES, Piece, pieces_of
+from minidist.fault.checkpoint import load_checkpoint, read_index, save_checkpoint
+from minidist.fault.folders import latest_checkpoint
+from minidist.fault.shards import DTYPES, TensorShard, tensor_shards
 from minidist.parameters import Box, ParamSpec, flat_boxes
 from tests.helpers.checkpoint_cases import bits, load_all, on_ranks, save_rows, targets, whole
 
@@ -67,10 +67,10 @@ def cut_pieces(tensors, layout, rank, size, fill):
         boxes, replicated = layout[name]
         for box in boxes[rank]:
             held = tensor[box.slices].clone() if fill else torch.zeros(box.shape, dtype=tensor.dtype)
-            pieces.append(Piece(name, tuple(tensor.shape), box, held, not replicated or number % size == rank))
+            pieces.append(TensorShard(name, tuple(tensor.shape), box, held, not replicated or number % size == rank))
         if not boxes[rank] and not tensor.numel():
             nothing = Box.whole(tuple(tensor.shape))
-            pieces.append(Piece(name, nothing.shape, nothing, torch.empty(nothing.shape, dtype=tensor.dtype)))
+            pieces.append(TensorShard(name, nothing.shape, nothing, torch.empty(nothing.shape, dtype=tensor.dtype)))
     return pieces
 
 
@@ -84,11 +84,13 @@ def test_what_any_layout_saves_any_layout_loads_bit_for_bit(data):
     try:
 
         def write(rank, exchange):
-            return save(root, 3, cut_pieces(tensors, before, rank, writers, True), {"a": [1]}, exchange, rank)
+            return save_checkpoint(
+                root, 3, cut_pieces(tensors, before, rank, writers, True), {"a": [1]}, exchange, rank
+            )
 
         def read(rank, exchange):
             pieces = cut_pieces(tensors, after, rank, readers, False)
-            return load(latest(root), pieces, exchange, rank), pieces
+            return load_checkpoint(latest_checkpoint(root), pieces, exchange, rank), pieces
 
         assert on_ranks(writers, write) == [root / "step-00000003"] * writers
         for loaded, pieces in on_ranks(readers, read):
@@ -105,7 +107,7 @@ def test_every_dtype_comes_back_bit_for_bit_also_empty_and_without_dimensions(tm
     vector = (byte_values % 2 if dtype == "bool" else byte_values).view(DTYPES[dtype])
     saved = {"vector": vector, "scalar": vector[1].clone(), "empty": vector[:0].view(0, 4)}
     loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-    load_all(save(tmp_path, 1, [whole(*item) for item in saved.items()], {}), loaded)
+    load_all(save_checkpoint(tmp_path, 1, [whole(*item) for item in saved.items()], {}), loaded)
     assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(t) for n, t in saved.items()}
 
 
@@ -113,25 +115,25 @@ def test_a_flat_shard_is_saved_from_and_loaded_into_views_of_its_buffer(tmp_path
     tensor = torch.arange(35.0).view(5, 7)
     for rank, (start, stop) in enumerate([(0, 17), (17, 35)]):
         spec = ParamSpec("w", (5, 7), tuple(flat_boxes((5, 7), start, stop)), (rank,))
-        pieces = pieces_of("params", spec, tensor.view(-1)[start:stop], rank)
+        pieces = tensor_shards("params", spec, tensor.view(-1)[start:stop], rank)
         assert [piece.box for piece in pieces] == list(spec.boxes) and all(piece.writes for piece in pieces)
         assert all(bits(piece.tensor) == bits(tensor[piece.box.slices]) for piece in pieces)
         if rank == 0:
             first = pieces
         else:
-            path = save(tmp_path, 1, first + pieces, {})
+            path = save_checkpoint(tmp_path, 1, first + pieces, {})
     buffer = torch.zeros(18)
-    load(path, pieces_of("params", spec, buffer, 1))
+    load_checkpoint(path, tensor_shards("params", spec, buffer, 1))
     assert buffer.tolist() == list(range(17, 35))
 
 
 def test_a_replica_that_does_not_own_a_parameter_does_not_write_it():
     spec = ParamSpec("w", (2,), (Box((0,), (2,)),), replicas=(1, 3))
-    assert [pieces_of("params", spec, torch.zeros(2), rank)[0].writes for rank in (1, 3)] == [True, False]
+    assert [tensor_shards("params", spec, torch.zeros(2), rank)[0].writes for rank in (1, 3)] == [True, False]
 
 
 def test_a_parameter_that_requires_a_gradient_is_filled_in_place(tmp_path):
-    path = save(tmp_path, 1, [whole("w", torch.nn.Parameter(torch.arange(3.0)))], {})
+    path = save_checkpoint(tmp_path, 1, [whole("w", torch.nn.Parameter(torch.arange(3.0)))], {})
     parameter = torch.nn.Parameter(torch.zeros(3))
     memory = parameter.data_ptr()
     load_all(path, {"w": parameter})
@@ -158,7 +160,7 @@ def test_a_checkpoint_is_safetensors_and_json_with_a_sha256_for_every_file(tmp_p
 
 def test_a_rank_with_nothing_to_write_makes_no_file(tmp_path):
     pieces = [[whole("w", torch.zeros(2))], [whole("w", torch.zeros(2), writes=False), whole("e", torch.zeros(0))]]
-    path = on_ranks(2, lambda rank, exchange: save(tmp_path, 1, pieces[rank], {}, exchange, rank))[0]
+    path = on_ranks(2, lambda rank, exchange: save_checkpoint(tmp_path, 1, pieces[rank], {}, exchange, rank))[0]
     assert sorted(os.listdir(path)) == ["checkpoint.json", "rank-00000.safetensors"]
 
 
@@ -170,7 +172,7 @@ def test_a_checkpoint_is_as_readable_as_any_new_file(tmp_path):
 
 def test_the_state_comes_back_as_json_reads_it(tmp_path):
     state = {"position": 800, "loss": 0.1 + 0.2, "betas": (0.9, 0.95), "shares": {2: "b", 10: "a"}, "text": "ä\n"}
-    path = save(tmp_path, 1, [whole("w", torch.zeros(1))], state)
+    path = save_checkpoint(tmp_path, 1, [whole("w", torch.zeros(1))], state)
     assert read_index(path).state == json.loads(json.dumps(state))
 
 
@@ -197,5 +199,5 @@ def test_every_file_is_on_disk_before_the_name_is_and_the_name_before_save_retur
 def test_each_file_is_hashed_once_over_all_ranks_of_a_load(tmp_path, monkeypatch):
     path, hashed, real = save_rows(tmp_path, 1), [], index_file.FileEntry.of
     monkeypatch.setattr(index_file.FileEntry, "of", lambda file: hashed.append(file.name) or real(file))
-    on_ranks(3, lambda rank, exchange: load(path, [whole(*i) for i in targets().items()], exchange, rank))
+    on_ranks(3, lambda rank, exchange: load_checkpoint(path, [whole(*i) for i in targets().items()], exchange, rank))
     assert sorted(hashed) == ["rank-00000.safetensors", "rank-00001.safetensors"]

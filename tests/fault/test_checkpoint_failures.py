@@ -9,15 +9,17 @@ import torch
 from minidist.errors import RunError, UserError
 from minidist.fault import checkpoint, folders
 from minidist.fault import index as index_file
-from minidist.fault.checkpoint import load, read_index, save
-from minidist.fault.layout import Piece, merge
+from minidist.fault.checkpoint import load_checkpoint, read_index, save_checkpoint
+from minidist.fault.shards import TensorShard, merge_descriptions
 from minidist.parameters import Box
 from tests.helpers.checkpoint_cases import contents, load_all, on_ranks, save_rows, targets, whole
 
 
 def failing_save(root, size, pieces_of_rank, step=2, state=None):
     """The one message of a save that fails on all ranks."""
-    outcomes = on_ranks(size, lambda r, exchange: save(root, step, pieces_of_rank(r), state or {}, exchange, r))
+    outcomes = on_ranks(
+        size, lambda r, exchange: save_checkpoint(root, step, pieces_of_rank(r), state or {}, exchange, r)
+    )
     assert {type(outcome) for outcome in outcomes} == {RunError}, outcomes
     assert len({str(outcome) for outcome in outcomes}) == 1
     return str(outcomes[0])
@@ -55,7 +57,7 @@ def test_a_root_that_cannot_be_made_fails_all_ranks_alike(tmp_path):
 
 
 def rows(start, stop, dtype=torch.float32, total=4):
-    return Piece("params/w", (total, 2), Box((start, 0), (stop, 2)), torch.zeros(stop - start, 2, dtype=dtype))
+    return TensorShard("params/w", (total, 2), Box((start, 0), (stop, 2)), torch.zeros(stop - start, 2, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -79,15 +81,15 @@ def test_every_element_is_asked_for_whichever_way_boxes_are_cut():
     wheel = [((0, 0), (1, 2)), ((0, 2), (2, 3)), ((2, 1), (3, 3)), ((1, 0), (3, 1)), ((1, 1), (2, 2))]
 
     def description(boxes):
-        pieces = [Piece("w", (3, 3), Box(a, b), torch.zeros(Box(a, b).shape)) for a, b in boxes]
+        pieces = [TensorShard("w", (3, 3), Box(a, b), torch.zeros(Box(a, b).shape)) for a, b in boxes]
         return [checkpoint.layout.describe(pieces, "f")]
 
-    assert len(merge(description(wheel))["w"].boxes) == 5
+    assert len(merge_descriptions(description(wheel))["w"].boxes) == 5
     for missing in range(5):
         with pytest.raises(ValueError, match="of 9 elements"):
-            merge(description(wheel[:missing] + wheel[missing + 1 :]))
+            merge_descriptions(description(wheel[:missing] + wheel[missing + 1 :]))
     with pytest.raises(ValueError, match="written twice"):
-        merge(description([*wheel[:4], ((1, 1), (2, 3))]))
+        merge_descriptions(description([*wheel[:4], ((1, 1), (2, 3))]))
 
 
 def test_a_tensor_that_no_rank_writes_is_refused(tmp_path):
@@ -97,7 +99,9 @@ def test_a_tensor_that_no_rank_writes_is_refused(tmp_path):
 
 
 def test_ranks_at_different_steps_do_not_save(tmp_path):
-    outcomes = on_ranks(2, lambda r, exchange: save(tmp_path, 5 + r, [whole("w", torch.zeros(1))], {}, exchange, r))
+    outcomes = on_ranks(
+        2, lambda r, exchange: save_checkpoint(tmp_path, 5 + r, [whole("w", torch.zeros(1))], {}, exchange, r)
+    )
     assert all("not at the same step: [5, 6]" in str(outcome) for outcome in outcomes)
 
 
@@ -135,7 +139,8 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_and_the_intact_one_before_
     DAMAGE[kind](path)
     before, tensors = contents(tmp_path), [targets(), targets()]
     outcomes = on_ranks(
-        2, lambda rank, exchange: load(path, [whole(*item) for item in tensors[rank].items()], exchange, rank)
+        2,
+        lambda rank, exchange: load_checkpoint(path, [whole(*item) for item in tensors[rank].items()], exchange, rank),
     )
     assert {type(outcome) for outcome in outcomes} == {UserError}, outcomes
     assert len({str(outcome) for outcome in outcomes}) == 1
@@ -182,7 +187,7 @@ def test_a_missing_file_and_another_format_are_called_so(tmp_path):
 
 
 def test_a_file_that_is_not_needed_is_not_read(tmp_path):
-    path = on_ranks(2, lambda r, e: save(tmp_path, 1, [whole(f"t{r}", torch.ones(2))], {}, e, r))[0]
+    path = on_ranks(2, lambda r, e: save_checkpoint(tmp_path, 1, [whole(f"t{r}", torch.ones(2))], {}, e, r))[0]
     DAMAGE["a flipped bit of a weight"](path)
     tensors = {"t0": torch.zeros(2)}
     load_all(path, tensors, prefix="t0")
@@ -212,7 +217,9 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(tmp
 
 def test_what_does_not_fit_one_rank_fails_all_ranks_alike(tmp_path):
     path, held = save_rows(tmp_path, 1), [targets(), {**targets(), "params/c": torch.zeros(1)}]
-    outcomes = on_ranks(2, lambda r, exchange: load(path, [whole(*item) for item in held[r].items()], exchange, r))
+    outcomes = on_ranks(
+        2, lambda r, exchange: load_checkpoint(path, [whole(*item) for item in held[r].items()], exchange, r)
+    )
     assert {type(outcome) for outcome in outcomes} == {UserError} and len({str(o) for o in outcomes}) == 1
     assert (held[0]["params/w"] == 77).all()
 
@@ -226,12 +233,14 @@ def test_a_dtype_changes_only_when_asked(tmp_path):
 def test_a_tensor_that_another_rank_wants_is_not_extra(tmp_path):
     path = save_rows(tmp_path, 1)
     names = ["params/w", "params/b"]
-    outcomes = on_ranks(2, lambda r, exchange: load(path, [whole(names[r], targets()[names[r]])], exchange, r))
+    outcomes = on_ranks(
+        2, lambda r, exchange: load_checkpoint(path, [whole(names[r], targets()[names[r]])], exchange, r)
+    )
     assert [outcome.step for outcome in outcomes] == [1, 1]
 
 
 def test_a_prefix_loads_part_of_a_checkpoint(tmp_path):
-    path = save(tmp_path, 1, [whole("params/w", torch.ones(2)), whole("adamw.exp_avg/w", torch.ones(2))], {})
+    path = save_checkpoint(tmp_path, 1, [whole("params/w", torch.ones(2)), whole("adamw.exp_avg/w", torch.ones(2))], {})
     tensors = {"params/w": torch.zeros(2)}
     load_all(path, tensors, prefix="params/")
     assert tensors["params/w"].tolist() == [1, 1]

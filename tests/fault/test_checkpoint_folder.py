@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minidist.errors import UserError
-from minidist.fault.folders import latest, prune
+from minidist.fault.folders import latest_checkpoint, prune_checkpoints
 from tests.helpers.checkpoint_cases import load_all, save_rows, targets
 
 
@@ -18,8 +18,8 @@ def test_the_latest_checkpoint_is_the_complete_one_with_the_highest_step(tmp_pat
         save_rows(tmp_path, step)
     (tmp_path / "step-00000200.partial").mkdir()
     (tmp_path / "step-00000300").touch()
-    assert latest(tmp_path) == tmp_path / "step-00000100"
-    assert latest(tmp_path / "step-00000020") == tmp_path / "step-00000020"
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000100"
+    assert latest_checkpoint(tmp_path / "step-00000020") == tmp_path / "step-00000020"
 
 
 @pytest.mark.parametrize(
@@ -38,14 +38,14 @@ def test_a_folder_without_a_checkpoint_is_refused_with_what_it_holds(tmp_path, m
     root.mkdir()
     make(root)
     with pytest.raises(UserError, match=said):
-        latest(root)
+        latest_checkpoint(root)
 
 
 def test_an_unfinished_checkpoint_is_refused_with_the_complete_ones_beside_it(tmp_path):
     save_rows(tmp_path, 1)
     (tmp_path / "step-00000002.partial").mkdir()
     with pytest.raises(UserError, match="step-00000002.partial was never finished.*holds step-00000001"):
-        latest(tmp_path / "step-00000002.partial")
+        latest_checkpoint(tmp_path / "step-00000002.partial")
 
 
 def test_pruning_keeps_the_newest_and_removes_what_is_unfinished_and_nothing_else(tmp_path):
@@ -53,17 +53,17 @@ def test_pruning_keeps_the_newest_and_removes_what_is_unfinished_and_nothing_els
         save_rows(tmp_path, step)
     (tmp_path / "step-00000009.partial").mkdir()
     (tmp_path / "notes.partial").mkdir()
-    gone = prune(tmp_path, keep=2)
+    gone = prune_checkpoints(tmp_path, keep=2)
     assert [path.name for path in gone] == ["step-00000001", "step-00000002", "step-00000003"]
     assert sorted(os.listdir(tmp_path)) == ["notes.partial", "step-00000004", "step-00000005"]
     with pytest.raises(ValueError, match="cannot keep 0"):
-        prune(tmp_path, keep=0)
+        prune_checkpoints(tmp_path, keep=0)
 
 
 def test_the_checkpoint_just_written_is_never_pruned(tmp_path):
     for step in (300, 200, 100):
         written = save_rows(tmp_path, step)
-    prune(tmp_path, keep=1, written=written)
+    prune_checkpoints(tmp_path, keep=1, written=written)
     assert sorted(os.listdir(tmp_path)) == ["step-00000100", "step-00000300"]
 
 
@@ -94,8 +94,8 @@ def test_a_process_killed_at_any_step_of_a_save_leaves_the_previous_or_the_new_c
 def test_what_a_replacement_leaves_behind_never_counts_beside_the_new_one(tmp_path):
     save_rows(tmp_path, 7)
     (tmp_path / "step-00000007.replaced").mkdir()
-    assert latest(tmp_path) == tmp_path / "step-00000007"
-    prune(tmp_path, keep=1)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000007"
+    prune_checkpoints(tmp_path, keep=1)
     assert os.listdir(tmp_path) == ["step-00000007"]
 
 
@@ -103,9 +103,9 @@ def test_a_process_killed_between_the_two_renames_of_a_replacement_leaves_the_on
     save_rows(tmp_path, 7, value=3.0)
     os.rename(tmp_path / "step-00000007", tmp_path / "step-00000007.replaced")
     tensors = targets()
-    load_all(latest(tmp_path), tensors)
+    load_all(latest_checkpoint(tmp_path), tensors)
     assert tensors["params/b"].tolist() == [-3, -3]
-    prune(tmp_path, keep=1)
+    prune_checkpoints(tmp_path, keep=1)
     assert os.listdir(tmp_path) == ["step-00000007.replaced"]
     save_rows(tmp_path, 7)
     assert os.listdir(tmp_path) == ["step-00000007"]

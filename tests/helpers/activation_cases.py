@@ -10,7 +10,7 @@ from minidist.config import Config, DataConfig, MeshConfig, ParallelConfig, Prec
 from minidist.data.loader import Batch
 from minidist.models.config import ModelConfig
 from minidist.models.transformer import Transformer
-from minidist.parallelize import parallelize, uses
+from minidist.parallelize import group_specs, parallelize
 from minidist.precision.policy import TORCH_NAMES
 from minidist.tools.estimate import activations
 from minidist.tools.estimate.layout import Layout
@@ -39,7 +39,7 @@ def in_format(config: Config, dtype: str) -> Config:
 def engine_of(world: World, config: Config, dtype: str) -> Engine:
     config = in_format(config, dtype)
     mesh = config.mesh_of(world.size)
-    groups = bind(world, mesh, uses(mesh, config))
+    groups = bind(world, mesh, group_specs(mesh, config))
     model = Transformer(config.model).to(getattr(torch, dtype))
     engine = Engine(parallelize(model, groups, config), groups, config.optim, seed=1)
     engine.model.train()

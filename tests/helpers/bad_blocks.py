@@ -2,23 +2,23 @@
 
 from exercises.catalogue import ROOT
 
-FIRST = "  for       block(n=1, world_size=1, rank=0)"
+FIRST = "  for       block_partition(n=1, world_size=1, rank=0)"
 OPEN_NOTEBOOK = f"open({str(ROOT / 'chapters' / '01_data_distribution' / '01_data_distribution.ipynb')!r})"
-HEAD = "import numpy as np\n\n\ndef block(n, world_size, rank):\n"
+HEAD = "import numpy as np\n\n\ndef block_partition(n, world_size, rank):\n"
 
-# A body of `block`, or a whole file; the message about it.
+# A body of `block_partition`, or a whole file; the message about it.
 BAD = {
     "syntax": (
-        "def block(n, world_size, rank)\n    return 1\n",
-        ["Python cannot read your file: expected ':'", "  line      1: def block(n, world_size, rank)"],
+        "def block_partition(n, world_size, rank)\n    return 1\n",
+        ["Python cannot read your file: expected ':'", "  line      1: def block_partition(n, world_size, rank)"],
     ),
-    "no function": ("x = 1\n", ["your file defines no block, which this exercise asks for"]),
-    "not a function": ("block = 3\n", ["your file defines no block, which this exercise asks for"]),
+    "no function": ("x = 1\n", ["your file defines no block_partition, which this exercise asks for"]),
+    "not a function": ("block_partition = 3\n", ["your file defines no block_partition, which this exercise asks for"]),
     "other arguments": (
-        "def block(n, world_size):\n    return 1\n",
+        "def block_partition(n, world_size):\n    return 1\n",
         [
-            "block must be callable like this, as in the stub: too many positional arguments",
-            "  for       block(1, 1, 0)",
+            "block_partition must be callable like this, as in the stub: too many positional arguments",
+            "  for       block_partition(1, 1, 0)",
         ],
     ),
     "nothing returned": (
@@ -57,19 +57,20 @@ BAD = {
         ["your code raised ZeroDivisionError: division by zero", "  line      1: x = 1 / 0"],
     ),
     "an error that cannot say what it is": (
-        "class Bad(Exception):\n    def __str__(self):\n        raise self\n\n\ndef block(*n):\n    raise Bad\n",
-        ["your code raised Bad: no message", "  for       block(n=[1, 1, 0])", "  line      7: raise Bad"],
+        "class Bad(Exception):\n    def __str__(self):\n        raise self\n\n\n"
+        "def block_partition(*n):\n    raise Bad\n",
+        ["your code raised Bad: no message", "  for       block_partition(n=[1, 1, 0])", "  line      7: raise Bad"],
     ),
     "a byte of nothing": (
         "x = 1\0\n",
         ["Python cannot read your file: source code string cannot contain null bytes"],
     ),
     "recursion": (
-        HEAD + "    return block(n, world_size, rank)\n",
+        HEAD + "    return block_partition(n, world_size, rank)\n",
         [
             "your code raised RecursionError: maximum recursion depth exceeded",
             FIRST,
-            "  line      5: return block(n, world_size, rank)",
+            "  line      5: return block_partition(n, world_size, rank)",
         ],
     ),
     "an endless loop": (
@@ -78,7 +79,7 @@ BAD = {
         ["your code does not come to an end", FIRST, "  line      5: while True: pass"],
     ),
     "os._exit": (
-        "import os\n\n\ndef block(n, world_size, rank):\n    os._exit(0)\n",
+        "import os\n\n\ndef block_partition(n, world_size, rank):\n    os._exit(0)\n",
         ["line 5 calls os._exit: an answer must not end its process", FIRST, "  line      5: os._exit(0)"],
     ),
     "sys.exit": (
@@ -86,7 +87,7 @@ BAD = {
         ["your code ends the program (sys.exit)", FIRST, "  line      5: raise SystemExit(0)"],
     ),
     "a segfault": (
-        "import faulthandler\n\n\ndef block(n, world_size, rank):\n    faulthandler._sigsegv()\n",
+        "import faulthandler\n\n\ndef block_partition(n, world_size, rank):\n    faulthandler._sigsegv()\n",
         ["your code ended its process: killed by SIGSEGV", FIRST, "  line      5: faulthandler._sigsegv()"],
     ),
     "memory without end": (
@@ -106,7 +107,7 @@ BAD = {
         ["line 5 opens out.txt for writing: an answer writes no files", FIRST, '  line      5: open("out.txt", "w")'],
     ),
     "a file removed": (
-        "import os\n\n\ndef block(n, world_size, rank):\n    os.remove('out.txt')\n",
+        "import os\n\n\ndef block_partition(n, world_size, rank):\n    os.remove('out.txt')\n",
         [
             "line 5 calls os.remove on out.txt: an answer touches no files",
             FIRST,
@@ -114,11 +115,12 @@ BAD = {
         ],
     ),
     "the source read": (
-        "from minidist.data import partition\n\n\ndef block(n, world_size, rank):\n    open(partition.__file__)\n",
+        "from minidist.data import partition\n\n\n"
+        "def block_partition(n, world_size, rank):\n    open(partition.__file__)\n",
         ["line 5 reads partition.py: write the answer yourself", FIRST, "  line      5: open(partition.__file__)"],
     ),
     "a process started": (
-        "import os\n\n\ndef block(n, world_size, rank):\n    os.system('true')\n",
+        "import os\n\n\ndef block_partition(n, world_size, rank):\n    os.system('true')\n",
         [
             "line 5 starts or ends a process (os.system): an answer has no business with processes",
             FIRST,
@@ -126,9 +128,10 @@ BAD = {
         ],
     ),
     "the package's own piece": (
-        "from minidist.data.loader import block as b\n\n\ndef block(n, world_size, rank):\n    return b(n, 1, 0)\n",
+        "from minidist.data.loader import block_partition as b\n\n\n"
+        "def block_partition(n, world_size, rank):\n    return b(n, 1, 0)\n",
         [
-            "line 5 calls minidist.data.partition.block: that is what you are to write",
+            "line 5 calls minidist.data.partition.block_partition: that is what you are to write",
             FIRST,
             "  line      5: return b(n, 1, 0)",
         ],
@@ -142,10 +145,10 @@ BAD = {
         ],
     ),
     "the package's own piece as it is": (
-        "from minidist.data.partition import block\n",
+        "from minidist.data.partition import block_partition\n",
         [
-            "your code uses minidist.data.partition.block: that is what you are to write",
-            "  for       block(args=[1, 1, 0])",
+            "your code uses minidist.data.partition.block_partition: that is what you are to write",
+            "  for       block_partition(args=[1, 1, 0])",
         ],
     ),
     "a ready-made equivalent from below its guard": (
@@ -193,7 +196,7 @@ BAD = {
         HEAD + "    return np.arange(rank * n // world_size, (rank + 1) * n // world_size - (rank > 1))\n",
         [
             "a block of equal size",
-            "  for       block(n=3, world_size=3, rank=2)",
+            "  for       block_partition(n=3, world_size=3, rank=2)",
             "  expected  [2]",
             "  got       []",
         ],

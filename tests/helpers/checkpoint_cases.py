@@ -6,8 +6,8 @@ import threading
 import torch
 
 from minidist.errors import RunError, UserError
-from minidist.fault.checkpoint import load, save
-from minidist.fault.layout import Piece
+from minidist.fault.checkpoint import load_checkpoint, save_checkpoint
+from minidist.fault.shards import TensorShard
 from minidist.parameters import Box
 
 
@@ -39,7 +39,7 @@ def on_ranks(size, body):
 
 
 def whole(name, tensor, writes=True):
-    return Piece(name, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor, writes)
+    return TensorShard(name, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor, writes)
 
 
 def bits(tensor):
@@ -56,8 +56,8 @@ def save_rows(root, step, value=1.0, size=2):
     def body(rank, exchange):
         w, b = torch.full((4 // size, 3), value + rank), torch.full((2,), -value)
         rows = Box((rank * 4 // size, 0), ((rank + 1) * 4 // size, 3))
-        pieces = [Piece("params/w", (4, 3), rows, w), whole("params/b", b, writes=rank == 0)]
-        return save(root, step, pieces, {"position": step * 8}, exchange, rank)
+        pieces = [TensorShard("params/w", (4, 3), rows, w), whole("params/b", b, writes=rank == 0)]
+        return save_checkpoint(root, step, pieces, {"position": step * 8}, exchange, rank)
 
     return on_ranks(size, body)[0]
 
@@ -67,4 +67,4 @@ def targets():
 
 
 def load_all(path, tensors, **options):
-    return load(path, [whole(name, tensor) for name, tensor in tensors.items()], **options)
+    return load_checkpoint(path, [whole(name, tensor) for name, tensor in tensors.items()], **options)

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from minidist.fault import checkpoint
-from minidist.fault.checkpoint import save
-from minidist.fault.folders import complete, latest, prune
+from minidist.fault.checkpoint import save_checkpoint
+from minidist.fault.folders import complete_checkpoints, latest_checkpoint, prune_checkpoints
 from tests.helpers.checkpoint_cases import load_all, whole
 
 
 def write(root, step, value):
-    return save(root, step, [whole("w", torch.full((8,), float(value)))], {"value": value})
+    return save_checkpoint(root, step, [whole("w", torch.full((8,), float(value)))], {"value": value})
 
 
 def value_of(path):
@@ -84,28 +84,28 @@ def outcomes(root, prepare, act):
             act(place)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
-        values = [value_of(path) for path in complete(place).values()]
-        found.append({"latest": value_of(latest(place)), "all": values})
+        values = [value_of(path) for path in complete_checkpoints(place).values()]
+        found.append({"latest": value_of(latest_checkpoint(place)), "all": values})
         if status == 0:
             return found
         assert os.WTERMSIG(status) == signal.SIGKILL
         act(place)
         names = sorted(os.listdir(place))
-        assert names == sorted(path.name for path in complete(place).values()), names
+        assert names == sorted(path.name for path in complete_checkpoints(place).values()), names
         assert not any(name.endswith(".replaced") for name in names)
     raise AssertionError("the save never ended")
 
 
 def new_step(place):
-    prune(place, keep=2, written=write(place, 2, 20))
+    prune_checkpoints(place, keep=2, written=write(place, 2, 20))
 
 
 def same_step(place):
-    prune(place, keep=2, written=write(place, 1, 20))
+    prune_checkpoints(place, keep=2, written=write(place, 1, 20))
 
 
 def keep_one(place):
-    prune(place, keep=1, written=write(place, 3, 20))
+    prune_checkpoints(place, keep=1, written=write(place, 3, 20))
 
 
 def one(place):

@@ -5,9 +5,9 @@ import dataclasses
 from minidist.comm import Meter, World, bind
 from minidist.config import Config
 from minidist.data.loader import Loader
-from minidist.data.synthetic import generate
+from minidist.data.synthetic import generate_text
 from minidist.models.transformer import Transformer
-from minidist.parallelize import parallelize, uses
+from minidist.parallelize import group_specs, parallelize
 from minidist.tools.estimate.estimate import estimate
 from minidist.tools.parity.cases import SWITCHES, Case
 from minidist.tools.parity.layouts import Layout
@@ -39,9 +39,9 @@ def measured(world: World, configs: list[Config]) -> list[dict]:
     found = []
     for config in configs:
         mesh = config.mesh_of(world.size)
-        groups = bind(world, mesh, uses(mesh, config), meter=Meter())
+        groups = bind(world, mesh, group_specs(mesh, config), meter=Meter())
         engine = Engine(parallelize(Transformer(config.model), groups, config), groups, config.optim, seed=1)
-        loader, at = Loader(generate(2000), config.data.seq_len, seed=1), mesh.coords(world.rank)["dp"]
+        loader, at = Loader(generate_text(2000), config.data.seq_len, seed=1), mesh.coords(world.rank)["dp"]
         train, shares = config.train, config.data.shares
         batches = loader.micro_batches(0, train.global_batch, at, mesh.dp, train.micro_batches, shares)
         groups.meter.wire_bytes.clear()  # of the start

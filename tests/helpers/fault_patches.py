@@ -35,7 +35,7 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class CellError:
+class Fault:
     """One wrong package.
 
     source: where the fault was seen. only: the names of the rows of parity, on `ranks` ranks, that must turn red: any
@@ -58,14 +58,14 @@ class CellError:
             raise ValueError(f"{self.name} needs edits, and either `only` and `expect` or `detector`")
 
 
-def read(file: Path) -> CellError:
+def read(file: Path) -> Fault:
     """The fault in a TOML file. Raises TypeError for a key that a fault does not have."""
     values = tomllib.loads(file.read_text())
     lists = {"edit": tuple(Edit(**edit) for edit in values["edit"]), "only": tuple(values.get("only", ()))}
-    return CellError(file.stem, **{**values, **lists})
+    return Fault(file.stem, **{**values, **lists})
 
 
-def faults() -> list[CellError]:
+def faults() -> list[Fault]:
     return [read(file) for file in sorted(FAULTS.glob("*.toml"))]
 
 

@@ -14,11 +14,11 @@ import minidist
 from minidist.comm import Meter, World, bind
 from minidist.config import Config, MeshConfig, OptimConfig, TrainConfig, ZeroConfig
 from minidist.data.loader import Loader
-from minidist.data.synthetic import generate
+from minidist.data.synthetic import generate_text
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
-from minidist.parallelize import parallelize, uses
+from minidist.parallelize import group_specs, parallelize
 from minidist.tools.launch import RankServer
 from minidist.train.engine import Engine
 
@@ -51,13 +51,13 @@ def trace(world: World) -> dict[str, list[str]]:
         train=TrainConfig(global_batch=4),
     )
     mesh = config.mesh_of(world.size)
-    groups = bind(world, mesh, uses(mesh, config), meter=Meter())
+    groups = bind(world, mesh, group_specs(mesh, config), meter=Meter())
     model = Transformer(config.model)
     init_parameters(model, 0)
     built: set[str] = set()
     with files_entered(built):
         engine = Engine(parallelize(model, groups, config), groups, config.optim, 0)
-    loader = Loader(generate(2000), 8, 0)
+    loader = Loader(generate_text(2000), 8, 0)
     phases: dict[str, set[str]] = {"building": built, "step": set()}
 
     def run(number: int) -> None:

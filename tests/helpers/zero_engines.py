@@ -3,11 +3,11 @@
 from minidist.comm import Meter, bind
 from minidist.config import CommConfig, Config, MeshConfig, OptimConfig, PrecisionConfig, TrainConfig, ZeroConfig
 from minidist.data.loader import Loader
-from minidist.data.synthetic import generate
+from minidist.data.synthetic import generate_text
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
-from minidist.parallelize import parallelize, uses
+from minidist.parallelize import group_specs, parallelize
 from minidist.train.engine import Engine
 
 # 2 layers; no number of ranks divides the number of elements of the embedding, a layer or the last norm.
@@ -30,7 +30,7 @@ def configured(world: int, stage: int, policy: str = "fp32", micro_batches: int 
 
 
 def engine_of(world, config: Config) -> Engine:
-    groups = bind(world, config.mesh_of(world.size), uses(config.mesh_of(world.size), config), meter=Meter())
+    groups = bind(world, config.mesh_of(world.size), group_specs(config.mesh_of(world.size), config), meter=Meter())
     model = Transformer(config.model)
     init_parameters(model, 0)
     return Engine(parallelize(model, groups, config), groups, config.optim, 0)
@@ -38,5 +38,5 @@ def engine_of(world, config: Config) -> Engine:
 
 def batches_of(world, config: Config, step: int = 0):
     train = config.train
-    loader = Loader(generate(2000), SEQ, 0)
+    loader = Loader(generate_text(2000), SEQ, 0)
     return loader.micro_batches(step * BATCH, BATCH, world.rank, world.size, train.micro_batches)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from minidist.models import DropoutAddress, ModelConfig, Transformer, init_parameters
-from minidist.models.dropout import dropout, keep_mask, site_of
+from minidist.models.dropout import dropout, dropout_site, keep_mask
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, dropout=0.25)
 
@@ -84,7 +84,7 @@ def test_seed_and_step_give_an_unrelated_mask(other):
 
 
 def test_every_site_has_a_mask_of_its_own():
-    sites = [0] + [site_of(layer, branch) for layer in range(3) for branch in (0, 1)]
+    sites = [0] + [dropout_site(layer, branch) for layer in range(3) for branch in (0, 1)]
     assert len(set(sites)) == 7
     masks = [mask(address(samples=32, positions=64), site) for site in sites]
     assert all(abs(correlation(a, b, 0.25)) < 5 for a, b in itertools.combinations(masks, 2))
@@ -209,7 +209,7 @@ def test_each_branch_of_a_block_is_dropped_with_its_own_mask():
     block.self_attn.forward = lambda hidden, rotary: torch.ones_like(hidden)
     block.mlp.forward = lambda hidden: torch.full_like(hidden, 10.0)
     out = block(torch.zeros(6, 10, 32, dtype=torch.float64), None, model.model.dropout_keys(1, address(step=7)))
-    attention, feed_forward = (mask(address(step=7), site_of(1, branch)) for branch in (0, 1))
+    attention, feed_forward = (mask(address(step=7), dropout_site(1, branch)) for branch in (0, 1))
     assert torch.allclose(out, (attention + 10.0 * feed_forward).double() / 0.75, rtol=1e-15, atol=0)
 
 

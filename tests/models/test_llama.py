@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minidist.models import IGNORE, ModelConfig, Transformer, init_parameters
-from minidist.models.hf import to_llama
+from minidist.models import IGNORE_INDEX, ModelConfig, Transformer, init_parameters
+from minidist.models.hf import to_llama_config
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 
@@ -30,7 +30,7 @@ def pair(tied: bool, kv_heads: int, dtype: torch.dtype) -> tuple[Transformer, to
         for name, parameter in ours.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.copy_(torch.linspace(0.5, 1.5, len(parameter)))
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_llama(config))).to(dtype).eval()
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_llama_config(config))).to(dtype).eval()
     if dtype == torch.float64:
         compute_in_float64(theirs, config)
     theirs.load_state_dict(ours.state_dict())
@@ -81,7 +81,7 @@ def test_logits_equal_those_of_llama(tied, kv_heads, dtype, bound):
 def test_gradients_equal_those_of_llama(tied, kv_heads):
     ours, theirs = pair(tied, kv_heads, torch.float64)
     tokens, labels = some_tokens(97), some_tokens(97).roll(-1, 1)
-    labels[0, 5:9] = IGNORE
+    labels[0, 5:9] = IGNORE_INDEX
     loss, count = ours(tokens, labels)
     loss.backward()
     expected = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten(), reduction="sum")

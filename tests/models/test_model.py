@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import minidist.models
-from minidist.models import IGNORE, DropoutAddress, ModelConfig, Transformer, init_parameters
+from minidist.models import IGNORE_INDEX, DropoutAddress, ModelConfig, Transformer, init_parameters
 from minidist.models.dropout import dropout
-from minidist.models.layers import RMSNorm, rotary_tables, rotate
+from minidist.models.layers import RMSNorm, apply_rotary, rotary_tables
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2)
 UNTIED = ModelConfig(**{**vars(CONFIG), "tie_embeddings": False, "num_kv_heads": 1})
@@ -80,11 +80,11 @@ def test_a_sequence_beyond_the_maximum_is_refused():
 
 def test_loss_is_the_sum_over_the_labels_that_count():
     model, tokens, labels = initialised(), some_tokens(), some_tokens(seed=1)
-    labels[0, :7] = labels[2, 3] = IGNORE
+    labels[0, :7] = labels[2, 3] = IGNORE_INDEX
     loss, count = model(tokens, labels)
     log_probabilities = model(tokens).log_softmax(-1)
     expected = -sum(
-        log_probabilities[b, s, labels[b, s]] for b in range(3) for s in range(12) if labels[b, s] != IGNORE
+        log_probabilities[b, s, labels[b, s]] for b in range(3) for s in range(12) if labels[b, s] != IGNORE_INDEX
     )
     assert count == 3 * 12 - 8
     assert count.dtype == torch.int64
@@ -93,7 +93,7 @@ def test_loss_is_the_sum_over_the_labels_that_count():
 
 def test_labels_that_all_are_ignored_give_zero_and_zero_gradients():
     model, tokens = initialised(), some_tokens()
-    loss, count = model(tokens, torch.full_like(tokens, IGNORE))
+    loss, count = model(tokens, torch.full_like(tokens, IGNORE_INDEX))
     loss.backward()
     assert loss == 0 and count == 0
     assert all((parameter.grad == 0).all() for parameter in model.parameters())
@@ -175,7 +175,7 @@ def test_norm_and_rotation_are_computed_in_at_least_float32(dtype, computed):
     complex_x = torch.complex(*(half.double() for half in x.chunk(2, -1)))
     angle = torch.arange(5)[:, None, None] * 10000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     turned = complex_x * torch.polar(torch.ones_like(angle), angle)
-    difference = rotate(x, tables).double() - torch.cat((turned.real, turned.imag), -1)
+    difference = apply_rotary(x, tables).double() - torch.cat((turned.real, turned.imag), -1)
     # Rounded once to dtype; angles of at most 4 radians and three roundings in the computed dtype.
     assert difference.abs().max() < x.abs().max() * (torch.finfo(dtype).eps + 16 * torch.finfo(computed).eps)
 

@@ -9,28 +9,34 @@ import torch
 
 from minidist.models import ModelConfig
 from minidist.parallel.context import kernels
-from minidist.parallel.context.causal import efficiency, part, work
+from minidist.parallel.context.causal import load_balance_efficiency, score_block, scores_per_step
 from minidist.parallel.context.chunks import resolve_layout
-from minidist.parallel.context.layout import cut, positions
-from minidist.parallel.context.merge import merge
+from minidist.parallel.context.layout import rank_positions, shard_sequence
+from minidist.parallel.context.merge import merge_attention
 from minidist.validation import validate_context_parallel
 
 CONFIG = ModelConfig(48, 24, 36, 1, 12, 2, 64)
 
 
 def test_where_the_tokens_of_a_rank_stand():
-    assert [positions("contiguous", 12, 3, r).tolist() for r in range(3)] == [
+    assert [rank_positions("contiguous", 12, 3, r).tolist() for r in range(3)] == [
         [0, 1, 2, 3],
         [4, 5, 6, 7],
         [8, 9, 10, 11],
     ]
-    assert [positions("zigzag", 12, 3, r).tolist() for r in range(3)] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
-    assert positions("zigzag", 5, 1, 0).tolist() == positions("contiguous", 5, 1, 0).tolist() == [0, 1, 2, 3, 4]
+    assert [rank_positions("zigzag", 12, 3, r).tolist() for r in range(3)] == [
+        [0, 1, 10, 11],
+        [2, 3, 8, 9],
+        [4, 5, 6, 7],
+    ]
+    assert (
+        rank_positions("zigzag", 5, 1, 0).tolist() == rank_positions("contiguous", 5, 1, 0).tolist() == [0, 1, 2, 3, 4]
+    )
 
 
 def test_labels_go_with_their_tokens():
     text = torch.arange(2 * 13).view(2, 13)
-    tokens, labels = cut(text[:, :-1], text[:, 1:], positions("zigzag", 12, 3, 0))
+    tokens, labels = shard_sequence(text[:, :-1], text[:, 1:], rank_positions("zigzag", 12, 3, 0))
     assert tokens.tolist() == [[0, 1, 10, 11], [13, 14, 23, 24]]
     assert torch.equal(labels, tokens + 1)
 
@@ -43,8 +49,8 @@ def test_the_parts_are_the_causal_mask(layout, size):
     computed = torch.zeros(length, length, dtype=torch.int64)
     for rank in range(size):
         for source in range(size):
-            mine, theirs = (positions(layout, length, size, r) for r in (rank, source))
-            if what := part(layout, rank, source, length // size):
+            mine, theirs = (rank_positions(layout, length, size, r) for r in (rank, source))
+            if what := score_block(layout, rank, source, length // size):
                 rows, columns = mine[what.queries], theirs[what.keys]
                 seen = torch.ones(len(rows), len(columns), dtype=torch.int64)
                 computed[rows[:, None], columns] += seen.tril() if what.causal else seen
@@ -54,9 +60,9 @@ def test_the_parts_are_the_causal_mask(layout, size):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_zigzag_keeps_every_rank_as_busy_as_the_others(size):
     for length in (2, 6, 30):
-        contiguous, zigzag = (work(layout, size, length) for layout in ("contiguous", "zigzag"))
-        assert efficiency(contiguous) == Fraction(size, 2 * size - 1)
-        assert efficiency(zigzag) == 1
+        contiguous, zigzag = (scores_per_step(layout, size, length) for layout in ("contiguous", "zigzag"))
+        assert load_balance_efficiency(contiguous) == Fraction(size, 2 * size - 1)
+        assert load_balance_efficiency(zigzag) == 1
         assert all(len(set(step)) == 1 for step in zigzag)
         whole = length * size
         assert sum(map(sum, contiguous)) == sum(map(sum, zigzag)) == whole * whole / 2
@@ -66,7 +72,7 @@ def test_unknown_forms_and_layouts_are_refused():
     for call in (lambda: resolve_layout("star", None), lambda: validate_context_parallel(CONFIG, 24, 2, "star")):
         with pytest.raises(ValueError, match="there is no context parallelism 'star'; possible: ring, ulysses"):
             call()
-    for call in (lambda: resolve_layout("ring", "snake"), lambda: positions("snake", 24, 2, 0)):
+    for call in (lambda: resolve_layout("ring", "snake"), lambda: rank_positions("snake", 24, 2, 0)):
         with pytest.raises(ValueError, match="there is no layout 'snake'; possible: contiguous, zigzag"):
             call()
     assert (resolve_layout("ring", None), resolve_layout("ulysses", None)) == ("zigzag", "contiguous")
@@ -117,7 +123,7 @@ def test_two_parts_of_the_keys_make_the_whole():
     for at in (1, 4, 8):
         first = softmax_over(query, key[:, :, :at], value[:, :, :at])
         second = softmax_over(query, key[:, :, at:], value[:, :, at:])
-        for merged in (merge(*first, *second), merge(*second, *first)):
+        for merged in (merge_attention(*first, *second), merge_attention(*second, *first)):
             for got, want in zip(merged, wanted, strict=True):
                 torch.testing.assert_close(got, want, rtol=0, atol=1e-14)  # a handful of roundings of numbers near 1
 
@@ -125,18 +131,18 @@ def test_two_parts_of_the_keys_make_the_whole():
 def test_a_part_without_keys_adds_nothing():
     out, lse = numbers(2, 3), numbers(2, seed=1)
     nothing = torch.zeros(2, 3, dtype=torch.float64), torch.full((2,), -torch.inf, dtype=torch.float64)
-    for merged in (merge(out, lse, *nothing), merge(*nothing, out, lse)):
+    for merged in (merge_attention(out, lse, *nothing), merge_attention(*nothing, out, lse)):
         assert torch.equal(merged[0], out)
         assert torch.equal(merged[1], lse)
-    assert torch.equal(merge(*nothing, *nothing)[0], nothing[0])
-    assert torch.equal(merge(*nothing, *nothing)[1], nothing[1])
+    assert torch.equal(merge_attention(*nothing, *nothing)[0], nothing[0])
+    assert torch.equal(merge_attention(*nothing, *nothing)[1], nothing[1])
 
 
 def test_huge_scores_do_not_overflow_and_16_bits_are_merged_in_32():
-    out, lse = merge(torch.ones(1, 1), torch.tensor([3e4]), torch.zeros(1, 1), torch.tensor([3e4]))
+    out, lse = merge_attention(torch.ones(1, 1), torch.tensor([3e4]), torch.zeros(1, 1), torch.tensor([3e4]))
     assert out.item() == 0.5
     assert lse.item() == pytest.approx(3e4 + math.log(2))
-    out, _ = merge(torch.ones(1, 1).bfloat16(), torch.zeros(1), torch.zeros(1, 1).bfloat16(), torch.zeros(1))
+    out, _ = merge_attention(torch.ones(1, 1).bfloat16(), torch.zeros(1), torch.zeros(1, 1).bfloat16(), torch.zeros(1))
     assert out.dtype == torch.float32
 
 
@@ -156,10 +162,11 @@ def test_a_block_contributes_its_gradient_of_the_whole_softmax(shape, kernel, mo
 
     blocks = [(slice(0, s), False), (slice(s, 2 * s), True)]
     with torch.no_grad():
-        seen = [kernels.forward(query, key[:, :, at], value[:, :, at], causal) for at, causal in blocks]
-        out, lse = merge(*seen[0], *seen[1])
+        seen = [kernels.attention_forward(query, key[:, :, at], value[:, :, at], causal) for at, causal in blocks]
+        out, lse = merge_attention(*seen[0], *seen[1])
         gradients = [
-            kernels.backward(grad, query, key[:, :, at], value[:, :, at], out, lse, causal) for at, causal in blocks
+            kernels.attention_backward(grad, query, key[:, :, at], value[:, :, at], out, lse, causal)
+            for at, causal in blocks
         ]
     # Sums of some ten terms near 1 in another order: 1e-14 is tens of roundings.
     torch.testing.assert_close(out, wanted.detach(), rtol=0, atol=1e-14)

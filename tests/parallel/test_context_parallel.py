@@ -8,13 +8,13 @@ from torch.utils.checkpoint import checkpoint
 
 from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
-from minidist.models import IGNORE, DropoutAddress, ModelConfig, Transformer, init_parameters
+from minidist.models import IGNORE_INDEX, DropoutAddress, ModelConfig, Transformer, init_parameters
 from minidist.models.layers import Attention
-from minidist.parallel.context.layout import cut, positions
+from minidist.parallel.context.layout import rank_positions, shard_sequence
 from minidist.parallel.context.ring import ring_attention
-from minidist.parallel.context.split import split
+from minidist.parallel.context.split import apply_context_parallel
 from minidist.parallel.context.ulysses import ulysses_attention
-from minidist.parallel.tensor.split import split as split_tensor
+from minidist.parallel.tensor.split import apply_tensor_parallel
 from minidist.parameters import named_parameters
 from minidist.tools.deadlock.nccl_rules import violations
 
@@ -60,7 +60,7 @@ def attended(world: World, kind: str, layout: str, shapes: list) -> list:
     group = bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))])["context"]
     found = []
     for shape in shapes:
-        own = positions(layout, shape[3], group.size, group.rank)
+        own = rank_positions(layout, shape[3], group.size, group.rank)
         *leaves, grad = (x[:, :, own] for x in problem(shape))
         leaves = [
             x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in leaves
@@ -76,7 +76,7 @@ def assert_attention(seen: list, shapes: list, layout: str) -> None:
     for index, shape in enumerate(shapes):
         for whole, *parts in zip(in_one_process(shape), *(one[index] for one in seen), strict=True):
             for rank, part in enumerate(parts):
-                own = positions(layout, shape[3], len(seen), rank)
+                own = rank_positions(layout, shape[3], len(seen), rank)
                 # Sums of some hundred products of numbers near 1, in float64: 1e-12 is thousands of roundings.
                 torch.testing.assert_close(part, whole[:, :, own], rtol=0, atol=1e-12)
 
@@ -126,9 +126,9 @@ def whole(config: ModelConfig = CONFIG) -> Transformer:
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     tokens, labels = (torch.randint(CONFIG.vocab_size, (3, LENGTH), generator=generator) for _ in range(2))
-    labels[0, :3] = IGNORE
-    labels[1, 12:] = IGNORE
-    labels[2] = IGNORE
+    labels[0, :3] = IGNORE_INDEX
+    labels[1, 12:] = IGNORE_INDEX
+    labels[2] = IGNORE_INDEX
     return tokens, labels
 
 
@@ -137,7 +137,7 @@ SAMPLES = torch.tensor([4, 9, 2])
 
 def loss_of(model: Transformer, own: torch.Tensor, rows: slice = slice(None)) -> tuple:
     """Loss sum and count of these samples at these positions."""
-    tokens, labels = cut(*(x[rows] for x in batch()), own)
+    tokens, labels = shard_sequence(*(x[rows] for x in batch()), own)
     return model(tokens, labels, address=DropoutAddress(7, 11, SAMPLES[rows], own), positions=own)
 
 
@@ -156,9 +156,9 @@ def trained(world: World, kind: str, layout: str | None, how: str = "plain") -> 
     meter = Meter()
     group = bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))], meter=meter)["context"]
     model = whole()
-    split(model, group, kind, layout)
+    apply_context_parallel(model, group, kind, layout)
     layout = layout or {"ring": "zigzag", "ulysses": "contiguous"}[kind]
-    own = positions(layout, LENGTH, group.size, group.rank)
+    own = rank_positions(layout, LENGTH, group.size, group.rank)
     if how == "recomputed":
         for layer in model.model.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -201,10 +201,10 @@ def on_a_mesh(world: World, kind: str, sequence: bool) -> tuple:
     uses = [GroupSpec("context", ("cp",)), GroupSpec("tp", ("tp",))]
     groups = bind(world, Mesh(cp=2, tp=2), uses, meter=Meter())
     model = whole()
-    held = split_tensor(model, groups["tp"], sequence)
-    split(model, groups["context"], kind)
+    held = apply_tensor_parallel(model, groups["tp"], sequence)
+    apply_context_parallel(model, groups["context"], kind)
     layout = {"ring": "zigzag", "ulysses": "contiguous"}[kind]
-    total, count = loss_of(model, positions(layout, LENGTH, 2, groups["context"].rank))
+    total, count = loss_of(model, rank_positions(layout, LENGTH, 2, groups["context"].rank))
     total.backward()
     return total.item(), count.item(), grads(model), held, groups.meter.records
 
@@ -232,7 +232,7 @@ def compiled(world: World, kind: str, layout: str) -> list:
     found = []
     for wrap in (lambda layer: layer, lambda layer: torch.compile(layer, fullgraph=True, backend="aot_eager")):
         model = whole()
-        split(model, group, kind, layout)
+        apply_context_parallel(model, group, kind, layout)
         before, layer = len(meter.records), model.model.layers[0]
         x = torch.linspace(-1, 1, 2 * 4 * CONFIG.hidden_size, dtype=torch.float64).view(2, 4, -1).requires_grad_()
         y = wrap(layer)(x, model.model.rotary(torch.arange(4) + 4 * world.rank, x.dtype))

@@ -14,7 +14,7 @@ from minidist.comm import Group, GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
 from minidist.models.layers import Attention
 from minidist.parallel.context import kernels, ring
-from minidist.parallel.context.causal import work
+from minidist.parallel.context.causal import scores_per_step
 from minidist.parallel.context.ulysses import ulysses_attention
 from minidist.tools.deadlock.nccl_rules import violations
 
@@ -121,7 +121,7 @@ def test_the_work_of_real_calls_is_what_the_formula_says(ranks, size, layout):
     for calls in zip(*ranks(counted, size, layout, length), strict=True):
         # Contiguous, the steps that a rank skips are its last.
         steps = [[per[step] if step < len(per) else 0 for per in calls] for step in range(size)]
-        assert steps == work(layout, size, length)
+        assert steps == scores_per_step(layout, size, length)
         useful = Fraction(sum(map(sum, steps))) / (size * Fraction(sum(map(max, steps))))
         assert useful == (Fraction(size, 2 * size - 1) if layout == "contiguous" else 1)
 
@@ -158,9 +158,9 @@ def remembered(world: World, layout: str, length: int) -> tuple:
         ring.ring_attention(*leaves, group, layout)
     with torch.no_grad():
         with LiveBytes() as there:
-            out, lse = ring.forward(*leaves, group, layout)
+            out, lse = ring.ring_forward(*leaves, group, layout)
         with LiveBytes() as back:
-            ring.backward(out, *leaves, out, lse, group, layout)
+            ring.ring_backward(out, *leaves, out, lse, group, layout)
     return there.peak, back.peak, sum(kept.values())
 
 

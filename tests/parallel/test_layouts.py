@@ -10,10 +10,10 @@ import torch
 from minidist.comm import World, bind
 from minidist.config import CheckpointConfig, Config, ModelConfig
 from minidist.data.loader import Loader
-from minidist.data.synthetic import generate
+from minidist.data.synthetic import generate_text
 from minidist.mesh import Mesh
 from minidist.models import Transformer, init_parameters
-from minidist.parallelize import parallelize, uses
+from minidist.parallelize import group_specs, parallelize
 from minidist.tools.console.sample_text import continue_text, sample_text
 from minidist.train.engine import Engine
 from minidist.train.trainer import Trainer
@@ -80,11 +80,11 @@ PROMPT = np.array([3, 1, 4])
 
 def looks(world: World, config: Config) -> tuple:
     """A loss of held-out text, the logits of the token that follows, and text, where this rank has some."""
-    groups = bind(world, mesh := config.mesh_of(world.size), uses(mesh, config))
+    groups = bind(world, mesh := config.mesh_of(world.size), group_specs(mesh, config))
     model = Transformer(config.model)
     init_parameters(model, 3)
     engine = Engine(parallelize(model.double(), groups, config), groups, config.optim, 0)
-    loader = Loader(generate(2000), 16, 1, min_length=3)
+    loader = Loader(generate_text(2000), 16, 1, min_length=3)
     loss = engine.evaluate(loader.micro_batches(0, 7, mesh.coords(world.rank)["dp"], mesh.dp, 3))
     logits = [engine.next_logits(torch.arange(n)[None] % 7 + torch.arange(2)[:, None]) for n in (1, 5, 11)]
     loss_again = engine.evaluate(loader.micro_batches(0, 7, mesh.coords(world.rank)["dp"], mesh.dp, 1))
@@ -102,7 +102,7 @@ def test_every_rank_of_every_layout_sees_the_loss_and_the_next_token_of_one_proc
     init_parameters(model, 3)
     model = model.double().eval()
     with torch.no_grad():
-        batch = Loader(generate(2000), 16, 1, min_length=3).global_batch(0, 7)
+        batch = Loader(generate_text(2000), 16, 1, min_length=3).global_batch(0, 7)
         loss_sum, count = model(batch.tokens, batch.labels)
         logits = [model(torch.arange(n)[None] % 7 + torch.arange(2)[:, None])[:, -1] for n in (1, 5, 11)]
     text = continue_text(model, bytes(PROMPT.tolist()), plain)
@@ -115,7 +115,7 @@ def test_every_rank_of_every_layout_sees_the_loss_and_the_next_token_of_one_proc
 
 
 def with_a_frozen_layer(world: World, config: Config) -> dict:
-    groups = bind(world, mesh := config.mesh_of(world.size), uses(mesh, config))
+    groups = bind(world, mesh := config.mesh_of(world.size), group_specs(mesh, config))
     model = Transformer(config.model).double()
     init_parameters(model, 3)
     for layer in model.model.layers:
@@ -126,7 +126,7 @@ def with_a_frozen_layer(world: World, config: Config) -> dict:
     def look():
         grads.update({name: p.grad.clone() for name, p in engine.parameters.items() if p.grad is not None})
 
-    engine.step(0, Loader(generate(2000), 16, 1).micro_batches(0, 6, 0, 1, 3), 0.1, inspect=look)
+    engine.step(0, Loader(generate_text(2000), 16, 1).micro_batches(0, 6, 0, 1, 3), 0.1, inspect=look)
     return grads
 
 
@@ -142,9 +142,9 @@ def test_a_frozen_weight_takes_no_gradient_in_any_stage(ranks, kind):
 
 
 def nothing_counts(world: World, config: Config) -> tuple:
-    groups = bind(world, mesh := config.mesh_of(world.size), uses(mesh, config))
+    groups = bind(world, mesh := config.mesh_of(world.size), group_specs(mesh, config))
     engine = Engine(parallelize(Transformer(config.model), groups, config), groups, config.optim, 0)
-    batches = Loader(generate(2000), 16, 1).micro_batches(0, 5, 0, 1, 3)
+    batches = Loader(generate_text(2000), 16, 1).micro_batches(0, 5, 0, 1, 3)
     for batch in batches:
         batch.labels.fill_(-100)
     before = [parameter.clone() for parameter in engine.parameters.values()]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.balance import balance
+from minidist.parallel.pipeline.balance import balance_layers
 
 COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=9)
 
@@ -33,40 +33,40 @@ def test_no_cut_has_a_smaller_largest_part_and_none_of_those_is_more_even(costs,
         of = loads(cut, costs, embedding, head)
         return max(of), sum(load**2 for load in of), [part.stop for part in cut]
 
-    assert balance(costs, parts, embedding=embedding, head=head) == min(all_cuts(len(costs), parts), key=worth)
+    assert balance_layers(costs, parts, embedding=embedding, head=head) == min(all_cuts(len(costs), parts), key=worth)
 
 
 def test_the_largest_part_comes_before_evenness():
     """1 | 5 | 2 3 against 1 5 | 2 | 3, whose sum of squares is less."""
-    assert balance([1, 5, 2, 3], 3) == [range(0, 1), range(1, 2), range(2, 4)]
+    assert balance_layers([1, 5, 2, 3], 3) == [range(0, 1), range(1, 2), range(2, 4)]
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_equal_layers_are_spread_evenly(layers, stages):
     stages = min(stages, layers)
-    sizes = [len(part) for part in balance([1.0] * layers, stages)]
+    sizes = [len(part) for part in balance_layers([1.0] * layers, stages)]
     assert sum(sizes) == layers and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes)
 
 
 @given(st.integers(2, 30), st.integers(1, 8))
 def test_costs_that_round_differently_are_still_equal(layers, stages):
     stages = min(stages, layers)
-    assert balance([0.1] * layers, stages) == balance([1] * layers, stages)
+    assert balance_layers([0.1] * layers, stages) == balance_layers([1] * layers, stages)
 
 
 def test_a_costly_head_takes_layers_from_the_last_stage():
-    assert [len(part) for part in balance([1] * 12, 4)] == [3, 3, 3, 3]
-    assert [len(part) for part in balance([1] * 12, 4, head=2.0)] == [3, 3, 4, 2]
-    assert [len(part) for part in balance([1] * 12, 4, embedding=3.0)] == [1, 3, 4, 4]
+    assert [len(part) for part in balance_layers([1] * 12, 4)] == [3, 3, 3, 3]
+    assert [len(part) for part in balance_layers([1] * 12, 4, head=2.0)] == [3, 3, 4, 2]
+    assert [len(part) for part in balance_layers([1] * 12, 4, embedding=3.0)] == [1, 3, 4, 4]
 
 
 def test_chunks_are_parts_of_their_own():
-    parts = balance([1] * 8, 2, chunks=2)
+    parts = balance_layers([1] * 8, 2, chunks=2)
     assert parts == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
 
 
 def test_large_models_are_cut_too():
-    assert [len(part) for part in balance([1.0] * 126, 16, embedding=1.0, head=2.0)] == [7, *[8] * 14, 7]
+    assert [len(part) for part in balance_layers([1.0] * 126, 16, embedding=1.0, head=2.0)] == [7, *[8] * 14, 7]
 
 
 @pytest.mark.parametrize(
@@ -79,5 +79,5 @@ def test_large_models_are_cut_too():
 )
 def test_fewer_layers_than_parts_are_refused(layers, stages, chunks, message):
     with pytest.raises(UserError) as error:
-        balance([1.0] * layers, stages, chunks)
+        balance_layers([1.0] * layers, stages, chunks)
     assert message in str(error.value)

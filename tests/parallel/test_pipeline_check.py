@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Op, Schedule
-from minidist.parallel.pipeline.check import check
-from minidist.parallel.pipeline.schedules import KINDS, schedule
-from minidist.tools.simulate.schedule_text import read, write
+from minidist.parallel.pipeline.check import check_schedule
+from minidist.parallel.pipeline.schedules import KINDS, build_schedule
+from minidist.tools.simulate.schedule_text import format_schedule, parse_schedule
 from tests.helpers.pipeline_reference import Deadlock, longest_paths
 
 
 def refused(text, **options):
     with pytest.raises(UserError) as error:
-        check(read(text, **options))
+        check_schedule(parse_schedule(text, **options))
     return str(error.value)
 
 
@@ -42,29 +42,29 @@ def deadlocks(made):
 
 @given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.integers(0, 10**6), st.integers(0, 12))
 def test_it_refuses_exactly_the_orders_that_deadlock(kind, stages, seed, swaps):
-    made = shuffled(schedule(kind, stages, 2 * stages), seed, swaps)
+    made = shuffled(build_schedule(kind, stages, 2 * stages), seed, swaps)
     if deadlocks(made):
         with pytest.raises(UserError, match="the schedule deadlocks: stage "):
-            check(made)
+            check_schedule(made)
     else:
-        assert len(check(made)) == stages
+        assert len(check_schedule(made)) == stages
 
 
 @given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.integers(0, 10**6), st.integers(1, 6))
 def test_the_change_it_proposes_mends_the_deadlock(kind, stages, seed, swaps):
-    made = shuffled(schedule(kind, stages, 2 * stages), seed, swaps)
+    made = shuffled(build_schedule(kind, stages, 2 * stages), seed, swaps)
     if not deadlocks(made):
         return
     with pytest.raises(UserError) as error:
-        check(made)
+        check_schedule(made)
     change = re.search(r"Put (\S+) before (\S+) on stage (\d+)\.$", str(error.value))
     if change is None:  # no single move does
         assert str(error.value).endswith("begin with that.")
         return
-    first, second = (op for (op,) in (read(name).orders[0] for name in change.groups()[:2]))
+    first, second = (op for (op,) in (parse_schedule(name).orders[0] for name in change.groups()[:2]))
     order = made.orders[int(change[3])]
     order.insert(order.index(second), order.pop(order.index(first)))
-    check(made)
+    check_schedule(made)
 
 
 def test_a_circle_of_stages_is_told_stage_by_stage():
@@ -126,15 +126,15 @@ def test_what_is_missing_or_too_many_is_named(text, message):
 def test_an_operation_of_no_micro_batch_is_refused():
     made = Schedule("by hand", 1, [[Op("F", 0), Op("B", 0), Op("F", 1)]])
     with pytest.raises(UserError, match="stage 0 has F1, but the schedule is one of 1 micro-batches, counted from 0"):
-        check(made)
+        check_schedule(made)
     for order in ("F0 B0 X0", "F0 X0", "X0 B0"):
         with pytest.raises(UserError, match="stage 0 has X0"):
-            check(Schedule("by hand", 1, [[Op(word[0], int(word[1])) for word in order.split()]]))
+            check_schedule(Schedule("by hand", 1, [[Op(word[0], int(word[1])) for word in order.split()]]))
 
 
 @given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.integers(0, 10**6))
 def test_leaving_out_or_repeating_any_operation_is_refused(kind, stages, seed):
-    made = schedule(kind, stages, 2 * stages)
+    made = build_schedule(kind, stages, 2 * stages)
     orders, chance = [list(order) for order in made.orders], random.Random(seed)
     order = chance.choice(orders)
     op = chance.choice(order)
@@ -145,7 +145,7 @@ def test_leaving_out_or_repeating_any_operation_is_refused(kind, stages, seed):
         order.append(op)
         message = f"runs {op} 2 times"
     with pytest.raises(UserError) as error:
-        check(Schedule(kind, made.micro_batches, orders, made.chunks, made.placement))
+        check_schedule(Schedule(kind, made.micro_batches, orders, made.chunks, made.placement))
     assert message in str(error.value)
 
 
@@ -156,14 +156,14 @@ def test_as_many_operations_as_there_are_to_be_are_not_enough():
 
 @given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.integers(1, 3))
 def test_a_schedule_survives_being_written_and_read(kind, stages, groups):
-    made = schedule(kind, stages, stages * groups + stages)
-    again = read(write(made), kind, made.placement)
+    made = build_schedule(kind, stages, stages * groups + stages)
+    again = parse_schedule(format_schedule(made), kind, made.placement)
     assert [list(order) for order in made.orders] == again.orders
     assert (again.micro_batches, again.chunks) == (made.micro_batches, made.chunks)
 
 
 def test_comments_and_empty_lines_are_passed_over():
-    assert read("# mine\n\nF0 B0  # the first\n\nF0 B0\n").orders == [[Op("F", 0), Op("B", 0)]] * 2
+    assert parse_schedule("# mine\n\nF0 B0  # the first\n\nF0 B0\n").orders == [[Op("F", 0), Op("B", 0)]] * 2
 
 
 @pytest.mark.parametrize(
@@ -178,5 +178,5 @@ def test_comments_and_empty_lines_are_passed_over():
 )
 def test_a_word_that_is_no_operation_is_refused_with_its_line(text, message):
     with pytest.raises(UserError) as error:
-        read(text, "my.txt")
+        parse_schedule(text, "my.txt")
     assert message in str(error.value)

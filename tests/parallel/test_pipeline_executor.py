@@ -10,11 +10,11 @@ from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
 from minidist.models import ModelConfig, Transformer
 from minidist.parallel.data.reducer import collect
-from minidist.parallel.pipeline.check import peak_live
-from minidist.parallel.pipeline.executor import Executor
-from minidist.parallel.pipeline.schedules import KINDS, schedule
-from minidist.parallel.pipeline.split import Elsewhere, split
-from minidist.parallel.pipeline.split_backward import WeightsLater, weight_gradient
+from minidist.parallel.pipeline.check import peak_live_micro_batches
+from minidist.parallel.pipeline.executor import PipelineExecutor
+from minidist.parallel.pipeline.schedules import KINDS, build_schedule
+from minidist.parallel.pipeline.split import ModuleOnOtherStage, keep_stage_modules
+from minidist.parallel.pipeline.split_backward import DeferWeightGradients, weight_gradient
 from minidist.tools.deadlock.nccl_rules import violations
 
 WIDTH, SIZES = 5, (3, 1, 0, 2, 2, 1, 3, 2)  # samples of each micro-batch: different, one of them without any
@@ -56,14 +56,16 @@ class Reducer:
 
 
 def through_stages(world: World, kind: str, micro_batches: int) -> tuple:
-    made = schedule(kind, world.size, micro_batches)
+    made = build_schedule(kind, world.size, micro_batches)
     uses = [GroupSpec("activations", ("pp",)), GroupSpec("gradients", ("pp",))]
     groups = bind(world, Mesh(pp=world.size), uses, meter=Meter())
     chunk_of = {made.position(world.rank, chunk): chunk for chunk in range(made.chunks)}
     parameters, reducer, end = parameters_of(list(chunk_of)), Reducer(), made.positions - 1
     used_by = {name: (chunk_of[int(name.removeprefix("scale").removeprefix("w"))],) for name in parameters}
     shared = ["scale0"] if 0 in chunk_of else []
-    executor = Executor(made, (groups["activations"], groups["gradients"]), reducer, parameters, used_by, shared)
+    executor = PipelineExecutor(
+        made, (groups["activations"], groups["gradients"]), reducer, parameters, used_by, shared
+    )
     collect(parameters, executor, lambda: True)
     inputs, computed, kept = data(micro_batches), [], []
 
@@ -81,7 +83,7 @@ def through_stages(world: World, kind: str, micro_batches: int) -> tuple:
 
 
 def on_one(kind: str, stages: int, micro_batches: int) -> dict[str, torch.Tensor]:
-    positions = schedule(kind, stages, micro_batches).positions
+    positions = build_schedule(kind, stages, micro_batches).positions
     parameters = parameters_of(list(range(positions)))
     for x in data(micro_batches):
         for position in range(positions):
@@ -95,7 +97,7 @@ CASES = [(kind, stages, 2 * stages) for kind in KINDS for stages in (2, 4)] + [(
 
 @pytest.mark.parametrize(("kind", "stages", "micro_batches"), CASES)
 def test_gradients_order_and_memory(ranks, kind, stages, micro_batches):
-    made, wanted = schedule(kind, stages, micro_batches), on_one(kind, stages, micro_batches)
+    made, wanted = build_schedule(kind, stages, micro_batches), on_one(kind, stages, micro_batches)
     seen = ranks(through_stages, stages, kind, micro_batches)
     assert violations({rank: records for rank, (*_, records) in enumerate(seen)}) == []
     empty = SIZES.index(0)
@@ -108,8 +110,8 @@ def test_gradients_order_and_memory(ranks, kind, stages, micro_batches):
         order = made.orders[stage]
         assert computed == [(op.chunk, op.micro_batch) for op in order if op.kind == "F" and op.micro_batch != empty]
         if micro_batches <= empty:  # a micro-batch that is not there is not alive
-            assert alive == peak_live(made)[stage]
-        assert alive <= peak_live(made)[stage]
+            assert alive == peak_live_micro_batches(made)[stage]
+        assert alive <= peak_live_micro_batches(made)[stage]
         for name in sums:
             told = [event for event, about in events if about == name]
             assert "add" not in told[told.index("ready") :] if name != "scale0" else "ready" not in told
@@ -130,7 +132,7 @@ def halves_in_order(world: World) -> list:
 
 def test_a_weight_half_waits_for_its_turn(ranks):
     """On the first of two stages ZB-H1 runs F0 F1 B0 W0 ... and on the last the weight half of 0 comes after B1."""
-    made = schedule("zb-h1", 2, 4)
+    made = build_schedule("zb-h1", 2, 4)
     for stage, events in enumerate(ranks(halves_in_order, 2)):
         order = [op for op in made.orders[stage] if op.kind != "F" and op.micro_batch != SIZES.index(0)]
         expected = [("add", f"scale{stage}" if op.kind == "B" else f"w{stage}") for op in order]
@@ -142,7 +144,7 @@ def test_the_two_halves_of_a_linear_layer_are_its_backward():
     (F.linear(x, weight) ** 2).sum().backward()
     wanted, x.grad, weight.grad = (x.grad, weight.grad), None, None
     halves = []
-    with WeightsLater({weight: "w"}, halves):
+    with DeferWeightGradients({weight: "w"}, halves):
         out = F.linear(x, weight, None)
         whole = F.linear(x.detach(), weight)  # takes no gradient: there is nobody to be quick for
     (out**2).sum().backward()
@@ -154,11 +156,11 @@ def test_the_two_halves_of_a_linear_layer_are_its_backward():
 
 
 def test_a_stage_holds_its_layers_and_the_ends_that_belong_to_them():
-    made = schedule("interleaved", 2, 2)
+    made = build_schedule("interleaved", 2, 2)
     held = []
     for stage in range(2):
         model = Transformer(ModelConfig(16, 8, 8, 6, 2, 1, 8))
-        used_by = split(model, made, stage, [range(0, 2), range(2, 3), range(3, 5), range(5, 6)])
+        used_by = keep_stage_modules(model, made, stage, [range(0, 2), range(2, 3), range(3, 5), range(5, 6)])
         held.append(used_by)
         assert used_by.keys() == {name for name, _ in model.named_parameters()}
     assert {int(name.split(".")[2]) for name in held[0] if "layers" in name} == {0, 1, 3, 4}
@@ -169,11 +171,13 @@ def test_a_stage_holds_its_layers_and_the_ends_that_belong_to_them():
 
 def test_in_a_v_the_tied_ends_are_one_tensor_on_one_stage():
     model = Transformer(ModelConfig(16, 8, 8, 4, 2, 1, 8))
-    used_by = split(model, schedule("zb-v", 2, 2), 0, [range(0, 1), range(1, 2), range(2, 3), range(3, 4)])
+    used_by = keep_stage_modules(
+        model, build_schedule("zb-v", 2, 2), 0, [range(0, 1), range(1, 2), range(2, 3), range(3, 4)]
+    )
     assert used_by["model.embed_tokens.weight"] == (0, 1)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_what_is_elsewhere_says_so():
     with pytest.raises(RuntimeError, match="layer 3 was called, and another stage of the pipeline holds it"):
-        Elsewhere("layer 3")(torch.ones(1))
+        ModuleOnOtherStage("layer 3")(torch.ones(1))

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.actions import Op, Place, last_backward
-from minidist.parallel.pipeline.check import check, live, peak_live
-from minidist.parallel.pipeline.schedules import KINDS, schedule
+from minidist.parallel.pipeline.actions import Op, StageOp, last_backward_index
+from minidist.parallel.pipeline.check import check_schedule, live_micro_batches, peak_live_micro_batches
+from minidist.parallel.pipeline.schedules import KINDS, build_schedule
 
 STAGES = st.integers(1, 6)
 MICRO_BATCHES = st.integers(1, 14)
@@ -18,8 +18,8 @@ MICRO_BATCHES = st.integers(1, 14)
 def any_schedule(kind, stages, micro_batches, chunks=3):
     """One of that kind, with as many more micro-batches as it needs."""
     if kind == "interleaved":
-        return schedule(kind, stages, stages * (1 + micro_batches // 4), chunks)
-    return schedule(kind, stages, max(micro_batches, 2 * stages - 1) if kind == "zb-h2" else micro_batches)
+        return build_schedule(kind, stages, stages * (1 + micro_batches // 4), chunks)
+    return build_schedule(kind, stages, max(micro_batches, 2 * stages - 1) if kind == "zb-h2" else micro_batches)
 
 
 def numbers(order):
@@ -55,23 +55,23 @@ FIGURES = {
 @pytest.mark.parametrize("kind", FIGURES)
 def test_the_order_of_every_stage_is_that_of_the_papers_figure(kind):
     rows = [" ".join(row.split()) for row in FIGURES[kind].splitlines()]
-    assert [numbers(order) for order in schedule(kind, 4, 8).orders] == rows
+    assert [numbers(order) for order in build_schedule(kind, 4, 8).orders] == rows
 
 
 def test_zb_h1_delays_its_weight_halves_by_the_place_of_the_stage():
     """The letters beside the numbers of figure 3, top."""
-    orders = schedule("zb-h1", 4, 8).orders
+    orders = build_schedule("zb-h1", 4, 8).orders
     assert letters(orders[0]) == "FFFF" + "BWF" * 4 + "BW" * 4
     assert letters(orders[3]) == "FB" * 3 + "FBW" * 5 + "WWW"
 
 
 def test_gpipe_runs_all_forwards_first():
-    assert {letters(order) for order in schedule("gpipe", 3, 5).orders} == {"F" * 5 + "B" * 5}
+    assert {letters(order) for order in build_schedule("gpipe", 3, 5).orders} == {"F" * 5 + "B" * 5}
 
 
 def test_interleaved_takes_a_group_of_micro_batches_through_each_chunk():
     """Narayanan et al. 2021, figure 4, bottom: 4 devices, 8 micro-batches, 2 chunks; its first and its last device."""
-    first, *_, last = schedule("interleaved", 4, 8).orders
+    first, *_, last = build_schedule("interleaved", 4, 8).orders
     forwards = [f"{op.micro_batch + 1}{'ab'[op.chunk]}" for op in first if op.kind == "F"]
     assert " ".join(forwards) == "1a 2a 3a 4a 1b 2b 3b 4b 5a 6a 7a 8a 5b 6b 7b 8b"
     backwards = [f"{op.micro_batch + 1}{'ab'[op.chunk]}" for op in last if op.kind == "B"]
@@ -85,7 +85,7 @@ def test_every_micro_batch_goes_once_through_every_chunk_and_nothing_deadlocks(k
     kinds = "FBW" if kind.startswith("zb") else "FB"
     due = Counter((k, m, c) for k in kinds for m in range(made.micro_batches) for c in range(made.chunks))
     assert [Counter(map(tuple, order)) for order in made.orders] == [due] * stages
-    assert check(made) == peak_live(made)
+    assert check_schedule(made) == peak_live_micro_batches(made)
 
 
 @given(st.sampled_from(list(KINDS)), STAGES, MICRO_BATCHES)
@@ -99,56 +99,58 @@ def test_owner_and_position_are_each_others_inverse(kind, stages, micro_batches)
 @given(st.sampled_from(list(KINDS)), STAGES, MICRO_BATCHES)
 def test_what_an_operation_feeds_needs_it(kind, stages, micro_batches):
     made = any_schedule(kind, stages, micro_batches)
-    places = [Place(stage, op) for stage, order in enumerate(made.orders) for op in order]
+    places = [StageOp(stage, op) for stage, order in enumerate(made.orders) for op in order]
     fed = {(place, goes_to) for place in places if (goes_to := made.feeds(*place))}
     assert fed == {(n, p) for p in places for n in made.needs(*p) if n.op.kind == p.op.kind}
     assert len(fed) == 2 * (made.positions - 1) * made.micro_batches
 
 
 def test_a_v_ends_on_the_stage_where_it_begins():
-    made = schedule("zb-v", 3, 5)
+    made = build_schedule("zb-v", 3, 5)
     assert [made.owner(position) for position in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
 
 
 @given(STAGES, MICRO_BATCHES)
 def test_one_f_one_b_holds_a_micro_batch_for_every_stage_from_its_own_on(stages, micro_batches):
-    assert peak_live(schedule("1f1b", stages, micro_batches)) == [
+    assert peak_live_micro_batches(build_schedule("1f1b", stages, micro_batches)) == [
         min(stages - stage, micro_batches) for stage in range(stages)
     ]
 
 
 @given(STAGES, MICRO_BATCHES)
 def test_gpipe_holds_all_micro_batches(stages, micro_batches):
-    assert peak_live(schedule("gpipe", stages, micro_batches)) == [micro_batches] * stages
+    assert peak_live_micro_batches(build_schedule("gpipe", stages, micro_batches)) == [micro_batches] * stages
 
 
 @given(STAGES, MICRO_BATCHES)
 def test_the_zero_bubble_schedules_hold_what_their_paper_says(stages, micro_batches):
     """Qi et al. 2023, table 2 and section 6: p, 2p - 1, and p again, which is 2p halves of a stage."""
-    assert peak_live(schedule("zb-h1", stages, micro_batches)) == [min(stages, micro_batches)] * stages
+    assert (
+        peak_live_micro_batches(build_schedule("zb-h1", stages, micro_batches)) == [min(stages, micro_batches)] * stages
+    )
     enough = 2 * stages - 1 + micro_batches
-    assert peak_live(schedule("zb-h2", stages, enough)) == [2 * stages - 1] * stages
-    assert peak_live(schedule("zb-v", stages, enough)) == [2 * stages] * stages
-    assert max(peak_live(schedule("zb-v", stages, micro_batches))) <= 2 * min(stages, micro_batches)
+    assert peak_live_micro_batches(build_schedule("zb-h2", stages, enough)) == [2 * stages - 1] * stages
+    assert peak_live_micro_batches(build_schedule("zb-v", stages, enough)) == [2 * stages] * stages
+    assert max(peak_live_micro_batches(build_schedule("zb-v", stages, micro_batches))) <= 2 * min(stages, micro_batches)
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3), (8, 4)])
 def test_interleaved_holds_more_than_one_f_one_b(stages, chunks):
     """Korthikanti et al. 2022, section 4.2.3: 1 + (p - 1) / (p v) of 1F1B's p micro-batches on the first stage."""
-    peak = peak_live(schedule("interleaved", stages, 4 * stages, chunks))[0]
+    peak = peak_live_micro_batches(build_schedule("interleaved", stages, 4 * stages, chunks))[0]
     assert peak / chunks == pytest.approx(stages * (1 + (stages - 1) / (stages * chunks)))
 
 
 def test_a_micro_batch_is_alive_until_its_last_backward_has_ended():
-    assert live(schedule("1f1b", 2, 3), 0) == [1, 2, 2, 2, 2, 1]
-    assert live(schedule("zb-h1", 2, 2), 1) == [1, 1, 2, 2, 2, 1]
+    assert live_micro_batches(build_schedule("1f1b", 2, 3), 0) == [1, 2, 2, 2, 2, 1]
+    assert live_micro_batches(build_schedule("zb-h1", 2, 2), 1) == [1, 1, 2, 2, 2, 1]
 
 
 @given(st.sampled_from(list(KINDS)), STAGES, MICRO_BATCHES)
 def test_a_chunks_gradients_are_complete_after_its_last_backward(kind, stages, micro_batches):
     made = any_schedule(kind, stages, micro_batches)
     for stage, order in enumerate(made.orders):
-        for chunk, index in last_backward(made, stage).items():
+        for chunk, index in last_backward_index(made, stage).items():
             ends = ("W",) if kind.startswith("zb") else ("B",)
             assert order[index].kind in ends and order[index].chunk == chunk
             assert not [op for op in order[index + 1 :] if op.chunk == chunk and op.kind in ends]
@@ -173,7 +175,7 @@ def test_a_chunks_gradients_are_complete_after_its_last_backward(kind, stages, m
 )
 def test_what_a_schedule_cannot_do_is_refused_with_what_it_can(arguments, message):
     with pytest.raises(UserError) as error:
-        schedule(*arguments)
+        build_schedule(*arguments)
     assert message in str(error.value)
 
 
@@ -181,11 +183,11 @@ def test_what_a_schedule_cannot_do_is_refused_with_what_it_can(arguments, messag
 def test_what_the_messages_offer_works(stages, micro_batches):
     if micro_batches < 2 * stages - 1:
         with pytest.raises(UserError) as error:
-            schedule("zb-h2", stages, micro_batches)
+            build_schedule("zb-h2", stages, micro_batches)
         assert f"give {2 * stages - 1} micro-batches" in str(error.value)
         fits = (micro_batches + 1) // 2
         assert f"{fits} stage" in str(error.value)
-        schedule("zb-h2", stages, 2 * stages - 1), schedule("zb-h2", fits, micro_batches)
+        build_schedule("zb-h2", stages, 2 * stages - 1), build_schedule("zb-h2", fits, micro_batches)
 
 
 def test_an_operation_has_a_name_people_can_write():

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.actions import Op, Place
-from minidist.parallel.pipeline.schedules import KINDS, schedule
-from minidist.parallel.pipeline.transfers import Transfer, rendezvous, with_transfers
+from minidist.parallel.pipeline.actions import Op, StageOp
+from minidist.parallel.pipeline.schedules import KINDS, build_schedule
+from minidist.parallel.pipeline.transfers import Transfer, check_rendezvous, insert_transfers
 from minidist.tools.simulate.timeline import StageTimes, simulate_schedule
 
 TIME = st.integers(0, 8).map(lambda quarters: quarters / 4)
@@ -22,22 +22,22 @@ def naive(made):
             program += [Transfer("recv", need.stage, need) for need in made.needs(stage, op) if need.stage != stage]
             program.append(op)
             if (goes_to := made.feeds(stage, op)) and goes_to.stage != stage:
-                program.append(Transfer("send", goes_to.stage, Place(stage, op)))
+                program.append(Transfer("send", goes_to.stage, StageOp(stage, op)))
         programs.append(program)
     return programs
 
 
 @given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.lists(TIME, min_size=4, max_size=4))
 def test_programs_made_from_a_timeline_end_whatever_the_times(kind, stages, times):
-    made = schedule(kind, stages, 2 * stages)
-    programs = with_transfers(simulate_schedule(made, StageTimes(1.0 + times[0], *times[1:])))
-    rendezvous(made, programs)
+    made = build_schedule(kind, stages, 2 * stages)
+    programs = insert_transfers(simulate_schedule(made, StageTimes(1.0 + times[0], *times[1:])))
+    check_rendezvous(made, programs)
     assert [[step for step in program if isinstance(step, Op)] for program in programs] == [*map(list, made.orders)]
 
 
 def test_a_transfer_stands_after_what_began_before_it_was_there():
     """The middle stage, F taking 1, B 2, a transfer 0.5: F0 runs from 1.5 to 2.5, and at 2 stage 0 has ended F1."""
-    program = with_transfers(simulate_schedule(schedule("1f1b", 3, 4), StageTimes(1.0, 1.0, 1.0, 0.5)))[1]
+    program = insert_transfers(simulate_schedule(build_schedule("1f1b", 3, 4), StageTimes(1.0, 1.0, 1.0, 0.5)))[1]
     assert " | ".join(map(str, program[:10])) == (
         "recv F0 from stage 0 | F0 | recv F1 from stage 0 | send F0 to stage 2 | F1 | recv F2 from stage 0 | "
         "send F1 to stage 2 | recv B0 from stage 2 | B0 | send B0 to stage 0"
@@ -46,7 +46,7 @@ def test_a_transfer_stands_after_what_began_before_it_was_there():
 
 @given(st.sampled_from(list(KINDS)), st.integers(2, 4))
 def test_what_one_stage_sends_another_receives_in_the_same_order(kind, stages):
-    programs = with_transfers(simulate_schedule(schedule(kind, stages, 2 * stages), StageTimes()))
+    programs = insert_transfers(simulate_schedule(build_schedule(kind, stages, 2 * stages), StageTimes()))
     for a in range(stages):
         for b in range(stages):
             sent = [s.result_of for s in programs[a] if isinstance(s, Transfer) and (s.kind, s.peer) == ("send", b)]
@@ -57,7 +57,7 @@ def test_what_one_stage_sends_another_receives_in_the_same_order(kind, stages):
 @pytest.mark.parametrize(("kind", "edges"), [("1f1b", 3 * 2), ("interleaved", 7 * 2), ("zb-v", 6 * 2)])
 def test_every_edge_between_stages_is_one_transfer_and_the_turn_of_a_v_is_none(kind, edges):
     """4 stages: 3 edges; 8 parts in a loop: 7; in a V: 6, as parts 3 and 4 are on one stage. Forward and back."""
-    programs = with_transfers(simulate_schedule(schedule(kind, 4, 8), StageTimes()))
+    programs = insert_transfers(simulate_schedule(build_schedule(kind, 4, 8), StageTimes()))
     transfers = [step for program in programs for step in program if isinstance(step, Transfer)]
     assert (
         len([t for t in transfers if t.kind == "send"]) == len([t for t in transfers if t.kind == "recv"]) == edges * 8
@@ -65,45 +65,45 @@ def test_every_edge_between_stages_is_one_transfer_and_the_turn_of_a_v_is_none(k
 
 
 def test_one_f_one_b_deadlocks_when_stages_send_at_once_and_in_turn():
-    made = schedule("1f1b", 2, 4)
+    made = build_schedule("1f1b", 2, 4)
     with pytest.raises(UserError) as error:
-        rendezvous(made, naive(made))
+        check_rendezvous(made, naive(made))
     assert str(error.value).startswith(
         "the transfers deadlock: stage 0 waits in send F1 to stage 1; stage 1 waits in send B0 to stage 0. "
     )
 
 
 def test_gpipe_does_not():
-    made = schedule("gpipe", 3, 4)
-    rendezvous(made, naive(made))
+    made = build_schedule("gpipe", 3, 4)
+    check_rendezvous(made, naive(made))
 
 
 def test_a_program_that_uses_what_it_has_not_received_is_refused():
-    made = schedule("gpipe", 2, 1)
+    made = build_schedule("gpipe", 2, 1)
     programs = naive(made)
     del programs[1][0], programs[0][1]  # the transfer of F0
     with pytest.raises(UserError, match="stage 1 runs F0 before it has received F0 of stage 0: put that first"):
-        rendezvous(made, programs)
+        check_rendezvous(made, programs)
 
 
 def test_a_program_that_sends_what_it_has_not_run_is_refused():
-    made = schedule("gpipe", 2, 1)
+    made = build_schedule("gpipe", 2, 1)
     programs = naive(made)
     programs[0][0], programs[0][1] = programs[0][1], programs[0][0]
     with pytest.raises(UserError, match="stage 0 sends it before it has run F0 of stage 0"):
-        rendezvous(made, programs)
+        check_rendezvous(made, programs)
 
 
 def test_a_send_that_nobody_receives_is_a_deadlock():
-    made = schedule("gpipe", 2, 1)
+    made = build_schedule("gpipe", 2, 1)
     programs = naive(made)
     del programs[0][2]  # stage 0 does not receive the gradient
     with pytest.raises(UserError, match="stage 1 waits in send B0 to stage 0|stage 0 runs B0 before it has received"):
-        rendezvous(made, programs)
+        check_rendezvous(made, programs)
 
 
 def test_transfers_have_names():
-    place = Place(0, Op("F", 2))
+    place = StageOp(0, Op("F", 2))
     assert [str(Transfer("send", 1, place)), str(Transfer("recv", 0, place))] == [
         "send F2 to stage 1",
         "recv F2 from stage 0",

@@ -10,7 +10,7 @@ from minidist.mesh import Mesh
 from minidist.parallel.data.buckets import assign
 from minidist.parallel.data.reducer import collect, group_of
 from minidist.parallel.data.replicate import make_reducer, synchronize
-from minidist.parameters import named_parameters, replicated
+from minidist.parameters import named_parameters, replicated_specs
 from tests.helpers.processes import AUTO
 
 KINDS = [("naive", 1.0), ("bucketed", 1.0), ("bucketed", 1e-4), ("bucketed", 1e-9)]
@@ -65,7 +65,7 @@ def set_up(world: World, kind: str, mib: float, dtype=torch.float64):
         model.frozen.fill_(1.0 + world.rank)
     synchronize(model, groups["grads"])
     parameters = named_parameters(model)
-    specs = replicated(model, groups["grads"].ranks)
+    specs = replicated_specs(model, groups["grads"].ranks)
     return model, make_reducer(kind, parameters, specs, [groups["grads"]], mib), groups.meter
 
 
@@ -215,7 +215,7 @@ def test_buckets_are_consecutive_and_within_their_size():
 def test_replicas_without_a_group_are_refused():
     groups = bind(World.single(), Mesh())
     with pytest.raises(KeyError, match=r"no group was bound over ranks \(0, 1\), which contribute to parameter hidden"):
-        group_of(replicated(Net(), (0, 1))["hidden.weight"], groups.values())
+        group_of(replicated_specs(Net(), (0, 1))["hidden.weight"], groups.values())
 
 
 @pytest.mark.parametrize("kind", ["naive", "bucketed"])

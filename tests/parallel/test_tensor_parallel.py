@@ -7,10 +7,10 @@ import torch
 
 from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
-from minidist.models import IGNORE, DropoutAddress, ModelConfig, Transformer, init_parameters
-from minidist.models.transformer import token_loss
-from minidist.parallel.tensor.split import split
-from minidist.parallel.tensor.vocabulary import VocabularyLoss
+from minidist.models import IGNORE_INDEX, DropoutAddress, ModelConfig, Transformer, init_parameters
+from minidist.models.transformer import cross_entropy_sum
+from minidist.parallel.tensor.split import apply_tensor_parallel
+from minidist.parallel.tensor.vocabulary import VocabParallelLoss
 from minidist.parameters import named_parameters
 from minidist.validation import validate_tensor_parallel
 
@@ -36,7 +36,7 @@ def whole(config: ModelConfig) -> Transformer:
 def batch(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     tokens, labels = (torch.randint(config.vocab_size, (3, LENGTH), generator=generator) for _ in range(2))
-    labels[0, :3] = IGNORE
+    labels[0, :3] = IGNORE_INDEX
     return tokens, labels
 
 
@@ -47,7 +47,7 @@ def address(config: ModelConfig) -> DropoutAddress | None:
 def in_parallel(world: World, config: ModelConfig, sequence: bool) -> tuple:
     group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))], meter=Meter())["tp"]
     model = whole(config)
-    held = split(model, group, sequence)
+    held = apply_tensor_parallel(model, group, sequence)
     total, count = model(*batch(config), address=address(config))
     total.backward()
     model.eval()
@@ -67,7 +67,7 @@ def test_loss_and_gradients_are_those_of_one_process(ranks, shape, size, sequenc
     config = SHAPES[shape]
     model = whole(config)
     tokens, labels = batch(config)
-    total, count = token_loss(model.lm_head(model.model(tokens, address=address(config))), labels)
+    total, count = cross_entropy_sum(model.lm_head(model.model(tokens, address=address(config))), labels)
     total.backward()
     model.eval()
     wanted = named_parameters(model)
@@ -99,7 +99,7 @@ def traffic(world: World, config: ModelConfig, sequence: bool) -> list:
     meter = Meter()
     group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))], meter=meter)["tp"]
     model = whole(config)
-    split(model, group, sequence)
+    apply_tensor_parallel(model, group, sequence)
     model(*batch(config))[0].backward()
     return [(record.name, tuple(record.shape)) for record in meter.records]
 
@@ -122,7 +122,7 @@ def uneven(world: World) -> str:
     config = SHAPES["grouped"]
     group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))])["tp"]
     model = whole(config)
-    split(model, group, sequence=True)
+    apply_tensor_parallel(model, group, sequence=True)
     try:
         model(batch(config)[0][:, :7])
     except ValueError as error:
@@ -140,7 +140,7 @@ def extreme(world: World) -> list:
     first = 2 * group.rank
     part = logits[..., first : first + 2].clone().requires_grad_()
     kept = part.detach().clone()
-    total, count = VocabularyLoss(first, group)(part, torch.tensor([[2, 1, IGNORE]]))
+    total, count = VocabParallelLoss(first, group)(part, torch.tensor([[2, 1, IGNORE_INDEX]]))
     (3 * total).backward()
     assert torch.equal(part.detach(), kept), "the logits are left as they were"
     return [total, count, part.grad]
@@ -148,7 +148,7 @@ def extreme(world: World) -> list:
 
 def test_huge_logits_and_ignored_labels(ranks):
     logits = torch.tensor([[[1e4, -1e4, 0.0, 3.0], [5.0, 5.0, 5.0, 5.0], [1.0, 2.0, 3.0, 4.0]]], requires_grad=True)
-    total, count = token_loss(logits, torch.tensor([[2, 1, IGNORE]]))
+    total, count = cross_entropy_sum(logits, torch.tensor([[2, 1, IGNORE_INDEX]]))
     (3 * total).backward()
     for rank, (mine, n, grad) in enumerate(ranks(extreme, 2)):
         assert n == count == 2
@@ -176,7 +176,7 @@ def compiled(world: World, sequence: bool) -> tuple:
     found = []
     for wrap in (lambda layer: layer, lambda layer: torch.compile(layer, fullgraph=True, backend="aot_eager")):
         model = whole(config)
-        split(model, group, sequence)
+        apply_tensor_parallel(model, group, sequence)
         before, layer = len(meter.records), model.model.layers[0]
         x = torch.linspace(-1, 1, 2 * 4 * config.hidden_size, dtype=torch.float64).view(2, 4, -1).requires_grad_()
         length = 4 * world.size if sequence else 4

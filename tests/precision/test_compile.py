@@ -11,7 +11,7 @@ from minidist.comm import Meter, World, bind
 from minidist.config import Config, DataConfig, MeshConfig, ParallelConfig, TrainConfig, ZeroConfig
 from minidist.data.loader import Batch
 from minidist.models import ModelConfig, Transformer, init_parameters
-from minidist.parallelize import parallelize, uses
+from minidist.parallelize import group_specs, parallelize
 from minidist.tools.cli import main
 from minidist.train.engine import Engine
 
@@ -50,7 +50,7 @@ def stepped(world: World, configs: list[Config]) -> list[list]:
 
 def step_of(world: World, config: Config) -> tuple:
     mesh = config.mesh_of(world.size)
-    groups = bind(world, mesh, uses(mesh, config), meter=Meter())
+    groups = bind(world, mesh, group_specs(mesh, config), meter=Meter())
     model = Transformer(config.model)
     init_parameters(model, seed=1)
     engine = Engine(parallelize(model.double(), groups, config), groups, config.optim, seed=1)

@@ -12,7 +12,7 @@ import torch
 
 from minidist.config import Config, Dtype, PrecisionConfig
 from minidist.errors import UserError
-from minidist.precision.policy import BYTES, TORCH_NAMES, Policy, policy_of
+from minidist.precision.policy import PRECISION_BYTES, TORCH_NAMES, Policy, resolve_policy
 from minidist.validation import validate
 from tests.helpers.small_run import changed
 
@@ -27,18 +27,18 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_named_policy_says_the_format_of_each_thing(name):
-    policy = policy_of(PrecisionConfig(policy=name))
+    policy = resolve_policy(PrecisionConfig(policy=name))
     assert astuple(policy) == NAMED[name]
     assert policy.separate_masters == (name in ("bf16", "fp16"))
 
 
 def test_the_policies_here_are_all_that_there_are():
-    assert set(NAMED) == set(get_args(PrecisionConfig.__annotations__["policy"])) == set(BYTES)
+    assert set(NAMED) == set(get_args(PrecisionConfig.__annotations__["policy"])) == set(PRECISION_BYTES)
 
 
 @pytest.mark.parametrize("name", get_args(Dtype))
 def test_names_and_sizes_are_torchs(name):
-    assert getattr(torch, TORCH_NAMES[name]).itemsize == BYTES[name]
+    assert getattr(torch, TORCH_NAMES[name]).itemsize == PRECISION_BYTES[name]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_names_and_sizes_are_torchs(name):
 )
 def test_each_thing_can_be_said_by_itself(given, changes):
     names = list(Policy.__dataclass_fields__)
-    assert astuple(policy_of(PrecisionConfig(**given))) == tuple(
+    assert astuple(resolve_policy(PrecisionConfig(**given))) == tuple(
         changes.get(name, usual) for name, usual in zip(names, NAMED[given["policy"]], strict=True)
     )
 
@@ -72,7 +72,7 @@ def test_each_thing_can_be_said_by_itself(given, changes):
     ],
 )
 def test_masters_are_a_copy_where_their_format_is_another(given, separate):
-    assert policy_of(PrecisionConfig(**given)).separate_masters is separate
+    assert resolve_policy(PrecisionConfig(**given)).separate_masters is separate
 
 
 REFUSED = [
@@ -132,8 +132,8 @@ REFUSED = [
 def test_what_cannot_train_is_refused_and_the_change_it_names_mends_it(given, message, change):
     pattern = "".join(".*" if part == ".*" else re.escape(part) for part in re.split(r"(\.\*)", message))
     with pytest.raises(UserError, match=pattern + "$"):
-        policy_of(PrecisionConfig(**given))
-    policy_of(PrecisionConfig(**given | change))
+        resolve_policy(PrecisionConfig(**given))
+    resolve_policy(PrecisionConfig(**given | change))
 
 
 def test_whatever_is_accepted_can_train():
@@ -144,14 +144,14 @@ def test_whatever_is_accepted_can_train():
         for scale in ("auto", "dynamic", "none"):
             given = PrecisionConfig(name, compute, None, accum, reduce, master, scale)
             try:
-                policy = policy_of(given)
+                policy = resolve_policy(given)
             except UserError:
                 continue
             accepted += 1
             assert policy.compute == policy.parameter
             assert policy.scaled or "fp16" not in (policy.compute, policy.accumulate, policy.reduce)
             assert policy.scaled <= (scale != "none")
-            assert policy.master is None or BYTES[policy.master] >= BYTES[policy.parameter]
+            assert policy.master is None or PRECISION_BYTES[policy.master] >= PRECISION_BYTES[policy.parameter]
             assert policy.state == (policy.master or "fp32")
             assert policy.master is not None or policy.parameter == "bf16"
     assert accepted > 500

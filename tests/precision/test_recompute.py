@@ -7,9 +7,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from minidist.models import DropoutAddress, ModelConfig, Transformer, init_parameters
-from minidist.parallel.pipeline.split_backward import WeightsLater, weight_gradient
+from minidist.parallel.pipeline.split_backward import DeferWeightGradients, weight_gradient
 from minidist.parameters import named_parameters
-from minidist.recompute import recompute, recomputed
+from minidist.recompute import apply_recomputation, with_recomputation
 
 SEQ_LEN, SAMPLES = 24, 3
 KINDS = ["none", "block", "selective"]
@@ -51,7 +51,7 @@ def equal(one, other) -> bool:
 def test_gradients_are_bit_equal_to_those_without_and_to_torchs_own(kind, dtype):
     plain, ours, torchs = (transformer(dtype=dtype) for _ in range(3))
     names = list(named_parameters(ours))
-    recompute(ours, kind)
+    apply_recomputation(ours, kind)
     assert list(named_parameters(ours)) == names
     for layer in torchs.model.layers:
         layer.forward = lambda *args, run=layer.forward: checkpoint(run, *args, use_reentrant=False)
@@ -70,7 +70,7 @@ def test_what_is_frozen_and_what_is_unused_stay_so(kind):
         for name in ("input_layernorm", "mlp"):
             getattr(model.model.layers[0], name).requires_grad_(False)
         model.model.layers[2].requires_grad_(False)  # a whole layer, through which gradients pass
-        recompute(model, how)
+        apply_recomputation(model, how)
         found.append(trained(model))
     assert equal(*found)
     assert sum(grad is not None for grad in found[0][1].values()) == 1 + 9 + 5  # last norm, layer 1, part of layer 0
@@ -94,7 +94,7 @@ def counting(model: Transformer) -> list[int]:
 def test_each_layer_runs_twice_and_without_gradients_once():
     model = transformer()
     runs = counting(model)
-    recompute(model, "block")
+    apply_recomputation(model, "block")
     loss = loss_of(model)
     assert runs == [1, 1, 1]
     loss.backward()
@@ -108,7 +108,7 @@ def test_the_second_run_ends_with_the_last_tensor_that_backward_asks_for():
     for dropout, seen in ((0.0, 1), (0.1, 2)):  # the mask of the last dropout comes after the last projection
         model, runs = transformer(dropout), []
         model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_, runs=runs: runs.append(1))
-        recompute(model, "block")
+        apply_recomputation(model, "block")
         loss_of(model).backward()
         assert len(runs) == seen
 
@@ -116,7 +116,7 @@ def test_the_second_run_ends_with_the_last_tensor_that_backward_asks_for():
 def test_a_graph_can_be_gone_through_twice():
     model, twice = transformer(), transformer()
     loss_of(model).backward()
-    recompute(twice, "block")
+    apply_recomputation(twice, "block")
     loss = loss_of(twice)
     loss.backward(retain_graph=True)
     once = {name: p.grad.clone() for name, p in named_parameters(twice).items()}
@@ -129,11 +129,11 @@ def test_a_graph_can_be_gone_through_twice():
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_can_be_left_for_later(kind):
     plain, model = transformer(), transformer()
-    recompute(model, kind)
+    apply_recomputation(model, kind)
     wanted = trained(plain)[1]
     names, halves = {p: name for name, p in named_parameters(model).items()}, []
     for step in (1, 0):
-        with WeightsLater(names, halves):
+        with DeferWeightGradients(names, halves):
             loss = loss_of(model, step)
         loss.backward()  # where the context is over
     later = {name for name, *_ in halves}
@@ -157,7 +157,7 @@ def test_what_was_found_is_let_go_as_backward_goes_on():
             first.register_hook(lambda _: expired.append([reference.expired() for reference in made[-1]]))
         return second
 
-    recomputed(run_to_the_end(run))(torch.ones(5, requires_grad=True)).sum().backward()
+    with_recomputation(run_to_the_end(run))(torch.ones(5, requires_grad=True)).sum().backward()
     assert len(made) == 2 and expired == [[False, True]]
 
 
@@ -168,12 +168,12 @@ def run_to_the_end(run):
 
 def test_a_second_run_that_differs_is_an_error():
     sizes = iter((3, 4))
-    run = recomputed(lambda x: (x[: next(sizes)].exp() * 2).exp().sum())
+    run = with_recomputation(lambda x: (x[: next(sizes)].exp() * 2).exp().sum())
     out = run(torch.ones(5, requires_grad=True))
     with pytest.raises(RuntimeError, match=r"saved tensor 0 was .*\[3\].* now it is .*\[4\]"):
         out.backward()
     calls = []
-    fewer = recomputed(lambda x: x.exp().sum() if calls else calls.append(1) or x.exp().exp().sum())
+    fewer = with_recomputation(lambda x: x.exp().sum() if calls else calls.append(1) or x.exp().exp().sum())
     out = fewer(torch.ones(5, requires_grad=True))
     with pytest.raises(RuntimeError, match="saved tensor 1 was .* now it is missing"):
         out.backward()
@@ -186,7 +186,7 @@ def test_arguments_may_be_tuples_of_any_kind():
         return (x * low).exp() * high
 
     x, low, high = (torch.full((2,), value, requires_grad=True) for value in (0.5, 2.0, 3.0))
-    out = recomputed(run)(x, (low, (high, None)))
+    out = with_recomputation(run)(x, (low, (high, None)))
     grads = torch.autograd.grad(out.sum(), (x, low, high))
     plain = torch.autograd.grad(run(x, (low, (high, None))).sum(), (x, low, high))
     assert all(torch.equal(a, b) for a, b in zip(grads, plain, strict=True))

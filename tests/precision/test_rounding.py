@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist.parameters import Box, flat_boxes
-from minidist.precision.rounding import flat_index, round_stochastically
+from minidist.precision.rounding import global_flat_indices, round_stochastically
 
 
 def rounded(values, seed=1, step=2, name="layer.weight", index=0) -> torch.Tensor:
@@ -142,7 +142,7 @@ def test_a_box_of_a_matrix_is_rounded_as_in_the_whole(box):
     values = torch.linspace(-1, 1, 42).view(6, 7)
     whole = rounded(values.flatten()).view(6, 7)
     part = values[box.slices].flatten()
-    assert torch.equal(rounded(part, index=flat_index((6, 7), [box])), whole[box.slices].flatten())
+    assert torch.equal(rounded(part, index=global_flat_indices((6, 7), [box])), whole[box.slices].flatten())
 
 
 @given(st.lists(st.integers(1, 4), max_size=3), st.data())
@@ -150,7 +150,7 @@ def test_the_boxes_of_a_flat_range_are_that_range(shape, data):
     total = math.prod(shape)
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
-    found = flat_index(shape, flat_boxes(tuple(shape), start, stop))
+    found = global_flat_indices(shape, flat_boxes(tuple(shape), start, stop))
     assert found.tolist() == list(range(start, stop)) and found.dtype == torch.int64
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from minidist.comm import World
-from minidist.fault.index import verify
+from minidist.fault.index import verify_checkpoint
 from minidist.tools.cli import main, train_options
 from tests.helpers.processes import AUTO
 from tests.helpers.small_run import OPTIONS, Command, all_gone, descendants, run, small_config, write_text
@@ -244,7 +244,7 @@ def test_a_killed_rank_is_named_all_go_and_the_last_checkpoint_is_whole(place):
     told = command.output[command.output.index("minidist: ") :]
     assert re.match(r"minidist: rank [01] died: killed by SIGKILL\nmeanwhile\n  rank [01]: ", told)
     last = re.search(r"The last checkpoint is (\S+): go on with --checkpoint.resume run$", told.strip())
-    assert not verify(place / last[1])
+    assert not verify_checkpoint(place / last[1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")

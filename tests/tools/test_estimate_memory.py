@@ -19,11 +19,11 @@ from minidist.config import (
     ZeroConfig,
 )
 from minidist.data.loader import Loader
-from minidist.data.synthetic import generate
+from minidist.data.synthetic import generate_text
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
-from minidist.parallelize import parallelize, uses
+from minidist.parallelize import group_specs, parallelize
 from minidist.tools.estimate.estimate import MEMORY_KINDS, estimate
 from minidist.tools.memory.breakdown import engine_tensors_by_kind, measure_peak
 from minidist.train.engine import Engine
@@ -55,11 +55,11 @@ def configured(
 def steps_of(world: World, config: Config):
     torch.set_num_threads(1)
     mesh, train = config.mesh_of(world.size), config.train
-    groups = bind(world, mesh, uses(mesh, config))
+    groups = bind(world, mesh, group_specs(mesh, config))
     model = Transformer(config.model)
     init_parameters(model, 0)
     engine = Engine(parallelize(model, groups, config), groups, config.optim, seed=1)
-    loader, at = Loader(generate(20_000), config.data.seq_len, 0), mesh.coords(world.rank)["dp"]
+    loader, at = Loader(generate_text(20_000), config.data.seq_len, 0), mesh.coords(world.rank)["dp"]
 
     def step(number: int):
         mine = loader.micro_batches(number * train.global_batch, train.global_batch, at, mesh.dp, train.micro_batches)

@@ -30,7 +30,7 @@ from tests.helpers.activation_cases import (
     in_format,
     piped,
 )
-from tests.helpers.estimate_checks import agree
+from tests.helpers.estimate_checks import answers_agree
 from tests.helpers.estimate_checks import configured as traffic_of
 from tests.helpers.exhaustive import exhaustive
 
@@ -227,7 +227,7 @@ def flops_of_a_step(config: Config) -> int:
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     counted = {kernel: attention, backward: lambda _, *args, **more: 2 * attention(*args, **more)}
     model = Transformer(config.model)
-    recompute.recompute(model, config.recompute)
+    recompute.apply_recomputation(model, config.recompute)
     tokens, samples = torch.zeros((2, SEQ_LEN), dtype=torch.int64), torch.arange(2)
     address = DropoutAddress(1, 0, samples, torch.arange(SEQ_LEN))
     with FlopCounterMode(display=False, custom_mapping=counted) as counter:
@@ -250,8 +250,8 @@ def test_messages_inside_of_what_is_computed_again_are_sent_again(ranks):
     two = [layout for layout in layouts(2) if layout.dp == 1 and layout.schedule in (None, "1f1b", "zb-v")]
     how = [("block", 0.0), ("block", 0.1), ("selective", 0.0)]
     configs = [traffic_of(layout, 2, recompute=kind, dropout=dropout) for layout in two for kind, dropout in how]
-    agree(ranks, 2, configs)
+    answers_agree(ranks, 2, configs)
     four = [Layout(cp=2, tp=2, context="ulysses", sequence=True), Layout(cp=2, tp=2, context="ring", sequence=False)]
-    agree(
+    answers_agree(
         ranks, 4, [traffic_of(layout, 4, recompute=kind, dropout=dropout) for layout in four for kind, dropout in how]
     )

@@ -11,7 +11,7 @@ from minidist.tools.estimate.estimate import estimate
 from minidist.tools.parity.cases import GRADIENTS
 from minidist.tools.parity.layouts import Layout, layouts
 from minidist.tools.parity.plan import switches_of
-from tests.helpers.estimate_checks import agree, configured
+from tests.helpers.estimate_checks import answers_agree, configured
 from tests.helpers.exhaustive import exhaustive
 
 
@@ -20,7 +20,7 @@ def test_every_layout_holds_and_sends_what_was_said(ranks, world):
     chosen = (
         layouts(world) if world < 4 else [each for i, each in enumerate(layouts(4)) if not i % 5 or not each.schedule]
     )
-    agree(ranks, world, [configured(layout, world) for layout in chosen])
+    answers_agree(ranks, world, [configured(layout, world) for layout in chosen])
 
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
@@ -43,7 +43,7 @@ def test_every_layout_keeps_and_sends_what_was_said_under_zero_and_in_16_bits(ra
         values["optimizer"] = optimizer if optimizer in able["optimizer"] else "adamw"
         micro_batches = max(next(counts), 2 if layout.schedule else 1)
         configs.append(configured(layout, world, micro_batches, **values))
-    agree(ranks, world, configs)
+    answers_agree(ranks, world, configs)
 
 
 SMALL = {"vocab_size": 48, "hidden_size": 24, "intermediate_size": 36, "num_heads": 4, "num_kv_heads": 1}
@@ -66,7 +66,7 @@ SWITCHED = {
 
 
 def test_switches_change_what_was_said(ranks):
-    agree(ranks, 4, [configured(layout, 4, **more) for layout, more in SWITCHED.values()])
+    answers_agree(ranks, 4, [configured(layout, 4, **more) for layout, more in SWITCHED.values()])
 
 
 @pytest.mark.parametrize("limit", [1, 7, 10, 1000])

@@ -6,10 +6,10 @@ import torch
 from minidist import comm
 from minidist.comm import GroupSpec, Meter, P2POp, World, bind
 from minidist.data.loader import Loader
-from minidist.data.synthetic import generate
+from minidist.data.synthetic import generate_text
 from minidist.mesh import Mesh
 from minidist.models.transformer import Transformer
-from minidist.parallelize import parallelize, uses
+from minidist.parallelize import group_specs, parallelize
 from minidist.tools.deadlock.nccl_rules import violations
 from minidist.tools.parity.cases import SWITCHES, Case
 from minidist.tools.parity.layouts import Layout, layouts
@@ -24,9 +24,9 @@ def training(world: World, layout: Layout, gradients: str, micro_batches: int) -
     values = PLAIN | {"gradients": gradients, "micro_batches": micro_batches}
     case = Case(world.size, max(2, layout.pp * layout.chunks), layout, **values)
     config = case.config()
-    groups = bind(world, layout.mesh, uses(layout.mesh, config), meter=Meter())
+    groups = bind(world, layout.mesh, group_specs(layout.mesh, config), meter=Meter())
     engine = Engine(parallelize(Transformer(config.model), groups, config), groups, config.optim, seed=1)
-    loader, at, dp = Loader(generate(2000), case.seq_len, seed=1), layout.mesh.coords(world.rank)["dp"], layout.dp
+    loader, at, dp = Loader(generate_text(2000), case.seq_len, seed=1), layout.mesh.coords(world.rank)["dp"], layout.dp
     for step in range(2):
         engine.step(step, loader.micro_batches(step * 13, 13, at, dp, case.parts), lr=0.1)
     engine.evaluate(loader.micro_batches(0, 13, at, dp, 2))

@@ -55,7 +55,7 @@ def test_probabilities_of_all_tokens_sum_to_one():
 
 
 def test_on_the_synthetic_text_both_reach_what_their_context_allows():
-    loaded = corpus.synthetic()
+    loaded = corpus.synthetic_corpus()
     ours = ngram.baselines(loaded)
     for name, context, freedoms in (("unigram", 0, 31), ("bigram", 1, 32 * 31)):
         # A fit on n tokens costs about freedoms / (2n) on fresh text. A loss per token lies within its range, at most
@@ -67,7 +67,7 @@ def test_on_the_synthetic_text_both_reach_what_their_context_allows():
 
 
 def test_the_smoothing_constant_hardly_matters_on_a_megabyte():
-    loaded = corpus.synthetic()
+    loaded = corpus.synthetic_corpus()
     losses = [ngram.bigram_loss(loaded.train, loaded.held_out, 256, k) for k in (0.1, ngram.K, 0.001)]
     # Smoothing adds between -ln(1 + k / count(a, b)) and ln(1 + 256 k / count(a)) to the loss of a pair. The rarest
     # symbol is 0.4 % of the text and each follows it once in 256: count(a) > 4000, count(a, b) about 16 and more, so
@@ -76,7 +76,7 @@ def test_the_smoothing_constant_hardly_matters_on_a_megabyte():
 
 
 def test_on_python_sources_a_bigram_beats_a_unigram_and_both_beat_nothing():
-    losses = ngram.baselines(corpus.standard_library())
+    losses = ngram.baselines(corpus.stdlib_corpus())
     assert 2.0 < losses["bigram"] < losses["unigram"] - 0.5 < math.log(256) - 1
 
 

@@ -12,11 +12,11 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from minidist.data.partition import block as imported_before
+from minidist.data.partition import block_partition as imported_before
 from minidist.tools.notebook.magics import RanksMagics
 
-PIECE = "minidist.data.partition:block"
-BACKWARDS = "def block(n, world_size, rank):\n    return ['mine', n, world_size, rank]\n"
+PIECE = "minidist.data.partition:block_partition"
+BACKWARDS = "def block_partition(n, world_size, rank):\n    return ['mine', n, world_size, rank]\n"
 
 
 @pytest.fixture
@@ -96,12 +96,15 @@ def test_ranks_asked_for_again_are_new_ones(cell):
         ("%ranks 2 --color red", "no option --color"),
         ("%ranks 2 --quiet soon", "--quiet 'soon': give seconds as a number"),
         ("%%ranks 3\n1", "%%ranks takes --quiet and --timeout"),
-        ("%piece minidist.data.partition:block", "write %piece --reset"),
+        ("%piece minidist.data.partition:block_partition", "write %piece --reset"),
         ("%%piece\n1", "write %%piece module:symbol"),
         ("%%piece minidist.data.partition:nothing\ndef nothing(): pass", "has no nothing"),
-        ("%%piece minidist.data.partition:block\ndef other(): pass", "defines no block"),
-        ("%%piece minidist.data.partition:block\ndef block(:\n    pass", "line 2 of the cell: invalid syntax"),
-        ("%%piece minidist.data.partition:block\n1 / 0", "raised ZeroDivisionError"),
+        ("%%piece minidist.data.partition:block_partition\ndef other(): pass", "defines no block"),
+        (
+            "%%piece minidist.data.partition:block_partition\ndef block_partition(:\n    pass",
+            "line 2 of the cell: invalid syntax",
+        ),
+        ("%%piece minidist.data.partition:block_partition\n1 / 0", "raised ZeroDivisionError"),
     ],
 )
 def test_wrong_use_is_answered_in_one_message(cell, line, said):
@@ -111,9 +114,9 @@ def test_wrong_use_is_answered_in_one_message(cell, line, said):
 
 def test_a_piece_reaches_the_kernel_the_ranks_and_ranks_started_later(cell):
     original = imported_before(5, 2, 0).tolist()
-    ask = "%%ranks\nfrom minidist.data.partition import block\nblock(5, 2, 0) if rank else 0"
+    ask = "%%ranks\nfrom minidist.data.partition import block_partition\nblock(5, 2, 0) if rank else 0"
     cell("%ranks 2")
-    cell("%%ranks\nfrom minidist.data.partition import block as early")
+    cell("%%ranks\nfrom minidist.data.partition import block_partition as early")
     assert cell(f"%%piece {PIECE}\n{BACKWARDS}") == f"{PIECE} replaced here and on 2 ranks\n"
     assert imported_before(5, 2, 0) == ["mine", 5, 2, 0]
     assert cell(ask) == "rank 0: 0\nrank 1: ['mine', 5, 2, 0]\n"
@@ -131,17 +134,17 @@ def test_a_piece_reaches_the_kernel_the_ranks_and_ranks_started_later(cell):
 def test_a_piece_replaced_before_there_are_ranks_reaches_them(cell):
     assert cell(f"%%piece {PIECE}\n{BACKWARDS}") == f"{PIECE} replaced here\n"
     cell("%ranks 2")
-    assert "'mine'" in cell("%%ranks\nfrom minidist.data.partition import block\nblock(1, 1, 0)")
+    assert "'mine'" in cell("%%ranks\nfrom minidist.data.partition import block_partition\nblock(1, 1, 0)")
     cell(f"%piece --reset {PIECE}")
     assert "'mine'" not in cell("%%ranks\nblock(1, 1, 0)")
 
 
 def test_an_error_in_a_piece_names_the_line_that_called_it(cell):
     cell("%ranks 2")
-    cell(f"%%piece {PIECE}\n\ndef block(n, world_size, rank):\n    return 1 / 0\n")
-    told = cell("%%ranks\nfrom minidist.data.partition import block\nblock(1, 1, 0)")
-    assert "line 3 of the cell: block(1, 1, 0)" in told
-    assert f"raised at piece {PIECE}:4 in block" in told
+    cell(f"%%piece {PIECE}\n\ndef block_partition(n, world_size, rank):\n    return 1 / 0\n")
+    told = cell("%%ranks\nfrom minidist.data.partition import block_partition\nblock(1, 1, 0)")
+    assert "line 3 of the cell: block_partition(1, 1, 0)" in told
+    assert f"raised at piece {PIECE}:4 in block_partition" in told
 
 
 def test_the_extension_loads_and_leaves_nothing(shell, capsys):

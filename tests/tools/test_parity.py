@@ -13,7 +13,7 @@ import torch
 
 import minidist.tools.parity.muon
 import minidist.tools.parity.reference
-from minidist.data.partition import block
+from minidist.data.partition import block_partition
 from minidist.errors import UserError
 from minidist.models.dropout import DropoutAddress
 from minidist.tools.parity import command
@@ -148,7 +148,9 @@ def test_under_padding_a_mean_of_means_is_a_thousand_tolerances_off(tied, parts)
         address = DropoutAddress(SEED, 0, batch.samples[rows], torch.arange(batch.tokens.shape[1]))
         return model(batch.tokens[rows], batch.labels[rows], address=address)
 
-    sums, counts = zip(*(loss_of(torch.from_numpy(block(GLOBAL_BATCH, parts, i))) for i in range(parts)), strict=True)
+    sums, counts = zip(
+        *(loss_of(torch.from_numpy(block_partition(GLOBAL_BATCH, parts, i))) for i in range(parts)), strict=True
+    )
     right = sum(sums) / sum(counts)
     mean_of_means = sum(s / n for s, n in zip(sums, counts, strict=True)) / parts
     loosest = max(tolerance["loss"] for (dtype, _), tolerance in TOLERANCES.items() if dtype not in HALF)

@@ -170,9 +170,9 @@ def test_source_with_an_error_changes_nothing(room):
 def test_the_source_of_a_piece_of_the_package_is_its_text():
     from minidist.data import partition
 
-    text = read_symbol_source("minidist.data.partition:block")
+    text = read_symbol_source("minidist.data.partition:block_partition")
     assert text.startswith("def block(")
     pieces = SymbolReplacements()
-    pieces.replace("minidist.data.partition:block", text)
-    assert partition.block(10, 3, 0).tolist() == [0, 1, 2, 3]
+    pieces.replace("minidist.data.partition:block_partition", text)
+    assert partition.block_partition(10, 3, 0).tolist() == [0, 1, 2, 3]
     pieces.reset()

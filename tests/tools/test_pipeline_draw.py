@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
-from minidist.parallel.pipeline.schedules import KINDS, schedule
+from minidist.parallel.pipeline.schedules import KINDS, build_schedule
 from minidist.tools.simulate.draw import COLORS, color_text, draw_figure, draw_text
 from minidist.tools.simulate.timeline import StageTimes, simulate_schedule
 
 
 def timeline(kind, stages, micro_batches, *times):
-    return simulate_schedule(schedule(kind, stages, micro_batches), StageTimes(*times))
+    return simulate_schedule(build_schedule(kind, stages, micro_batches), StageTimes(*times))
 
 
 def test_a_small_schedule_shows_every_name():

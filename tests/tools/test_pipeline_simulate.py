@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.schedules import KINDS, schedule
+from minidist.parallel.pipeline.schedules import KINDS, build_schedule
 from minidist.tools.simulate.timeline import StageTimes, simulate_schedule
 from tests.helpers.pipeline_reference import cost, longest_paths
 
@@ -23,7 +23,7 @@ def times(row):
 
 
 def timeline(kind, stages, micro_batches, *of, chunks=None):
-    return simulate_schedule(schedule(kind, stages, micro_batches, chunks), StageTimes(*of))
+    return simulate_schedule(build_schedule(kind, stages, micro_batches, chunks), StageTimes(*of))
 
 
 def row_id(row):
@@ -33,7 +33,7 @@ def row_id(row):
 @pytest.mark.parametrize("row", PUBLISHED, ids=row_id)
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-h2"])
 def test_the_bubble_is_the_published_one_to_four_decimals(kind, row):
-    made = simulate_schedule(schedule(kind, row["stages"], row["micro_batches"]), times(row))
+    made = simulate_schedule(build_schedule(kind, row["stages"], row["micro_batches"]), times(row))
     assert round(made.bubble, 4) == row[kind]
 
 
@@ -41,7 +41,7 @@ def test_the_bubble_is_the_published_one_to_four_decimals(kind, row):
 def test_the_published_bubble_of_interleaved_leaves_out_transfers(row):
     """From the last stage back to the first only the first micro-batch of a group waits there; ours all wait."""
     stages, chunks = row["stages"], row["layers"] // row["stages"]
-    made = schedule("interleaved", stages, row["micro_batches"], chunks)
+    made = build_schedule("interleaved", stages, row["micro_batches"], chunks)
     takes = {"F": row["t_f"] / chunks, "B": (row["t_b"] + row["t_w"]) / chunks}
 
     def carried(kind, micro_batch, stage):
@@ -78,7 +78,7 @@ def test_it_holds_for_sizes_that_are_not_published(kind, stages, micro_batches):
 def test_a_second_method_gives_every_start_and_end(kind, stages, groups, numbers, comm):
     """With another time for every stage; eighths add up without rounding, so they must be equal."""
     micro_batches = stages * groups if kind == "interleaved" else max(groups + 2, 2 * stages - 1)
-    made = schedule(kind, stages, micro_batches)
+    made = build_schedule(kind, stages, micro_batches)
     f, b, w = (numbers[i * 4 : i * 4 + stages] for i in range(3))
     assume(sum(f + b + w))
     splits = kind.startswith("zb")
@@ -106,8 +106,8 @@ def test_without_communication_each_schedule_is_at_least_as_good_as_the_one_befo
 def test_zb_h2_with_few_micro_batches_would_be_worse_than_zb_h1_and_is_refused():
     """Why there is a least number: taken from many, seven micro-batches in six stages are slower than ZB-H1."""
     with pytest.raises(UserError, match="zb-h2 needs 2 x 6 stages - 1 = 11"):
-        schedule("zb-h2", 6, 7)
-    many = schedule("zb-h2", 6, 11)
+        build_schedule("zb-h2", 6, 7)
+    many = build_schedule("zb-h2", 6, 11)
     few = [[op for op in order if op.micro_batch < 7] for order in many.orders]
     slow = simulate_schedule(type(many)("zb-h2", 7, few), StageTimes(5, 0.5, 5)).total
     assert slow > timeline("zb-h1", 6, 7, 5, 0.5, 5).total

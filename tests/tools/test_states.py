@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist.config import OptimConfig, PrecisionConfig, ZeroConfig
-from minidist.precision.policy import policy_of
+from minidist.precision.policy import resolve_policy
 from minidist.tools.cli import main
 from minidist.tools.estimate.states import Row, model_states, moments_of, row_of
 
@@ -93,7 +93,7 @@ def test_any_model_takes_what_counting_by_hand_gives(n, shards, stage, keep, pre
     optim, moments = OPTIMIZERS[optimizer]
     row = row_of(n, shards if stage else 1, moments_of(optim, hidden_matrix=False))
     given = PrecisionConfig(policy=policy, grad_accum=accumulate, reduce=reduce, master=master)
-    found = model_states([row], ZeroConfig(stage=stage, keep_gradients=keep), policy_of(given))
+    found = model_states([row], ZeroConfig(stage=stage, keep_gradients=keep), resolve_policy(given))
     expected = by_hand(n, shards, stage, keep, BY_POLICY[precision], moments)
     assert (found.parameters, found.gradients, found.masters, found.moments) == expected
     assert found.total == sum(expected)
@@ -109,7 +109,7 @@ def test_rows_add_up_each_with_its_own_padding_and_moments():
     assert (moments_of(muon, hidden_matrix=True), moments_of(muon, hidden_matrix=False)) == (1, 2)
     assert moments_of(OptimConfig(), hidden_matrix=True) == 2
     rows = [row_of(10, 4, 1), row_of(5, 4, 2)]
-    found = model_states(rows, ZeroConfig(stage=3), policy_of(PrecisionConfig()))
+    found = model_states(rows, ZeroConfig(stage=3), resolve_policy(PrecisionConfig()))
     assert (found.parameters, found.gradients, found.masters, found.moments) == (20, 20, 0, 4 * (3 + 2 * 2))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from minidist.config import OptimConfig
 from minidist.models import ModelConfig, Transformer
-from minidist.parameters import named_parameters, replicated
+from minidist.parameters import named_parameters, replicated_specs
 from minidist.train.optimizer import ALIGNED, make_optimizer, set_learning_rate
 
 MODEL = ModelConfig(
@@ -28,7 +28,7 @@ def drawn(n, seed, dtype=torch.float32):
 
 def model():
     made = Transformer(MODEL)
-    return named_parameters(made), replicated(made, (0,))
+    return named_parameters(made), replicated_specs(made, (0,))
 
 
 def names_of(optimizer, masters):
@@ -39,7 +39,7 @@ def names_of(optimizer, masters):
 def one_spec(shape, name="w"):
     holder = torch.nn.Module()
     holder.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
-    return replicated(holder, (0,))[name]
+    return replicated_specs(holder, (0,))[name]
 
 
 @pytest.fixture

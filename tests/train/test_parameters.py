@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from minidist.parameters import Box, ParamSpec, check_covered, flat_boxes, global_name, named_parameters, replicated
+from minidist.parameters import (
+    Box,
+    ParamSpec,
+    check_specs_cover,
+    flat_boxes,
+    global_name,
+    named_parameters,
+    replicated_specs,
+)
 
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
@@ -68,7 +76,7 @@ class Tied(nn.Module):
 
 
 def test_a_tied_parameter_is_one_entry_that_knows_its_other_names():
-    specs = replicated(Tied(), (0, 1))
+    specs = replicated_specs(Tied(), (0, 1))
     assert list(specs) == ["first.weight", "second.bias"]
     assert specs["first.weight"].ties == ("second.weight",)
     assert specs["first.weight"].boxes == (Box((0, 0), (3, 3)),)
@@ -76,24 +84,24 @@ def test_a_tied_parameter_is_one_entry_that_knows_its_other_names():
 
 def test_facts_outlive_copies_meta_tensors_and_wrappers():
     model = Tied()
-    specs = replicated(model, (0, 1))
+    specs = replicated_specs(model, (0, 1))
     moved = copy.deepcopy(model).to("meta").to_empty(device="cpu")
     moved.load_state_dict(model.state_dict(), assign=True)
-    check_covered(copy.deepcopy(model), specs)
-    check_covered(moved, {**specs, "second.weight": specs["first.weight"]})  # torch unties what it assigns
-    check_covered(torch.compile(model, backend="eager"), specs)
+    check_specs_cover(copy.deepcopy(model), specs)
+    check_specs_cover(moved, {**specs, "second.weight": specs["first.weight"]})  # torch unties what it assigns
+    check_specs_cover(torch.compile(model, backend="eager"), specs)
     assert set(named_parameters(torch.compile(model, backend="eager"))) == set(specs)
     assert global_name("_orig_mod.layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
 
 
 def test_a_parameter_without_facts_is_an_error():
-    specs = replicated(Tied(), (0,))
+    specs = replicated_specs(Tied(), (0,))
     del specs["second.bias"]
     with pytest.raises(KeyError, match="second.bias has no ParamSpec"):
-        check_covered(Tied(), specs)
+        check_specs_cover(Tied(), specs)
     specs["second.bias"] = ParamSpec("second.bias", (3,), (Box((0,), (2,)),), (0,))
     with pytest.raises(KeyError, match="second.bias holds 3 elements here, its ParamSpec says 2"):
-        check_covered(Tied(), specs)
+        check_specs_cover(Tied(), specs)
 
 
 def test_owners_are_replicas_and_spread_over_them():

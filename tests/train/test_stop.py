@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from minidist.fault import folders
-from minidist.fault.index import verify
+from minidist.fault.index import verify_checkpoint
 from minidist.tools.launch.run import train_and_report
 from tests.helpers.small_run import OPTIONS, Command, run, small_config, write_text
 
@@ -22,7 +22,7 @@ def test_all_ranks_end_after_the_step_in_which_one_was_asked(ranks, tmp_path, ra
     config = small_config(tmp_path / "run", write_text(tmp_path), checkpoint__every=0)
     told = ranks(stop_on_one, 3, config, rank)
     assert [(summary["step"], summary["stopped"]) for summary in told] == [(3, True)] * 3
-    assert list(folders.complete(tmp_path / "run" / "checkpoints")) == [3]
+    assert list(folders.complete_checkpoints(tmp_path / "run" / "checkpoints")) == [3]
     assert (tmp_path / "run" / "loss.png").exists()
 
 
@@ -35,7 +35,7 @@ def test_a_signal_to_the_ranks_saves_and_ends_them(server, tmp_path, number):
     job.send_signal(number)
     first, second = job.wait().values
     assert first["stopped"] and second["stopped"] and first["step"] == second["step"]
-    assert not verify(folders.latest(tmp_path / "run" / "checkpoints"))
+    assert not verify_checkpoint(folders.latest_checkpoint(tmp_path / "run" / "checkpoints"))
 
 
 def test_a_signal_to_the_command_saves_and_ends_it_with_success(tmp_path):
@@ -45,7 +45,7 @@ def test_a_signal_to_the_command_saves_and_ends_it_with_success(tmp_path):
         assert command.end() == 0, command.output
     assert "SIGTERM: saving after this step" in command.output
     assert "of 1000000: go on with --checkpoint.resume run" in command.output.splitlines()[-1]
-    assert not verify(folders.latest(tmp_path / "run" / "checkpoints"))
+    assert not verify_checkpoint(folders.latest_checkpoint(tmp_path / "run" / "checkpoints"))
 
 
 def test_a_second_interrupt_ends_the_command_at_once(tmp_path):
@@ -70,4 +70,4 @@ def test_under_torchrun_a_signal_saves_and_ends_all_ranks(tmp_path):
         os.kill(command.process.pid, signal.SIGTERM)
         command.end()  # torchrun itself ends with 1
     assert "of 1000000: go on with --checkpoint.resume run" in command.output
-    assert not verify(folders.latest(tmp_path / "run" / "checkpoints"))
+    assert not verify_checkpoint(folders.latest_checkpoint(tmp_path / "run" / "checkpoints"))

@@ -12,7 +12,7 @@ from minidist.data.loader import Loader
 from minidist.errors import RunError, UserError
 from minidist.mesh import Mesh
 from minidist.models import DropoutAddress, ModelConfig, Transformer, init_parameters
-from minidist.parallelize import USES, parallelize
+from minidist.parallelize import DEFAULT_GROUP_SPECS, parallelize
 from minidist.tools.launch import RankFailure
 from minidist.train.engine import Engine
 from minidist.train.schedule import learning_rate
@@ -93,7 +93,7 @@ def weighted_update(world, weights, optim):
     config = changed(Config(), model=MODEL, optim=optim)
     model = Transformer(MODEL).to(torch.float64)
     init_parameters(model, 0)
-    groups = bind(world, Mesh(dp=world.size), USES)
+    groups = bind(world, Mesh(dp=world.size), DEFAULT_GROUP_SPECS)
     engine = Engine(parallelize(model, groups, config), groups, optim, SEED)
     batches = LOADER.micro_batches(0, 7, world.rank, world.size, 2)
     result = engine.step(0, batches, 0.1, weight=weights[world.rank])

@@ -8,7 +8,7 @@ import pytest
 
 from minidist.config import Config
 from minidist.errors import UserError
-from minidist.parallel.pipeline.schedules import KINDS, pipeline_schedule, schedule
+from minidist.parallel.pipeline.schedules import KINDS, build_schedule, pipeline_schedule
 from minidist.validation import SCHEDULES, SPLIT_BACKWARD, find_warnings, validate
 from tests.helpers.small_run import changed
 
@@ -142,7 +142,7 @@ def test_validation_does_not_import_torch():
 
 
 def test_schedules_that_split_the_backward_pass_are_known_without_building_them():
-    built = {kind: schedule(kind, 2, 4) for kind in SCHEDULES}
+    built = {kind: build_schedule(kind, 2, 4) for kind in SCHEDULES}
     assert {kind for kind, made in built.items() if made.splits_backward} == set(SPLIT_BACKWARD)
     assert set(SCHEDULES) == set(KINDS)
 

@@ -28,7 +28,7 @@ _ALIGNED_FEATURES = 8  # what the CUDA kernels ask of a head's width
 _ALIGNED_LSE = 32  # efficient attention fills the lse up to a multiple of this
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def attention_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Softmax-weighted values (b, heads, q, d) and the log-sum-exp of the scores (b, heads, q), in at least float32.
 
     query: (b, heads, q, d). key, value: (b, kv_heads, k, d), query heads in consecutive groups. Scores are divided by
@@ -38,13 +38,13 @@ def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Te
     return _kernels(query)[0](query, _repeat(key, repeats), _repeat(value, repeats), causal)
 
 
-def backward(
+def attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What this block of keys contributes to the gradient of query, and the gradients of key and value.
+    """Return this block's term of the query gradient, and the gradients of key and value, (b, kv_heads, k, d).
 
-    grad: of the output; out, lse: as `forward` gives them for all keys that the queries see, this block among them. The
-    gradients of key and value, (b, kv_heads, k, d), are summed over the query heads of a group.
+    grad: gradient of the output. out, lse: results of `attention_forward`, merged over all keys that the queries attend
+    to, this block included. The gradients of key and value are summed over the query heads of a group.
     """
     kv_heads = key.shape[1]
     repeats = query.shape[1] // kv_heads

@@ -18,7 +18,7 @@ from minidist.parallel.context.chunks import num_chunks
 from minidist.validation import validate_sequence_length
 
 
-def positions(layout: str, seq_len: int, size: int, rank: int) -> Tensor:
+def rank_positions(layout: str, seq_len: int, size: int, rank: int) -> Tensor:
     """Where the tokens of `rank` of `size` stand in the unsplit sequence: (seq_len / size,) int64, ascending.
 
     Raises ValueError for an unknown layout, or one that cannot divide the sequence (`validate_sequence_length`).
@@ -28,7 +28,7 @@ def positions(layout: str, seq_len: int, size: int, rank: int) -> Tensor:
     return chunks[rank] if len(chunks) == size else torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
-def cut(tokens: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def shard_sequence(tokens: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """What a rank with these positions (s / ranks,) sees of a batch: tokens and labels, (b, s) each, int64.
 
     The labels are shifted already: the label of a rank's last token is a token that another rank holds.

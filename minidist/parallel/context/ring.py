@@ -1,13 +1,13 @@
-"""Ring attention: the keys and values of every rank pass by, while the queries stay where they are.
+"""Ring attention: blocks of keys and values go round the ring of ranks, while the queries stay.
 
-Liu, Zaharia and Abbeel 2023 (arXiv 2310.01889, section 3). In step t a rank attends to the keys of the rank t places
-before it, and merges the result with what it has (`merge`). Meanwhile the next ones arrive, so the transfer is hidden
-as long as it does not take longer than the attention. Blocks that lie wholly in the future are skipped; in the zig-zag
-layout each rank then computes the same amount in each step (`causal`).
+Liu, Zaharia and Abbeel 2023 (arXiv 2310.01889, section 3). In step t rank r attends to the keys of rank r - t and
+merges the result into its output (`merge_attention`), while the next block arrives: the transfer is overlapped if it
+takes no longer than the attention. Fully masked blocks are skipped; in the zig-zag layout each rank then computes
+equally much in each step (`causal`).
 
-Backward goes round once more. The gradients of a block's keys and values travel with it, and each rank adds its share:
-they set out at the rank after the block's home, one step behind the block, and the last of n - 1 hops brings them
-home, where the share of the home itself waits. They are at least float32: for 16-bit keys twice as many bytes.
+Backward runs the ring again. The gradients of a block's keys and values follow the block, and each rank adds its term:
+they start at the rank after the block's owner, one step behind the block, and the last of n - 1 hops returns them to
+the owner, which adds its own term. They are at least float32: for 16-bit keys twice as many bytes.
 
 In memory at one time: this rank's own part, one block at hand and one arriving, and as many gradients. Nothing grows
 with the whole sequence. What is kept for backward is this rank's own part: query, key, value, output and lse.
@@ -23,8 +23,8 @@ from torch import Tensor
 from minidist.comm import Group, P2POp, batch_send_recv
 from minidist.comm.group import find
 from minidist.parallel.context import kernels
-from minidist.parallel.context.causal import Part, part
-from minidist.parallel.context.merge import merge
+from minidist.parallel.context.causal import ScoreBlock, score_block
+from minidist.parallel.context.merge import merge_attention
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str) -> Tensor:
@@ -38,31 +38,31 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, layo
 
 @torch.library.custom_op("minidist::ring_attention", mutates_args=())
 def _ring(query: Tensor, key: Tensor, value: Tensor, group: str, layout: str) -> tuple[Tensor, Tensor]:
-    return forward(query, key, value, find(group), layout)
+    return ring_forward(query, key, value, find(group), layout)
 
 
 @torch.library.custom_op("minidist::ring_attention_backward", mutates_args=())
 def _ring_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, group: str, layout: str
 ) -> tuple[Tensor, Tensor]:
-    return backward(grad, query, key, value, out, lse, find(group), layout)
+    return ring_backward(grad, query, key, value, out, lse, find(group), layout)
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str) -> tuple[Tensor, Tensor]:
+def ring_forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str) -> tuple[Tensor, Tensor]:
     """What `ring_attention` returns, and the log-sum-exp (b, heads, s / ranks) of every query over all its keys."""
     out, lse = _nothing_seen(query)
     held = torch.stack((key, value))
     for step in range(group.size):
-        hop = Hop([held] if step < group.size - 1 else [], group)
+        hop = RingTransfer([held] if step < group.size - 1 else [], group)
         _attend(_part(query, group, layout, step), query, held, out, lse)
         held = hop.wait()[0] if step < group.size - 1 else None
     return out.to(query.dtype), lse
 
 
-def backward(
+def ring_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, group: Group, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of query, and of key and value as one tensor, given that of the output and `forward`'s results."""
+    """Return the gradient of query, and those of key and value stacked; out, lse: `ring_forward`'s results."""
     held = torch.stack((key, value))
     dtype = torch.promote_types(query.dtype, torch.float32)
     dquery, home = torch.zeros_like(query, dtype=dtype), torch.zeros_like(held, dtype=dtype)
@@ -70,7 +70,7 @@ def backward(
     for step in range(group.size):
         leaving = [held] if step < group.size - 1 else []
         # Step 1 begins new sums, for the block of the rank before; from step 2 on they follow the blocks.
-        hop = Hop(leaving + ([sums] if step > 1 else []), group)
+        hop = RingTransfer(leaving + ([sums] if step > 1 else []), group)
         what = _part(query, group, layout, step)
         share = _gradients(what, grad, query, held, out, lse, dquery)
         arrived = hop.wait()
@@ -80,11 +80,11 @@ def backward(
         for whole, block in zip(sums, share, strict=False):
             whole[..., what.keys, :] += block
     if group.size > 1:
-        home += Hop([sums], group).wait()[0]
+        home += RingTransfer([sums], group).wait()[0]
     return dquery.to(query.dtype), home.to(key.dtype)
 
 
-class Hop:
+class RingTransfer:
     """Tensors on their way to the next rank of the ring, while their like arrive from the one before.
 
     All are launched together, as NCCL demands of transfers that are in flight together.
@@ -103,28 +103,28 @@ class Hop:
         return self._arriving
 
 
-def _part(query: Tensor, group: Group, layout: str, step: int) -> Part | None:
-    return part(layout, group.rank, (group.rank - step) % group.size, query.shape[2])
+def _part(query: Tensor, group: Group, layout: str, step: int) -> ScoreBlock | None:
+    return score_block(layout, group.rank, (group.rank - step) % group.size, query.shape[2])
 
 
-def _attend(what: Part | None, query: Tensor, held: Tensor, out: Tensor, lse: Tensor) -> None:
+def _attend(what: ScoreBlock | None, query: Tensor, held: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge what a block of keys and values gives into `out` and `lse`."""
     if what is None:
         return
     k, v = held[..., what.keys, :]
-    block = kernels.forward(query[..., what.queries, :], k, v, what.causal)
+    block = kernels.attention_forward(query[..., what.queries, :], k, v, what.causal)
     rows, row_lse = out[..., what.queries, :], lse[..., what.queries]
-    for there, merged in zip((rows, row_lse), merge(rows, row_lse, *block), strict=True):
+    for there, merged in zip((rows, row_lse), merge_attention(rows, row_lse, *block), strict=True):
         there.copy_(merged)
 
 
-def _gradients(what: Part | None, grad, query, held, out, lse, dquery) -> tuple[Tensor, ...]:
+def _gradients(what: ScoreBlock | None, grad, query, held, out, lse, dquery) -> tuple[Tensor, ...]:
     """What a block adds to the gradients of its keys and values, if anything; its share of `dquery` is added here."""
     if what is None:
         return ()
     k, v = held[..., what.keys, :]
     grad, query, out = (x[..., what.queries, :] for x in (grad, query, out))
-    share, *others = kernels.backward(grad, query, k, v, out, lse[..., what.queries], what.causal)
+    share, *others = kernels.attention_backward(grad, query, k, v, out, lse[..., what.queries], what.causal)
     dquery[..., what.queries, :] += share
     return tuple(others)
 

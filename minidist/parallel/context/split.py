@@ -17,7 +17,7 @@ from minidist.parallel.context.ring import ring_attention
 from minidist.parallel.context.ulysses import ulysses_attention
 
 
-def split(model: nn.Module, group: Group, kind: str, layout: str | None = None) -> None:
+def apply_context_parallel(model: nn.Module, group: Group, kind: str, layout: str | None = None) -> None:
     """Give the attention of every layer of `model` the form `kind`: "ring" or "ulysses".
 
     model: a Transformer, or what tensor parallelism left of one. group: ranks that see parts of the same sequences.
@@ -40,8 +40,8 @@ def split(model: nn.Module, group: Group, kind: str, layout: str | None = None) 
 
 
 @contextmanager
-def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Within this context attention is what it was before `split`: every rank goes through whole sequences alone."""
+def unsharded_attention(model: nn.Module) -> Iterator[None]:
+    """Within this context, undo `apply_context_parallel`: every rank attends within the sequences it is given."""
     changed = {attention: vars(attention).pop("attend", None) for attention in _attentions(model)}
     try:
         yield

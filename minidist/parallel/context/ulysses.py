@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minidist.comm import Group
 from minidist.comm import functional as ops
-from minidist.parallel.context.layout import positions
+from minidist.parallel.context.layout import rank_positions
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -68,4 +68,4 @@ def _by_rank(x: Tensor, layout: str, size: int) -> Tensor:
 
 def _held(x: Tensor, layout: str, size: int) -> Tensor:
     """The positions of all ranks, one after the other: (s,)."""
-    return torch.cat([positions(layout, x.shape[2], size, rank) for rank in range(size)]).to(x.device)
+    return torch.cat([rank_positions(layout, x.shape[2], size, rank) for rank in range(size)]).to(x.device)

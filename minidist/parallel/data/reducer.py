@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, all_reduce
-from minidist.parameters import ParamSpec, Specs
+from minidist.parameters import ParamSpec, ParamSpecs
 
 
 def trainable(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -41,7 +41,7 @@ class GradientReducer:
     reduces_each_micro_batch = False
     gatherer: Any = None
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], specs: Specs):
+    def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs):
         self._parameters = trainable(parameters)
         self.masters: dict[str, Tensor] = self._parameters
         self.master_specs = {name: specs[name] for name in self._parameters}
@@ -124,7 +124,7 @@ def group_of(spec: ParamSpec, groups: Iterable[Group]) -> Group:
 class NaiveReducer(GradientReducer):
     """One all-reduce per parameter after backward. The simple version of `BucketedReducer`, with the same results."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], specs: Specs, groups: Iterable[Group]):
+    def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs, groups: Iterable[Group]):
         super().__init__(parameters, specs)
         groups = list(groups)
         self._groups = {name: group_of(specs[name], groups) for name in self._parameters}

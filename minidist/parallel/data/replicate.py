@@ -12,7 +12,7 @@ from torch import nn
 from minidist.comm import Group, broadcast
 from minidist.parallel.data.buckets import MIB, BucketedReducer
 from minidist.parallel.data.reducer import GradientReducer, NaiveReducer
-from minidist.parameters import Specs
+from minidist.parameters import ParamSpecs
 
 
 def synchronize(model: nn.Module, group: Group) -> None:
@@ -34,7 +34,7 @@ def synchronize(model: nn.Module, group: Group) -> None:
 def make_reducer(
     kind: Literal["bucketed", "naive"],
     parameters: Mapping[str, nn.Parameter],
-    specs: Specs,
+    specs: ParamSpecs,
     groups: Iterable[Group],
     bucket_mib: float = 25.0,
 ) -> GradientReducer:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minidist.parallel.pipeline.actions import Op, Place, Schedule
-from minidist.parallel.pipeline.check import in_order
+from minidist.parallel.pipeline.actions import Op, Schedule, StageOp
+from minidist.parallel.pipeline.check import topological_order
 
 
 class Span(NamedTuple):
@@ -38,9 +38,9 @@ def compute_spans(
     durations: by kind of action ("F", "B", "W"), one duration for each part of the model.
     Raises UserError for a schedule that cannot run.
     """
-    ends: dict[Place, float] = {}
+    ends: dict[StageOp, float] = {}
     spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
-    for place in in_order(schedule):
+    for place in topological_order(schedule):
         stage, op = place
         start = spans[stage][-1].end if spans[stage] else 0.0
         for need in schedule.needs(stage, op):

@@ -29,7 +29,7 @@ class Op(NamedTuple):
         return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-class Place(NamedTuple):
+class StageOp(NamedTuple):
     """An operation and the stage that runs it."""
 
     stage: int
@@ -82,25 +82,25 @@ class Schedule:
         chunk, stage = divmod(position, self.stages)
         return (self.stages - 1 - stage if self.placement == "v" and chunk % 2 else stage), chunk
 
-    def needs(self, stage: int, op: Op) -> list[Place]:
+    def needs(self, stage: int, op: Op) -> list[StageOp]:
         """What must have ended before a stage runs `op`; what another stage has ended must also have arrived.
 
         F needs the part before it, B its own F and the part after it, W its own B.
         """
         if op.kind == "W":
-            return [Place(stage, Op("B", op.micro_batch, op.chunk))]
+            return [StageOp(stage, Op("B", op.micro_batch, op.chunk))]
         before, after = self._neighbours[stage, op.chunk]
-        own = [Place(stage, Op("F", op.micro_batch, op.chunk))] if op.kind == "B" else []
+        own = [StageOp(stage, Op("F", op.micro_batch, op.chunk))] if op.kind == "B" else []
         neighbour = after if op.kind == "B" else before
         if neighbour is None:
             return own
-        return [*own, Place(neighbour[0], Op(op.kind, op.micro_batch, neighbour[1]))]
+        return [*own, StageOp(neighbour[0], Op(op.kind, op.micro_batch, neighbour[1]))]
 
-    def feeds(self, stage: int, op: Op) -> Place | None:
+    def feeds(self, stage: int, op: Op) -> StageOp | None:
         """The next part's operation that needs the result of `op`; None at the ends of the model, and for W."""
         before, after = self._neighbours[stage, op.chunk]
         neighbour = {"F": after, "B": before}.get(op.kind)
-        return neighbour and Place(neighbour[0], Op(op.kind, op.micro_batch, neighbour[1]))
+        return neighbour and StageOp(neighbour[0], Op(op.kind, op.micro_batch, neighbour[1]))
 
     @cached_property
     def _neighbours(self) -> dict[tuple[int, int], list[tuple[int, int] | None]]:
@@ -109,15 +109,15 @@ class Schedule:
         return {owners[i]: [owners[i - 1], owners[i + 1]] for i in range(1, len(owners) - 1)}
 
 
-def run(schedule: Schedule) -> tuple[list[Place], Mapping[int, Place]]:
+def execution_order(schedule: Schedule) -> tuple[list[StageOp], Mapping[int, StageOp]]:
     """The operations in an order in which everything that one needs stands before it; and who is stuck.
 
     Every stage runs its operations one after another, each as soon as what it needs has been done, however long that
     takes. A stage that does not come to its end is stuck: {stage: what its next operation waits for}.
     """
-    done: dict[Place, None] = {}
+    done: dict[StageOp, None] = {}
     at = [0] * schedule.stages
-    waiting: dict[Place, list[int]] = {}
+    waiting: dict[StageOp, list[int]] = {}
     awake = list(range(schedule.stages))
     while awake:
         stage = awake.pop()
@@ -128,12 +128,12 @@ def run(schedule: Schedule) -> tuple[list[Place], Mapping[int, Place]]:
             if missing is not None:
                 waiting.setdefault(missing, []).append(stage)
                 break
-            done[Place(stage, op)] = None
+            done[StageOp(stage, op)] = None
             at[stage] += 1
-            awake += waiting.pop(Place(stage, op), [])
+            awake += waiting.pop(StageOp(stage, op), [])
     return list(done), {stage: missing for missing, stages in waiting.items() for stage in stages}
 
 
-def last_backward(schedule: Schedule, stage: int) -> dict[int, int]:
+def last_backward_index(schedule: Schedule, stage: int) -> dict[int, int]:
     """After which of its operations the gradients of each of a stage's chunks are complete: {chunk: index}."""
     return {op.chunk: index for index, op in enumerate(schedule.orders[stage]) if op.kind == schedule.last_kind}

@@ -10,41 +10,41 @@ from dataclasses import replace
 from itertools import accumulate
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.actions import Op, Place, Schedule, run
+from minidist.parallel.pipeline.actions import Op, Schedule, StageOp, execution_order
 
 _BEFORE = {"B": "F", "W": "B"}
 
 
-def check(schedule: Schedule) -> list[int]:
-    """Prove that a schedule runs: every micro-batch once through every part of the model, and no deadlock.
+def check_schedule(schedule: Schedule) -> list[int]:
+    """Check that every micro-batch passes every model chunk once, and that the schedule cannot deadlock.
 
-    Returns `peak_live` of it. Raises UserError, which names stages and operations, and the change that mends it if
-    there is a single one.
+    Returns its `peak_live_micro_batches`. Raises UserError, which names stages and operations, and the single change
+    that repairs the schedule if there is one.
     """
-    in_order(schedule)
-    return peak_live(schedule)
+    topological_order(schedule)
+    return peak_live_micro_batches(schedule)
 
 
-def in_order(schedule: Schedule) -> list[Place]:
-    """All operations, each after everything it needs. Raises UserError as `check` does."""
+def topological_order(schedule: Schedule) -> list[StageOp]:
+    """All operations, each after everything it needs. Raises UserError as `check_schedule` does."""
     for stage in range(schedule.stages):
         _check_complete(schedule, stage)
-    places, stuck = run(schedule)
+    places, stuck = execution_order(schedule)
     if stuck:
         raise UserError(_deadlock(schedule, places, stuck))
     return places
 
 
-def peak_live(schedule: Schedule) -> list[int]:
+def peak_live_micro_batches(schedule: Schedule) -> list[int]:
     """For each stage the most micro-batches whose activations it holds at one time, each chunk counted by itself.
 
     One is alive from its F on until its last backward has ended: W in a schedule that has it, else B. Times do not
     matter, as a stage does one thing at a time. Of a stage cut into c chunks, c of them are one micro-batch's memory.
     """
-    return [max(live(schedule, stage), default=0) for stage in range(schedule.stages)]
+    return [max(live_micro_batches(schedule, stage), default=0) for stage in range(schedule.stages)]
 
 
-def live(schedule: Schedule, stage: int) -> list[int]:
+def live_micro_batches(schedule: Schedule, stage: int) -> list[int]:
     """How many micro-batches a stage holds while each of its operations runs."""
     ends, order = schedule.last_kind, schedule.orders[stage]
     held = accumulate((op.kind == "F") - (op.kind == ends) for op in order)
@@ -99,7 +99,7 @@ def _more(ops: Sequence) -> str:
     return f" (and {len(ops) - 1} more)" if len(ops) > 1 else ""
 
 
-def _deadlock(schedule: Schedule, done: Sequence[Place], stuck: Mapping[int, Place]) -> str:
+def _deadlock(schedule: Schedule, done: Sequence[StageOp], stuck: Mapping[int, StageOp]) -> str:
     """Who waits for what around the circle, and the one operation whose move lets all stages end."""
     at = Counter(place.stage for place in done)
     circle = _circle(stuck)
@@ -110,7 +110,7 @@ def _deadlock(schedule: Schedule, done: Sequence[Place], stuck: Mapping[int, Pla
     return f"the schedule deadlocks: {told}. " + (change or "The order of gpipe or 1f1b runs: begin with that.")
 
 
-def _circle(stuck: Mapping[int, Place]) -> list[int]:
+def _circle(stuck: Mapping[int, StageOp]) -> list[int]:
     """The stages that wait for each other: from any of them along what it waits for, until one comes again."""
     seen: list[int] = []
     stage = min(stuck)
@@ -120,7 +120,7 @@ def _circle(stuck: Mapping[int, Place]) -> list[int]:
     return seen[seen.index(stage) :]
 
 
-def _waits(schedule: Schedule, stage: int, index: int, needed: Place) -> str:
+def _waits(schedule: Schedule, stage: int, index: int, needed: StageOp) -> str:
     order = schedule.orders[stage]
     later = schedule.orders[needed.stage].index(needed.op) + 1
     whose = "its own" if needed.stage == stage else f"stage {needed.stage}'s"
@@ -130,12 +130,12 @@ def _waits(schedule: Schedule, stage: int, index: int, needed: Place) -> str:
     )
 
 
-def _moved(schedule: Schedule, at: Mapping[int, int], needed: Place) -> str | None:
+def _moved(schedule: Schedule, at: Mapping[int, int], needed: StageOp) -> str | None:
     """What to say if the schedule runs once `needed` stands before the operation at which its stage waits."""
     order = list(schedule.orders[needed.stage])
     index = at[needed.stage]
     order.remove(needed.op)
     order.insert(index, needed.op)
     orders = [order if stage == needed.stage else old for stage, old in enumerate(schedule.orders)]
-    _, stuck = run(replace(schedule, orders=orders))
+    _, stuck = execution_order(replace(schedule, orders=orders))
     return None if stuck else f"Put {needed.op} before {order[index + 1]} on stage {needed.stage}."

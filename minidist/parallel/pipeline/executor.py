@@ -22,16 +22,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from minidist.comm import Group, Handle, recv, send
 from minidist.parallel.data.reducer import GradientReducer, trainable
 from minidist.parallel.pipeline.action_times import unit_times
-from minidist.parallel.pipeline.actions import Op, Place, Schedule, last_backward
-from minidist.parallel.pipeline.split_backward import Half, WeightsLater, weight_gradient
-from minidist.parallel.pipeline.transfers import Program, Transfer, rendezvous, with_transfers
+from minidist.parallel.pipeline.actions import Op, Schedule, StageOp, last_backward_index
+from minidist.parallel.pipeline.split_backward import DeferredWeightGradient, DeferWeightGradients, weight_gradient
+from minidist.parallel.pipeline.transfers import StageProgram, Transfer, check_rendezvous, insert_transfers
 
 # Runs one part of the model: (chunk, micro-batch, what the part before gave or None) -> what the part after needs, or,
 # of the last part, this micro-batch's share of the loss.
 Part = Callable[[int, int, Tensor | None], Tensor]
 
 
-class Executor:
+class PipelineExecutor:
     """Runs one stage of `schedule`.
 
     groups: over the stages, one for what forwards pass on and one for what backwards do. reducer: where gradients go.
@@ -55,12 +55,12 @@ class Executor:
         self._end = end
         self._groups = dict(zip("FB", groups, strict=True))
         self._meter = groups[0].meter
-        programs = with_transfers(unit_times(schedule))
-        rendezvous(schedule, programs)
-        self._program: Program = programs[self.stage]
+        programs = insert_transfers(unit_times(schedule))
+        check_rendezvous(schedule, programs)
+        self._program: StageProgram = programs[self.stage]
         trained = trainable(parameters)
         self._names = {parameter: name for name, parameter in trained.items()}
-        ends = last_backward(schedule, self.stage)
+        ends = last_backward_index(schedule, self.stage)
         self._complete: dict[Op, list[str]] = {}
         for name, chunks in used_by.items():
             if name not in shared and chunks and name in trained:
@@ -71,9 +71,9 @@ class Executor:
         self._begin()
 
     def _begin(self) -> None:
-        self._arrived: dict[Place, tuple[Tensor, Handle | None]] = {}  # results of other parts
+        self._arrived: dict[StageOp, tuple[Tensor, Handle | None]] = {}  # results of other parts
         self._alive: dict[Op, tuple[Tensor | None, GradientEdge]] = {}  # of each F: its input, and its graph
-        self._halves: dict[Op, list[Half]] = {}  # of each F: the weight halves its backward leaves
+        self._halves: dict[Op, list[DeferredWeightGradient]] = {}  # of each F: the weight halves its backward leaves
         self._sends: deque[Handle] = deque()
         self._op: Op | None = None
 
@@ -139,8 +139,8 @@ class Executor:
         x = self._result_for(op)
         if x is not None:
             x.requires_grad_()
-        halves: list[Half] = []
-        with WeightsLater(self._names, halves) if self.schedule.splits_backward else nullcontext():
+        halves: list[DeferredWeightGradient] = []
+        with DeferWeightGradients(self._names, halves) if self.schedule.splits_backward else nullcontext():
             out = part(op.chunk, op.micro_batch, x)
         # The graph alone is kept: what was sent on is freed.
         self._alive[op] = x, get_gradient_edge(out)
@@ -178,7 +178,7 @@ class Executor:
     def _leave_result(self, op: Op, tensor: Tensor) -> None:
         """For the transfer that follows, or for the next part, when it is here as well."""
         if self.schedule.feeds(self.stage, op) is not None:
-            self._arrived[Place(self.stage, op)] = tensor.contiguous(), None
+            self._arrived[StageOp(self.stage, op)] = tensor.contiguous(), None
 
     @torch.no_grad()
     def evaluate(self, part: Part, empty: Callable[[int], Tensor], micro_batches: int) -> None:
@@ -193,6 +193,6 @@ class Executor:
                 self._leave_result(op, part(chunk, micro_batch, self._result_for(op)))
                 goes_to = self.schedule.feeds(self.stage, op)
                 if goes_to is not None and goes_to.stage != self.stage:
-                    self._transfer(Transfer("send", goes_to.stage, Place(self.stage, op)), empty)
+                    self._transfer(Transfer("send", goes_to.stage, StageOp(self.stage, op)), empty)
         while self._sends:
             self._sends.popleft().wait()

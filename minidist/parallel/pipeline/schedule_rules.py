@@ -13,7 +13,7 @@ from minidist.parallel.pipeline.actions import Op
 Phases = Sequence[tuple[str, int]]
 
 
-def play(phases: Phases, **turns: Sequence[tuple[int, int]]) -> list[Op]:
+def expand_phases(phases: Phases, **turns: Sequence[tuple[int, int]]) -> list[Op]:
     """The operations the phases spell. turns: for every word but W, the (micro-batch, chunk) it takes, in order."""
     waiting = {word: deque(pairs) for word, pairs in turns.items()} | {"W": deque()}
     ops = []
@@ -26,7 +26,7 @@ def play(phases: Phases, **turns: Sequence[tuple[int, int]]) -> list[Op]:
     return ops
 
 
-def in_turn(micro_batches: int, chunk: int = 0) -> list[tuple[int, int]]:
+def micro_batch_order(micro_batches: int, chunk: int = 0) -> list[tuple[int, int]]:
     """One chunk's micro-batches, from the first to the last."""
     return [(micro_batch, chunk) for micro_batch in range(micro_batches)]
 
@@ -36,8 +36,8 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:
 
     Huang et al. 2019, section 2.2 and figure 2.
     """
-    turns = in_turn(micro_batches)
-    return play([("F", micro_batches), ("B", micro_batches)], F=turns, B=turns)
+    turns = micro_batch_order(micro_batches)
+    return expand_phases([("F", micro_batches), ("B", micro_batches)], F=turns, B=turns)
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
@@ -46,8 +46,8 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
     Stage s has min(stages - s, micro_batches) micro-batches alive, however many there are.
     Narayanan et al. 2019, section 3.2; with a flush at the end of a step: Narayanan et al. 2021, section 2.2.1.
     """
-    turns = in_turn(micro_batches)
-    return play([("F", stages - 1 - stage), ("F B", micro_batches)], F=turns, B=turns)
+    turns = micro_batch_order(micro_batches)
+    return expand_phases([("F", stages - 1 - stage), ("F B", micro_batches)], F=turns, B=turns)
 
 
 def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Op]:
@@ -60,7 +60,7 @@ def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> lis
     forward = [(m, chunk) for group in groups for chunk in range(chunks) for m in group]
     backward = [(m, chunk) for group in groups for chunk in reversed(range(chunks)) for m in group]
     early = 2 * (stages - 1 - stage) + (chunks - 1) * stages
-    return play([("F", early), ("F B", len(forward))], F=forward, B=backward)
+    return expand_phases([("F", early), ("F B", len(forward))], F=forward, B=backward)
 
 
 def zb_h(stage: int, stages: int, micro_batches: int, depth: int) -> list[Op]:
@@ -70,10 +70,10 @@ def zb_h(stage: int, stages: int, micro_batches: int, depth: int) -> list[Op]:
     halves back. Every stage then has as many micro-batches alive: stages, or 2 * stages - 1.
     Qi et al. 2023, sections 2.1 and 2.2, figure 3; the bubbles that are left: table 2.
     """
-    turns = in_turn(micro_batches)
+    turns = micro_batch_order(micro_batches)
     early, late = depth * (stages - 1 - stage), depth * stage
     phases = [("F", early), ("F B", late), ("F B W", micro_batches), ("W", late)]
-    return play(phases, F=turns, B=turns)
+    return expand_phases(phases, F=turns, B=turns)
 
 
 def zb_v(stage: int, stages: int, micro_batches: int) -> list[Op]:
@@ -94,5 +94,5 @@ def zb_v(stage: int, stages: int, micro_batches: int) -> list[Op]:
         ("B0 W", ahead),
         ("W", 2 * stage),
     ]
-    down, up = in_turn(micro_batches, 0), in_turn(micro_batches, 1)
-    return play(phases, F0=down, B0=down, F1=up, B1=up)
+    down, up = micro_batch_order(micro_batches, 0), micro_batch_order(micro_batches, 1)
+    return expand_phases(phases, F0=down, B0=down, F1=up, B1=up)

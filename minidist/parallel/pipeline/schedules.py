@@ -1,4 +1,4 @@
-"""`schedule(kind, stages, micro_batches)`: the schedules by name, and what each of them needs."""
+"""`build_schedule(kind, stages, micro_batches)`: the schedules by name, and what each of them needs."""
 
 from minidist.config import Config
 from minidist.mesh import Mesh
@@ -16,7 +16,7 @@ KINDS = {
 }
 
 
-def schedule(kind: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
+def build_schedule(kind: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
     """The schedule of that name for a pipeline of `stages` ranks.
 
     chunks: parts of the model on each stage; interleaved takes 2 or more (2 when not given), zb-v 2, the others 1.
@@ -40,7 +40,7 @@ def pipeline_schedule(config: Config, mesh: Mesh) -> Schedule | None:
     if mesh.pp == 1:
         return None
     validate_pipeline(config, mesh)
-    return schedule(config.parallel.schedule, mesh.pp, config.train.micro_batches, config.parallel.chunks)
+    return build_schedule(config.parallel.schedule, mesh.pp, config.train.micro_batches, config.parallel.chunks)
 
 
 def _order(kind: str, stage: int, stages: int, micro_batches: int, chunks: int) -> list[Op]:

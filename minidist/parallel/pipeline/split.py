@@ -14,7 +14,7 @@ from minidist.parameters import named_parameters
 EMBEDDING = "model.embed_tokens.weight"
 
 
-class Elsewhere(nn.Module):
+class ModuleOnOtherStage(nn.Module):
     """In the place of a module that another stage holds, so that the names of the others stay as they are."""
 
     def __init__(self, name: str):
@@ -26,7 +26,9 @@ class Elsewhere(nn.Module):
         raise RuntimeError(f"{self.name} was called, and another stage of the pipeline holds it")
 
 
-def split(model: nn.Module, schedule: Schedule, stage: int, parts: Sequence[range]) -> dict[str, tuple[int, ...]]:
+def keep_stage_modules(
+    model: nn.Module, schedule: Schedule, stage: int, parts: Sequence[range]
+) -> dict[str, tuple[int, ...]]:
     """Leave in `model` what this stage holds of it; returns the chunks that use each parameter, by global name.
 
     model: a whole Transformer. parts: the layers of every part of the model, from the input on. A head that is tied to
@@ -38,9 +40,9 @@ def split(model: nn.Module, schedule: Schedule, stage: int, parts: Sequence[rang
     layers = model.model.layers
     for index in range(len(layers)):
         if index not in part_of:
-            layers[index] = Elsewhere(f"layer {index}")
+            layers[index] = ModuleOnOtherStage(f"layer {index}")
     if 0 not in chunks and not (end in chunks and tied):
-        model.model.embed_tokens = Elsewhere("the embedding")
+        model.model.embed_tokens = ModuleOnOtherStage("the embedding")
     if end not in chunks:
         _leave_out(model, keep=("model",))
         _leave_out(model.model, keep=("embed_tokens", "layers"))
@@ -61,4 +63,4 @@ def _leave_out(module: nn.Module, keep: Sequence[str]) -> None:
         setattr(module, name, None)
     for name in dict(module.named_children()):
         if name not in keep:
-            setattr(module, name, Elsewhere(name))
+            setattr(module, name, ModuleOnOtherStage(name))

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from minidist.errors import UserError
 from minidist.parallel.pipeline.action_times import ActionTimes
-from minidist.parallel.pipeline.actions import Op, Place, Schedule
-from minidist.parallel.pipeline.check import in_order
+from minidist.parallel.pipeline.actions import Op, Schedule, StageOp
+from minidist.parallel.pipeline.check import topological_order
 
 
 class Transfer(NamedTuple):
@@ -24,29 +24,29 @@ class Transfer(NamedTuple):
 
     kind: str
     peer: int
-    result_of: Place
+    result_of: StageOp
 
     def __str__(self) -> str:
         return f"{self.kind} {self.result_of.op} {'to' if self.kind == 'send' else 'from'} stage {self.peer}"
 
 
-Program = Sequence[Op | Transfer]
+StageProgram = Sequence[Op | Transfer]
 
 
-def with_transfers(times: ActionTimes) -> list[list[Op | Transfer]]:
-    """For every stage what it does, in order: its operations, and what it sends and receives between them.
+def insert_transfers(times: ActionTimes) -> list[list[Op | Transfer]]:
+    """Return the program of every stage: its operations in order, with the sends and receives between them.
 
-    `rendezvous` proves the result, even when every send and receive holds up its stage until the other end is there.
-    Stages that send and receive while they compute start each transfer there, and wait for it where they need it.
+    `check_rendezvous` proves the result free of deadlock even if every transfer blocks until its peer is there. A stage
+    with asynchronous transfers posts each where the program has it and waits where it needs the tensor.
     """
     schedule = times.schedule
     programs: list[list[Op | Transfer]] = [[] for _ in range(schedule.stages)]
-    rank = {place: number for number, place in enumerate(in_order(schedule))}
+    rank = {place: number for number, place in enumerate(topological_order(schedule))}
     # An operation counts from its start, a transfer from the end of the operation whose result it carries.
-    events: list[tuple[float, int, int, Place]] = []
+    events: list[tuple[float, int, int, StageOp]] = []
     for stage, spans in enumerate(times.spans):
         for span in spans:
-            place = Place(stage, span.op)
+            place = StageOp(stage, span.op)
             events += [(span.start, rank[place], 0, place), (span.end, rank[place], 1, place)]
     for _, _, is_end, place in sorted(events):
         if not is_end:
@@ -57,13 +57,13 @@ def with_transfers(times: ActionTimes) -> list[list[Op | Transfer]]:
     return programs
 
 
-def rendezvous(schedule: Schedule, programs: Sequence[Program]) -> None:
+def check_rendezvous(schedule: Schedule, programs: Sequence[StageProgram]) -> None:
     """Prove that programs end when a send ends only once its receive has begun, and the other way round.
 
     Raises UserError when stages wait for each other, and when one uses or sends what it does not have.
     """
     at = [0] * len(programs)
-    have: list[set[Place]] = [set() for _ in programs]
+    have: list[set[StageOp]] = [set() for _ in programs]
     awake = list(range(len(programs)))
     while awake:
         stage = awake.pop()
@@ -81,23 +81,23 @@ def rendezvous(schedule: Schedule, programs: Sequence[Program]) -> None:
             else:
                 for need in schedule.needs(stage, step):
                     _check_has(have[stage], stage, need, f"runs {step}")
-                have[stage].add(Place(stage, step))
+                have[stage].add(StageOp(stage, step))
             at[stage] += 1
     if stuck := [stage for stage, program in enumerate(programs) if at[stage] < len(program)]:
         waits = "; ".join(f"stage {stage} waits in {programs[stage][at[stage]]}" for stage in stuck)
         raise UserError(
-            f"the transfers deadlock: {waits}. Give both ends of each a place in one order: with_transfers."
+            f"the transfers deadlock: {waits}. Give both ends of each a place in one order: insert_transfers."
         )
 
 
-def _matched(programs: Sequence[Program], at: Sequence[int], stage: int, step: Transfer) -> int | None:
+def _matched(programs: Sequence[StageProgram], at: Sequence[int], stage: int, step: Transfer) -> int | None:
     """The peer, if it stands at the other end of this very transfer."""
     program, index = programs[step.peer], at[step.peer]
     other = Transfer("recv" if step.kind == "send" else "send", stage, step.result_of)
     return step.peer if index < len(program) and program[index] == other else None
 
 
-def _check_has(have: set[Place], stage: int, need: Place, what: str) -> None:
+def _check_has(have: set[StageOp], stage: int, need: StageOp, what: str) -> None:
     if need not in have:
         how = "run" if need.stage == stage else "received"
         raise UserError(f"stage {stage} {what} before it has {how} {need}: put that first.")

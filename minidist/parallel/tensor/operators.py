@@ -1,20 +1,20 @@
-"""What happens to activations on their way into and out of the part of a model that ranks share.
+"""Autograd operators at the entry and exit of tensor-parallel regions.
 
-Each pair is conjugate: the backward of one is the forward of the other. All ranks of the group compute the same loss
-from the same batch, so a tensor that every rank holds whole has, on every rank, its whole gradient.
+The operators of each pair are conjugate: the backward of one is the forward of the other. All ranks of the group
+compute the same loss from the same batch, so a replicated tensor has its full gradient on every rank.
 
-    ===============  ===========================  ============================
-    operator         forward                      backward
-    ===============  ===========================  ============================
-    `copied`         nothing                      all-reduce
-    `summed`         all-reduce                   nothing
-    `gathered`       all-gather along a dim       reduce-scatter along it
-    `scattered`      reduce-scatter along a dim   all-gather along it
-    ===============  ===========================  ============================
+    ======================  ===========================  ===========================
+    operator                forward                      backward
+    ======================  ===========================  ===========================
+    `copy_to_tp`            identity                     all-reduce
+    `reduce_from_tp`        all-reduce                   identity
+    `gather_from_sp`        all-gather along a dim       reduce-scatter along it
+    `reduce_scatter_to_sp`  reduce-scatter along a dim   all-gather along it
+    ======================  ===========================  ===========================
 
-`copied` and `summed` are f and g of Shoeybi et al. 2019 (arXiv 1909.08053, figure 3 and section 3), `gathered` and
-`scattered` g and g-bar of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2, figure 5), where the ranks share
-the sequence outside of the operators.
+`copy_to_tp` and `reduce_from_tp` are f and g of Shoeybi et al. 2019 (arXiv 1909.08053, figure 3 and section 3);
+`gather_from_sp` and `reduce_scatter_to_sp` are g and g-bar of Korthikanti et al. 2022 (arXiv 2205.05198, section
+4.2.2, figure 5), where the activations outside the region are sharded along the sequence.
 """
 
 from collections.abc import Callable
@@ -51,35 +51,44 @@ class _Summed(torch.autograd.Function):
         return grad, None
 
 
-def copied(x: Tensor, group: Group) -> Tensor:
-    """`x` (any shape), whole on every rank, on its way to parts of an operator: its gradients are summed."""
+def copy_to_tp(x: Tensor, group: Group) -> Tensor:
+    """Return the replicated `x` (any shape) as input of a tensor-parallel region; backward all-reduces its gradient."""
     return x if group.size == 1 else _Copied.apply(x, group.key)
 
 
-def summed(x: Tensor, group: Group) -> Tensor:
-    """The sum over the group of what the ranks' parts of an operator gave, whole on every rank."""
+def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
+    """All-reduce the partial results `x` (any shape) of a tensor-parallel region; the result is replicated."""
     return x if group.size == 1 else _Summed.apply(x, group.key)
 
 
-def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The ranks' equal parts of a tensor, put together along `dim` in rank order."""
+def gather_from_sp(x: Tensor, group: Group, dim: int) -> Tensor:
+    """All-gather equal shards along `dim`, in rank order; backward reduce-scatters the gradient."""
     if group.size == 1:
         return x
-    # Laid out anew once: else each projection that reads it would make, and keep for backward, a copy of its own.
+    # Contiguous once here: otherwise each projection that reads it would copy it and save that copy for backward.
     return ops.all_gather(x.movedim(dim, 0), group.key, group.size).movedim(0, dim).contiguous()
 
 
-def scattered(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's equal part along `dim` of the sum over the group. Raises ValueError when the size does not divide."""
+def reduce_scatter_to_sp(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Sum `x` over the group and return this rank's equal shard along `dim`; backward all-gathers the gradient.
+
+    Raises ValueError when the group size does not divide the dimension.
+    """
     if group.size == 1:
         return x
     if x.shape[dim] % group.size:
-        raise ValueError(f"dimension {dim} has {x.shape[dim]} elements, which {group.size} ranks cannot share equally")
+        raise ValueError(
+            f"dimension {dim} has {x.shape[dim]} elements, which cannot be sharded equally over {group.size} ranks"
+        )
     return ops.reduce_scatter(x.movedim(dim, 0), group.key, group.size).movedim(0, dim)
 
 
-def operators(group: Group, sequence: bool) -> tuple[Operator, Operator]:
-    """How (b, s, h) enters the part of the model that ranks share, and how it leaves: whole, or as parts."""
+def region_operators(group: Group, sequence: bool) -> tuple[Operator, Operator]:
+    """Return the operators with which (b, s, h) enters and leaves a tensor-parallel region.
+
+    sequence: whether activations outside the region are sharded along the sequence (sequence parallelism).
+    """
     if sequence:
-        return partial(gathered, group=group, dim=SEQUENCE), partial(scattered, group=group, dim=SEQUENCE)
-    return partial(copied, group=group), partial(summed, group=group)
+        dim = {"group": group, "dim": SEQUENCE}
+        return partial(gather_from_sp, **dim), partial(reduce_scatter_to_sp, **dim)
+    return partial(copy_to_tp, group=group), partial(reduce_from_tp, group=group)

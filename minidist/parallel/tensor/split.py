@@ -1,7 +1,6 @@
-"""A whole model in, this rank's part of it out: which parameter is cut where, in one place.
+"""Tensor parallelism: replace the layers of a full model by this rank's shards, in place.
 
-The model knows nothing of this, and nothing is imported from it: a block is known by the names of its projections,
-those of Llama.
+The model code knows nothing of parallelism and is not imported here: projections are found by their names, Llama's.
 """
 
 from dataclasses import dataclass, replace
@@ -10,20 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group
-from minidist.parallel.tensor.linear import ColumnLinear, RowLinear
-from minidist.parallel.tensor.operators import Operator, operators
-from minidist.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyLoss
+from minidist.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from minidist.parallel.tensor.operators import Operator, region_operators
+from minidist.parallel.tensor.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 from minidist.parameters import Box, named_parameters
 from minidist.validation import validate_tensor_parallel
 
 
 @dataclass(frozen=True)
-class Held:
-    """What one rank of the group holds of a parameter.
+class ParamShard:
+    """The shard of a parameter that one rank of the group holds.
 
-    box: which part of the whole; holders: group ranks that hold the same part, this one included.
-    partial: whether the gradient of each holder is a contribution, so that only their sum is the gradient; else each
-    has it whole.
+    box: its rectangle of the full parameter. holders: group ranks that hold the same box, this one included.
+    partial: whether the local gradients of the holders must be summed; otherwise each holder has the full gradient.
     """
 
     box: Box
@@ -31,7 +29,7 @@ class Held:
     partial: bool = False
 
 
-def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, Held]:
+def apply_tensor_parallel(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, ParamShard]:
     """Leave in `model` what this rank of the group holds of it; returns that, by the parameters' global names.
 
     model: a Transformer, or a pipeline stage's part of one. All ranks begin with the same and see the same batches.
@@ -46,10 +44,10 @@ def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, H
     config, size = model.config, group.size
     validate_tensor_parallel(config, size)
     everyone = tuple(range(size))
-    held = {name: Held(Box.whole(tuple(p.shape)), everyone) for name, p in named_parameters(model).items()}
+    held = {name: ParamShard(Box.whole(tuple(p.shape)), everyone) for name, p in named_parameters(model).items()}
     if size == 1:
         return held
-    enter, leave = operators(group, sequence)
+    enter, leave = region_operators(group, sequence)
     cutter = _Cutter(group, held)
     for index, layer in enumerate(model.model.layers):
         if f"model.layers.{index}.self_attn.q_proj.weight" not in held:
@@ -63,11 +61,11 @@ def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, H
     rows = None
     if embedding in held:
         rows = cutter.cut(embedding, model.model.embed_tokens.weight, 0)
-        model.model.embed_tokens = VocabularyEmbedding(rows, first, leave)
+        model.model.embed_tokens = VocabParallelEmbedding(rows, first, leave)
     if model.model.norm.weight is not None:  # the end of the model is here
         # A tied head has no name of its own in `held`: `tie` gives it the embedding's parameter.
-        model.lm_head = ColumnLinear(cutter.cut(head, model.lm_head.weight, 0) if head in held else rows, enter)
-        model.loss = VocabularyLoss(first, group)
+        model.lm_head = ColumnParallelLinear(cutter.cut(head, model.lm_head.weight, 0) if head in held else rows, enter)
+        model.loss = VocabParallelLoss(first, group)
     model.tie()
     if sequence:
         for name in [name for name in held if name.endswith("norm.weight")]:
@@ -77,50 +75,50 @@ def split(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, H
 
 
 class _Cutter:
-    """Cuts parameters for one rank, and writes down what it took."""
+    """Shards parameters for one rank and records the shards."""
 
-    def __init__(self, group: Group, held: dict[str, Held]):
+    def __init__(self, group: Group, held: dict[str, ParamShard]):
         self.group, self._held = group, held
 
     def range(self, whole: int) -> tuple[int, int]:
-        """This rank's equal part of `whole` features."""
+        """The (start, stop) of this rank's equal shard of `whole` features."""
         each = whole // self.group.size
         return self.group.rank * each, (self.group.rank + 1) * each
 
     def cut(self, name: str, weight: Tensor, dim: int, at: tuple[int, int] | None = None, holders=None) -> Tensor:
-        """A copy of this rank's rows (dim 0) or columns (dim 1), so that the whole can be let go.
+        """Return a copy of this rank's rows (dim 0) or columns (dim 1), so that the full weight can be freed.
 
-        at: which, an equal part when None; holders: who holds the same, this rank alone when None.
+        at: (start, stop), an equal shard by default; holders: ranks with the same shard, this rank alone by default.
         """
         begin, end = at or self.range(weight.shape[dim])
         start, stop = [0] * weight.ndim, list(weight.shape)
         start[dim], stop[dim] = begin, end
         holders = holders or (self.group.rank,)
-        self._held[name] = Held(Box(tuple(start), tuple(stop)), holders, partial=len(holders) > 1)
+        self._held[name] = ParamShard(Box(tuple(start), tuple(stop)), holders, partial=len(holders) > 1)
         with torch.no_grad():
             return weight.narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
 
 
 def _attention(attention: nn.Module, leave: Operator, config, cutter: _Cutter, name: str) -> None:
-    """Whole heads to every rank: those of the queries in order, and the key and value heads that they need."""
+    """Give each rank whole heads: consecutive query heads, and the key and value heads that they attend to."""
     group, width = cutter.group, config.head_dim
-    attention.q_proj = ColumnLinear(cutter.cut(f"{name}.q_proj.weight", attention.q_proj.weight, 0))
-    # With fewer heads than ranks, several ranks hold the same one, each for its own queries.
+    attention.q_proj = ColumnParallelLinear(cutter.cut(f"{name}.q_proj.weight", attention.q_proj.weight, 0))
+    # With fewer key heads than ranks, several ranks hold the same head, each for its own query heads.
     each = max(1, config.num_kv_heads // group.size)
     head = group.rank * config.num_kv_heads // group.size
     holders = tuple(r for r in range(group.size) if r * config.num_kv_heads // group.size == head)
     for which in ("k_proj", "v_proj"):
         weight, at = getattr(attention, which).weight, (head * width, (head + each) * width)
         rows = cutter.cut(f"{name}.{which}.weight", weight, 0, at, holders)
-        setattr(attention, which, ColumnLinear(rows))
-    attention.o_proj = RowLinear(cutter.cut(f"{name}.o_proj.weight", attention.o_proj.weight, 1), leave)
+        setattr(attention, which, ColumnParallelLinear(rows))
+    attention.o_proj = RowParallelLinear(cutter.cut(f"{name}.o_proj.weight", attention.o_proj.weight, 1), leave)
 
 
 def _feed_forward(layer: nn.Module, leave: Operator, cutter: _Cutter, name: str) -> None:
     for which in ("gate_proj", "up_proj"):
         rows = cutter.cut(f"{name}.{which}.weight", getattr(layer, which).weight, 0)
-        setattr(layer, which, ColumnLinear(rows))
-    layer.down_proj = RowLinear(cutter.cut(f"{name}.down_proj.weight", layer.down_proj.weight, 1), leave)
+        setattr(layer, which, ColumnParallelLinear(rows))
+    layer.down_proj = RowParallelLinear(cutter.cut(f"{name}.down_proj.weight", layer.down_proj.weight, 1), leave)
 
 
 def _enter_once(module: nn.Module, enter: Operator) -> None:
@@ -129,7 +127,7 @@ def _enter_once(module: nn.Module, enter: Operator) -> None:
 
 
 def _own_positions(group: Group):
-    """Let a rank draw the dropout masks of its part of the sequence: an address tells of what the rank holds."""
+    """Return a hook that narrows the dropout address to this rank's positions of the sequence."""
 
     def narrow(_, args, kwargs):
         address = kwargs.get("address")

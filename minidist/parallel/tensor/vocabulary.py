@@ -1,4 +1,4 @@
-"""Embedding, output layer and loss with the vocabulary shared out: no rank ever holds the logits of all tokens."""
+"""Embedding and loss with a sharded vocabulary: no rank ever holds the logits of all tokens."""
 
 import torch
 import torch.nn.functional as F
@@ -9,10 +9,10 @@ from minidist.comm import functional as ops
 from minidist.parallel.tensor.operators import Operator
 
 
-class VocabularyEmbedding(nn.Module):
-    """Rows `first` to `first + n` of an embedding: (b, s) int64 -> what `leave` makes of (b, s, h).
+class VocabParallelEmbedding(nn.Module):
+    """Rows `first` to `first + n` of an embedding, (b, s) int64 -> (b, s, h), or this rank's sequence shard of it.
 
-    weight: (n, h). leave: sums over the ranks; a token of another rank gives zeros here, and the sum is its row.
+    weight: (n, h). leave: the operator that sums over the ranks; a token of another rank's rows gives zeros here.
     """
 
     def __init__(self, weight: Tensor, first: int, leave: Operator):
@@ -51,7 +51,7 @@ class _CrossEntropy(torch.autograd.Function):
         return each.scatter_add_(1, column, -(mine * grad)[:, None]), None, None, None
 
 
-class VocabularyLoss:
+class VocabParallelLoss:
     """`token_loss` on logits of which every rank holds those of `n` tokens, `first` on. A callable.
 
     "fuse the output of the parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3): three numbers

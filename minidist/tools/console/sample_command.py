@@ -35,7 +35,7 @@ def sample(options: SampleOptions) -> str:
         raise UserError(f"--top-k is {options.top_k}; it must be at least 1.")
     if not options.prompt:
         raise UserError("--prompt is empty; give at least one character to begin with.")
-    path = folders.latest(run_folder.checkpoints_of(options.checkpoint), "sample from")
+    path = folders.latest_checkpoint(run_folder.checkpoints_of(options.checkpoint), "sample from")
     from minidist.tools.console.sample_text import (  # here: with it comes torch, which takes seconds
         continue_text,
         load_model,

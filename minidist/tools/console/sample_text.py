@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minidist.config import Config
 from minidist.fault import checkpoint
-from minidist.fault.layout import Piece
+from minidist.fault.shards import TensorShard
 from minidist.models.transformer import Transformer
 from minidist.parameters import Box, named_parameters
 from minidist.tools.console.generate import generate
@@ -28,8 +28,8 @@ def load_model(path: Path) -> tuple[Transformer, Config]:
     pieces = []
     for name, parameter in named_parameters(model).items():
         shape = tuple(parameter.shape)
-        pieces.append(Piece(f"{PARAMETERS}/{name}", shape, Box.whole(shape), parameter.detach()))
-    checkpoint.load(path, pieces, prefix=PARAMETERS + "/")
+        pieces.append(TensorShard(f"{PARAMETERS}/{name}", shape, Box.whole(shape), parameter.detach()))
+    checkpoint.load_checkpoint(path, pieces, prefix=PARAMETERS + "/")
     return model, config
 
 

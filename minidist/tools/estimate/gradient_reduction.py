@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
-from minidist.process_groups import REDUCING, ranks_at
+from minidist.process_groups import GRADIENT_GROUPS, ranks_at
 from minidist.tools.estimate.layout import DTYPE_BYTES, Layout
 from minidist.tools.estimate.states import weights
 
@@ -34,7 +34,7 @@ def contributors(shared: str, stages: Sequence[int], layout: Layout, rank: int) 
 def find_reduction_group(shared: str, stages: Sequence[int], layout: Layout, groups: Groups, rank: int) -> str:
     """The name of the group spec whose ranks are exactly the contributors to this rank's gradient."""
     wanted = contributors(shared, stages, layout, rank)
-    return next(name for name in REDUCING if name in groups and groups[name].get(rank) == wanted)
+    return next(name for name in GRADIENT_GROUPS if name in groups and groups[name].get(rank) == wanted)
 
 
 def list_gradient_all_reduces(layout: Layout, groups: Groups, rank: int) -> list[tuple[str, int, int]]:

@@ -4,17 +4,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from minidist.config import Config
-from minidist.data.partition import block, weighted
+from minidist.data.partition import block_partition, weighted_partition
 from minidist.mesh import Mesh
 from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.schedules import pipeline_schedule
-from minidist.precision.policy import BYTES as FORMAT_BYTES
-from minidist.precision.policy import TORCH_NAMES, Policy, policy_of
-from minidist.process_groups import stage_parts
+from minidist.precision.policy import PRECISION_BYTES, TORCH_NAMES, Policy, resolve_policy
+from minidist.process_groups import assign_layers
 from minidist.validation import validate
 
 # Bytes per element, by torch's name of the dtype.
-DTYPE_BYTES = {TORCH_NAMES[name]: size for name, size in FORMAT_BYTES.items()} | {"int64": 8, "int32": 4, "bool": 1}
+DTYPE_BYTES = {TORCH_NAMES[name]: size for name, size in PRECISION_BYTES.items()} | {"int64": 8, "int32": 4, "bool": 1}
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Layout:
     def model_chunks(self) -> list[ModelChunk]:
         """All chunks of the model, in the order of forward."""
         model, seq_len = self.config.model, self.config.data.seq_len
-        cuts = stage_parts(model, self.schedule, seq_len) if self.schedule else [range(model.num_layers)]
+        cuts = assign_layers(model, self.schedule, seq_len) if self.schedule else [range(model.num_layers)]
         return [ModelChunk(layers, i == 0, i == len(cuts) - 1) for i, layers in enumerate(cuts)]
 
     def chunks(self, stage: int) -> list[ModelChunk]:
@@ -63,8 +62,8 @@ class Layout:
         """The number of samples in each micro-batch of the ranks at coordinate `dp`, as the loader cuts them."""
         train, shares = self.config.train, self.config.data.shares
         batch, size = train.global_batch, self.mesh.dp
-        local = block(batch, size, dp) if shares is None else weighted(batch, shares, dp)
-        return [block(local.size, train.micro_batches, i).size for i in range(train.micro_batches)]
+        local = block_partition(batch, size, dp) if shares is None else weighted_partition(batch, shares, dp)
+        return [block_partition(local.size, train.micro_batches, i).size for i in range(train.micro_batches)]
 
     @property
     def largest_micro_batch(self) -> int:
@@ -81,4 +80,4 @@ class Layout:
 def layout_of(config: Config, world_size: int) -> Layout:
     """The layout of a run on `world_size` ranks. Raises UserError for a run that `minidist train` would refuse."""
     mesh = validate(config, world_size)
-    return Layout(config, mesh, pipeline_schedule(config, mesh), policy_of(config.precision))
+    return Layout(config, mesh, pipeline_schedule(config, mesh), resolve_policy(config.precision))

@@ -10,7 +10,7 @@ from minidist.config import Config
 from minidist.errors import UserError
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
-from minidist.precision.policy import Policy, policy_of
+from minidist.precision.policy import Policy, resolve_policy
 from minidist.tools.estimate.states import ModelStates, model_states, moments_of, row_of
 from minidist.tools.estimate.table import format_si, print_table
 from minidist.tools.simulate.draw import WIDTH
@@ -54,7 +54,7 @@ def estimate_from_parameter_count(config: Config, world_size: int, parameters: f
             "--parameters does not tell them apart. Describe the model with --model..., or give --optim.kind adamw."
         )
     validate_shard_group(config, mesh)
-    policy, shards = policy_of(config.precision), config.zero.shard_group_size(mesh)
+    policy, shards = resolve_policy(config.precision), config.zero.shard_group_size(mesh)
     local = -(-int(parameters) // (mesh.tp * mesh.pp))
     row = row_of(local, shards, moments_of(config.optim, hidden_matrix=False))
     states = model_states([row], config.zero, policy)

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from minidist.precision.policy import BYTES
-from minidist.process_groups import REDUCING, is_hidden_matrix
+from minidist.precision.policy import PRECISION_BYTES
+from minidist.process_groups import GRADIENT_GROUPS, is_hidden_matrix
 from minidist.tools.estimate import states
 from minidist.tools.estimate.gradient_reduction import MIB, Groups, contributors
 from minidist.tools.estimate.layout import Layout
@@ -49,7 +49,7 @@ def rows(layout: Layout, groups: Groups, rank: int) -> list[Row]:
         config.zero,
         config.zero.shard_group_size(layout.mesh),
         int(config.comm.bucket_mib * MIB),
-        BYTES[layout.policy.reduce],
+        PRECISION_BYTES[layout.policy.reduce],
     )
     return [Row(each.layout, *each.kind, each.block) for each in planned]
 
@@ -61,7 +61,7 @@ def _outer(layout: Layout, groups: Groups, rank: int, weight: Weight) -> str | N
         here = tuple(r for r in here if place[r].index(r) == place[rank].index(rank))
     if len(here) == 1:
         return None
-    return next(use for use in REDUCING if use in groups and groups[use].get(rank) == here)
+    return next(use for use in GRADIENT_GROUPS if use in groups and groups[use].get(rank) == here)
 
 
 def _chunk(layout: Layout, stage: int, weight: Weight) -> int:
@@ -91,19 +91,19 @@ def kept(layout: Layout, stage: int, found: Sequence[Row], place: int) -> states
     else:
         elements = {weight.name: weight.numel for weight in every}
         whole, uses = sum(elements.values()), len(every) if layout.config.comm.gradients == "bucketed" else 0
-        each = BYTES[policy.parameter]
+        each = PRECISION_BYTES[policy.parameter]
         plain = states.ModelStates(whole * each, (whole + uses) * each, 0, 0)
     moments = 0
     for name, numel in elements.items():
         of = states.moments_of(optim, hidden_matrix=is_hidden_matrix(name, dimensions[name]))
-        moments += numel * of * BYTES[policy.state] + (BYTES["fp32"] if of == 2 else 0)
+        moments += numel * of * PRECISION_BYTES[policy.state] + (PRECISION_BYTES["fp32"] if of == 2 else 0)
     return dataclasses.replace(plain, moments=moments)
 
 
 def messages(layout: Layout, found: Sequence[Row], stage: int) -> Counter[Operation]:
     """What a rank sends in a step for gradients and parameters: (use, operation, elements, bytes of an element)."""
     zero, policy, sent = layout.config.zero, layout.policy, Counter()
-    reduce, parameter = BYTES[policy.reduce], BYTES[policy.parameter]
+    reduce, parameter = PRECISION_BYTES[policy.reduce], PRECISION_BYTES[policy.parameter]
     rounds = layout.config.train.micro_batches if zero.shares_gradients else 1
     gathered = _gathers(layout, stage) if zero.stage == 3 else Counter({ROOT: 1})
     for row in found:

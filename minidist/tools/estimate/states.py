@@ -7,8 +7,7 @@ from typing import NamedTuple
 from minidist import process_groups as roles
 from minidist.config import OptimConfig, ZeroConfig
 from minidist.models.config import ModelConfig
-from minidist.precision.policy import BYTES as FORMAT_BYTES
-from minidist.precision.policy import Policy
+from minidist.precision.policy import PRECISION_BYTES, Policy
 from minidist.tools.estimate.layout import Layout
 from minidist.tools.estimate.shapes import Dimensions
 
@@ -57,7 +56,9 @@ def weights(layout: Layout, stage: int) -> list[Weight]:
 
 
 def _stages(layout: Layout, stage: int, name: str, tied: bool) -> tuple[int, ...]:
-    return roles.ends(layout.schedule) if tied and name == FIRST[0][0] and layout.schedule else (stage,)
+    return (
+        roles.first_and_last_stages(layout.schedule) if tied and name == FIRST[0][0] and layout.schedule else (stage,)
+    )
 
 
 def parameter_tensors(model: ModelConfig) -> int:
@@ -111,8 +112,8 @@ def model_states(rows: Iterable[Row], zero: ZeroConfig, policy: Policy) -> Model
     rows = list(rows)
     whole, part = sum(row.numel for row in rows), sum(row.shard for row in rows)
     return ModelStates(
-        parameters=(part if zero.stage == 3 else whole) * FORMAT_BYTES[policy.parameter],
-        gradients=(part if zero.shares_gradients else whole) * FORMAT_BYTES[policy.accumulate],
-        masters=part * FORMAT_BYTES[policy.master] if policy.separate_masters else 0,
-        moments=sum(row.shard * row.moments for row in rows) * FORMAT_BYTES[policy.state],
+        parameters=(part if zero.stage == 3 else whole) * PRECISION_BYTES[policy.parameter],
+        gradients=(part if zero.shares_gradients else whole) * PRECISION_BYTES[policy.accumulate],
+        masters=part * PRECISION_BYTES[policy.master] if policy.separate_masters else 0,
+        moments=sum(row.shard * row.moments for row in rows) * PRECISION_BYTES[policy.state],
     )

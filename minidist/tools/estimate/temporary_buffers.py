@@ -7,7 +7,7 @@ to the shard that stays. At most two flat gradients are in flight, one while ano
 
 from collections.abc import Sequence, Set
 
-from minidist.precision.policy import BYTES
+from minidist.precision.policy import PRECISION_BYTES
 from minidist.process_groups import is_hidden_matrix
 from minidist.tools.estimate import shards, states
 from minidist.tools.estimate.layout import Layout
@@ -30,7 +30,10 @@ class TemporaryBuffers:
         self.layout, self.stage, self.flat_groups = layout, stage, flat_groups
         self.gradient_bytes, self.several = gradient_bytes, several
         self.zero, self.policy = layout.config.zero, layout.policy
-        self.grad_size, self.wire_size = BYTES[self.policy.accumulate], BYTES[self.policy.reduce]  # per element
+        self.grad_size, self.wire_size = (
+            PRECISION_BYTES[self.policy.accumulate],
+            PRECISION_BYTES[self.policy.reduce],
+        )  # per element
         self._weights = {weight.name: weight for weight in states.weights(layout, stage)}
 
     # -- parameters ---------------------------------------------------------------------------------------------------
@@ -50,7 +53,7 @@ class TemporaryBuffers:
             blocks = [i for i in (place, place - (self.zero.prefetch and prefetching)) if i in part.layers]
         gathered = {*blocks, *([ROOT] if part.first or part.last else [])}
         numel = sum(group.layout.numel for group in self.flat_groups if group.block in gathered)
-        return numel * BYTES[self.policy.parameter]
+        return numel * PRECISION_BYTES[self.policy.parameter]
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -118,7 +121,7 @@ class TemporaryBuffers:
     def _waiting_bytes(self, ready: Set[str], launched: Sequence[Row]) -> int:
         """Bytes of the gradients that autograd has computed and no launched reduction has copied."""
         names = ready.difference(*(group.layout.slots for group in launched))
-        return sum(self._weights[name].numel for name in names) * BYTES[self.policy.parameter]
+        return sum(self._weights[name].numel for name in names) * PRECISION_BYTES[self.policy.parameter]
 
     def _in_flight_bytes(self, chunk: int, launched: Sequence[Row], limit: int) -> int:
         """Bytes of the last `limit` launched flat gradients and of their shards; 0 for a group of one rank."""
@@ -168,8 +171,8 @@ class TemporaryBuffers:
         """Bytes that the update allocates: copies of one shard after another where gradients or masters have another
         dtype, and for Muon's orthogonalisation six tensors of a matrix's size and a square one. Where matrices are
         sharded, also about four copies of this rank's shards: what it sends and receives, both ways."""
-        policy, master_size = self.policy, BYTES[self.policy.master or self.policy.state]
-        no_masters = policy.master is None and master_size != BYTES[policy.parameter]
+        policy, master_size = self.policy, PRECISION_BYTES[self.policy.master or self.policy.state]
+        no_masters = policy.master is None and master_size != PRECISION_BYTES[policy.parameter]
         copies = (master_size != self.grad_size) + no_masters
         largest = max((group.layout.shard for group in self.flat_groups), default=0) * master_size * copies
         if self.layout.config.optim.kind != "muon":

@@ -9,8 +9,8 @@ from functools import cache
 
 from minidist.comm.group_specs import CONTROL
 from minidist.comm.wire_bytes import sent_elements, sent_elements_by_algorithm
-from minidist.precision.policy import BYTES
-from minidist.process_groups import REDUCING, is_hidden_matrix, uses
+from minidist.precision.policy import PRECISION_BYTES
+from minidist.process_groups import GRADIENT_GROUPS, group_specs, is_hidden_matrix
 from minidist.tools.estimate import gradient_reduction, shards, states
 from minidist.tools.estimate.flops import recomputes_down_projection
 from minidist.tools.estimate.layout import DTYPE_BYTES, Layout, ModelChunk
@@ -27,7 +27,7 @@ class Traffic:
 
     def __init__(self, layout: Layout):
         self.layout, mesh = layout, layout.mesh
-        specs = [CONTROL, *uses(mesh, layout.config)]
+        specs = [CONTROL, *group_specs(mesh, layout.config)]
         self._groups = {spec.name: gradient_reduction.group_by_rank(spec.rank_groups(mesh)) for spec in specs}
         # Ranks at one (pp, tp) coordinate reduce the same; those of a stage with equal batches compute the same.
         self._reduction_operations = cache(self._list_reductions)
@@ -69,7 +69,7 @@ class Traffic:
 
     def _sent_elements(self, spec: str, name: str, elements: int, size: int, group_rank: int) -> int:
         algorithm = self.layout.config.comm.algorithm
-        if spec in REDUCING and algorithm != "backend":
+        if spec in GRADIENT_GROUPS and algorithm != "backend":
             return sent_elements_by_algorithm(name, algorithm, elements, size, group_rank)
         return sent_elements(name, elements, size, group_rank)
 
@@ -80,7 +80,7 @@ class Traffic:
             return Counter()
         plan = self._matrix_plan(tuple(ranks))
         sent = sum(plan.sent_elements(ranks.index(rank), plan.holders))
-        return Counter([("matrices", "send", sent, BYTES[policy.master or policy.state])])
+        return Counter([("matrices", "send", sent, PRECISION_BYTES[policy.master or policy.state])])
 
     def _plan_matrices(self, ranks: Sequence[int]) -> MatrixPlan:
         return plan_matrices([self._matrix_shards(rank) for rank in ranks])

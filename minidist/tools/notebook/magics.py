@@ -74,7 +74,7 @@ class RanksMagics(Magics):
             print(f"the package's own again: {what}" if names else "nothing is replaced")
             return
         if len(words) != 1:
-            raise UsageError("write %%piece module:symbol, as in %%piece minidist.data.partition:block")
+            raise UsageError("write %%piece module:symbol, as in %%piece minidist.data.partition:block_partition")
         self.replace(words[0], "\n" + cell)  # line numbers as the notebook shows them
 
     def _start(self, words: list[str], options: dict) -> None:

@@ -20,7 +20,7 @@ from minidist.config import (
     ZeroConfig,
 )
 from minidist.data.loader import IGNORED, Batch, Loader
-from minidist.data.synthetic import generate
+from minidist.data.synthetic import generate_text
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
 from minidist.tools.parity.layouts import Layout
@@ -253,7 +253,7 @@ class Case:
 
 @cache
 def _text():
-    return generate(TEXT_LENGTH)
+    return generate_text(TEXT_LENGTH)
 
 
 def _multiple(least: int, of: int) -> int:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from minidist.models.config import ModelConfig
 from minidist.models.dropout import DropoutAddress
-from minidist.models.transformer import IGNORE, Transformer
+from minidist.models.transformer import IGNORE_INDEX, Transformer
 
 # Samples 35, 75, 115 use `rare`. In steps of 29 samples that is none in step 0, one in each of steps 1, 2 and 3, in
 # another part of the global batch each time, and none in step 4.
@@ -46,5 +46,5 @@ class Probe(Transformer):
         if chosen.any():
             rare = self.model.layers[-1].rare
             extra = rare * self.frozen + 0.1 * self.offset * rare.square()  # (h + 1,)
-            loss_sum = loss_sum + extra.sum() * (labels[chosen] != IGNORE).sum()
+            loss_sum = loss_sum + extra.sum() * (labels[chosen] != IGNORE_INDEX).sum()
         return loss_sum, count

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minidist.comm import Groups, World, bind, bind_all_gather_object
 from minidist.fault import checkpoint
-from minidist.parallelize import parallelize, uses
+from minidist.parallelize import group_specs, parallelize
 from minidist.parameters import Box, named_parameters
 from minidist.tools.parity import reference
 from minidist.tools.parity.cases import CLIPPED_STEP, GLOBAL_BATCH, RESUME_AFTER, SEED, STEPS, Case
@@ -125,7 +125,7 @@ def run_cases(world: World, cases: Sequence[tuple[int, Case, int]], folder: str)
     """Run each case, given with its number and that of its reference, on these ranks, and leave a record of it."""
     groups: Groups | None = None
     for number, case, of in cases:
-        mesh, wanted = case.plan.mesh, uses(case.plan.mesh, case.config())
+        mesh, wanted = case.plan.mesh, group_specs(case.plan.mesh, case.config())
         if groups is None or (groups.mesh, groups.uses) != (mesh, tuple(wanted)):
             if groups is not None:
                 groups.destroy()
@@ -231,10 +231,10 @@ def _resumed(engine: Engine, groups: Groups, case: Case, clip_norm: float, step:
     swap = bind_all_gather_object(control)
     root = swap(tempfile.mkdtemp(prefix="minidist-parity-") if control.rank == 0 else None)[0]
     try:
-        path = checkpoint.save(root, step, pieces(engine), {}, swap, control.rank)
+        path = checkpoint.save_checkpoint(root, step, pieces(engine), {}, swap, control.rank)
         engine = _engine(groups, case, clip_norm, fresh=1000)
         prepare(engine, checkpoint.read_index(path))
-        checkpoint.load(path, pieces(engine), swap, control.rank)
+        checkpoint.load_checkpoint(path, pieces(engine), swap, control.rank)
         engine.reducer.after_load()
     finally:
         swap(None)

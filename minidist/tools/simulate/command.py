@@ -8,9 +8,8 @@ from typing import Literal
 
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Schedule
-from minidist.parallel.pipeline.schedules import KINDS, schedule
+from minidist.parallel.pipeline.schedules import KINDS, build_schedule
 from minidist.tools.simulate.draw import WIDTH, color_text, draw_figure, draw_text
-from minidist.tools.simulate.schedule_text import read
 from minidist.tools.simulate.timeline import PipelineTimeline, StageTimes, simulate_schedule
 
 _DIGITS = 6
@@ -72,13 +71,13 @@ def choose_schedule(options: SimulateOptions) -> Schedule:
         stages = 4 if options.stages is None else options.stages
         micro_batches = 2 * stages if options.micro_batches is None else options.micro_batches
         kind = "1f1b" if options.kind is None else options.kind
-        return schedule(kind, stages, micro_batches, options.chunks)
+        return build_schedule(kind, stages, micro_batches, options.chunks)
     given = [name for name in ("kind", "stages", "micro_batches", "chunks") if getattr(options, name) is not None]
     if given:
         name = given[0].replace("_", "-")
         raise UserError(f"--file {options.file} already says what --{name} is: leave --{name} out.")
     try:
-        return read(options.file.read_text(), str(options.file), options.placement)
+        return parse_schedule(options.file.read_text(), str(options.file), options.placement)
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not a text file"
         raise UserError(

@@ -14,7 +14,7 @@ from minidist.parallel.pipeline.actions import Op, Schedule
 _OP = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
 
 
-def read(text: str, name: str = "by hand", placement: Literal["loop", "v"] = "loop") -> Schedule:
+def parse_schedule(text: str, name: str = "by hand", placement: Literal["loop", "v"] = "loop") -> Schedule:
     """The schedule that a text holds; lines that are empty or begin with # are passed over.
 
     The highest micro-batch and chunk that appear say how many there are. Whether it can run says `check`.
@@ -34,8 +34,8 @@ def read(text: str, name: str = "by hand", placement: Literal["loop", "v"] = "lo
     )
 
 
-def write(schedule: Schedule) -> str:
-    """The text of a schedule, which `read` understands."""
+def format_schedule(schedule: Schedule) -> str:
+    """The text of a schedule, which `parse_schedule` understands."""
     return "".join(" ".join(map(str, order)) + "\n" for order in schedule.orders)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from minidist.errors import UserError
 from minidist.parallel.pipeline.action_times import ActionTimes, compute_spans
 from minidist.parallel.pipeline.actions import Schedule
-from minidist.parallel.pipeline.check import peak_live
+from minidist.parallel.pipeline.check import peak_live_micro_batches
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class PipelineTimeline(ActionTimes):
     @property
     def peak_live(self) -> list[int]:
         """The peak number of micro-batches in flight on every stage, as `check.peak_live` counts them."""
-        return peak_live(self.schedule)
+        return peak_live_micro_batches(self.schedule)
 
 
 def simulate_schedule(schedule: Schedule, times: StageTimes) -> PipelineTimeline:

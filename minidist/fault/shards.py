@@ -23,7 +23,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class TensorShard:
     """One box of a named global tensor, in this rank's memory.
 
     name: global name with its kind in front, like `params/model.norm.weight` or `adamw.exp_avg/model.norm.weight`.
@@ -43,9 +43,9 @@ class Piece:
         object.__setattr__(self, "shape", tuple(self.shape))
         box, held = self.box, tuple(self.tensor.shape)
         if len(box.stop) != len(self.shape) or any(b > n for b, n in zip(box.stop, self.shape, strict=True)):
-            raise ValueError(f"{self.name}: box {place(box)} is not inside a tensor of shape {self.shape}")
+            raise ValueError(f"{self.name}: box {format_box(box)} is not inside a tensor of shape {self.shape}")
         if held != box.shape:
-            raise ValueError(f"{self.name}: box {place(box)} has shape {box.shape}, its tensor {held}")
+            raise ValueError(f"{self.name}: box {format_box(box)} has shape {box.shape}, its tensor {held}")
         if self.tensor.dtype not in _NAMES:
             raise ValueError(f"{self.name}: dtype {self.tensor.dtype} cannot be saved; these can: {', '.join(DTYPES)}")
 
@@ -55,7 +55,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class StoredBox:
+class SavedBox:
     """One box as a checkpoint holds it: tensor `key` of the safetensors file `file`."""
 
     box: Box
@@ -64,15 +64,15 @@ class StoredBox:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class SavedTensor:
     """A global tensor in a checkpoint. Its boxes cover every element once."""
 
     dtype: str
     shape: tuple[int, ...]
-    boxes: tuple[StoredBox, ...]
+    boxes: tuple[SavedBox, ...]
 
 
-def pieces_of(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list[Piece]:
+def tensor_shards(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list[TensorShard]:
     """The pieces of a tensor that is cut as its parameter is: the parameter, or a moment of its optimizer.
 
     kind: what it is, in front of the name: `params`, `adamw.exp_avg`.
@@ -81,43 +81,46 @@ def pieces_of(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list[Pie
     """
     name, writes = f"{kind}/{spec.name}", spec.owner == rank
     if len(spec.boxes) == 1 and tuple(tensor.shape) == spec.boxes[0].shape:
-        return [Piece(name, spec.shape, spec.boxes[0], tensor, writes)]
+        return [TensorShard(name, spec.shape, spec.boxes[0], tensor, writes)]
     if tensor.numel() != spec.numel:
         raise ValueError(f"{name}: the tensor holds {tensor.numel()} elements, the boxes of its spec {spec.numel}")
     flat, pieces, start = tensor.detach().view(-1), [], 0
     for box in spec.boxes:
         part = flat[start : start + box.numel].view(box.shape)
-        pieces.append(Piece(name, spec.shape, box, part, writes))
+        pieces.append(TensorShard(name, spec.shape, box, part, writes))
         start += box.numel
     return pieces
 
 
-def place(box: Box) -> str:
+def format_box(box: Box) -> str:
     """The box as one writes an index: `[0:4,8:16]`."""
     return "[" + ",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + "]"
 
 
-def key_of(piece: Piece) -> str:
+def shard_key(piece: TensorShard) -> str:
     """The piece's name inside a file."""
-    return piece.name + place(piece.box)
+    return piece.name + format_box(piece.box)
 
 
-def written(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def shards_to_save(pieces: Iterable[TensorShard]) -> Iterator[TensorShard]:
     """The pieces this rank saves; an empty box has nothing to save."""
     return (piece for piece in pieces if piece.writes and piece.box.numel)
 
 
-def describe(pieces: Iterable[Piece], file: str) -> dict[str, StoredTensor]:
+def describe_shards(pieces: Iterable[TensorShard], file: str) -> dict[str, SavedTensor]:
     """What one rank adds to a checkpoint: every tensor it knows of, with the boxes that it writes into `file`."""
     pieces = list(pieces)
-    tensors = _join((piece.name, StoredTensor(piece.dtype, piece.shape, ())) for piece in pieces)
+    tensors = _join((piece.name, SavedTensor(piece.dtype, piece.shape, ())) for piece in pieces)
     return _join(
         [*tensors.items()]
-        + [(p.name, StoredTensor(p.dtype, p.shape, (StoredBox(p.box, file, key_of(p)),))) for p in written(pieces)]
+        + [
+            (p.name, SavedTensor(p.dtype, p.shape, (SavedBox(p.box, file, shard_key(p)),)))
+            for p in shards_to_save(pieces)
+        ]
     )
 
 
-def merge(descriptions: Iterable[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+def merge_descriptions(descriptions: Iterable[dict[str, SavedTensor]]) -> dict[str, SavedTensor]:
     """The descriptions of all ranks as one. Raises ValueError unless every element is written exactly once."""
     tensors = _join(item for description in descriptions for item in description.items())
     for name, tensor in tensors.items():
@@ -125,25 +128,25 @@ def merge(descriptions: Iterable[dict[str, StoredTensor]]) -> dict[str, StoredTe
     return tensors
 
 
-def overlaps(piece: Piece, tensor: StoredTensor) -> list[tuple[StoredBox, Box]]:
+def find_overlaps(piece: TensorShard, tensor: SavedTensor) -> list[tuple[SavedBox, Box]]:
     """Where to read a piece from: each stored box that shares elements with it, and the box they share."""
     shared = ((stored, stored.box.intersect(piece.box)) for stored in tensor.boxes)
     return [(stored, box) for stored, box in shared if box is not None]
 
 
-def _join(items: Iterable[tuple[str, StoredTensor]]) -> dict[str, StoredTensor]:
+def _join(items: Iterable[tuple[str, SavedTensor]]) -> dict[str, SavedTensor]:
     facts: dict[str, tuple[str, tuple[int, ...]]] = {}
-    boxes: dict[str, list[StoredBox]] = {}
+    boxes: dict[str, list[SavedBox]] = {}
     for name, tensor in items:
         known = facts.setdefault(name, (tensor.dtype, tensor.shape))
         if known != (tensor.dtype, tensor.shape):
             raise ValueError(f"{name} is {known[0]} of shape {known[1]} here and {tensor.dtype} {tensor.shape} there")
         boxes.setdefault(name, []).extend(tensor.boxes)
-    return {name: StoredTensor(*facts[name], tuple(boxes[name])) for name in facts}
+    return {name: SavedTensor(*facts[name], tuple(boxes[name])) for name in facts}
 
 
-def _check_covered(name: str, tensor: StoredTensor) -> None:
-    open_boxes: list[StoredBox] = []
+def _check_covered(name: str, tensor: SavedTensor) -> None:
+    open_boxes: list[SavedBox] = []
     for stored in sorted(tensor.boxes, key=lambda stored: stored.box.start):
         box = stored.box
         # Sorted by the first dimension, only boxes that reach past this one's first row can overlap it.
@@ -151,11 +154,12 @@ def _check_covered(name: str, tensor: StoredTensor) -> None:
         for other in open_boxes:
             if other.box.intersect(box) is not None:
                 raise ValueError(
-                    f"{name} is written twice: {place(other.box)} in {other.file} and {place(box)} in {stored.file}"
+                    f"{name} is written twice: "
+                    f"{format_box(other.box)} in {other.file} and {format_box(box)} in {stored.file}"
                 )
         open_boxes.append(stored)
     count, total = sum(stored.box.numel for stored in tensor.boxes), Box.whole(tensor.shape).numel
     if count < total:
-        given = ", ".join(place(stored.box) for stored in tensor.boxes[:4]) or "no box"
+        given = ", ".join(format_box(stored.box) for stored in tensor.boxes[:4]) or "no box"
         more = f" and {len(tensor.boxes) - 4} more" if len(tensor.boxes) > 4 else ""
         raise ValueError(f"{name}: {count} of {total} elements are written ({given}{more})")

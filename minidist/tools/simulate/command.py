@@ -10,6 +10,7 @@ from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.schedules import KINDS, build_schedule
 from minidist.tools.simulate.draw import WIDTH, color_text, draw_figure, draw_text
+from minidist.tools.simulate.schedule_text import parse_schedule
 from minidist.tools.simulate.timeline import PipelineTimeline, StageTimes, simulate_schedule
 
 _DIGITS = 6

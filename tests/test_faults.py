@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from minidist.tools.parity.command import BETWEEN
+from minidist.tools.parity.command import NAME_SEPARATOR
 from tests.helpers.fault_patches import FAULTS, Edit, Fault, ForkServer, copy, faults, read
 
 DEADLINE_S = 240.0
@@ -25,7 +25,7 @@ def fork_server(_nothing_is_left_behind):
 def parity(fork_server, folder, only, ranks):
     """Run these rows of parity on the copy in `folder`: exit code, its JSON and what it printed."""
     file = folder / "rows.json"
-    arguments = ["--ranks", str(ranks), "--only", BETWEEN.join(only), "--json", str(file)]
+    arguments = ["--ranks", str(ranks), "--only", NAME_SEPARATOR.join(only), "--json", str(file)]
     code, output = fork_server.run(folder, "minidist.tools.parity", arguments, DEADLINE_S)
     assert code is not None, f"parity was not done after {DEADLINE_S:g} s; it printed\n{output}"
     assert file.exists(), f"parity ended with exit code {code} and no rows; it printed\n{output}"

@@ -6,14 +6,19 @@ import pytest
 import torch
 
 from minidist.parameters import Box, ParamSpec
-from minidist.tools.parity.compare import Comparison, difference, not_held, scalar_difference
-from minidist.tools.parity.plan import plan
-from minidist.tools.parity.ranks import Record
-from minidist.tools.parity.run import row_of
+from minidist.tools.parity.compare import (
+    Comparison,
+    has_uncovered_elements,
+    relative_difference,
+    relative_scalar_difference,
+)
+from minidist.tools.parity.plan import plan_cases
+from minidist.tools.parity.ranks import RankReport
+from minidist.tools.parity.run import make_row
 
 TOLERANCE = {"loss": 1e-10, "grad": 1e-10, "grad_norm": 1e-10, "param": 1e-10}
-CASE = next(case for case in plan(2)[1].cases if case.dtype == "float64" and not case.clip)
-CLIPPED = next(case for case in plan(2)[1].cases if case.clip)
+CASE = next(case for case in plan_cases(2)[1].cases if case.dtype == "float64" and not case.clip)
+CLIPPED = next(case for case in plan_cases(2)[1].cases if case.clip)
 
 
 def spec_of(shape, *boxes):
@@ -25,20 +30,20 @@ def reference(*shape):
 
 
 def test_equal_tensors_are_0_apart():
-    assert difference(reference(4, 3), reference(4, 3), spec_of((4, 3))) == 0.0
+    assert relative_difference(reference(4, 3), reference(4, 3), spec_of((4, 3))) == 0.0
 
 
 def test_the_difference_is_relative_to_the_largest_element_of_the_whole_tensor():
     whole = reference(4, 3) * 8
     mine = whole.clone()
     mine[2, 1] += 2.0
-    assert difference(mine, whole, spec_of((4, 3))) == pytest.approx(2.0 / 8.0)
+    assert relative_difference(mine, whole, spec_of((4, 3))) == pytest.approx(2.0 / 8.0)
     rows = spec_of((4, 3), Box((1, 0), (3, 3)))  # a part without the largest element
-    assert difference(mine[1:3], whole, rows) == pytest.approx(2.0 / 8.0)
+    assert relative_difference(mine[1:3], whole, rows) == pytest.approx(2.0 / 8.0)
 
 
 def test_it_is_absolute_where_the_reference_is_zero():
-    assert difference(torch.full((3,), 0.25), torch.zeros(3), spec_of((3,))) == 0.25
+    assert relative_difference(torch.full((3,), 0.25), torch.zeros(3), spec_of((3,))) == 0.25
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
@@ -46,7 +51,7 @@ def test_it_is_absolute_where_the_reference_is_zero():
 def test_a_number_that_is_not_finite_is_infinitely_far(wrong, side):
     mine, whole = reference(5), reference(5)
     (mine if side == "mine" else whole)[3] = wrong
-    assert difference(mine, whole, spec_of((5,))) == math.inf
+    assert relative_difference(mine, whole, spec_of((5,))) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -63,25 +68,25 @@ def test_a_number_that_is_not_finite_is_infinitely_far(wrong, side):
     ],
 )
 def test_a_shape_that_does_not_fit_is_infinitely_far(mine, whole, spec):
-    assert difference(mine, whole, spec) == math.inf
+    assert relative_difference(mine, whole, spec) == math.inf
 
 
 def test_several_boxes_are_compared_in_the_order_of_their_memory():
     whole = reference(3, 4)
     boxes = Box((0, 2), (1, 4)), Box((1, 0), (3, 4))
     mine = whole.view(-1)[2:].clone()
-    assert difference(mine, whole, spec_of((3, 4), *boxes)) == 0.0
+    assert relative_difference(mine, whole, spec_of((3, 4), *boxes)) == 0.0
     mine[0] += 1e-3
-    assert difference(mine, whole, spec_of((3, 4), *boxes)) == pytest.approx(1e-3)
+    assert relative_difference(mine, whole, spec_of((3, 4), *boxes)) == pytest.approx(1e-3)
 
 
 def test_a_rank_that_holds_nothing_of_a_tensor_has_no_difference():
-    assert difference(torch.zeros(0), reference(3), spec_of((3,), Box((1,), (1,)))) == 0.0
+    assert relative_difference(torch.zeros(0), reference(3), spec_of((3,), Box((1,), (1,)))) == 0.0
 
 
 @pytest.mark.parametrize(("mine", "whole"), [(None, 1.0), (math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
 def test_a_loss_that_is_none_or_not_finite_is_infinitely_far(mine, whole):
-    assert scalar_difference(mine, whole) == math.inf
+    assert relative_scalar_difference(mine, whole) == math.inf
 
 
 def test_one_relative_error_of_1e_9_in_one_element_is_found():
@@ -91,7 +96,7 @@ def test_one_relative_error_of_1e_9_in_one_element_is_found():
             mine = whole.clone()
             if (step, name) == (3, "b"):
                 mine[17, 2] += 1e-9
-            seen.see_tensor("grad", step, name, mine, whole, spec_of((40, 5)))
+            seen.compare_tensor("grad", step, name, mine, whole, spec_of((40, 5)))
     assert seen.first[1] == "step 3 grad b" and seen.worst[1] == "b"
     assert seen.largest["grad"] == pytest.approx(1e-9, rel=1e-6)
 
@@ -99,13 +104,13 @@ def test_one_relative_error_of_1e_9_in_one_element_is_found():
 @pytest.mark.parametrize(("mine", "whole"), [(None, torch.zeros(2)), (torch.zeros(2), None)])
 def test_a_gradient_that_only_one_side_has_is_wrong_even_if_it_is_zero(mine, whole):
     seen = Comparison(TOLERANCE)
-    seen.see_tensor("grad", 0, "w", mine, whole, spec_of((2,)))
+    seen.compare_tensor("grad", 0, "w", mine, whole, spec_of((2,)))
     assert seen.first[1] == "step 0 grad w" and seen.largest["grad"] == math.inf
 
 
 def test_a_gradient_that_neither_side_has_is_right():
     seen = Comparison(TOLERANCE)
-    seen.see_tensor("grad", 0, "w", None, None, spec_of((2,)))
+    seen.compare_tensor("grad", 0, "w", None, None, spec_of((2,)))
     assert seen.first is None
 
 
@@ -113,7 +118,7 @@ def test_a_nan_is_not_lost_among_larger_and_smaller_differences():
     for order in ([1e-12, math.nan, 1e-13], [math.nan, 1e-12], [1e-12, math.nan]):
         seen = Comparison(TOLERANCE)
         for diff in order:
-            seen.see("loss", 0, None, diff)
+            seen.add_difference("loss", 0, None, diff)
         assert seen.largest["loss"] == math.inf and seen.first[1] == "step 0 loss"
 
 
@@ -126,21 +131,21 @@ def test_what_is_wrong_first_is_the_earliest_step_and_in_it_a_gradient():
         ("grad", 2, "b"),
         ("grad", 2, "a"),
     ):
-        seen.see(kind, step, name, 1.0)
+        seen.add_difference(kind, step, name, 1.0)
     assert seen.first[1] == "step 2 grad b"
 
 
 def test_a_kind_without_a_tolerance_is_reported_and_not_judged():
     seen = Comparison({"loss": 1e-6})
-    seen.see("param", 5, "w", 0.5)
+    seen.add_difference("param", 5, "w", 0.5)
     assert seen.largest["param"] == 0.5 and seen.first is None and seen.worst[1] is None
 
 
 def test_what_is_wrong_is_told_the_moment_it_is_known():
     told = []
-    seen = Comparison(TOLERANCE, found=told.append)
-    seen.see("grad", 1, "a", 1.0)
-    seen.see("grad", 1, "b", 1.0)
+    seen = Comparison(TOLERANCE, on_first=told.append)
+    seen.add_difference("grad", 1, "a", 1.0)
+    seen.add_difference("grad", 1, "b", 1.0)
     assert [text for _, text in told] == ["step 1 grad a"]
 
 
@@ -152,63 +157,63 @@ def record(**changes):
     seen = Comparison(TOLERANCE)
     values = {
         "largest": seen.largest, "worst": (0.5, "w"), "first": None, "shapes": {"w": (2, 2), "b": (2,)},
-        "held": boxes, "digests": {"w": "x", "b": "y"}, "told": ((1.0, 2.0), (3.0, 4.0)), "clipped_steps": 0,
+        "boxes": boxes, "digests": {"w": "x", "b": "y"}, "scalars": ((1.0, 2.0), (3.0, 4.0)), "clipped_steps": 0,
     }  # fmt: skip
-    return Record(**{**values, **changes})
+    return RankReport(**{**values, **changes})
 
 
 def test_ranks_that_saw_nothing_wrong_make_a_row_that_is_ok():
-    row = row_of(CASE, [record(), record()])
+    row = make_row(CASE, [record(), record()])
     assert row["ok"] and row["first_wrong"] is None and row["worst_tensor"] == "w"
 
 
 def test_every_rank_counts_not_only_the_first():
     wrong = record(first=((1, 0, 7), "step 1 grad b"), largest=record().largest | {"grad": 0.5}, worst=(9.0, "b"))
-    row = row_of(CASE, [record(), wrong])
+    row = make_row(CASE, [record(), wrong])
     assert not row["ok"] and row["first_wrong"] == "step 1 grad b on rank 1"
     assert row["grad_diff"] == 0.5 and row["worst_tensor"] == "b"
 
 
 def test_the_first_of_all_ranks_is_named():
     early, late = ((0, 0, 3), "step 0 grad w"), ((2, 0, 1), "step 2 grad b")
-    assert row_of(CASE, [record(first=late), record(first=early)])["first_wrong"] == "step 0 grad w on rank 1"
-    assert row_of(CASE, [record(first=early), record(first=early)])["first_wrong"] == "step 0 grad w"
+    assert make_row(CASE, [record(first=late), record(first=early)])["first_wrong"] == "step 0 grad w on rank 1"
+    assert make_row(CASE, [record(first=early), record(first=early)])["first_wrong"] == "step 0 grad w"
 
 
 def test_a_tensor_that_no_rank_compared_is_wrong():
     without = {"b": (Box.whole((2,)),)}
-    row = row_of(CASE, [record(held=without), record(held=without)])
-    assert not row["ok"] and "w is not held by any rank" in row["first_wrong"]
+    row = make_row(CASE, [record(boxes=without), record(boxes=without)])
+    assert not row["ok"] and "w is not on any rank" in row["first_wrong"]
 
 
 def test_a_tensor_cut_over_the_ranks_must_be_held_whole():
     def halves(split):
         return [
-            record(held={"w": (Box((0, 0), (split, 2)),), "b": (Box.whole((2,)),)}, digests={"w": "1", "b": "y"}),
-            record(held={"w": (Box((1, 0), (2, 2)),), "b": (Box.whole((2,)),)}, digests={"w": "2", "b": "y"}),
+            record(boxes={"w": (Box((0, 0), (split, 2)),), "b": (Box.whole((2,)),)}, digests={"w": "1", "b": "y"}),
+            record(boxes={"w": (Box((1, 0), (2, 2)),), "b": (Box.whole((2,)),)}, digests={"w": "2", "b": "y"}),
         ]
 
-    assert row_of(CASE, halves(1))["ok"]
-    assert "w is not held by any rank, or not all of it" in row_of(CASE, halves(0))["first_wrong"]
+    assert make_row(CASE, halves(1))["ok"]
+    assert "w is not on any rank, or only in part" in make_row(CASE, halves(0))["first_wrong"]
 
 
 def test_replicas_that_differ_in_a_bit_are_wrong():
-    row = row_of(CASE, [record(), record(digests={"w": "x", "b": "z"})])
+    row = make_row(CASE, [record(), record(digests={"w": "x", "b": "z"})])
     assert row["first_wrong"] == "end param b differs between its replicas on ranks 0 and 1" and not row["ok"]
 
 
 def test_ranks_that_tell_another_loss_are_wrong():
-    row = row_of(CASE, [record(), record(told=((1.0, 2.0), (3.0, 4.5)))])
-    assert row["first_wrong"] == "step 1 loss or grad_norm is not told alike by ranks 0 and 1"
+    row = make_row(CASE, [record(), record(scalars=((1.0, 2.0), (3.0, 4.5)))])
+    assert row["first_wrong"] == "step 1 loss or grad_norm differs between ranks 0 and 1"
 
 
 @pytest.mark.parametrize(("steps", "ok"), [(0, False), (1, True), (4, True), (5, False)])
 def test_a_case_about_clipping_clips_in_some_steps_and_not_in_all(steps, ok):
-    row = row_of(CLIPPED, [record(clipped_steps=steps), record(clipped_steps=steps)])
+    row = make_row(CLIPPED, [record(clipped_steps=steps), record(clipped_steps=steps)])
     assert row["ok"] is ok
 
 
 def test_not_held_sees_one_missing_element():
-    assert not not_held((2, 2), [Box((0, 0), (1, 2)), Box((1, 0), (2, 2))])
-    assert not_held((2, 2), [Box((0, 0), (1, 2)), Box((1, 0), (2, 1))])
-    assert not_held((2,), [])
+    assert not has_uncovered_elements((2, 2), [Box((0, 0), (1, 2)), Box((1, 0), (2, 2))])
+    assert has_uncovered_elements((2, 2), [Box((0, 0), (1, 2)), Box((1, 0), (2, 1))])
+    assert has_uncovered_elements((2,), [])

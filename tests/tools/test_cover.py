@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from minidist.parallel.pipeline.schedules import KINDS
 from minidist.tools.parity.cases import SWITCHES
-from minidist.tools.parity.cover import Family, pairwise
-from minidist.tools.parity.layouts import Layout, layouts
-from minidist.tools.parity.plan import cases_of, plan, switches_of
+from minidist.tools.parity.cover import CaseFamily, pairwise_cover
+from minidist.tools.parity.layouts import Layout, list_layouts
+from minidist.tools.parity.plan import list_cases, plan_cases, possible_switches
 from tests.helpers.exhaustive import exhaustive
 
 SIZES = st.lists(st.integers(1, 4), min_size=2, max_size=6)
@@ -34,7 +34,7 @@ def missing_pairs(switches, cases):
 @given(sizes=SIZES, seed=st.integers(0, 100))
 def test_every_pair_of_values_of_any_switches_is_in_some_case(sizes, seed):
     switches = {f"s{i}": tuple(range(size)) for i, size in enumerate(sizes)}
-    cases = pairwise([Family(switches)], seed)
+    cases = pairwise_cover([CaseFamily(switches)], seed)
     assert missing_pairs(switches, cases) == []
     assert all(case.keys() == switches.keys() and all(case[s] in switches[s] for s in switches) for case in cases)
 
@@ -43,30 +43,30 @@ def test_every_pair_of_values_of_any_switches_is_in_some_case(sizes, seed):
 @given(sizes=SIZES)
 def test_a_cover_is_never_longer_than_the_whole_product_and_starts_no_case_twice(sizes):
     switches = {f"s{i}": tuple(range(size)) for i, size in enumerate(sizes)}
-    cases = [tuple(case.values()) for case in pairwise([Family(switches)])]
+    cases = [tuple(case.values()) for case in pairwise_cover([CaseFamily(switches)])]
     assert len(set(cases)) == len(cases) <= len(list(product(*switches.values())))
 
 
 def test_the_same_seed_gives_the_same_cases_and_another_one_others():
-    families = [Family(SWITCHES)]
-    assert pairwise(families, 3) == pairwise(families, 3) != pairwise(families, 4)
+    families = [CaseFamily(SWITCHES)]
+    assert pairwise_cover(families, 3) == pairwise_cover(families, 3) != pairwise_cover(families, 4)
 
 
 def test_what_families_have_in_common_meets_what_it_can():
-    families = [Family({"x": (1, 2), "y": (1, 2)}, {"f": "a"}), Family({"x": (1,), "y": (1, 2)}, {"f": "b"})]
-    cases = pairwise(families)
+    families = [CaseFamily({"x": (1, 2), "y": (1, 2)}, {"f": "a"}), CaseFamily({"x": (1,), "y": (1, 2)}, {"f": "b"})]
+    cases = pairwise_cover(families)
     assert {(case["f"], case["x"]) for case in cases} == {("a", 1), ("a", 2), ("b", 1)}
     assert {(case["f"], case["y"]) for case in cases} == {("a", 1), ("a", 2), ("b", 1), ("b", 2)}
     assert {(case["x"], case["y"]) for case in cases} == {(1, 1), (1, 2), (2, 1), (2, 2)}
-    assert len(pairwise(families, apart=[frozenset("fx"), frozenset("fy")])) == 4
+    assert len(pairwise_cover(families, apart=[frozenset("fx"), frozenset("fy")])) == 4
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, *exhaustive(5, 6, 7, 8)])
 def test_data_parallelism_and_one_rank_have_all_pairs_of_their_own(ranks):
-    for part, world in zip(plan(ranks), sorted({1, ranks}), strict=False):
-        assert {case.plan for case in part.cases} == {Layout(dp=world)}
+    for part, world in zip(plan_cases(ranks), sorted({1, ranks}), strict=False):
+        assert {case.mesh_layout for case in part.cases} == {Layout(dp=world)}
         refused = {value for value in SWITCHES["micro_batches"] if f"dp={world} micro-batches={value}" in part.refused}
-        possible = switches_of(Layout(dp=world))
+        possible = possible_switches(Layout(dp=world))
         possible["micro_batches"] = tuple(value for value in possible["micro_batches"] if value not in refused)
         assert missing_pairs(possible, [vars(case) for case in part.cases]) == []
         assert len(part.cases) <= 40  # of some hundred thousand
@@ -75,13 +75,13 @@ def test_data_parallelism_and_one_rank_have_all_pairs_of_their_own(ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 4, *exhaustive(6, 8)])
 def test_every_factorisation_and_every_way_of_its_axes_is_there_and_meets_every_switch(ranks):
     """Counted from the axes alone, without the families that made the cover."""
-    cases = [case for case in cases_of(plan(ranks)) if case.world == ranks]
+    cases = [case for case in list_cases(plan_cases(ranks)) if case.world_size == ranks]
     axes = [(pp, dp, cp, tp) for pp, dp, cp, tp in product(range(1, ranks + 1), repeat=4) if pp * dp * cp * tp == ranks]
-    of_mesh = {mesh: [case for case in cases if tuple(case.plan.mesh.sizes.values()) == mesh] for mesh in axes}
+    of_mesh = {mesh: [case for case in cases if tuple(case.mesh_layout.mesh.sizes.values()) == mesh] for mesh in axes}
     for (pp, dp, cp, tp), mine in of_mesh.items():
         assert mine, f"pp={pp} dp={dp} cp={cp} tp={tp}"
-        assert {case.plan.sequence for case in mine} == ({True, False} if tp > 1 else {None})
-        assert {case.plan.context for case in mine} == ({"ring", "ulysses"} if cp > 1 else {None})
+        assert {case.mesh_layout.sequence for case in mine} == ({True, False} if tp > 1 else {None})
+        assert {case.mesh_layout.context for case in mine} == ({"ring", "ulysses"} if cp > 1 else {None})
         for name, values in SWITCHES.items():
             expected = {"equal"} if name == "shares" and dp == 1 else set(values)
             if name == "gradients":
@@ -92,22 +92,24 @@ def test_every_factorisation_and_every_way_of_its_axes_is_there_and_meets_every_
                 expected = {1}
             assert {getattr(case, name) for case in mine} == expected, (pp, dp, cp, tp, name)
     for stages in {pp for pp, *_ in axes} - {1}:
-        assert {case.plan.schedule for case in cases if case.plan.pp == stages} == set(KINDS)
+        assert {case.mesh_layout.schedule for case in cases if case.mesh_layout.pp == stages} == set(KINDS)
 
 
 def test_coverage_counts_what_a_part_of_the_rows_leaves_out():
-    part = plan(2)[1]
+    part = plan_cases(2)[1]
     met, pairs = part.coverage(part.cases)
-    possible = switches_of(Layout(dp=2))
+    possible = possible_switches(Layout(dp=2))
     every = sum(len(possible[a]) * len(possible[b]) for a, b in combinations(possible, 2))
     assert met == pairs == every - len(IMPOSSIBLE)
     assert part.coverage(part.cases[:1]) == (len(list(combinations(SWITCHES, 2))), pairs)
 
 
 def test_what_cannot_be_is_refused_and_never_a_row():
-    names = {name for part in plan(4) for name in part.refused}
+    names = {name for part in plan_cases(4) for name in part.refused}
     assert "pp=4 interleaved micro-batches=1" in names and "pp=4 zb-h2 micro-batches=1" in names
-    rows = cases_of(plan(2, full=True))
-    assert not any(case.plan.schedule in ("interleaved", "zb-h2") and case.parts == 1 for case in rows)
-    assert len(rows) == sum(part.product for part in plan(2)) > 100_000
-    assert len(layouts(8)) == 139 and len({layout.mesh for layout in layouts(8)}) == 20
+    rows = list_cases(plan_cases(2, full=True))
+    assert not any(
+        case.mesh_layout.schedule in ("interleaved", "zb-h2") and case.num_micro_batches == 1 for case in rows
+    )
+    assert len(rows) == sum(part.product for part in plan_cases(2)) > 100_000
+    assert len(list_layouts(8)) == 139 and len({layout.mesh for layout in list_layouts(8)}) == 20

@@ -18,7 +18,7 @@ from minidist.models.transformer import Transformer
 from minidist.tools.estimate import activations, saved_tensors
 from minidist.tools.estimate.estimate import estimate
 from minidist.tools.estimate.layout import layout_of
-from minidist.tools.parity.layouts import Layout, layouts
+from minidist.tools.parity.layouts import Layout, list_layouts
 from tests.helpers.activation_cases import (
     MODEL,
     SAMPLES,
@@ -121,7 +121,7 @@ class Watch:
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._pipeline, self.most = engine.forward_backward.pipeline, 0
 
-    def see(self, tensor: torch.Tensor) -> None:
+    def add_difference(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         # Tokens and labels are the batch's, however long a graph keeps them.
         if storage.data_ptr() not in self._known and tensor.dtype != torch.int64:
@@ -135,14 +135,14 @@ class Watch:
 
     def hooks(self, pack, unpack):
         def seeing(tensor):
-            self.see(tensor)
+            self.add_difference(tensor)
             return pack(tensor)
 
         return saved_tensors_hooks(seeing, unpack)
 
     def detached(self, args):
         if isinstance(args, torch.Tensor):
-            self.see(args)
+            self.add_difference(args)
         for part in args if isinstance(args, tuple) else ():
             self.detached(part)
         return DETACHED(args)
@@ -247,7 +247,7 @@ def test_hardware_flops_are_those_that_are_computed(how, dropout):
 
 
 def test_messages_inside_of_what_is_computed_again_are_sent_again(ranks):
-    two = [layout for layout in layouts(2) if layout.dp == 1 and layout.schedule in (None, "1f1b", "zb-v")]
+    two = [layout for layout in list_layouts(2) if layout.dp == 1 and layout.schedule in (None, "1f1b", "zb-v")]
     how = [("block", 0.0), ("block", 0.1), ("selective", 0.0)]
     configs = [traffic_of(layout, 2, recompute=kind, dropout=dropout) for layout in two for kind, dropout in how]
     answers_agree(ranks, 2, configs)

@@ -9,8 +9,8 @@ from minidist.parallel.data import buckets
 from minidist.tools.estimate import gradient_reduction
 from minidist.tools.estimate.estimate import estimate
 from minidist.tools.parity.cases import GRADIENTS
-from minidist.tools.parity.layouts import Layout, layouts
-from minidist.tools.parity.plan import switches_of
+from minidist.tools.parity.layouts import Layout, list_layouts
+from minidist.tools.parity.plan import possible_switches
 from tests.helpers.estimate_checks import answers_agree, configured
 from tests.helpers.exhaustive import exhaustive
 
@@ -18,7 +18,9 @@ from tests.helpers.exhaustive import exhaustive
 @pytest.mark.parametrize("world", [1, 2, 3, *exhaustive(4)])
 def test_every_layout_holds_and_sends_what_was_said(ranks, world):
     chosen = (
-        layouts(world) if world < 4 else [each for i, each in enumerate(layouts(4)) if not i % 5 or not each.schedule]
+        list_layouts(world)
+        if world < 4
+        else [each for i, each in enumerate(list_layouts(4)) if not i % 5 or not each.schedule]
     )
     answers_agree(ranks, world, [configured(layout, world) for layout in chosen])
 
@@ -26,7 +28,7 @@ def test_every_layout_holds_and_sends_what_was_said(ranks, world):
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
 def test_every_layout_keeps_and_sends_what_was_said_under_zero_and_in_16_bits(ranks, world):
     """Each layout meets some of the ways to share out, and each way some layouts and formats; parity has them all."""
-    chosen, configs = [layout for layout in layouts(world) if world < 4 or layout.schedule != "zb-h1"], []
+    chosen, configs = [layout for layout in list_layouts(world) if world < 4 or layout.schedule != "zb-h1"], []
     kinds = cycle([kind for kind in GRADIENTS if kind.startswith("zero")])
     formats, counts, optimizers = (
         cycle(("float64", "bf16", "fp16", "float32")),
@@ -34,7 +36,7 @@ def test_every_layout_keeps_and_sends_what_was_said_under_zero_and_in_16_bits(ra
         cycle(("adamw", "muon")),
     )
     for layout in [*chosen, *chosen]:
-        able = switches_of(layout)
+        able = possible_switches(layout)
         kind = next(kinds)
         while kind not in able["gradients"] and layout.dp * layout.cp > 1:
             kind = next(kinds)

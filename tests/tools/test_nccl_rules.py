@@ -12,7 +12,7 @@ from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
 from minidist.tools.deadlock.nccl_rules import violations
 from minidist.tools.parity.cases import SWITCHES, Case
-from minidist.tools.parity.layouts import Layout, layouts
+from minidist.tools.parity.layouts import Layout, list_layouts
 from minidist.train.engine import Engine
 from tests.helpers.exhaustive import exhaustive
 
@@ -28,7 +28,7 @@ def training(world: World, layout: Layout, gradients: str, micro_batches: int) -
     engine = Engine(parallelize(Transformer(config.model), groups, config), groups, config.optim, seed=1)
     loader, at, dp = Loader(generate_text(2000), case.seq_len, seed=1), layout.mesh.coords(world.rank)["dp"], layout.dp
     for step in range(2):
-        engine.step(step, loader.micro_batches(step * 13, 13, at, dp, case.parts), lr=0.1)
+        engine.step(step, loader.micro_batches(step * 13, 13, at, dp, case.num_micro_batches), lr=0.1)
     engine.evaluate(loader.micro_batches(0, 13, at, dp, 2))
     groups.destroy()
     return groups.meter.records
@@ -48,7 +48,7 @@ def many(world: World, chosen: list[Layout]) -> list:
 
 @pytest.mark.parametrize("size", [2, *exhaustive(4)])
 def test_every_layout_obeys_the_rules(ranks, size):
-    chosen = [layout for layout in layouts(size) if layout != Layout(dp=size)]
+    chosen = [layout for layout in list_layouts(size) if layout != Layout(dp=size)]
     seen = ranks(many, size, chosen)
     assert len(chosen) == {2: 10, 4: 48}[size]
     for number, layout in enumerate(chosen):

@@ -18,8 +18,8 @@ from minidist.errors import UserError
 from minidist.models.dropout import DropoutAddress
 from minidist.tools.parity import command
 from minidist.tools.parity.cases import GLOBAL_BATCH, HALF, SEED, TOLERANCES
-from minidist.tools.parity.command import ParityOptions, as_json, chosen, describe, main, table_lines
-from minidist.tools.parity.plan import cases_of, plan
+from minidist.tools.parity.command import ParityOptions, choose_cases, describe_plan, format_row, main, parity_json
+from minidist.tools.parity.plan import list_cases, plan_cases
 from minidist.tools.parity.run import run
 
 KEYS = (
@@ -53,7 +53,7 @@ def one_thread():
 @pytest.mark.deadline(1800)  # a hundred rows in one test
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_row_equals_one_process(server, world):
-    cases = [case for case in cases_of(plan(world)) if case.world == world]
+    cases = [case for case in list_cases(plan_cases(world)) if case.world_size == world]
     outcomes = list(run(server, cases))
     assert [case for case, _ in outcomes] == cases
     for _, row in outcomes:
@@ -66,8 +66,10 @@ def test_every_row_equals_one_process(server, world):
 @pytest.mark.exhaustive
 def test_every_mesh_of_four_ranks_equals_one_process(server):
     """Of each mesh and way of its axes the first row; `minidist parity --ranks 4` runs all."""
-    first = {(c.plan.mesh, c.plan.sequence, c.plan.context): c for c in reversed(plan(4)[2].cases)}
-    cases = sorted(first.values(), key=plan(4)[2].cases.index)
+    first = {
+        (c.mesh_layout.mesh, c.mesh_layout.sequence, c.mesh_layout.context): c for c in reversed(plan_cases(4)[2].cases)
+    }
+    cases = sorted(first.values(), key=plan_cases(4)[2].cases.index)
     assert len(cases) > 14
     for _, row in run(server, cases):
         assert row["ok"], row
@@ -105,7 +107,7 @@ real_cases = command.run.__globals__["run_cases"]
 
 def test_a_case_whose_ranks_fail_is_told_and_the_others_still_run(server, monkeypatch):
     monkeypatch.setitem(command.run.__globals__, "run_cases", run_off)
-    cases = list(plan(2)[1].cases[:4])
+    cases = list(plan_cases(2)[1].cases[:4])
     outcomes = [outcome for _, outcome in run(server, cases)]
     assert [isinstance(outcome, dict) for outcome in outcomes] == [True, False, True, False]
     assert "rank 1 raised RuntimeError: out of order" in outcomes[1]
@@ -140,9 +142,9 @@ def test_the_reference_is_short_and_imports_only_torch_and_the_models(module):
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_under_padding_a_mean_of_means_is_a_thousand_tolerances_off(tied, parts):
     wanted = (True, tied, "float64")
-    case = next(c for c in cases_of(plan(1, full=True)) if (c.padding, c.tied, c.dtype) == wanted)
-    model, loader = case.model(), case.loader()
-    batch = case.shape_labels(0, loader.global_batch(0, GLOBAL_BATCH))
+    case = next(c for c in list_cases(plan_cases(1, full=True)) if (c.padding, c.tied, c.dtype) == wanted)
+    model, loader = case.make_model(), case.make_loader()
+    batch = case.adjust_labels(0, loader.global_batch(0, GLOBAL_BATCH))
 
     def loss_of(rows):
         address = DropoutAddress(SEED, 0, batch.samples[rows], torch.arange(batch.tokens.shape[1]))
@@ -164,7 +166,7 @@ def fake(monkeypatch, *outcomes):
     """Let the command find these outcomes instead of running ranks."""
     monkeypatch.setattr(command, "RankServer", contextlib.nullcontext)
     monkeypatch.setattr(command, "run", lambda server, cases: zip(cases, outcomes, strict=False))
-    monkeypatch.setattr(command, "cases_of", lambda parts: cases_of(parts)[: max(1, len(outcomes))])
+    monkeypatch.setattr(command, "list_cases", lambda parts: list_cases(parts)[: max(1, len(outcomes))])
 
 
 @pytest.mark.parametrize(
@@ -189,14 +191,14 @@ def test_the_exit_code_is_0_only_when_every_row_ran_and_is_ok(monkeypatch, capsy
     }
     assert len(found["rows"]) == sum(isinstance(outcome, dict) for outcome in outcomes)
     assert found["not_run"] == [
-        {"what": cases_of(plan(2))[i].name, "why": o} for i, o in enumerate(outcomes) if isinstance(o, str)
+        {"what": list_cases(plan_cases(2))[i].name, "why": o} for i, o in enumerate(outcomes) if isinstance(o, str)
     ]
     left_out = f"{LEFT_OUT - max(1, len(outcomes))} more combinations of layouts and switches"
     assert found["left_out"] == [{"what": left_out, "why": COVERED}]
 
 
 def test_an_infinite_difference_is_the_largest_number_that_json_has():
-    (row,) = json.loads(as_json([BAD], [], {}, {}), parse_constant=pytest.fail)["rows"]
+    (row,) = json.loads(parity_json([BAD], [], {}, {}), parse_constant=pytest.fail)["rows"]
     assert row == BAD | {"grad_diff": sys.float_info.max} and tuple(row) == KEYS
 
 
@@ -210,15 +212,15 @@ def test_a_wrong_row_says_what_is_wrong_first_and_a_row_that_did_not_run_says_wh
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16])
 def test_the_table_fits_100_columns(ranks):
-    cases = cases_of(plan(ranks))
+    cases = list_cases(plan_cases(ranks))
     options = ParityOptions(ranks=ranks)
-    rows = [BAD | {"layout": case.layout, "dtype": case.dtype, "optimizer": case.optimizer} for case in cases]
-    lines = [line for row in rows for line in table_lines(row)] + describe(options, cases)
+    rows = [BAD | {"layout": case.description, "dtype": case.dtype, "optimizer": case.optimizer} for case in cases]
+    lines = [line for row in rows for line in format_row(row)] + describe_plan(options, cases)
     assert max(map(len, lines)) <= 100
 
 
 def test_the_plan_is_printed_with_its_rows_and_the_pairs_they_cover():
-    text = "\n".join(describe(ParityOptions(), cases_of(plan(2))))
+    text = "\n".join(describe_plan(ParityOptions(), list_cases(plan_cases(2))))
     assert "101 rows" in text and "1 rank: 16 rows; 356 of the 356 pairs" in text
     assert "dp=2: 29 rows; 551 of the 551 pairs" in text
     assert "all other layouts of 2 ranks: 56 rows on 3 meshes; 1114 of the 1114 pairs" in text
@@ -227,16 +229,20 @@ def test_the_plan_is_printed_with_its_rows_and_the_pairs_they_cover():
 
 def test_the_whole_product_can_be_described():
     options = ParityOptions(ranks=2, full=True)
-    cases = chosen(options)
-    met = [line.split("; ")[1] for line in describe(options, cases) if " rows" in line and "pairs" in line]
+    cases = choose_cases(options)
+    met = [line.split("; ")[1] for line in describe_plan(options, cases) if " rows" in line and "pairs" in line]
     assert len(cases) > 100_000 and met == [f"{n} of the {n} pairs of switch values" for n in (356, 551, 1111)]
 
 
 def test_only_takes_a_part_of_a_name_or_a_regular_expression():
-    everything = chosen(ParityOptions())
-    assert chosen(ParityOptions(only="dp=2 bucketed")) == [c for c in everything if c.name.startswith("dp=2 bucketed")]
+    everything = choose_cases(ParityOptions())
+    assert choose_cases(ParityOptions(only="dp=2 bucketed")) == [
+        c for c in everything if c.name.startswith("dp=2 bucketed")
+    ]
     wanted = (2, "sgd")
-    assert chosen(ParityOptions(only="dp=2.*sgd$")) == [c for c in everything if (c.plan.dp, c.optimizer) == wanted]
+    assert choose_cases(ParityOptions(only="dp=2.*sgd$")) == [
+        c for c in everything if (c.mesh_layout.dp, c.optimizer) == wanted
+    ]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +266,7 @@ def test_bad_input_is_refused_with_the_numbers(options, said):
 
 def test_the_module_runs_as_a_command(tmp_path):
     file = tmp_path / "rows.json"
-    name = cases_of(plan(2))[-1].name
+    name = list_cases(plan_cases(2))[-1].name
     command = [sys.executable, "-m", "minidist.tools.parity", "--ranks", "2", "--only", name, "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from minidist.errors import UserError
 from minidist.tools.parity import command
 from minidist.tools.parity.cases import SWITCHES
-from minidist.tools.parity.command import ParityOptions, chosen, describe, left_out
-from minidist.tools.parity.layouts import Layout, layouts
-from minidist.tools.parity.names import case_named
-from minidist.tools.parity.plan import case_with, cases_of, plan, switches_of
+from minidist.tools.parity.command import ParityOptions, choose_cases, describe_left_out, describe_plan
+from minidist.tools.parity.layouts import Layout, list_layouts
+from minidist.tools.parity.names import parse_case_name
+from minidist.tools.parity.plan import list_cases, make_case, plan_cases, possible_switches
 from minidist.validation import validate
 
 NAME = "dp=2 naive micro-batches=4 untied clip empty-step float64 sgd"
@@ -22,31 +22,31 @@ NAME = "dp=2 naive micro-batches=4 untied clip empty-step float64 sgd"
 def test_any_combination_is_found_by_its_name(ranks, seed):
     """Or its name is refused, for the reason for which it cannot run."""
     draw = random.Random(seed)
-    layout = draw.choice([Layout(), *layouts(ranks)])
-    case = case_with(layout, {switch: draw.choice(values) for switch, values in switches_of(layout).items()})
+    layout = draw.choice([Layout(), *list_layouts(ranks)])
+    case = make_case(layout, {switch: draw.choice(values) for switch, values in possible_switches(layout).items()})
     try:
-        validate(case.config(), case.world)
+        validate(case.config(), case.world_size)
     except UserError as error:
         with pytest.raises(UserError) as refused:
-            case_named(case.name, ranks)
+            parse_case_name(case.name, ranks)
         assert str(refused.value) == str(error)
     else:
-        assert case_named(case.name, ranks) == case
+        assert parse_case_name(case.name, ranks) == case
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_row_of_the_plan_is_found_by_its_name(ranks):
-    for case in cases_of(plan(ranks)):
-        assert case_named(case.name, ranks) == case
+    for case in list_cases(plan_cases(ranks)):
+        assert parse_case_name(case.name, ranks) == case
 
 
-@given(layout=st.sampled_from(layouts(4)), seed=st.integers(0, 2**32))
+@given(layout=st.sampled_from(list_layouts(4)), seed=st.integers(0, 2**32))
 def test_two_combinations_never_have_one_name(layout, seed):
     """Counted over the values of one switch, with the others at random."""
     draw = random.Random(seed)
     values = {switch: draw.choice(possible) for switch, possible in SWITCHES.items()}
     for switch, possible in SWITCHES.items():
-        names = {case_with(layout, values | {switch: value}).name for value in possible}
+        names = {make_case(layout, values | {switch: value}).name for value in possible}
         assert len(names) == len(possible)
 
 
@@ -73,28 +73,28 @@ def test_two_combinations_never_have_one_name(layout, seed):
 )
 def test_a_name_that_is_nearly_one_is_refused_with_what_is_wrong(name, said):
     with pytest.raises(UserError) as error:
-        case_named(name, 2)
+        parse_case_name(name, 2)
     assert said in str(error.value)
     with pytest.raises(UserError) as error:
-        chosen(ParityOptions(only=name))
+        choose_cases(ParityOptions(only=name))
     assert f"--only {name!r} matches none of the" in str(error.value) and said in str(error.value)
 
 
 def test_only_takes_several_each_a_name_or_a_pattern():
-    rows = [case for case in cases_of(plan(2)) if case.name.startswith("tp=2 ")]
-    found = chosen(ParityOptions(only=f"{NAME}; ^tp=2 ; {rows[1].name}; {NAME}"))
+    rows = [case for case in list_cases(plan_cases(2)) if case.name.startswith("tp=2 ")]
+    found = choose_cases(ParityOptions(only=f"{NAME}; ^tp=2 ; {rows[1].name}; {NAME}"))
     assert [case.name for case in found] == [NAME, *(case.name for case in rows)]
 
 
 def test_a_name_does_not_build_a_plan(monkeypatch):
-    monkeypatch.setattr(command, "plan", pytest.fail)
-    assert [case.name for case in chosen(ParityOptions(only=NAME))] == [NAME]
+    monkeypatch.setattr(command, "plan_cases", pytest.fail)
+    assert [case.name for case in choose_cases(ParityOptions(only=NAME))] == [NAME]
 
 
 def test_a_row_outside_of_the_plan_is_counted_with_its_part():
     options = ParityOptions(only=NAME)
-    cases = chosen(options)
-    assert not set(cases) & set(cases_of(plan(2)))
-    assert [line for line in describe(options, cases) if line.startswith("  dp=2: 1 rows; 78 of the 551 pairs")]
-    everything = sum(part.product for part in plan(2))
-    assert list(left_out(options, cases)) == [f"{everything - 1} more combinations of layouts and switches"]
+    cases = choose_cases(options)
+    assert not set(cases) & set(list_cases(plan_cases(2)))
+    assert [line for line in describe_plan(options, cases) if line.startswith("  dp=2: 1 rows; 78 of the 551 pairs")]
+    everything = sum(part.product for part in plan_cases(2))
+    assert list(describe_left_out(options, cases)) == [f"{everything - 1} more combinations of layouts and switches"]

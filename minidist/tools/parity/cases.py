@@ -1,4 +1,4 @@
-"""A case of parity: a layout and the switches, and what they mean for model, data and optimizer."""
+"""A parity case: a layout and a value for each switch, and the model, data and optimizer that follow."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ from minidist.data.synthetic import generate_text
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
 from minidist.tools.parity.layouts import Layout
-from minidist.tools.parity.probe import Probe
+from minidist.tools.parity.probe import ProbeModel
 
 STEPS = 5
 GLOBAL_BATCH = 29  # a prime: no number of ranks or micro-batches divides it
@@ -35,7 +35,7 @@ EMPTY_STEP = 2  # in cases with an empty step, no token of this one counts
 RESUME_AFTER = 3
 SHORT_SAMPLES = 13  # under padding, the first of each global batch, so that no equal cut of it has equal counts
 
-# How gradients get to who updates with them.
+# How gradients are reduced, and the ZeRO configuration.
 GRADIENTS = {
     "bucketed": {},
     "naive": {},
@@ -48,7 +48,7 @@ GRADIENTS = {
     "zero3-hybrid": {"stage": 3},
 }
 
-# Everything about a case that is not its world. The first value of a switch is the plain one.
+# The switches of a case besides its layout. The first value of each is its default.
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float64", "float32", "bf16", "fp16"),
     "optimizer": ("adamw", "sgd", "muon"),
@@ -97,13 +97,13 @@ HALF = ("bf16", "fp16")
 class Case:
     """One row of the table: a layout and a value for every switch.
 
-    ranks: for how many the model's sizes are made, whatever the layout; layers: of the model. Cases that agree in them
-    have the same model, and may have the same reference.
+    ranks: the number of ranks that the model's sizes are multiples of; layers: of the model. Cases that agree in both
+    have the same model, and may share a reference.
     """
 
     ranks: int
     layers: int
-    plan: Layout
+    mesh_layout: Layout
     dtype: str
     optimizer: str
     gradients: str
@@ -119,20 +119,20 @@ class Case:
     recompute: str
 
     @property
-    def world(self) -> int:
-        return self.plan.mesh.world_size
+    def world_size(self) -> int:
+        return self.mesh_layout.mesh.world_size
 
     @property
-    def parts(self) -> int:
-        """Micro-batches of a step."""
-        return 1 if self.micro_batches == 1 else max(self.micro_batches, 2 * self.plan.pp)
+    def num_micro_batches(self) -> int:
+        """Micro-batches per step."""
+        return 1 if self.micro_batches == 1 else max(self.micro_batches, 2 * self.mesh_layout.pp)
 
     @property
-    def layout(self) -> str:
-        """How the case is laid out and what is unusual in it: one word for each switch that is not plain."""
-        said = [str(self.plan), self.gradients]
-        if self.parts > 1:
-            said.append(f"micro-batches={self.parts}")
+    def description(self) -> str:
+        """The layout and one word for each switch that does not have its default value."""
+        said = [str(self.mesh_layout), self.gradients]
+        if self.num_micro_batches > 1:
+            said.append(f"micro-batches={self.num_micro_batches}")
         said.append("tied" if self.tied else "untied")
         said += [name for name in ("padding", "clip", "empty_step", "resume") if getattr(self, name)]
         if self.dropout:
@@ -143,12 +143,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The row's whole name, which `--only` searches."""
-        return f"{self.layout} {self.dtype} {self.optimizer}"
+        """The name of the row, which `--only` matches."""
+        return f"{self.description} {self.dtype} {self.optimizer}"
 
     @property
-    def reference(self) -> "Case":
-        """The part of a case that one process can have; the same reference serves every case that shares it."""
+    def reference_case(self) -> "Case":
+        """The same case on one process, without what changes nothing there; several cases share a reference."""
         plain = {
             "gradients": "bucketed",
             "micro_batches": 1,
@@ -158,30 +158,30 @@ class Case:
             "recompute": "none",
         }
         dtype = "float32" if self.dtype in HALF else self.dtype
-        return dataclasses.replace(self, plan=Layout(), dtype=dtype, **plain)
+        return dataclasses.replace(self, mesh_layout=Layout(), dtype=dtype, **plain)
 
     @property
     def tolerance(self) -> dict[str, float]:
         return TOLERANCES[self.dtype, self.optimizer]
 
     def lr(self, step: int) -> float:
-        """Learning rate of a step: another one in each, as a schedule would have it.
+        """The learning rate of a step; it decays, as under a schedule.
 
-        SGD's is smaller for a deeper model: at 0.1 the rounding errors of 16 layers grew fiftyfold in five steps.
+        SGD's is smaller for deeper models: at 0.1 the rounding errors of 16 layers grew fiftyfold in five steps.
         """
         return (0.2 / self.layers if self.optimizer == "sgd" else 1e-3) / (1 + 0.2 * step)
 
-    def model(self, seed: int = SEED) -> Probe:
-        """The model with its initial values, in the dtype of the case."""
-        model = Probe(self.shape)
+    def make_model(self, seed: int = SEED) -> ProbeModel:
+        """A new model with initial values, in the dtype of the case."""
+        model = ProbeModel(self.model_config)
         init_parameters(model, seed)
         return model.to(torch.float64 if self.dtype == "float64" else torch.float32)
 
     @property
-    def shape(self) -> ModelConfig:
-        """A model that every layout of so many ranks can share: its sizes are multiples of their number.
+    def model_config(self) -> ModelConfig:
+        """A model that every layout of `ranks` ranks can run: its sizes are multiples of their number.
 
-        It has fewer key and value heads than some have tensor ranks.
+        It has fewer key-value heads than some layouts have tensor-parallel ranks.
         """
         heads = math.lcm(4, self.ranks)
         return ModelConfig(
@@ -198,46 +198,46 @@ class Case:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a sample: every layout cuts them into equal parts, a ring into twice as many as ranks."""
+        """Tokens per sample, which every layout cuts evenly; a ring cuts them into two chunks per rank."""
         return _multiple(12, 2 * self.ranks)
 
     def config(self, clip_norm: float | None = None) -> Config:
-        """The run's configuration. clip_norm: for cases that clip, as the reference found it."""
-        # The rate here is not that of any step. Adam's usual eps of 1e-8 is below the rounding of a float32 gradient:
+        """The run's configuration. clip_norm: from the reference, for cases that clip."""
+        # Every step overrides the learning rate. Adam's usual eps of 1e-8 is below the rounding of a float32 gradient:
         # elements that should be zero would move by whole learning rates, and later gradients would show it.
         optim = OptimConfig(kind=self.optimizer, lr=1.0, weight_decay=0.1, momentum=0.5, eps=1e-5, clip_norm=clip_norm)
         # Buckets so small that the model has many, before and after the one with the rarely used parameter.
-        plan = self.plan
+        plan = self.mesh_layout
         how = {"schedule": plan.schedule, "sequence": plan.sequence, "context": plan.context}
         ranks = plan.dp * plan.cp
         shard = ranks // 2 if self.gradients.endswith("hybrid") else None
         return Config(
             zero=ZeroConfig(**GRADIENTS[self.gradients], shard=shard),
             precision=PrecisionConfig(POLICIES[self.dtype], initial_scale=1024.0),
-            model=self.shape,
+            model=self.model_config,
             mesh=MeshConfig(**plan.mesh.sizes),
             parallel=ParallelConfig(**{name: value for name, value in how.items() if value is not None}),
             data=DataConfig(seq_len=self.seq_len),
             optim=optim,
             comm=CommConfig(gradients="naive" if self.gradients == "naive" else "bucketed", bucket_mib=0.004),
-            train=TrainConfig(global_batch=GLOBAL_BATCH, micro_batches=self.parts),
+            train=TrainConfig(global_batch=GLOBAL_BATCH, micro_batches=self.num_micro_batches),
             recompute=self.recompute,
         )
 
-    def share_of(self) -> tuple[float, ...] | None:
-        """The share of the batch of each rank: when uneven, one rank has nothing and the others differ."""
+    def batch_shares(self) -> tuple[float, ...] | None:
+        """Each data-parallel rank's share of the batch; uneven: one rank has no samples and the others differ."""
         if self.shares == "equal":
             return None
-        return tuple(float(rank) for rank in range(self.plan.dp))
+        return tuple(float(rank) for rank in range(self.mesh_layout.dp))
 
-    def loader(self) -> Loader:
+    def make_loader(self) -> Loader:
         return Loader(_text(), self.seq_len, SEED, min_length=1 if self.padding else None)
 
-    def shape_labels(self, step: int, batch: Batch) -> Batch:
-        """The batch as the case wants it: its labels depend on the step and on each sample's place in the global batch.
+    def adjust_labels(self, step: int, batch: Batch) -> Batch:
+        """The batch with the labels of the case, which depend on the step and the sample's place in the batch.
 
-        Padding: the first samples predict two tokens, always the same; a mean of means is then far from the mean.
-        Clip: in one step all labels are the same, so the gradient is large. Empty step: in one no label counts.
+        padding: the first samples predict only two tokens, always the same, so a mean of means is far from the mean.
+        clip: in one step all labels are equal, so the gradient is large. empty_step: in one step no label counts.
         """
         labels = batch.labels.clone()
         if self.padding:

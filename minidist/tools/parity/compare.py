@@ -1,7 +1,7 @@
-"""The distance between what a rank has and what one process had, and the first tensor in which it is too large.
+"""Differences between a rank's tensors and those of one process, and the first that exceeds its tolerance.
 
-A comparison that takes wrong for right is the worst fault this project can have, so whatever cannot be compared (a
-shape that does not fit, a number that is not finite on either side, a tensor that only one side has) is infinitely far.
+A comparison that accepts a wrong value would be the worst bug of this project. So whatever cannot be compared (shapes
+that do not match, non-finite numbers on either side, a tensor that only one side has) differs infinitely.
 """
 
 import math
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from minidist.parameters import Box, ParamSpec
 
-First = tuple[tuple[int, int, int], str]
+FirstWrong = tuple[tuple[int, int, int], str]
 
-# In the order in which one step's are told: the name of a tensor says more than that the loss is wrong.
+# In the order of reporting within a step: a tensor's name says more than a wrong loss.
 KINDS = ("grad", "loss", "grad_norm", "param")
 
 
-def difference(mine: Tensor, whole: Tensor, spec: ParamSpec) -> float:
-    """max|a - b| / max|b|: this rank's part `a` against the same part of the reference `b`, over its global maximum.
+def relative_difference(mine: Tensor, whole: Tensor, spec: ParamSpec) -> float:
+    """max|a - b| / max|b|: this rank's shard `a` against the same box of the reference `b`, over b's global maximum.
 
-    mine: of the shape of the spec's only box, or its boxes one after another in one dimension. Absolute where the
-    reference is all zero; 0 where this rank holds nothing of the tensor.
+    mine: of the shape of the spec's only box, or all boxes concatenated in one dimension. The difference is absolute
+    where the reference is all zeros, and 0 where this rank has no elements of the tensor.
     """
     fits = len(spec.boxes) == 1 and mine.shape == spec.boxes[0].shape
     if whole.shape != spec.shape or not (fits or mine.shape == (spec.numel,)):
@@ -40,8 +40,8 @@ def difference(mine: Tensor, whole: Tensor, spec: ParamSpec) -> float:
     return ((mine - theirs).abs().max() / (whole.abs().max().double() or 1.0)).item()
 
 
-def scalar_difference(mine: float | None, whole: float) -> float:
-    """|a - b| / |b| of two numbers; infinite when one is None or not finite."""
+def relative_scalar_difference(mine: float | None, whole: float) -> float:
+    """|a - b| / |b| of two numbers; infinite if one is None or non-finite."""
     if mine is None or not (math.isfinite(mine) and math.isfinite(whole)):
         return math.inf
     return abs(mine - whole) / (abs(whole) or 1.0)
@@ -49,25 +49,25 @@ def scalar_difference(mine: float | None, whole: float) -> float:
 
 @dataclass
 class Comparison:
-    """The largest difference of each kind that one rank saw, and the first that is beyond its tolerance.
+    """The largest difference of each kind on one rank, and the first that exceeds its tolerance.
 
     tolerance: of the kinds that are judged; the others are only reported.
-    worst: the tensor whose difference is the largest part of its tolerance.
-    first: what is wrong first: its place (step, kind, order seen) and "step 0 grad model.norm.weight".
-    found: called when that is known, since a wrong run may not live to its end.
+    worst: (difference / tolerance, name) of the tensor where that ratio is largest.
+    first: the first difference beyond its tolerance: (step, kind, order) and text, "step 0 grad model.norm.weight".
+    on_first: called as soon as `first` is known, since a wrong run may not reach its end.
     """
 
     tolerance: Mapping[str, float]
     largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     worst: tuple[float, str | None] = (-1.0, None)
-    first: First | None = None
-    found: Callable[[First], None] = lambda first: None
+    first: FirstWrong | None = None
+    on_first: Callable[[FirstWrong], None] = lambda first: None
     _seen: int = 0
 
-    def see(self, kind: str, step: int, name: str | None, diff: float) -> None:
-        """Take one difference into account; `name` is that of a tensor, None for a number."""
+    def add_difference(self, kind: str, step: int, name: str | None, diff: float) -> None:
+        """Add one difference; `name` is a tensor's, None for a number."""
         self._seen += 1
-        diff = math.inf if math.isnan(diff) else diff  # a nan is larger than nothing, and would vanish in max()
+        diff = math.inf if math.isnan(diff) else diff  # max() would ignore a NaN
         self.largest[kind] = max(self.largest[kind], diff)
         if kind not in self.tolerance:
             return
@@ -77,17 +77,17 @@ class Comparison:
         if part > 1:
             self._wrong(step, kind, f"step {step} {kind} {name or ''}".rstrip())
 
-    def see_tensor(
+    def compare_tensor(
         self, kind: str, step: int, name: str, mine: Tensor | None, whole: Tensor | None, spec: ParamSpec
     ) -> None:
-        """A tensor that may be None (a parameter nobody used), on either side."""
+        """Compare a tensor; either side may be None (a parameter that was not used)."""
         if mine is not None and whole is not None:
-            self.see(kind, step, name, difference(mine, whole, spec))
+            self.add_difference(kind, step, name, relative_difference(mine, whole, spec))
         else:
-            self.see(kind, step, name, 0.0 if mine is whole else math.inf)
+            self.add_difference(kind, step, name, 0.0 if mine is whole else math.inf)
 
-    def refuse(self, step: int, kind: str, what: str) -> None:
-        """Something is wrong that has no size."""
+    def record_failure(self, step: int, kind: str, what: str) -> None:
+        """Record something wrong that has no numerical difference."""
         self.largest[kind] = math.inf
         self._wrong(step, kind, f"step {step} {what}")
 
@@ -95,15 +95,15 @@ class Comparison:
         place = (step, KINDS.index(kind), self._seen)
         if self.first is None or place < self.first[0]:
             self.first = (place, what)
-            self.found(self.first)
+            self.on_first(self.first)
 
-    def see_number(self, kind: str, step: int, mine: float | None, whole: float) -> None:
-        """A number that every rank knows."""
-        self.see(kind, step, None, scalar_difference(mine, whole))
+    def compare_number(self, kind: str, step: int, mine: float | None, whole: float) -> None:
+        """Compare a number that every rank has."""
+        self.add_difference(kind, step, None, relative_scalar_difference(mine, whole))
 
 
-def not_held(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
-    """Whether some element of a tensor is in none of the boxes that the ranks together hold of it."""
+def has_uncovered_elements(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
+    """Whether some element of a tensor is in none of the boxes of all ranks."""
     held = torch.zeros(shape, dtype=torch.bool)
     for box in boxes:
         held[box.slices] = True

@@ -1,7 +1,7 @@
-"""Few cases that cover all pairs: every value of a switch meets every value of every other switch at least once.
+"""Pairwise covers: few cases in which every value of a switch occurs with every value of every other switch.
 
-Most faults of configuration need one or two switches to show (Kuhn, Wallace and Gallo 2004), so a pairwise cover finds
-nearly what the whole product would, with a number of cases that grows with its logarithm.
+Most configuration bugs depend on one or two switches (Kuhn, Wallace and Gallo 2004), so a pairwise cover finds nearly
+as many as the whole product, and its size grows with the logarithm of the product.
 """
 
 import random
@@ -15,10 +15,10 @@ Switches = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Family:
-    """Cases that have something in common, so that not every value of every switch is possible with it.
+class CaseFamily:
+    """A family of cases with fixed features, which may restrict the values of the switches.
 
-    fixed: what they have in common, by name; switches: the values each of the others may have.
+    fixed: the features, by name; switches: the possible values of each switch.
     """
 
     switches: Switches
@@ -29,34 +29,34 @@ class Family:
         return {**{name: (value,) for name, value in self.fixed.items()}, **self.switches}
 
 
-def pairs(choices: Switches, apart: Sequence[frozenset[str]] = ()) -> set[Pair]:
-    """Every pair of values of two different switches, but for the switches that are not paired (`apart`)."""
+def value_pairs(choices: Switches, apart: Sequence[frozenset[str]] = ()) -> set[Pair]:
+    """Every pair of values of two different switches, except for the pairs of switches in `apart`."""
     names = [pair for pair in combinations(choices, 2) if frozenset(pair) not in apart]
     return {((a, x), (b, y)) for a, b in names for x in choices[a] for y in choices[b]}
 
 
-def covered(case: Mapping[str, Any], apart: Sequence[frozenset[str]] = ()) -> set[Pair]:
-    """The pairs that one case has in it."""
-    return pairs({name: (value,) for name, value in case.items()}, apart)
+def pairs_in_case(case: Mapping[str, Any], apart: Sequence[frozenset[str]] = ()) -> set[Pair]:
+    """The pairs of values in one case."""
+    return value_pairs({name: (value,) for name, value in case.items()}, apart)
 
 
-def pairwise(
-    families: Sequence[Family], seed: int = 0, candidates: int = 30, apart: Sequence[frozenset[str]] = ()
+def pairwise_cover(
+    families: Sequence[CaseFamily], seed: int = 0, candidates: int = 30, apart: Sequence[frozenset[str]] = ()
 ) -> list[dict[str, Any]]:
-    """Cases that together contain every pair that any family has; the same ones for the same seed.
+    """Cases that together contain every pair of every family; deterministic for a seed.
 
-    Greedy, as in AETG (Cohen et al. 1997): each case is the best of some that are grown from a pair still missing,
-    value by value. apart: pairs of names whose values need not meet.
+    Greedy, as in AETG (Cohen et al. 1997): each case is the best of several candidates, each grown value by value from
+    a missing pair. apart: pairs of switches whose values need not be combined.
     """
     draw = random.Random(seed)
     choices = [family.choices for family in families]
-    missing: set[Pair] = set().union(*(pairs(each, apart) for each in choices))
+    missing: set[Pair] = set().union(*(value_pairs(each, apart) for each in choices))
     cases = []
     while missing:
         grown = (_grow(choices, missing, draw) for _ in range(candidates))
-        best = max(grown, key=lambda case: len(covered(case) & missing))
+        best = max(grown, key=lambda case: len(pairs_in_case(case) & missing))
         cases.append(best)
-        missing -= covered(best)
+        missing -= pairs_in_case(best)
     return cases
 
 

@@ -1,4 +1,4 @@
-"""Which layouts parity compares on N ranks: every factorisation of N, and every way in which its axes can work."""
+"""The layouts of N ranks: every factorisation of N over the mesh axes, with every schedule and attention variant."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -9,9 +9,9 @@ from minidist.parallel.pipeline.schedules import KINDS
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, and how its axes work: the pipeline's schedule, sequence parallelism over tp, attention over cp.
+    """A mesh with the pipeline schedule, sequence parallelism over tp, and context-parallel attention over cp.
 
-    What an axis of size 1 does not have is None.
+    The option of an axis of size 1 is None.
     """
 
     pp: int = 1
@@ -28,7 +28,7 @@ class Layout:
 
     @property
     def chunks(self) -> int:
-        """Parts of the model on each stage."""
+        """Model chunks per pipeline stage."""
         return 2 if self.schedule in ("interleaved", "zb-v") else 1
 
     def __str__(self) -> str:
@@ -37,8 +37,8 @@ class Layout:
         return " ".join(axes + [word for word in how if word])
 
 
-def layouts(world: int) -> list[Layout]:
-    """Every factorisation of `world` over the axes, in every way its axes can work; data parallelism alone first."""
+def list_layouts(world: int) -> list[Layout]:
+    """Every factorisation of `world` over the axes with every option of its axes; pure data parallelism first."""
     found = []
     for pp, cp, tp in product(range(1, world + 1), repeat=3):
         if world % (pp * cp * tp):

@@ -1,4 +1,4 @@
-"""Muon for the reference: by its definition, in one process. It imports torch and nothing else."""
+"""Muon by its definition, for the reference. Imports nothing but torch."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Muon(torch.optim.Optimizer):
+class ReferenceMuon(torch.optim.Optimizer):
     """Muon by its definition: the singular values of a matrix' momentum go through a polynomial, and it is the update.
 
     Five times `3.4445 x - 4.7750 x^3 + 2.0315 x^5`, of values divided by the norm (Jordan et al. 2024); scaled by
@@ -33,8 +33,8 @@ class Muon(torch.optim.Optimizer):
             matrix.sub_(0.2 * max(matrix.shape) ** 0.5 * lr * (u * values) @ v)
 
 
-class Both(torch.optim.Optimizer):
-    """Two optimizers, for parameters of two kinds."""
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers, each for its own parameters, as one."""
 
     def __init__(self, *each: torch.optim.Optimizer):
         self.each = each

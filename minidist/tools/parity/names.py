@@ -1,22 +1,22 @@
-"""A row's name, read back: the case that it is the name of, without the thousands of others that `--full` has."""
+"""Parses a row's name into its case, without listing the thousands of cases of `--full`."""
 
 import dataclasses
 import difflib
 
 from minidist.errors import UserError
 from minidist.tools.parity.cases import SWITCHES, Case
-from minidist.tools.parity.layouts import Layout, layouts
-from minidist.tools.parity.plan import case_with, switches_of
+from minidist.tools.parity.layouts import Layout, list_layouts
+from minidist.tools.parity.plan import make_case, possible_switches
 from minidist.validation import validate
 
 
-def case_named(name: str, ranks: int) -> Case:
-    """The combination of N ranks, or of one, whose `Case.name` this is.
+def parse_case_name(name: str, ranks: int) -> Case:
+    """The case of `ranks` ranks, or of one, whose `Case.name` is `name`.
 
-    Raises UserError, which says what is not right, when no combination that `--full` has on so many ranks is named so.
+    Raises UserError, which names the wrong word, if no case of `--full` has this name.
     """
     layout = _layout(name, ranks)
-    plain = case_with(layout, {switch: values[0] for switch, values in SWITCHES.items()})
+    plain = make_case(layout, {switch: values[0] for switch, values in SWITCHES.items()})
     meaning = _meaning(plain)
     chosen = {}
     for word in name.removeprefix(str(layout)).split():
@@ -29,17 +29,17 @@ def case_named(name: str, ranks: int) -> Case:
     case = dataclasses.replace(plain, **chosen)
     if case.name != name:
         raise UserError(f"a row says its words in one order, each once: this one is named {case.name!r}.")
-    for switch, possible in switches_of(layout).items():
+    for switch, possible in possible_switches(layout).items():
         if (value := getattr(case, switch)) not in possible:
             values = ", ".join(map(str, possible))
             raise UserError(f"{switch} is {value}, and on {layout} it can only be {values}.")
-    validate(case.config(), case.world)
+    validate(case.config(), case.world_size)
     return case
 
 
 def _layout(name: str, ranks: int) -> Layout:
-    """The layout whose words a name begins with; of two, the one that says more."""
-    known = layouts(ranks)
+    """The layout whose text the name begins with; the longest of several."""
+    known = list_layouts(ranks)
     able = [layout for layout in [Layout(), *known] if name.startswith(f"{layout} ")]
     if not able:
         raise UserError(f"it begins with none of the layouts of {ranks} ranks, which are like {str(known[-1])!r}.")
@@ -47,8 +47,8 @@ def _layout(name: str, ranks: int) -> Layout:
 
 
 def _meaning(plain: Case) -> dict[str, dict]:
-    """What each word of a name says, by looking at what a value of a switch does to the name of a plain case."""
-    said: dict[str, dict] = {word: {} for word in plain.name.removeprefix(str(plain.plan)).split()}
+    """The switch value that each word of a name means, found by changing one switch of the default case at a time."""
+    said: dict[str, dict] = {word: {} for word in plain.name.removeprefix(str(plain.mesh_layout)).split()}
     for switch, values in SWITCHES.items():
         for value in values[1:]:
             case = dataclasses.replace(plain, **{switch: value})

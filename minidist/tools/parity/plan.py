@@ -1,4 +1,4 @@
-"""Which cases `minidist parity --ranks N` runs: every layout of N ranks, and the switches by a cover of their pairs."""
+"""The cases of `minidist parity --ranks N`: every layout of N ranks, with a pairwise cover of the switches."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,104 +9,104 @@ from typing import Any
 
 from minidist.errors import UserError
 from minidist.tools.parity.cases import HALF, SWITCHES, Case
-from minidist.tools.parity.cover import Family, Switches, covered, pairs, pairwise
-from minidist.tools.parity.layouts import Layout, layouts
+from minidist.tools.parity.cover import CaseFamily, Switches, pairs_in_case, pairwise_cover, value_pairs
+from minidist.tools.parity.layouts import Layout, list_layouts
 from minidist.validation import validate
 
-# Every schedule meets every number of stages; it need not meet every mesh.
+# Every schedule occurs with every number of stages, but not with every mesh.
 _APART = tuple(frozenset(names) for names in (("mesh", "schedule"), ("mesh", "stages")))
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some layouts, whose cases together have every pair of values that can be had.
+class PlanPart:
+    """A group of layouts whose cases together have every possible pair of values.
 
-    refused: what cannot be, and why, by name.
+    refused: combinations that cannot run, with the reason.
     """
 
     title: str
     layouts: frozenset[Layout]
-    families: tuple[Family, ...]
+    families: tuple[CaseFamily, ...]
     cases: tuple[Case, ...]
     refused: dict[str, str]
 
     @property
     def product(self) -> int:
-        """How many combinations there are."""
+        """The number of all combinations."""
         return sum(math.prod(map(len, family.switches.values())) for family in self.families)
 
     def coverage(self, cases: Iterable[Case]) -> tuple[int, int]:
-        """How many of the pairs of values these cases have in them, and how many there are."""
-        wanted = set().union(*(pairs(family.choices, _APART) for family in self.families))
-        mine = self.of(cases)
+        """(pairs of values that occur in these cases, all pairs)."""
+        wanted = set().union(*(value_pairs(family.choices, _APART) for family in self.families))
+        mine = self.select(cases)
         if len(mine) == self.product:  # every combination, so every pair
             return len(wanted), len(wanted)
-        met = set().union(*(covered(_choice(case)) for case in mine))
+        met = set().union(*(pairs_in_case(_choice(case)) for case in mine))
         return len(wanted & met), len(wanted)
 
-    def of(self, cases: Iterable[Case]) -> list[Case]:
-        """Those of the cases that belong to this part, whether they are in its cover or not."""
-        return [case for case in cases if case.plan in self.layouts]
+    def select(self, cases: Iterable[Case]) -> list[Case]:
+        """The cases that belong to this part, whether they are in its cover or not."""
+        return [case for case in cases if case.mesh_layout in self.layouts]
 
 
 @cache
-def plan(ranks: int, full: bool = False) -> tuple[Part, ...]:
-    """The parts of `minidist parity --ranks N`: one rank, data parallelism, and all other layouts of N ranks.
+def plan_cases(ranks: int, full: bool = False) -> tuple[PlanPart, ...]:
+    """The plan in three parts: one rank, pure data parallelism, and all other layouts of N ranks.
 
-    Data parallelism, on which all others are built, has a cover of its own. With `full` every combination is a case.
+    Data parallelism, on which the others build, has a cover of its own. With `full` every combination is a case.
     """
     parts = [_part("1 rank", 1, [Layout()], full)]
     if ranks > 1:
         plain = Layout(dp=ranks)
-        others = [layout for layout in layouts(ranks) if layout != plain]
+        others = [layout for layout in list_layouts(ranks) if layout != plain]
         parts.append(_part(f"dp={ranks}", ranks, [plain], full))
         parts.append(_part(f"all other layouts of {ranks} ranks", ranks, others, full))
     return tuple(parts)
 
 
-def cases_of(parts: Iterable[Part]) -> list[Case]:
-    """The cases of all parts, in the order in which they are run."""
+def list_cases(parts: Iterable[PlanPart]) -> list[Case]:
+    """The cases of all parts, in the order in which they run."""
     return [case for part in parts for case in part.cases]
 
 
-def _part(title: str, ranks: int, among: Sequence[Layout], full: bool) -> Part:
+def _part(title: str, ranks: int, among: Sequence[Layout], full: bool) -> PlanPart:
     refused: dict[str, str] = {}
     families, layout_of = [], {}
     for layout in among:
-        switches = switches_of(layout)
+        switches = possible_switches(layout)
         why = {value: _refusal(layout, value) for value in switches["micro_batches"]}
         refused |= {f"{layout} micro-batches={value}": text for value, text in why.items() if text is not None}
         switches["micro_batches"] = tuple(value for value, text in why.items() if text is None)
         if switches["micro_batches"]:
             features = _features(layout) if len(among) > 1 else {}
             layout_of[tuple(features.values())] = layout
-            families += [Family({**switches, **formats}, features) for formats in _formats(switches)]
+            families += [CaseFamily({**switches, **formats}, features) for formats in _formats(switches)]
     if full:
         chosen = [choice for family in families for choice in _product(family)]
     else:
-        chosen = pairwise(families, ranks, apart=_APART)
+        chosen = pairwise_cover(families, ranks, apart=_APART)
     cases = []
     for choice in chosen:
         layout = layout_of[tuple(choice[name] for name in families[0].fixed)]
-        cases.append(case_with(layout, {name: choice[name] for name in SWITCHES}))
+        cases.append(make_case(layout, {name: choice[name] for name in SWITCHES}))
     place = {layout: number for number, layout in enumerate(layout_of.values())}
-    cases.sort(key=lambda case: place[case.plan])  # one mesh after the other
-    return Part(title, frozenset(among), tuple(families), tuple(cases), refused)
+    cases.sort(key=lambda case: place[case.mesh_layout])  # one mesh after the other
+    return PlanPart(title, frozenset(among), tuple(families), tuple(cases), refused)
 
 
 def _formats(switches: Switches) -> list[Switches]:
-    """One format of all numbers with every way of reducing gradients; two formats only where masters can be kept."""
+    """Full-precision dtypes with every gradient reduction; 16-bit dtypes only with those that can keep masters."""
     full = {"dtype": tuple(dtype for dtype in switches["dtype"] if dtype not in HALF)}
     half = {"dtype": HALF, "gradients": tuple(kind for kind in switches["gradients"] if kind != "naive")}
     return [full, half]
 
 
-def _product(family: Family) -> Iterable[dict[str, Any]]:
+def _product(family: CaseFamily) -> Iterable[dict[str, Any]]:
     return (dict(zip(family.choices, values, strict=True)) for values in product(*family.choices.values()))
 
 
 def _features(layout: Layout) -> dict[str, Any]:
-    """What tells one layout from another."""
+    """The features that distinguish layouts."""
     return {
         "mesh": str(layout.mesh),
         "stages": layout.pp,
@@ -117,26 +117,27 @@ def _features(layout: Layout) -> dict[str, Any]:
 
 
 def _choice(case: Case) -> dict[str, Any]:
-    return _features(case.plan) | {name: getattr(case, name) for name in SWITCHES}
+    return _features(case.mesh_layout) | {name: getattr(case, name) for name in SWITCHES}
 
 
-def case_with(layout: Layout, values: Mapping[str, Any]) -> Case:
-    """The case of a layout with a value for every switch; its model has a layer, or two, for each part."""
+def make_case(layout: Layout, values: Mapping[str, Any]) -> Case:
+    """The case of a layout with the given switch values; its model has a layer per model chunk, and at least two."""
     return Case(layout.mesh.world_size, max(2, layout.pp * layout.chunks), layout, **values)
 
 
 def _refusal(layout: Layout, micro_batches: int) -> str | None:
-    """Why a layout cannot run with that many micro-batches, None when it can."""
+    """Why a layout cannot run with that many micro-batches; None if it can."""
     plain = {name: values[0] for name, values in SWITCHES.items()}
     try:
-        validate(case_with(layout, plain | {"micro_batches": micro_batches}).config(), layout.mesh.world_size)
+        validate(make_case(layout, plain | {"micro_batches": micro_batches}).config(), layout.mesh.world_size)
     except UserError as error:
         return str(error)
     return None
 
 
-def switches_of(layout: Layout) -> dict[str, tuple[Any, ...]]:
-    """The switches that mean something in a layout: one rank cannot differ from others, one replica shares nothing."""
+def possible_switches(layout: Layout) -> dict[str, tuple[Any, ...]]:
+    """The switch values that make a difference in a layout: one rank cannot start
+    different from others, one replica has no shares."""
     alone: dict[str, tuple[Any, ...]] = {}
     if layout.mesh.world_size == 1:
         alone["start"] = ("equal",)
@@ -147,7 +148,8 @@ def switches_of(layout: Layout) -> dict[str, tuple[Any, ...]]:
 
 
 def _shares(layout: Layout, gradients: str) -> bool:
-    """Whether this way of reducing gradients is one of its own in a layout: shards need ranks, copies twice as many."""
+    """Whether this gradient reduction differs from the others in a layout: sharding needs several ranks,
+    hybrid sharding more than two."""
     if gradients.endswith("hybrid"):
         return layout.dp % 2 == 0 and layout.dp * layout.cp > 2
     return not gradients.startswith("zero") or layout.dp * layout.cp > 1

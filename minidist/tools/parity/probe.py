@@ -12,7 +12,7 @@ from minidist.models.transformer import IGNORE_INDEX, Transformer
 RARE_EVERY, RARE_AT = 40, 35
 
 
-class Probe(Transformer):
+class ProbeModel(Transformer):
     """A transformer and three more parameters, and a buffer.
 
     All sizes of the transformer divide by the number of ranks. Three of these do not: one element more than a hidden

@@ -1,4 +1,4 @@
-"""What runs on ranks: the references, one process each, and the trainer, compared with them on the spot."""
+"""The functions that run on ranks: training the references, one process each, and comparing the trainer with them."""
 
 import hashlib
 import json
@@ -23,55 +23,55 @@ from minidist.parallelize import group_specs, parallelize
 from minidist.parameters import Box, named_parameters
 from minidist.tools.parity import reference
 from minidist.tools.parity.cases import CLIPPED_STEP, GLOBAL_BATCH, RESUME_AFTER, SEED, STEPS, Case
-from minidist.tools.parity.compare import Comparison, First
-from minidist.tools.parity.muon import Both, Muon
+from minidist.tools.parity.compare import Comparison, FirstWrong
+from minidist.tools.parity.muon import CombinedOptimizer, ReferenceMuon
 from minidist.train.checkpoint_state import pieces, prepare
 from minidist.train.engine import Engine
 
 
 @dataclass(frozen=True)
-class Record:
-    """What one rank saw in one case.
+class RankReport:
+    """The result of one case on one rank.
 
-    largest, worst, first: as in `Comparison`. shapes: of every tensor of the reference; held: this rank's boxes of it.
-    digests: of this rank's parameters and buffers at the end. told: loss and norm of each step, as the step told them.
-    clipped_steps: of the reference.
+    largest, worst, first: as in `Comparison`. shapes: of every tensor of the reference; boxes: this rank's boxes of
+    each. digests: of this rank's parameters and buffers at the end. scalars: loss and gradient norm that each step
+    returned. clipped_steps: of the reference.
     """
 
     largest: dict[str, float]
     worst: tuple[float, str | None]
-    first: First | None
+    first: FirstWrong | None
     shapes: dict[str, tuple[int, ...]]
-    held: dict[str, tuple[Box, ...]]
+    boxes: dict[str, tuple[Box, ...]]
     digests: dict[str, str]
-    told: tuple[tuple[float | None, float], ...]
+    scalars: tuple[tuple[float | None, float], ...]
     clipped_steps: int
 
 
-def record_file(folder: str, number: int, rank: int) -> Path:
-    """Where a rank leaves its record of case `number`."""
+def report_file(folder: str, number: int, rank: int) -> Path:
+    """The file for a rank's report of case `number`."""
     return Path(folder, f"record-{number}-{rank}.pickle")
 
 
-def first_file(folder: str, number: int, rank: int) -> Path:
-    """Where a rank says what is wrong first in case `number` as soon as it knows."""
+def first_wrong_file(folder: str, number: int, rank: int) -> Path:
+    """The file for the first difference in case `number`, written as soon as a rank finds it."""
     return Path(folder, f"first-{number}-{rank}.pickle")
 
 
 def reference_file(folder: str, number: int) -> str:
-    """Where the gradients, parameters, losses and norms of reference `number` are."""
+    """The file with gradients, parameters, losses and norms of reference `number`."""
     return f"{folder}/reference-{number}.safetensors"
 
 
 def run_references(world: World, cases: Sequence[Case], folder: str) -> None:
-    """Train the references, shared out over processes that do not know of each other."""
+    """Train the references, distributed over independent processes."""
     for number in range(world.rank, len(cases), world.size):
         write_reference(cases[number], reference_file(folder, number))
 
 
 def write_reference(case: Case, file: str) -> None:
-    """Train a case in one process and write what it gave."""
-    model = case.model()
+    """Train a reference in one process and write its results."""
+    model = case.make_model()
     parameters = [p for p in model.parameters() if p.requires_grad]
     config = case.config().optim
     adamw = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
@@ -81,12 +81,12 @@ def write_reference(case: Case, file: str) -> None:
         optimizer = torch.optim.SGD(parameters, momentum=config.momentum, weight_decay=config.weight_decay)
     else:
         layers = {p for p in model.model.layers.parameters() if p.dim() == 2}
-        muon = Muon(list(layers), config.muon_momentum, config.weight_decay)
-        optimizer = Both(muon, torch.optim.AdamW([p for p in parameters if p not in layers], **adamw))
-    loader = case.loader()
+        muon = ReferenceMuon(list(layers), config.muon_momentum, config.weight_decay)
+        optimizer = CombinedOptimizer(muon, torch.optim.AdamW([p for p in parameters if p not in layers], **adamw))
+    loader = case.make_loader()
     batches = []
     for step in range(STEPS):
-        batch = case.shape_labels(step, loader.global_batch(step * GLOBAL_BATCH, GLOBAL_BATCH))
+        batch = case.adjust_labels(step, loader.global_batch(step * GLOBAL_BATCH, GLOBAL_BATCH))
         batches.append((batch.tokens, batch.labels, batch.samples))
     tensors: dict[str, Tensor] = {}
     scalars: list[tuple[float | None, float, int]] = []
@@ -97,7 +97,7 @@ def write_reference(case: Case, file: str) -> None:
 
     lrs = [case.lr(step) for step in range(STEPS)]
     clip_norm = _between_norms(case, batches) if case.clip else math.inf
-    reference.train(model, batches, optimizer, lrs, clip_norm, SEED, look)
+    reference.train_reference(model, batches, optimizer, lrs, clip_norm, SEED, look)
     tensors.update({f"end/{name}": tensor.detach() for name, tensor in model.named_parameters()})
     tensors.update({f"end/{name}": tensor for name, tensor in model.named_buffers()})
     save_file(tensors, file, {"scalars": json.dumps(scalars), "clip_norm": json.dumps(clip_norm)})
@@ -106,10 +106,12 @@ def write_reference(case: Case, file: str) -> None:
 def _between_norms(case: Case, batches: Sequence) -> float:
     """A norm that the step with the large gradient exceeds, and no other: half-way between it and the step before."""
     norms: list[float] = []
-    model = case.model()
+    model = case.make_model()
     still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
     steps = CLIPPED_STEP + 1
-    reference.train(model, batches[:steps], still, [0.0] * steps, math.inf, SEED, lambda *seen: norms.append(seen[2]))
+    reference.train_reference(
+        model, batches[:steps], still, [0.0] * steps, math.inf, SEED, lambda *seen: norms.append(seen[2])
+    )
     return sum(norms[-2:]) / 2
 
 
@@ -122,89 +124,96 @@ def read_reference(file: str) -> tuple[list[tuple[float | None, float, int]], di
 
 
 def run_cases(world: World, cases: Sequence[tuple[int, Case, int]], folder: str) -> None:
-    """Run each case, given with its number and that of its reference, on these ranks, and leave a record of it."""
+    """Run each case (number, case, number of its reference) on these ranks and write its report."""
     groups: Groups | None = None
     for number, case, of in cases:
-        mesh, wanted = case.plan.mesh, group_specs(case.plan.mesh, case.config())
+        mesh, wanted = case.mesh_layout.mesh, group_specs(case.mesh_layout.mesh, case.config())
         if groups is None or (groups.mesh, groups.uses) != (mesh, tuple(wanted)):
             if groups is not None:
                 groups.destroy()
             groups = bind(world, mesh, wanted)
-        found = partial(_leave, first_file(folder, number, world.rank))
+        found = partial(_write_pickle, first_wrong_file(folder, number, world.rank))
         record = run_case(groups, case, reference_file(folder, of), found)
-        _leave(record_file(folder, number, world.rank), record)
+        _write_pickle(report_file(folder, number, world.rank), record)
 
 
-def _leave(file: Path, what: object) -> None:
-    """Write a file that is whole as soon as it is there."""
+def _write_pickle(file: Path, what: object) -> None:
+    """Write a file atomically."""
     aside = file.with_suffix(".partial")
     aside.write_bytes(pickle.dumps(what))
     os.replace(aside, file)
 
 
-def run_case(groups: Groups, case: Case, file: str, found: Callable[[First], None]) -> Record:
-    """Train as the case says and compare every gradient, loss, norm and, at the end, parameter of this rank."""
+def run_case(groups: Groups, case: Case, file: str, found: Callable[[FirstWrong], None]) -> RankReport:
+    """Train a case and compare every gradient, loss and norm, and finally every parameter, of this rank."""
     scalars, wanted, clip_norm = read_reference(file)
-    seen, loader, told = Comparison(case.tolerance, found=found), case.loader(), []
+    seen, loader, scalars_seen = Comparison(case.tolerance, on_first=found), case.make_loader(), []
     engine = _engine(groups, case, clip_norm)
     rank, mesh = groups.world.rank, groups.mesh
     for step in range(STEPS):
         if case.resume and step == RESUME_AFTER:
             engine = _resumed(engine, groups, case, clip_norm, step)
         batches = loader.micro_batches(
-            step * GLOBAL_BATCH, GLOBAL_BATCH, mesh.coords(rank)["dp"], mesh.dp, case.parts, case.share_of()
+            step * GLOBAL_BATCH,
+            GLOBAL_BATCH,
+            mesh.coords(rank)["dp"],
+            mesh.dp,
+            case.num_micro_batches,
+            case.batch_shares(),
         )
-        batches = [case.shape_labels(step, batch) for batch in batches]
+        batches = [case.adjust_labels(step, batch) for batch in batches]
         looks = []
 
         def compare_gradients(step=step, engine=engine, looks=looks):
             looks.append(step)
             for name, grad in engine.reducer.gradients().items():
-                seen.see_tensor(
+                seen.compare_tensor(
                     "grad", step, name, grad, wanted.get(f"{step}/{name}"), engine.reducer.master_specs[name]
                 )
             for name, parameter in engine.parameters.items():
                 if not parameter.requires_grad:
-                    seen.see_tensor("grad", step, name, parameter.grad, None, engine.specs[name])
+                    seen.compare_tensor("grad", step, name, parameter.grad, None, engine.specs[name])
 
         result = engine.step(step, batches, case.lr(step), inspect=compare_gradients)
         if len(looks) != 1:
-            seen.refuse(step, "grad", f"gradients were shown {len(looks)} times, not once")
-        told.append((result.loss, result.grad_norm))
+            seen.record_failure(step, "grad", f"gradients were shown {len(looks)} times, not once")
+        scalars_seen.append((result.loss, result.grad_norm))
         loss, norm, tokens = scalars[step]
         if result.tokens != tokens:
-            seen.refuse(step, "loss", f"tokens: {result.tokens:g} counted, there are {tokens}")
+            seen.record_failure(step, "loss", f"tokens: {result.tokens:g} counted, there are {tokens}")
         if tokens == 0:
             if result.loss is not None or result.applied or result.grad_norm != 0:
-                seen.refuse(step, "loss", "has no token that counts, and was taken all the same")
+                seen.record_failure(step, "loss", "has no token that counts, and was taken all the same")
         else:
-            seen.see_number("loss", step, result.loss, loss)
-            seen.see_number("grad_norm", step, result.grad_norm, norm)
-    return _end(seen, engine, wanted, told, sum(norm > clip_norm for _, norm, _ in scalars))
+            seen.compare_number("loss", step, result.loss, loss)
+            seen.compare_number("grad_norm", step, result.grad_norm, norm)
+    return _end(seen, engine, wanted, scalars_seen, sum(norm > clip_norm for _, norm, _ in scalars))
 
 
-def _end(seen: Comparison, engine: Engine, wanted: dict[str, Tensor], told: list, clipped_steps: int) -> Record:
-    """Compare what is left when training is over."""
+def _end(
+    seen: Comparison, engine: Engine, wanted: dict[str, Tensor], scalars_seen: list, clipped_steps: int
+) -> RankReport:
+    """Compare parameters and buffers at the end of training, and make the report."""
     tensors = engine.reducer.checkpoint_tensors()
     for name, spec in engine.reducer.master_specs.items():
-        seen.see_tensor("param", STEPS, name, tensors[name], wanted[f"end/{name}"], spec)
+        seen.compare_tensor("param", STEPS, name, tensors[name], wanted[f"end/{name}"], spec)
     parameters = named_parameters(engine.model)
     if engine.reducer.gatherer is not None:
         engine.reducer.gatherer.gather_all()
     for name, parameter in parameters.items():
-        seen.see_tensor("param", STEPS, name, parameter, wanted[f"end/{name}"], engine.specs[name])
+        seen.compare_tensor("param", STEPS, name, parameter, wanted[f"end/{name}"], engine.specs[name])
     buffers = dict(engine.model.named_buffers())
     for name, buffer in buffers.items():
-        seen.see("param", STEPS, name, 0.0 if torch.equal(buffer, wanted[f"end/{name}"]) else math.inf)
-    return Record(
+        seen.add_difference("param", STEPS, name, 0.0 if torch.equal(buffer, wanted[f"end/{name}"]) else math.inf)
+    return RankReport(
         largest=seen.largest,
         worst=seen.worst,
         first=seen.first,
         shapes={name.removeprefix("end/"): tuple(t.shape) for name, t in wanted.items() if name.startswith("end/")},
-        held={name: engine.specs[name].boxes for name in parameters}
+        boxes={name: engine.specs[name].boxes for name in parameters}
         | {name: (Box.whole(tuple(buffer.shape)),) for name, buffer in buffers.items()},
         digests={name: _digest(tensor) for name, tensor in [*parameters.items(), *buffers.items()]},
-        told=tuple(told),
+        scalars=tuple(scalars_seen),
         clipped_steps=clipped_steps,
     )
 
@@ -217,7 +226,7 @@ def _digest(tensor: Tensor) -> str:
 def _engine(groups: Groups, case: Case, clip_norm: float, fresh: int = 0) -> Engine:
     """The trainer's engine; ranks of a "different" start, and those of a resumed run, begin with other values."""
     own = fresh + (groups.world.rank if case.start == "different" else 0)
-    model = case.model(SEED + own)
+    model = case.make_model(SEED + own)
     with torch.no_grad():
         model.frozen.add_(own)
         model.offset.add_(own)
@@ -226,7 +235,7 @@ def _engine(groups: Groups, case: Case, clip_norm: float, fresh: int = 0) -> Eng
 
 
 def _resumed(engine: Engine, groups: Groups, case: Case, clip_norm: float, step: int) -> Engine:
-    """Save, forget everything, and go on from the checkpoint in an engine that began with other values."""
+    """Save a checkpoint and load it into a new engine that was initialised with other values."""
     control = groups["control"]
     swap = bind_all_gather_object(control)
     root = swap(tempfile.mkdtemp(prefix="minidist-parity-") if control.rank == 0 else None)[0]

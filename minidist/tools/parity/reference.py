@@ -1,7 +1,7 @@
-"""What one process does: the loop that every layout is compared with.
+"""The reference: the training loop of one process with which every layout is compared.
 
-It shares no code with the trainer: the whole global batch in one forward pass, the loss sum over the count, torch's own
-clipping and optimizers. It imports torch and the model, and nothing else.
+It shares no code with the trainer: the whole global batch in one forward pass, the loss sum over the token count,
+torch's own clipping and optimizers. It imports nothing but torch and the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from minidist.models.dropout import DropoutAddress
 
 
-def train(
+def train_reference(
     model: nn.Module,
     batches: Sequence[tuple[Tensor, Tensor, Tensor]],
     optimizer: torch.optim.Optimizer,
     lrs: Sequence[float],
     clip_norm: float,
     seed: int,
-    look: Callable[[int, float | None, float, int, dict[str, Tensor | None]], None],
+    on_step: Callable[[int, float | None, float, int, dict[str, Tensor | None]], None],
 ) -> None:
-    """One step, at the rate of `lrs`, per batch of (tokens, labels, sample numbers): the global batch of that step.
+    """Train one step per global batch of (tokens, labels, sample numbers), with the learning rates `lrs`.
 
-    look: called with the step, the loss, the global gradient norm, the number of tokens that count, and the gradients
-    by name as they were before clipping (None for a parameter that was not used). A batch in which no token counts is
-    passed over: it has no loss.
+    on_step: called with the step, the loss, the global gradient norm, the number of counted tokens, and the gradients
+    by name before clipping (None for a parameter that was not used). A batch without counted tokens has no loss and is
+    skipped.
     """
     model.train()
     for step, (tokens, labels, samples) in enumerate(batches):
@@ -34,13 +34,13 @@ def train(
         address = DropoutAddress(seed, step, samples, positions)
         loss_sum, count = model(tokens, labels, address=address)
         if count == 0:
-            look(step, None, 0.0, 0, {name: None for name, _ in model.named_parameters()})
+            on_step(step, None, 0.0, 0, {name: None for name, _ in model.named_parameters()})
             continue
         loss = loss_sum / count
         loss.backward()
         grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        look(step, loss.item(), norm.item(), count.item(), grads)
+        on_step(step, loss.item(), norm.item(), count.item(), grads)
         for group in optimizer.param_groups:
             group["lr"] = lrs[step]
         optimizer.step()

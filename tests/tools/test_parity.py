@@ -185,8 +185,8 @@ def test_the_exit_code_is_0_only_when_every_row_ran_and_is_ok(monkeypatch, capsy
     found = json.loads((tmp_path / "rows.json").read_text())
     assert list(found) == ["rows", "not_run", "refused", "left_out"]
     assert {entry["what"]: entry["why"].split(":")[0] for entry in found["refused"]} == {
-        "pp=2 interleaved micro-batches=1": "interleaved sends micro-batches through its chunks in groups of as many "
-        "as there are stages",
+        "pp=2 interleaved micro-batches=1": "interleaved needs a number of micro-batches that is a multiple of the "
+        "number of stages, and 1 is not a multiple of 2. Give 2 micro-batches, or choose 1f1b.",
         "pp=2 zb-h2 micro-batches=1": "zb-h2 needs 2 x 2 stages - 1 = 3 micro-batches in flight, but there are only 1",
     }
     assert len(found["rows"]) == sum(isinstance(outcome, dict) for outcome in outcomes)

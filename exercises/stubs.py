@@ -1,7 +1,7 @@
 """Stubs and solutions, generated from the right text of each exercise, which stands in one place.
 
 The right text of a piece is the package's own source: the imports it needs, then its symbols. That of a script, a
-clinic or a prediction is a program in the chapter's folder `programs/`, whose docstring says what is asked. A solution
+clinic or a prediction is a program in the chapter's folder `programs/`, whose docstring states the task. A solution
 is the right text with a note on why it is so and what usually goes wrong. A stub is the right text with other lines in
 the places that exercise.toml declares: one `raise NotImplementedError` in a piece, faults in a program.
 """
@@ -128,7 +128,7 @@ def _asked(exercise: Exercise) -> list[str]:
     if not exercise.piece:
         return [*(ast.get_docstring(ast.parse(exercise.source.read_text())) or "").splitlines(), ""]
     return [
-        *_wrapped(f"Write the missing lines of {' and '.join(exercise.symbols)}; the docstring says what is asked."),
+        *_wrapped(f"Write the missing lines of {' and '.join(exercise.symbols)}; its docstring specifies the result."),
         *_wrapped(f"You may call: {', '.join(exercise.calls)}."),
     ]
 

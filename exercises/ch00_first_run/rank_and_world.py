@@ -1,6 +1,6 @@
 """Read a process's rank from its environment.
 
-Write the missing lines of rank_and_world; the docstring says what is asked.
+Write the missing lines of rank_and_world; its docstring specifies the result.
 You may call: read_integer, RankEnvironment, UserError.
 Check it with: python -m exercises check rank_and_world
 

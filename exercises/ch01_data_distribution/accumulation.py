@@ -1,6 +1,6 @@
 """Gradient accumulation without communication.
 
-Write the missing lines of collect; the docstring says what is asked.
+Write the missing lines of collect; its docstring specifies the result.
 You may call: reducer.add, reducer.ready, last.
 Check it with: python -m exercises check accumulation
 

@@ -1,6 +1,6 @@
 """Consecutive blocks.
 
-Write the missing lines of block_partition; the docstring says what is asked.
+Write the missing lines of block_partition; its docstring specifies the result.
 You may call: divmod, min, max, range, numpy.arange.
 Check it with: python -m exercises check block_partition
 

@@ -1,6 +1,6 @@
 """Assign parameters to buckets.
 
-Write the missing lines of assign; the docstring says what is asked.
+Write the missing lines of assign; its docstring specifies the result.
 You may call: min, max, sum, len, list.append, dict.items.
 Check it with: python -m exercises check bucket_assignment
 

@@ -1,6 +1,6 @@
 """Launch buckets during backward.
 
-Write the missing lines of Bucket and BucketedReducer; the docstring says what is asked.
+Write the missing lines of Bucket and BucketedReducer; its docstring specifies the result.
 You may call: all_reduce, Tensor.zero_, Bucket.launch, Handle.wait, set.isdisjoint.
 Check it with: python -m exercises check bucketed_reducer
 

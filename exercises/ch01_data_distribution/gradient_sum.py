@@ -1,6 +1,6 @@
 """One all-reduce per parameter.
 
-Write the missing lines of NaiveReducer; the docstring says what is asked.
+Write the missing lines of NaiveReducer; its docstring specifies the result.
 You may call: all_reduce, torch.tensor, torch.zeros_like.
 Check it with: python -m exercises check gradient_sum
 

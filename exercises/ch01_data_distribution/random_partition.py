@@ -1,6 +1,6 @@
 """Blocks of a shared random permutation.
 
-Write the missing lines of random_partition; the docstring says what is asked.
+Write the missing lines of random_partition; its docstring specifies the result.
 You may call: block_partition, permutation, numpy.random.default_rng.
 Check it with: python -m exercises check random_partition
 

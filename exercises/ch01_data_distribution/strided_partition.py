@@ -1,6 +1,6 @@
 """Every world_size-th sample.
 
-Write the missing lines of strided_partition; the docstring says what is asked.
+Write the missing lines of strided_partition; its docstring specifies the result.
 You may call: range, numpy.arange.
 Check it with: python -m exercises check strided_partition
 

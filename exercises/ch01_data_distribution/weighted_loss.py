@@ -1,6 +1,6 @@
 """Normalize by the global token count.
 
-Write the missing lines of count_tokens and backward; the docstring says what is asked.
+Write the missing lines of count_tokens and backward; its docstring specifies the result.
 You may call: Count, sum, torch.tensor, Tensor.backward, Tensor.detach.
 Check it with: python -m exercises check weighted_loss
 

@@ -1,6 +1,6 @@
 """By columns, then by rows.
 
-Write the missing lines of ColumnParallelLinear and RowParallelLinear; the docstring says what is asked.
+Write the missing lines of ColumnParallelLinear and RowParallelLinear; its docstring specifies the result.
 You may call: F.linear, enter, leave.
 Check it with: python -m exercises check column_row_linear
 

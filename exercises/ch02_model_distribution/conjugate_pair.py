@@ -1,6 +1,6 @@
 """Into the shared part, and out of it.
 
-Write the missing lines of _Copied and _Summed and reduce_from_tp and copy_to_tp; the docstring says what is asked.
+Write the missing lines of _Copied and _Summed and reduce_from_tp and copy_to_tp; its docstring specifies the result.
 You may call: ops.all_reduce, Tensor.contiguous.
 Check it with: python -m exercises check conjugate_pair
 

@@ -1,6 +1,6 @@
 """All forwards, then all backwards.
 
-Write the missing lines of gpipe; the docstring says what is asked.
+Write the missing lines of gpipe; its docstring specifies the result.
 You may call: expand_phases, micro_batch_order, Op.
 Check it with: python -m exercises check gpipe_schedule
 

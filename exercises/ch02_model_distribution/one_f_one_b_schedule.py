@@ -1,6 +1,6 @@
 """One forward, one backward.
 
-Write the missing lines of one_f_one_b; the docstring says what is asked.
+Write the missing lines of one_f_one_b; its docstring specifies the result.
 You may call: expand_phases, micro_batch_order, Op, min, max.
 Check it with: python -m exercises check one_f_one_b_schedule
 

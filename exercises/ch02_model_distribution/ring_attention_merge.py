@@ -1,6 +1,6 @@
 """Two softmaxes made one.
 
-Write the missing lines of merge_attention; the docstring says what is asked.
+Write the missing lines of merge_attention; its docstring specifies the result.
 You may call: torch.logaddexp, torch.sigmoid, torch.exp, torch.maximum, Tensor.nan_to_num.
 Check it with: python -m exercises check ring_attention_merge
 

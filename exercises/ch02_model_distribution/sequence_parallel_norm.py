@@ -1,6 +1,6 @@
 """Each rank normalises its own tokens.
 
-Write the missing lines of apply_tensor_parallel; the docstring says what is asked.
+Write the missing lines of apply_tensor_parallel; its docstring specifies the result.
 You may call: region_operators, replace.
 Check it with: python -m exercises check sequence_parallel_norm
 

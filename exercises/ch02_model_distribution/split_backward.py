@@ -1,6 +1,6 @@
 """The half of backward that nobody waits for.
 
-Write the missing lines of _Linear and DeferWeightGradients and weight_gradient; the docstring says what is asked.
+Write the missing lines of _Linear and DeferWeightGradients and weight_gradient; its docstring specifies the result.
 You may call: list.append, Tensor.flatten, torch.matmul.
 Check it with: python -m exercises check split_backward
 

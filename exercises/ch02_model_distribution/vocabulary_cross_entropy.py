@@ -1,6 +1,6 @@
 """A loss without all logits.
 
-Write the missing lines of _CrossEntropy and VocabParallelLoss; the docstring says what is asked.
+Write the missing lines of _CrossEntropy and VocabParallelLoss; its docstring specifies the result.
 You may call: ops.all_reduce_max, ops.all_reduce, torch.stack, Tensor.gather, Tensor.exp_, Tensor.scatter_add_,
 ctx.save_for_backward.
 Check it with: python -m exercises check vocabulary_cross_entropy

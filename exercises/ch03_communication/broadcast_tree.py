@@ -1,6 +1,6 @@
 """Broadcast along a binomial tree.
 
-Write the missing lines of tree_broadcast; the docstring says what is asked.
+Write the missing lines of tree_broadcast; its docstring specifies the result.
 You may call: exchange, send, recv.
 Check it with: python -m exercises check broadcast_tree
 

@@ -1,7 +1,7 @@
 """The best bucket size.
 
-Write the missing lines of bucket_intervals and last_bucket_end_s and best_bucket_bytes; the docstring says what is
-asked.
+Write the missing lines of bucket_intervals and last_bucket_end_s and best_bucket_bytes; its docstring specifies the
+result.
 You may call: max, min, zip, range, accumulate, bucket_intervals, last_bucket_end_s.
 Check it with: python -m exercises check bucket_overlap
 

@@ -1,6 +1,6 @@
 """Central update on one root.
 
-Write the missing lines of central_update; the docstring says what is asked.
+Write the missing lines of central_update; its docstring specifies the result.
 You may call: flat_reduce, flat_broadcast, tree_reduce, tree_broadcast, exchange, update.
 Check it with: python -m exercises check central_update
 

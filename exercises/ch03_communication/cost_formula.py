@@ -1,6 +1,6 @@
 """Predict the cost of a collective.
 
-Write the missing lines of collective_cost; the docstring says what is asked.
+Write the missing lines of collective_cost; its docstring specifies the result.
 You may call: Cost, tree_depth.
 Check it with: python -m exercises check cost_formula
 

@@ -1,6 +1,6 @@
 """Recursive doubling.
 
-Write the missing lines of doubling_all_reduce; the docstring says what is asked.
+Write the missing lines of doubling_all_reduce; its docstring specifies the result.
 You may call: exchange, reduce_into, active.rank, active.index, torch.empty_like, send, recv.
 Check it with: python -m exercises check recursive_doubling
 

@@ -1,6 +1,6 @@
 """Ring all-gather.
 
-Write the missing lines of ring_gather; the docstring says what is asked.
+Write the missing lines of ring_gather; its docstring specifies the result.
 You may call: exchange, send, recv.
 Check it with: python -m exercises check ring_all_gather
 

@@ -1,6 +1,6 @@
 """Bandwidth-optimal all-reduce.
 
-Write the missing lines of all_reduce; the docstring says what is asked.
+Write the missing lines of all_reduce; its docstring specifies the result.
 You may call: split_chunks, flat_view, ring_reduce, divide_mean, ring_gather.
 Check it with: python -m exercises check ring_all_reduce
 

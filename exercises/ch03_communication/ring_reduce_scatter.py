@@ -1,6 +1,6 @@
 """Ring reduce-scatter.
 
-Write the missing lines of ring_reduce; the docstring says what is asked.
+Write the missing lines of ring_reduce; its docstring specifies the result.
 You may call: exchange, reduce_into, send, recv.
 Check it with: python -m exercises check ring_reduce_scatter
 

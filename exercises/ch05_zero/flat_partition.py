@@ -1,6 +1,6 @@
 """Parameters in one row, cut into equal shards.
 
-Write the missing lines of Layout and lay_out_flat; the docstring says what is asked.
+Write the missing lines of Layout and lay_out_flat; its docstring specifies the result.
 You may call: Slot, Layout, Layout.bounds, max, min, sum, dict.items, dict.values.
 Check it with: python -m exercises check flat_partition
 

@@ -1,6 +1,6 @@
 """A block is there while it computes.
 
-Write the missing lines of BlockGatherer and ShardedFlatParam; the docstring says what is asked.
+Write the missing lines of BlockGatherer and ShardedFlatParam; its docstring specifies the result.
 You may call: Block.launch, Block.need, Block.release, FlatParam.launch_gather, FlatParam.wait_gather,
 UntypedStorage.resize_, Tensor.clone, Tensor.register_hook, torch.is_grad_enabled.
 Check it with: python -m exercises check gather_and_free

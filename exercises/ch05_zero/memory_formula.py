@@ -1,6 +1,6 @@
 """Sixteen bytes, by formula.
 
-Write the missing lines of row_of and model_states; the docstring says what is asked.
+Write the missing lines of row_of and model_states; its docstring specifies the result.
 You may call: Row, ModelStates, sum, PRECISION_BYTES, ZeroConfig.shares_gradients, Policy.separate_masters.
 Check it with: python -m exercises check memory_formula
 

@@ -1,6 +1,6 @@
 """A row of gradients only while it is sent.
 
-Write the missing lines of ShardedGradients; the docstring says what is asked.
+Write the missing lines of ShardedGradients; its docstring specifies the result.
 You may call: FullGradients.wait, FullGradients.sum_replicas, _make_shard, _reduce, torch.empty, Tensor.zero_,
 Tensor.copy_, Tensor.add_, Tensor.to, Tensor.view_as.
 Check it with: python -m exercises check shard_gradients

@@ -1,6 +1,6 @@
 """Reduce, update a shard, gather.
 
-Write the missing lines of FullGradients and FlatParam; the docstring says what is asked.
+Write the missing lines of FullGradients and FlatParam; its docstring specifies the result.
 You may call: reduce_scatter, all_gather, Layout.bounds, Layout.held, Handle.wait, Tensor.to, Tensor.copy_,
 Tensor.zero_, Tensor.view, torch.empty_like.
 Check it with: python -m exercises check stage_one_step

@@ -1,6 +1,6 @@
 """All skip or none.
 
-Write the missing lines of agree; the docstring says what is asked.
+Write the missing lines of agree; its docstring specifies the result.
 You may call: torch.tensor, all_reduce, Handle.wait, Tensor.tolist, math.isfinite, scaler.update.
 Check it with: python -m exercises check agreed_overflow
 

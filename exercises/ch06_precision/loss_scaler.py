@@ -1,6 +1,6 @@
 """The scale of the loss.
 
-Write the missing lines of LossScaler; the docstring says what is asked.
+Write the missing lines of LossScaler; its docstring specifies the result.
 You may call: _float32, len, list.append, list.clear, float.
 Check it with: python -m exercises check loss_scaler
 

@@ -1,6 +1,6 @@
 """A copy that the update does not get lost in.
 
-Write the missing lines of MasterWeights; the docstring says what is asked.
+Write the missing lines of MasterWeights; its docstring specifies the result.
 You may call: torch.zeros_like, Tensor.copy_, Tensor.to, rounding.
 Check it with: python -m exercises check master_weights
 

@@ -1,6 +1,6 @@
 """Computed again instead of kept.
 
-Write the missing lines of _Again and with_recomputation; the docstring says what is asked.
+Write the missing lines of _Again and with_recomputation; its docstring specifies the result.
 You may call: _detached, _Again, saved_tensors_hooks, torch.is_grad_enabled, torch.enable_grad, suppress, ExitStack,
 enumerate.
 Check it with: python -m exercises check recomputed_block

@@ -45,7 +45,7 @@ class Prediction:
 
     def __repr__(self) -> str:
         unit = f" {self.unit}" if self.unit else ""
-        answer = "no answer yet: put yours in place of answer=None, or go on" if self.answer is None else None
+        answer = "no answer yet: replace answer=None by your prediction, or continue" if self.answer is None else None
         answer = answer or f"you expect {self.answer}{unit}"
         if self.value is None:
             return f"{self.question}\n{answer}"

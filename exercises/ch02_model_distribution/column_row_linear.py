@@ -1,10 +1,10 @@
-"""By columns, then by rows.
+"""Column-parallel and row-parallel linear layers.
 
 Write the missing lines of ColumnParallelLinear and RowParallelLinear; its docstring specifies the result.
 You may call: F.linear, enter, leave.
 Check it with: python -m exercises check column_row_linear
 
-Stub a8f9085a.
+Stub 4e5535c7.
 """
 
 import torch.nn.functional as F
@@ -39,4 +39,4 @@ class RowParallelLinear(nn.Module):
         self.weight, self._leave = nn.Parameter(weight), leave
 
     def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError("return what leaves: the sum over the ranks")
+        raise NotImplementedError("return the output of the region: the sum over the ranks")

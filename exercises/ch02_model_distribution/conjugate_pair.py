@@ -1,10 +1,10 @@
-"""Into the shared part, and out of it.
+"""Entering and leaving the tensor-parallel region.
 
 Write the missing lines of _Copied and _Summed and reduce_from_tp and copy_to_tp; its docstring specifies the result.
 You may call: ops.all_reduce, Tensor.contiguous.
 Check it with: python -m exercises check conjugate_pair
 
-Stub 6c4ca3a5.
+Stub 838169b1.
 """
 
 import torch
@@ -28,7 +28,7 @@ class _Copied(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, key):
-        raise NotImplementedError("return the sum over the ranks, whole on each of them")
+        raise NotImplementedError("return the sum over the ranks, replicated on all of them")
 
     @staticmethod
     def backward(ctx, grad):

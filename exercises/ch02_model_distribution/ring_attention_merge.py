@@ -1,4 +1,4 @@
-"""Two softmaxes made one.
+"""Merge two softmax results.
 
 Write the missing lines of merge_attention; its docstring specifies the result.
 You may call: torch.logaddexp, torch.sigmoid, torch.exp, torch.maximum, Tensor.nan_to_num.

@@ -1,10 +1,10 @@
-"""Each rank normalises its own tokens.
+"""Norms in sequence parallelism.
 
 Write the missing lines of apply_tensor_parallel; its docstring specifies the result.
 You may call: region_operators, replace.
 Check it with: python -m exercises check sequence_parallel_norm
 
-Stub e5bccc45.
+Stub c3b65075.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def apply_tensor_parallel(model: nn.Module, group: Group, sequence: bool = False
     held = {name: ParamShard(Box.whole(tuple(p.shape)), everyone) for name, p in named_parameters(model).items()}
     if size == 1:
         return held
-    raise NotImplementedError("how (b, s, h) enters what the ranks share, and how it leaves")
+    raise NotImplementedError("the operators by which (b, s, h) enters the tensor-parallel region and leaves it")
     cutter = _Cutter(group, held)
     for index, layer in enumerate(model.model.layers):
         if f"model.layers.{index}.self_attn.q_proj.weight" not in held:
@@ -59,6 +59,6 @@ def apply_tensor_parallel(model: nn.Module, group: Group, sequence: bool = False
         model.loss = VocabParallelLoss(first, group)
     model.tie()
     if sequence:
-        raise NotImplementedError("which gradients are contributions now")
+        raise NotImplementedError("mark the parameters whose gradients are partial now")
         model.model.register_forward_pre_hook(_own_positions(group), with_kwargs=True)
     return held

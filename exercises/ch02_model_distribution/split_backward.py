@@ -1,10 +1,10 @@
-"""The half of backward that nobody waits for.
+"""Split backward: delay the weight gradient.
 
 Write the missing lines of _Linear and DeferWeightGradients and weight_gradient; its docstring specifies the result.
 You may call: list.append, Tensor.flatten, torch.matmul.
 Check it with: python -m exercises check split_backward
 
-Stub 40859095.
+Stub 9ebb3a77.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        raise NotImplementedError("put the weights' half aside, and return the gradient of x, and None for the rest")
+        raise NotImplementedError("defer the weight gradient; return the gradient of x, and None for the rest")
 
 
 class DeferWeightGradients(TorchFunctionMode):

@@ -4,7 +4,7 @@ Write the missing lines of _cut and balance_layers; its docstring specifies the 
 You may call: _whole, _cut, min, max, operator.add, itertools.accumulate.
 Check it with: python -m exercises check stage_balance
 
-Stub 64bca41b.
+Stub a4d5c7e7.
 """
 
 import math
@@ -24,7 +24,7 @@ def _cut(
     The best cut of the first i layers into k parts is a best cut of the first j < i into k - 1, and one part more.
     """
     layers = len(ends) - 1
-    raise NotImplementedError("return the least joined value, and where the parts of that cut end")
+    raise NotImplementedError("return the smallest joined value, and where the stages of that partition end")
 
 
 def balance_layers(
@@ -48,5 +48,5 @@ def balance_layers(
             f"{stages} stages{each} need a layer each, and the model has {len(costs)}: {fewer}give it {parts} layers."
         )
     embedding, *costs, head = _whole([embedding, *costs, head])
-    raise NotImplementedError("find where the parts of the best cut end: `cuts`")
+    raise NotImplementedError("find where the stages of the best partition end: `cuts`")
     return [range(first, end) for first, end in zip((0, *cuts), cuts, strict=False)]

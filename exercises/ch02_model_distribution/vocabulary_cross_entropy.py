@@ -1,11 +1,11 @@
-"""A loss without all logits.
+"""Cross-entropy with vocabulary-sharded logits.
 
 Write the missing lines of _CrossEntropy and VocabParallelLoss; its docstring specifies the result.
 You may call: ops.all_reduce_max, ops.all_reduce, torch.stack, Tensor.gather, Tensor.exp_, Tensor.scatter_add_,
 ctx.save_for_backward.
 Check it with: python -m exercises check vocabulary_cross_entropy
 
-Stub 00bec90e.
+Stub cadc1cd0.
 """
 
 import torch
@@ -23,12 +23,12 @@ class _CrossEntropy(torch.autograd.Function):
         local = labels - first
         mine = counts & (local >= 0) & (local < logits.shape[1])
         column = local.masked_fill(~mine, 0)[:, None]
-        raise NotImplementedError("return the sum of the losses that count, (); keep for backward what it unpacks")
+        raise NotImplementedError("return the sum of the losses, (), ignored labels excluded; save for backward")
 
     @staticmethod
     def backward(ctx, grad):
         probabilities, column, mine, counts = ctx.saved_tensors
-        raise NotImplementedError("return the gradient of the logits, and None for the rest")
+        raise NotImplementedError("return the gradient of the logits, and None for the other arguments")
 
 
 class VocabParallelLoss:

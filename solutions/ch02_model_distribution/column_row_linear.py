@@ -1,12 +1,12 @@
-"""By columns, then by rows: the solution, as it stands in minidist.parallel.tensor.linear.
+"""Column-parallel and row-parallel linear layers: the solution, as it stands in minidist.parallel.tensor.linear.
 
-A matrix cut by columns gives each rank some features of the output, complete; an activation function that works
-feature by feature can follow at once. A second matrix cut by rows takes just these features. Its outputs have the
-full shape and are terms of a sum. So two layers cost one all-reduce forward, and one backward where the input
-entered.
+A matrix that is sharded by columns gives each rank some features of the output, complete, so an elementwise
+activation function can be applied without communication. A second matrix that is sharded by rows takes exactly these
+features; its outputs have the full shape and are terms of a sum. The two layers together cost one all-reduce in
+forward, and one in backward where the input entered.
 
-The other way round, rows first, needs a sum before the activation function, since f(a + b) is not f(a) + f(b), and
-the input would have to be cut before.
+In the opposite order, rows first, a sum is needed before the activation function, because f(a + b) is not f(a) +
+f(b), and the input would have to be sharded first.
 
 Usual wrong answers:
 * the package's own

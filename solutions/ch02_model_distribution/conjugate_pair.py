@@ -1,11 +1,13 @@
-"""Into the shared part, and out of it: the solution, as it stands in minidist.parallel.tensor.operators.
+"""Entering and leaving the tensor-parallel region: the solution, as it stands in minidist.parallel.tensor.operators.
 
-All ranks compute the same loss from the same batch. What enters is used by every rank for a part of its own, so each
-knows a part of its gradient, and the sum is all of it. What leaves is a sum already, and the gradient of a sum goes
-to each of its terms as it is. Each of the two is the other one's backward: conjugate.
+All ranks compute the same loss from the same batch. Every rank uses the region's input for its own shard of the
+layer, so each rank computes a local gradient of the input, and the full gradient is the sum of the local gradients.
+The region's output is a sum of partial outputs, and the gradient of a sum is passed to each of its terms unchanged.
+Each operator is the backward of the other: they are conjugate.
 
-An all-reduce that autograd takes for a sum over *losses* sums again in backward. Here that would count the one loss
-that all ranks share once for each rank, and every gradient behind it would be `size` times too large.
+An all-reduce that autograd differentiates as a sum over *losses* all-reduces again in backward. Here that would count
+the one loss that all ranks have in common once per rank, and every gradient upstream of it would be `size` times too
+large.
 
 Usual wrong answers:
 * the package's own

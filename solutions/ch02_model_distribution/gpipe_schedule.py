@@ -1,9 +1,9 @@
 """All forwards, then all backwards: the solution, as it stands in minidist.parallel.pipeline.schedule_rules.
 
-A stage has nothing to do until the first micro-batch has come down to it, and nothing more once the last one has left
-for good: stages - 1 forwards and as many backwards in which somebody waits, whatever the number of micro-batches.
-More micro-batches make that a smaller part of the step. But all of them are alive when the first backward begins, so
-more micro-batches take more memory.
+A stage is idle until the first micro-batch reaches it, and idle again after its last backward: the bubble is stages -
+1 forwards and as many backwards, whatever the number of micro-batches. More micro-batches make the bubble a smaller
+fraction of the step. But all of them are in flight when the first backward begins, so more micro-batches need more
+activation memory.
 
 Usual wrong answers:
 * as many micro-batches as there are stages, whatever was asked for

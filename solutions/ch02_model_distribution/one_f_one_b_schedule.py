@@ -1,13 +1,13 @@
 """One forward, one backward: the solution, as it stands in minidist.parallel.pipeline.schedule_rules.
 
-The first gradient comes back to stage s when the micro-batch has gone down to the last stage and up again. Until then
-there is work for just stages - 1 - s more forwards, and from then on every forward is paid for with a backward:
-stages - s micro-batches are alive at most, however many there are in the step. With GPipe it is all of them. The
-bubble is the same: what 1F1B saves is memory.
+The first gradient reaches stage s after the micro-batch has passed through the later stages and its gradient has come
+back. Until then stage s can run stages - 1 - s more forwards, and from then on it runs one backward per forward: at
+most stages - s micro-batches are in flight, whatever the number of micro-batches in the step. With GPipe all of them
+are in flight. The bubble is the same: 1F1B saves memory, not time.
 
-One forward fewer at the beginning, and the stage waits for a gradient with work left to do; one more, and it holds an
-activation that nobody needs yet. In which order a stage waits is no detail: with stage and stages - 1 - stage swapped
-all of them wait for each other for ever.
+With one warm-up forward fewer the stage waits for a gradient although it has work to do; with one more it keeps an
+activation earlier than needed. The order in which a stage waits matters: with stage and stages - 1 - stage swapped,
+all stages deadlock.
 
 Usual wrong answers:
 * the package's own

@@ -1,12 +1,12 @@
-"""Two softmaxes made one: the solution, as it stands in minidist.parallel.context.merge.
+"""Merge two softmax results: the solution, as it stands in minidist.parallel.context.merge.
 
-A softmax over all keys needs the sum over all keys, and nobody has all of them. But the mean over a part and the
-logarithm of its sum are enough: means of two parts are averaged with the shares that the parts have of the sum. So
-blocks may come in any order, one at a time, and each is forgotten once it is merged. The result is exact, up to
-rounding.
+A softmax over all keys needs the sum over all keys, and no rank has all of them. But the weighted mean over a block
+of keys and the logarithm of the block's sum are enough: to merge two blocks, average their means, weighted by each
+block's fraction of the total sum. So blocks may arrive in any order, one at a time, and each is freed after it has
+been merged. The result is exact, up to rounding.
 
-Only the difference of two logarithms is used, which is small where both are large: e^1000 never appears. A rank that
-has seen no key yet says minus infinity.
+The formula uses only the difference of two logarithms, which is small where both are large: e^1000 is never computed.
+The logarithm of a rank that has not seen a key yet is minus infinity.
 
 Usual wrong answers:
 * the package's own

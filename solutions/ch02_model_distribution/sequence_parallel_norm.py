@@ -1,12 +1,13 @@
-"""Each rank normalises its own tokens: the solution, as it stands in minidist.parallel.tensor.split.
+"""Norms in sequence parallelism: the solution, as it stands in minidist.parallel.tensor.split.
 
-In tensor parallelism norms are computed by every rank on all tokens: the same work and the same activations kept on
-each. With the sequence shared out between the operators each does its part. An all-reduce is a reduce-scatter and an
-all-gather, so no byte more is sent.
+In plain tensor parallelism every rank computes the norms on all tokens: the work is repeated, and every rank keeps
+the same activations. With the sequence sharded between the tensor-parallel regions, each rank normalizes its own
+tokens. An all-reduce is a reduce-scatter followed by an all-gather, so the number of bytes sent does not grow.
 
-The price is one more thing to know. A norm's weight, equal on all ranks, now sees a part of the tokens, and its
-gradient is a contribution. Left alone the replicas of the norms drift apart while the loss falls; Megatron-LM and
-GPT-NeoX both shipped it. Here the table of facts says `partial`, and whoever reduces gradients sums what it says.
+The price is one more case to handle. The weight of a norm is replicated, but each rank now applies it to some of the
+tokens, so its gradient is partial. Without a sum over the ranks the replicas of the norms diverge while the loss
+falls; Megatron-LM and GPT-NeoX both shipped this bug. Here the parameter's description says `partial`, and the
+gradient reducer sums every gradient that is marked so.
 
 Usual wrong answers:
 * the sequence stays whole on every rank

@@ -1,11 +1,12 @@
-"""The half of backward that nobody waits for: the solution, as it stands in minidist.parallel.pipeline.split_backward.
+"""Split backward: delay the weight gradient: the solution, as it stands in minidist.parallel.pipeline.split_backward.
 
-Both halves need the gradient of the output, and neither needs the other. The stage before waits for one of them only,
-so that one goes first, and the other waits for a moment in which the stage would do nothing. No product is computed
-twice: the price is that x and dy stay in memory until W is done.
+The input gradient (B) and the weight gradient (W) both need the gradient of the output, and neither needs the other.
+The previous stage waits for the input gradient only, so the stage computes that one first, and computes the weight
+gradient in a slot in which it would be idle. No product is computed twice: the price is that x and dy stay in memory
+until W has run.
 
-The weight is detached, so autograd neither computes its gradient nor calls its hooks: whoever put the half aside has
-to hand it in.
+The weight is detached, so autograd neither computes its gradient nor calls its hooks: the code that delays the weight
+gradient must pass it to the gradient reducer itself.
 
 Usual wrong answers:
 * the weights' gradient is computed in backward, and only handed over later

@@ -1,12 +1,13 @@
 """The slowest stage sets the pace: the solution, as it stands in minidist.parallel.pipeline.balance.
 
-All stages work at the same time, so the time of a step is that of the costliest one, times the micro-batches: one
-layer too many on one stage costs every step. The head of a model with a large vocabulary costs as much as several
-layers, and stages of equally many layers then all wait for the last.
+All stages work at the same time, so the time of a step is the time of the most expensive stage, times the number of
+micro-batches: one layer too many on one stage slows down every step. The output head of a model with a large
+vocabulary costs as much as several layers, so with equal numbers of layers all other stages wait for the last.
 
-Trying all cuts takes for ever from a few dozen layers on. The best cut of a beginning does not depend on what comes
-behind it, so a table of best cuts of all beginnings, for one part more at a time, is enough. Costs are made whole
-first: 0.1 + 0.2 is not 0.3 in floats, and a tie would be decided by rounding.
+Enumerating all partitions is too slow from a few dozen layers on. The best partition of a prefix of the layers does
+not depend on the layers after it, so dynamic programming works: a table of the best partitions of all prefixes, for
+one more stage at a time. Costs are converted to integers first: 0.1 + 0.2 is not 0.3 in floating point, and rounding
+would decide a tie.
 
 Usual wrong answers:
 * the package's own

@@ -1,12 +1,12 @@
-"""The same norm, and two gradients: the solution.
+"""Diverging replicas of a norm: the solution.
 
-A rank has the whole gradient of a parameter if it sees all tokens where that parameter is used. `up` and `down` do,
-although each rank holds only a part of them. `norm` is held whole, and sees a part: being held whole and having the
-whole gradient are two different things.
+A rank has the full gradient of a parameter shard if all tokens pass through that shard on this rank. That holds for
+`up` and `down`, although each rank has only a shard of them. `norm` is replicated, and is applied to this rank's
+tokens only: a full parameter does not imply a full gradient.
 
-The loss falls on every rank, because each trains a norm that suits its own tokens. What the layer then computes is a
-mixture of different models, which nobody can save as one. Megatron-LM #1446 and GPT-NeoX #1257 are this fault. In
-this package it is one word in the table of facts, `partial`.
+The loss falls on every rank, because each rank trains a norm that fits its own tokens. The layer then computes a
+mixture of different models, which no single checkpoint can represent. Megatron-LM #1446 and GPT-NeoX #1257 report
+this fault. In this package the field `partial` in a parameter's description prevents it.
 
 Usual wrong answers:
 * the copies are averaged after each step, each of which was taken with another gradient
@@ -35,16 +35,16 @@ from torch import nn
 INVARIANTS = {
     "tokens": "between the layers every token is on exactly one rank",
     "features": "inside a layer every hidden feature is on exactly one rank",
-    "pair": "what enters by an all-gather leaves by a reduce-scatter, and the other way round in backward",
-    "whole": "all copies of a parameter take their step with one gradient, the sum over all tokens",
-    "loss": "every rank's loss is the sum over its own tokens, divided by the number of tokens of all ranks",
+    "pair": "an all-gather before the layer is paired with a reduce-scatter after it; in backward they are exchanged",
+    "whole": "all replicas of a parameter are updated with the same gradient, the sum over all tokens",
+    "loss": "the loss of a rank is the sum over its own tokens, divided by the number of tokens of all ranks",
 }
 INVARIANT = "whole"
 LINE = 'return name in ("up", "down", "norm")'
 
 
 class Enter(torch.autograd.Function):
-    """The tokens of all ranks, (tokens / ranks, h) -> (tokens, h)."""
+    """All-gather the tokens of all ranks: (tokens / ranks, h) -> (tokens, h)."""
 
     @staticmethod
     def forward(ctx, x):
@@ -58,7 +58,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """The sum over the ranks, of this rank's tokens: (tokens, h) -> (tokens / ranks, h)."""
+    """Reduce-scatter: sum over the ranks and keep this rank's tokens, (tokens, h) -> (tokens / ranks, h)."""
 
     @staticmethod
     def forward(ctx, x):
@@ -77,22 +77,22 @@ def reduce_scatter(x):
 
 
 def block(x, layer):
-    """A feed-forward layer on normalised tokens, added to them: (tokens / ranks, h) -> (tokens / ranks, h)."""
+    """A residual feed-forward layer with a norm before it: (tokens / ranks, h) -> (tokens / ranks, h)."""
     normalised = nn.functional.rms_norm(x, layer["norm"].shape, layer["norm"])
     hidden = torch.tanh(Enter.apply(normalised) @ layer["up"].T)  # (tokens, f / ranks)
     return x + Leave.apply(hidden @ layer["down"].T) + layer["shift"]
 
 
 def is_whole(name):
-    """Whether every rank has the whole gradient of what it holds of a parameter, from the tokens of all ranks."""
+    """Whether every rank has the full gradient of its shard of this parameter, from the tokens of all ranks."""
     return name in ("up", "down")
 
 
 def main(inputs, targets, layers, epochs=10):
-    """Train `layers` on all ranks; returns what this rank holds of them, and the loss of its tokens after each step.
+    """Train `layers` on all ranks; return this rank's shards of them, and the loss of its tokens at each step.
 
-    inputs, targets (tokens, h): the same on all ranks. layers: of each layer norm (h,), up (f, h), down (h, f) and
-    shift (h,), the same on all ranks. Tokens and f are multiples of the number of ranks.
+    inputs, targets (tokens, h): equal on all ranks. layers: norm (h,), up (f, h), down (h, f) and shift (h,) of each
+    layer, equal on all ranks. The number of tokens and f are multiples of the number of ranks.
     """
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()

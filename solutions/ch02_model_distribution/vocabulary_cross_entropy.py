@@ -1,11 +1,12 @@
-"""A loss without all logits: the solution, as it stands in minidist.parallel.tensor.vocabulary.
+"""Cross-entropy with vocabulary-sharded logits: the solution, as it stands in minidist.parallel.tensor.vocabulary.
 
 Three numbers per position cross the network: the largest logit, the sum of the exponentials and the logit of the
-label. The logits would be as many as the vocabulary, and no rank ever has memory for all of them. The largest has to
-be that of all ranks: with one of its own each rank would bring its exponentials to another scale.
+label. The logits themselves would be as many numbers as the vocabulary has entries, and no rank ever allocates all of
+them. The largest logit must be the one over all ranks: with its own maximum each rank would scale its exponentials
+differently.
 
-The gradient needs no message at all. Every rank has the normalizer, so it has the probabilities of its own columns,
-and the 1 of the label belongs to the one rank that has its column.
+Backward needs no communication. Every rank has the normalizer, so it has the probabilities of its own columns, and
+only the rank that has the label's column subtracts the 1.
 
 Usual wrong answers:
 * the package's own

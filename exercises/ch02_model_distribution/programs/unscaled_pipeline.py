@@ -1,10 +1,10 @@
-"""This program runs, its loss falls and is the loss of one process in every digit that it prints, and its gradient norm
-is 4 times too large with 4 micro-batches, 8 times with 8. AdamW hardly minds; whatever reads the norm does. See it:
-torchrun --standalone --nproc-per-node 2 THIS_FILE
+"""This program runs, its loss falls and equals the loss of one process in every printed digit, but its gradient norm is
+4 times too large with 4 micro-batches, 8 times with 8. AdamW hardly changes; everything that depends on the norm does.
+Run it with: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
-Three things are asked. INVARIANT: the key of the one rule in INVARIANTS that is broken. LINE: the line that breaks it,
-by its number in the file as you got it, or its text. And the program, mended: every micro-batch still goes through the
-stages by itself.
+Give three answers. INVARIANT: the key of the one invariant in INVARIANTS that the program breaks. LINE: the line that
+breaks it, as its text or as its number in the original file. And fix the program: every micro-batch must still pass
+through the stages separately.
 """
 
 import os
@@ -16,23 +16,23 @@ from torch import nn
 INVARIANTS = {
     "cut": "every layer belongs to exactly one stage",
     "order": "a stage sends gradients back in the order in which it received activations",
-    "sum": "a step is taken when the gradients of all its micro-batches have been added up, and not before",
-    "mean": "a batch counts the same however it is cut: each micro-batch brings its part of the batch's mean loss",
-    "norm": "the gradient norm is that of all stages together",
+    "sum": "the optimizer takes a step after the gradients of all micro-batches have been accumulated, and not before",
+    "mean": "a batch has one gradient however it is split: each micro-batch contributes its share of the mean loss",
+    "norm": "the gradient norm covers the parameters of all stages",
 }
 INVARIANT = "mean"
 LINE = "loss.backward()"
 
 
 def received(like, rank):
-    """What that rank sends: a tensor of this shape."""
+    """Receive a tensor with the shape of `like` from `rank`."""
     tensor = torch.empty_like(like)
     dist.recv(tensor, rank)
     return tensor
 
 
 def forward(stage, part):
-    """One micro-batch through this rank's stage: (what came in, what went out). Both have the shape of the inputs."""
+    """Run one micro-batch through this rank's stage; return its input and its output, both of the shape of `part`."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     arrived = (received(part, rank - 1) if rank > 0 else part.clone()).requires_grad_()
     left = stage(arrived)
@@ -42,7 +42,7 @@ def forward(stage, part):
 
 
 def backward(arrived, left, target, micro_batches):
-    """One micro-batch back through this rank's stage; its part of the batch's loss, on the last stage, else 0."""
+    """Run backward of one micro-batch; return its part of the batch's loss on the last stage, 0 on the others."""
     rank, last, loss = dist.get_rank(), dist.get_world_size() - 1, torch.zeros(())
     if rank < last:
         left.backward(received(left, rank + 1))
@@ -55,18 +55,18 @@ def backward(arrived, left, target, micro_batches):
 
 
 def global_norm(stage):
-    """The length of the gradient of all stages' parameters."""
+    """Return the L2 norm of the gradients of all stages."""
     squares = torch.stack([parameter.grad.double().square().sum() for parameter in stage.parameters()]).sum()
     dist.all_reduce(squares)
     return squares.sqrt().item()
 
 
 def main(inputs, targets, layers, epochs=10, batch_size=12, micro_batches=4):
-    """Train `layers`, cut into as many stages as there are ranks. Returns this rank's stage, and of every step the loss
-    (0 but on the last rank) and the gradient norm.
+    """Train `layers`, split into one stage per rank. Return this rank's stage, and for every step the loss (0 except on
+    the last rank) and the gradient norm.
 
-    inputs (samples, 10), targets (samples, 10): the same on all ranks, as are the layers, each (n, 10) -> (n, 10).
-    batch_size is a multiple of micro_batches.
+    inputs (samples, 10), targets (samples, 10): equal on all ranks, as are the layers, each (n, 10) -> (n, 10).
+    batch_size: a multiple of micro_batches.
     """
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()

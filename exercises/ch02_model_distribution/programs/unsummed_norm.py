@@ -1,10 +1,10 @@
-"""This program runs, its loss falls, and its numbers are wrong: copies of one and the same norm, equal when training
-begins, drift apart. See it: torchrun --standalone --nproc-per-node 2 THIS_FILE
+"""This program runs, its loss falls, and its results are wrong: the replicas of a norm, equal when training begins,
+diverge. Run it with: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
-Each rank holds a part of every feed-forward layer, and a part of the tokens between the layers (sequence parallel).
-Three things are asked. INVARIANT: the key of the one rule in INVARIANTS that is broken. LINE: the line that breaks it,
-by its number in the file as you got it, or its text. And the program, mended: nobody sends a gradient that others have
-already.
+Each rank has a shard of every feed-forward layer, and a shard of the tokens between the layers (sequence parallelism).
+Give three answers. INVARIANT: the key of the one invariant in INVARIANTS that the program breaks. LINE: the line that
+breaks it, as its text or as its number in the original file. And fix the program: no rank may send a gradient that is
+already complete on the rank that needs it.
 """
 
 import os
@@ -16,16 +16,16 @@ from torch import nn
 INVARIANTS = {
     "tokens": "between the layers every token is on exactly one rank",
     "features": "inside a layer every hidden feature is on exactly one rank",
-    "pair": "what enters by an all-gather leaves by a reduce-scatter, and the other way round in backward",
-    "whole": "all copies of a parameter take their step with one gradient, the sum over all tokens",
-    "loss": "every rank's loss is the sum over its own tokens, divided by the number of tokens of all ranks",
+    "pair": "an all-gather before the layer is paired with a reduce-scatter after it; in backward they are exchanged",
+    "whole": "all replicas of a parameter are updated with the same gradient, the sum over all tokens",
+    "loss": "the loss of a rank is the sum over its own tokens, divided by the number of tokens of all ranks",
 }
 INVARIANT = "whole"
 LINE = 'return name in ("up", "down", "norm")'
 
 
 class Enter(torch.autograd.Function):
-    """The tokens of all ranks, (tokens / ranks, h) -> (tokens, h)."""
+    """All-gather the tokens of all ranks: (tokens / ranks, h) -> (tokens, h)."""
 
     @staticmethod
     def forward(ctx, x):
@@ -39,7 +39,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """The sum over the ranks, of this rank's tokens: (tokens, h) -> (tokens / ranks, h)."""
+    """Reduce-scatter: sum over the ranks and keep this rank's tokens, (tokens, h) -> (tokens / ranks, h)."""
 
     @staticmethod
     def forward(ctx, x):
@@ -58,22 +58,22 @@ def reduce_scatter(x):
 
 
 def block(x, layer):
-    """A feed-forward layer on normalised tokens, added to them: (tokens / ranks, h) -> (tokens / ranks, h)."""
+    """A residual feed-forward layer with a norm before it: (tokens / ranks, h) -> (tokens / ranks, h)."""
     normalised = nn.functional.rms_norm(x, layer["norm"].shape, layer["norm"])
     hidden = torch.tanh(Enter.apply(normalised) @ layer["up"].T)  # (tokens, f / ranks)
     return x + Leave.apply(hidden @ layer["down"].T) + layer["shift"]
 
 
 def is_whole(name):
-    """Whether every rank has the whole gradient of what it holds of a parameter, from the tokens of all ranks."""
+    """Whether every rank has the full gradient of its shard of this parameter, from the tokens of all ranks."""
     return name in ("up", "down")
 
 
 def main(inputs, targets, layers, epochs=10):
-    """Train `layers` on all ranks; returns what this rank holds of them, and the loss of its tokens after each step.
+    """Train `layers` on all ranks; return this rank's shards of them, and the loss of its tokens at each step.
 
-    inputs, targets (tokens, h): the same on all ranks. layers: of each layer norm (h,), up (f, h), down (h, f) and
-    shift (h,), the same on all ranks. Tokens and f are multiples of the number of ranks.
+    inputs, targets (tokens, h): equal on all ranks. layers: norm (h,), up (f, h), down (h, f) and shift (h,) of each
+    layer, equal on all ranks. The number of tokens and f are multiples of the number of ranks.
     """
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -1,11 +1,11 @@
-"""A block is there while it computes.
+"""Stage 3: gather and free blocks.
 
 Write the missing lines of BlockGatherer and ShardedFlatParam; its docstring specifies the result.
 You may call: Block.launch, Block.need, Block.release, FlatParam.launch_gather, FlatParam.wait_gather,
 UntypedStorage.resize_, Tensor.clone, Tensor.register_hook, torch.is_grad_enabled.
 Check it with: python -m exercises check gather_and_free
 
-Stub 7ca16474.
+Stub 4bb4107c.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class BlockGatherer:
     def _begin(self, model: nn.Module, args: tuple, how: dict) -> None:
         layers = how.get("layers")
         self._layers = range(self.end_of_model) if layers is None else layers
-        raise NotImplementedError("gather what a pass over these layers begins with")
+        raise NotImplementedError("start the all-gather of the first block of a pass over these layers")
 
     @property
     def _at_end(self) -> bool:
@@ -52,17 +52,17 @@ class BlockGatherer:
 
     def _launch(self, index: int) -> None:
         """Gather a block ahead, if it is part of this pass."""
-        raise NotImplementedError("start to gather this block ahead, if there is a reason to")
+        raise NotImplementedError("start to prefetch this block, if that is useful")
 
     def _before(self, block: Block) -> None:
         block.need()
-        raise NotImplementedError("one block computes: the next can be on its way")
+        raise NotImplementedError("prefetch the next block while this one computes")
 
     def _after(self, block: Block, hidden: Tensor) -> None:
-        raise NotImplementedError("free the block, unless it stays; _before_backward is called when backward comes")
+        raise NotImplementedError("free the block, unless it stays; register _before_backward as a hook for backward")
 
     def _stays(self, last: bool) -> bool:
-        raise NotImplementedError("say whether what comes last in forward stays gathered")
+        raise NotImplementedError("say whether the last blocks of forward stay unsharded until backward")
 
     def _after_model(self, model: nn.Module, args: tuple, output: Tensor | tuple) -> None:
         if not self._stays(self._at_end):
@@ -80,11 +80,11 @@ class BlockGatherer:
 
     def _before_backward(self, block: Block, layers: range) -> None:
         self._layers = layers
-        raise NotImplementedError("leave the block that was in backward; this one is, and the next can be on its way")
+        raise NotImplementedError("finish the block that was in backward, mark this one, prefetch the next")
 
     def _leave(self) -> None:
         """The block whose backward ran is through."""
-        raise NotImplementedError("free the block whose backward ran, if one did, and tell `on_block_done`")
+        raise NotImplementedError("free the block whose backward has run, if any, and call `on_block_done`")
 
     def end(self) -> None:
         """A micro-batch's backward is over: nothing stays gathered."""
@@ -108,13 +108,13 @@ class ShardedFlatParam(FlatParam):
         self.release()
 
     def _own(self, begin: int, end: int) -> Tensor:
-        raise NotImplementedError("return this rank's piece, which must stay when the row has no memory")
+        raise NotImplementedError("return this rank's shard, which must stay valid when the flat parameter is freed")
 
     @torch.no_grad()
     def launch_gather(self) -> None:
         """Start to fill the row, unless it is full or about to be."""
-        raise NotImplementedError("give the row memory and start to fill it, unless it is full or about to be")
+        raise NotImplementedError("allocate the flat parameter and start its all-gather, unless it is unsharded")
 
     def release(self) -> None:
         """Give the row's memory back. What views it, the model and autograd's graph, finds the next content there."""
-        raise NotImplementedError("give the row's memory back")
+        raise NotImplementedError("free the storage of the flat parameter")

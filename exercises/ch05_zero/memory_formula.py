@@ -1,10 +1,10 @@
-"""Sixteen bytes, by formula.
+"""Sixteen bytes per parameter: the memory formula.
 
 Write the missing lines of row_of and model_states; its docstring specifies the result.
 You may call: Row, ModelStates, sum, PRECISION_BYTES, ZeroConfig.shares_gradients, Policy.separate_masters.
 Check it with: python -m exercises check memory_formula
 
-Stub 0607196d.
+Stub 0700500c.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from minidist.tools.estimate.states import ModelStates, Row
 
 def row_of(numel: int, shards: int, moments: int) -> Row:
     """So many elements, padded to as many equal shards."""
-    raise NotImplementedError("return the row: its length and its shard, padding included")
+    raise NotImplementedError("return the flat parameter's length and its shard, padding included")
 
 
 def model_states(rows: Iterable[Row], zero: ZeroConfig, policy: Policy) -> ModelStates:

@@ -1,11 +1,11 @@
-"""A row of gradients only while it is sent.
+"""Stage 2: free each flat gradient after its reduction.
 
 Write the missing lines of ShardedGradients; its docstring specifies the result.
 You may call: FullGradients.wait, FullGradients.sum_replicas, _make_shard, _reduce, torch.empty, Tensor.zero_,
 Tensor.copy_, Tensor.add_, Tensor.to, Tensor.view_as.
 Check it with: python -m exercises check shard_gradients
 
-Stub fa14c3b9.
+Stub fe9e8caf.
 """
 
 import torch
@@ -32,28 +32,28 @@ class ShardedGradients(FullGradients):
 
     def add(self, name: str, grad: Tensor) -> None:
         """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
-        raise NotImplementedError("keep the gradient, or add it to what has come")
+        raise NotImplementedError("keep the gradient, or add it to the earlier one of this parameter")
 
     def _make_flat_gradient(self) -> Tensor:
         """What has come, (numel,), which is forgotten; zero where nothing has."""
-        raise NotImplementedError("make a row of what has come; what nobody fills is zero")
+        raise NotImplementedError("copy the gradients into a new flat gradient; everything else is zero")
 
     def _make_shard(self) -> Tensor:
         return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
 
     def launch(self) -> None:
         self.wait()
-        raise NotImplementedError("make the row of this micro-batch, and reduce it into a shard")
+        raise NotImplementedError("start to reduce the flat gradient of this micro-batch into a shard")
 
     def wait(self) -> None:
         """Wait for what was launched, and add it up."""
         if self._arriving is None:
             return
-        raise NotImplementedError("wait; it is the result, or is added to it")
+        raise NotImplementedError("wait; the output becomes the result, or is added to it")
 
     def start_finish(self) -> None:
         self.wait()
-        raise NotImplementedError("a step without a micro-batch has a gradient of zero")
+        raise NotImplementedError("the gradient of a step without a micro-batch is zero")
         self.sum_replicas()
 
     def clear(self) -> None:

@@ -1,16 +1,16 @@
-"""A sharded optimizer that shards nothing.
+"""A sharded optimizer with unsharded states.
 
-This program runs, its loss falls, and its numbers are right: those of one process. What it is for, it does not do:
-its optimizer is said to be sharded, and every rank takes the memory that one process would take. See it:
+This program runs, its loss falls, and its results are right: they equal those of one process. But its optimizer does
+not save memory: it claims to be sharded, and every rank uses as much memory as one process. Run it:
 torchrun --standalone --nproc-per-node 2 THIS_FILE
 
-Three things are asked. INVARIANT: the key of the one rule in INVARIANTS that is broken. LINE: the line that breaks it,
-by its number in the file as you got it, or its text. And the program, mended: the same numbers, no more bytes over the
-network in a step than now, and on each rank the states of its shard alone.
+This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
+violates. LINE: the line that violates it, as its number in the original file or as its text. And the repaired program:
+the same results, no more bytes sent per step than now, and on each rank only the optimizer states of its shard.
 
 Check it with: python -m exercises check sharded_nothing
 
-Stub 82df8e7a.
+Stub 0cbe6c6c.
 """
 
 import os
@@ -21,20 +21,20 @@ from torch import nn
 
 INVARIANTS = {
     "start": "all ranks start with the same parameters",
-    "row": "the row is as many equal shards as there are ranks, and what fills it up stays zero",
+    "row": "the flat parameter consists of one equal shard per rank, and its padding stays zero",
     "mean": "the gradient of an element is the mean over all ranks, on every rank that needs it",
-    "states": "what Adam remembers of an element is kept by one rank alone",
-    "whole": "after a step every rank has all parameters, updated",
+    "states": "Adam's states of an element are stored on exactly one rank",
+    "whole": "after a step every rank has all updated parameters",
 }
 INVARIANT = ""
 LINE = ""
 
 
 class ShardedAdam:
-    """Adam that is shared out over the ranks.
+    """Adam whose states are sharded over the ranks.
 
-    row: all parameters of the model, one behind the other, then zeros until it cuts into equal shards. gradients: the
-    same of the gradients. shards, parts: these two, cut. mine: the shard of this rank, with its own gradient.
+    row: the flat parameter, all parameters of the model and padding with zeros to equal shards. gradients: the flat
+    gradient, in the same layout. shards, parts: both, split into shards. mine: this rank's shard, with its gradient.
     """
 
     def __init__(self, model):
@@ -65,15 +65,15 @@ class ShardedAdam:
         self.gradients.zero_()
 
     def state_bytes(self):
-        """What Adam remembers on this rank."""
+        """Return the number of bytes of Adam's states on this rank."""
         kept = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
         return sum(tensor.nbytes for tensor in kept if tensor.dim())
 
 
 def main(inputs, targets, model, epochs=10, batch_size=12):
-    """Train `model` on all ranks; returns it, this rank's loss after each step, and the bytes of its Adam's states.
+    """Train `model` on all ranks; return it, this rank's loss at each step, and the bytes of this rank's Adam states.
 
-    inputs (samples, 10), targets (samples, 1): the same on all ranks. batch_size is a multiple of the number of ranks.
+    inputs (samples, 10), targets (samples, 1): equal on all ranks. batch_size: a multiple of the number of ranks.
     """
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -1,11 +1,11 @@
-"""Reduce, update a shard, gather.
+"""Stage 1: reduce-scatter, update a shard, all-gather.
 
 Write the missing lines of FullGradients and FlatParam; its docstring specifies the result.
 You may call: reduce_scatter, all_gather, Layout.bounds, Layout.held, Handle.wait, Tensor.to, Tensor.copy_,
 Tensor.zero_, Tensor.view, torch.empty_like.
 Check it with: python -m exercises check stage_one_step
 
-Stub c217c717.
+Stub 90e7f8e1.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ class FullGradients:
 
     def launch(self) -> None:
         """Start the reduction of what has come; a gradient that did not come counts as zero."""
-        raise NotImplementedError("a gradient that did not come counts as zero")
+        raise NotImplementedError("set the gradients to zero that backward did not compute")
         if self.group.size > 1:
             self._reduce(self.row, self.result)
         else:  # nothing is shared out: those that hold the same sum the whole row
@@ -66,7 +66,7 @@ class FullGradients:
     def _reduce(self, row: Tensor, target: Tensor) -> Tensor:
         """Start the reduction of a row, over copies in the format of the wire where that is another one. Returns what
         is sent."""
-        raise NotImplementedError("start to reduce the row into target, in the format of the wire")
+        raise NotImplementedError("start the reduce-scatter of the flat gradient into target, in the wire dtype")
         return row
 
     def sum_replicas(self) -> None:
@@ -78,7 +78,7 @@ class FullGradients:
     def wait(self) -> None:
         """Wait for what was launched; the result has it then."""
         if self._arriving is not None:
-            raise NotImplementedError("wait for it; the result must be in the target")
+            raise NotImplementedError("wait for the reduce-scatter; the result must be in target")
             self._arriving = None
 
     def start_finish(self) -> None:
@@ -120,10 +120,10 @@ class FlatParam:
         self.parameters, self.layout, self.group = dict(parameters), layout, group
         begin, end = layout.bounds(group.rank)
         held = layout.held(group.rank)  # of each parameter, counted from its own first element
-        raise NotImplementedError("say where each parameter's elements are in the shard")
+        raise NotImplementedError("compute which elements of the shard belong to each parameter")
         device = next(iter(parameters.values())).device
         self.row = torch.zeros(layout.numel, dtype=formats.parameter, device=device)
-        raise NotImplementedError("lay the parameters into the row, of which they are views from then on")
+        raise NotImplementedError("copy the parameters into the flat parameter and make them views of it")
         self.part = self._own(begin, end)
         mine = {name: values[name].reshape(-1)[start:stop] for name, (start, stop) in held.items()}
         self.masters = MasterWeights(self.part, self.bounds, mine, formats, host, rounding)
@@ -136,7 +136,7 @@ class FlatParam:
     @torch.no_grad()
     def launch_gather(self) -> None:
         """Start to fill the row with the parts of all ranks."""
-        raise NotImplementedError("start to fill the row")
+        raise NotImplementedError("start the all-gather of the flat parameter")
 
     def wait_gather(self) -> None:
-        raise NotImplementedError("wait for what was started, if anything was")
+        raise NotImplementedError("wait for the all-gather, if one was started")

@@ -1,12 +1,13 @@
-"""Parameters in one row, cut into equal shards: the solution, as it stands in minidist.zero.plan.
+"""Flatten parameters and cut them into equal shards: the solution, as it stands in minidist.zero.plan.
 
-Sharing out whole parameters leaves ranks with unequal loads: an embedding is larger than the rest together. One row
-that is cut by length gives every rank the same number of elements, and one message for all of them. Where a shard
-ends has nothing to do with where a parameter ends, so a parameter may lie on two ranks or on ten, and a rank may hold
-parts of many.
+Assigning whole parameters to ranks gives unequal loads: an embedding may be larger than all other parameters
+together. One flat parameter that is cut into equal shards gives every rank the same number of elements, and needs one
+message for all of them. The boundaries of shards are independent of the boundaries of parameters, so one parameter
+may be spread over several ranks, and a shard may contain parts of many parameters.
 
-Reduce-scatter and all-gather want shards of one length, so the row ends in padding. It is part of the row's length,
-sent and kept like everything else, and belongs to no parameter: whoever takes it for one finds a wrong norm.
+Reduce-scatter and all-gather need shards of equal length, so the flat parameter ends in padding. Padding counts in
+the length of the flat parameter, and is sent and stored like the rest, but belongs to no parameter: code that treats
+it as one computes a wrong norm.
 
 Usual wrong answers:
 * padding where the row divides as well

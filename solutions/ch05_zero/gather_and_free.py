@@ -1,15 +1,15 @@
-"""A block is there while it computes: the solution, as it stands in minidist.zero.gather and minidist.zero.flat_param.
+"""Stage 3: gather and free blocks: the solution, as it stands in minidist.zero.gather and minidist.zero.flat_param.
 
-A rank keeps a shard of every block, and the whole of the one that computes and of the next, which is on its way. The
-memory of all others is given back: the storage is emptied, not the tensors, so the model and autograd's graph keep
-their views and find the numbers there again when the block is gathered for backward. A parameter travels twice in a
-micro-batch, before forward and before backward: half as much again as in the stages before, in exchange for the last
-thing that every rank held whole.
+A rank keeps a shard of every block, and the full parameters of two blocks: the one that computes and the next one,
+whose all-gather is in flight. The memory of all other blocks is freed: the storage is emptied but the tensor objects
+are kept, so the views of the model and of autograd's graph see the data again after the all-gather for backward. A
+parameter is gathered twice per micro-batch, before forward and before backward: communication grows by half compared
+with stages 1 and 2, in exchange for sharding the parameters, the last replicated tensors.
 
-What is computed last in forward is first in backward, so the last block and the head stay. The end of a block's
-backward is seen by its neighbour's begin, and the first block's by the end of all. What is looked ahead is part of
-the pass that runs: in a pipeline the next block may be on another stage. Without prefetch the numbers are the same,
-and every block waits for the network.
+The last block in forward is the first in backward, so the last block and the head stay unsharded in between. A
+block's backward has ended when its neighbour's begins; the first block's ends with the whole backward. Prefetch is
+limited to the layers of the current pass: in a pipeline the next block may be on another stage. Without prefetch the
+results are the same, and every block waits for its all-gather.
 
 Usual wrong answers:
 * all blocks are gathered when the model begins

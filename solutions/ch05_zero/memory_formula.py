@@ -1,11 +1,12 @@
-"""Sixteen bytes, by formula: the solution, as it stands in minidist.tools.estimate.states.
+"""Sixteen bytes per parameter: the memory formula: the solution, as it stands in minidist.tools.estimate.states.
 
-Mixed precision with Adam has sixteen bytes for each parameter: two of the parameter, two of its gradient, four of its
-master, eight of two moments. Twelve belong to the optimizer, which looks at them once a step: they are the first to
-be shared out (Rajbhandari et al. 2020, table 1).
+Mixed precision with Adam takes sixteen bytes per parameter: two for the parameter, two for its gradient, four for its
+master weight, eight for two moments. Twelve belong to the optimizer, which uses them once per step, so ZeRO shards
+them first (Rajbhandari et al. 2020, table 1).
 
-Rows are padded one by one, so the sums are over rows, not over the model: padding counts, in bytes too, and a formula
-in fractions of the whole is wrong by it. An estimate is of use when it is what will be measured.
+Each flat parameter is padded separately, so the sums are over flat parameters, not over the model: padding takes
+memory too, and a formula in fractions of the model's total size misses it. An estimate is useful only if it equals
+the measured bytes.
 
 Usual wrong answers:
 * a row that divides gets padding as well

@@ -1,14 +1,15 @@
-"""A row of gradients only while it is sent: the solution, as it stands in minidist.zero.flat_param.
+"""Stage 2: free each flat gradient after its reduction: the solution, as it stands in minidist.zero.flat_param.
 
-Stage 1 keeps gradients of full length. Stage 2 keeps a shard, from the first reduction to the end of the step: each
-micro-batch is reduced by itself, and what comes back is added to the shard. The price is a reduce-scatter for each
-micro-batch instead of one for all of them, so with k micro-batches k times as many bytes.
+Stage 1 keeps gradients of full length. Stage 2 keeps a shard, from the first reduction to the end of the step: every
+micro-batch is reduced separately, and the output is added to the shard. The price is one reduce-scatter per micro-
+batch instead of one per step, so k micro-batches send k times as many bytes.
 
-A row made when its first gradient comes would be there, mostly empty, while backward still has the most activations;
-so the gradients wait as they are, and each is freed when it has its place in the row. The row that is on its way
-belongs to the network until the wait: the next micro-batch needs another one. A rank that had no gradient for a row
-sends zeros, since the others wait for its part; and the padding, which nobody reads, is sent too, so that it must
-hold numbers: what memory happens to hold may be an infinity, and a format of 16 bits turns that into an overflow.
+A flat gradient that is allocated with its first gradient would exist, mostly empty, while backward still needs most
+activations. So the gradients are kept separately, and each is freed after its copy into the flat gradient. A flat
+gradient whose reduction is in flight must not change until the wait: the next micro-batch needs another buffer. A
+rank without a gradient for a flat parameter sends zeros, because the other ranks wait for its part. The padding is
+sent too, although no rank reads the result, so it must be initialized: uninitialized memory may contain an infinity,
+or a value that overflows in a 16-bit dtype.
 
 Usual wrong answers:
 * where no gradient came is whatever memory held

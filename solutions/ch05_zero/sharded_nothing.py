@@ -1,12 +1,12 @@
-"""A sharded optimizer that shards nothing: the solution.
+"""A sharded optimizer with unsharded states: the solution.
 
-Whatever is given to the optimizer gets states. It was given the row, so every rank remembered the whole of it, and as
-each had all gradients, each made the whole update: the numbers are right, on all ranks, and no test of values sees
-that nothing was shared out. Memory does.
+The optimizer allocates states for every tensor it is given. It was given the full flat parameter, so every rank
+stored the states of all elements, and because every rank had all gradients, each computed the full update. The
+results are correct on all ranks, and a test of values cannot detect that nothing was sharded. The memory shows it.
 
-Mended, the bytes on the wire stay what they were. A reduce-scatter gives each rank the summed gradient of its shard,
-it updates that shard, and the all-gather that used to bring everybody's gradients brings the updated parameters
-instead. The states, two numbers for each element, are a share of what they were, and so is the work of the update.
+The fix does not change the number of bytes sent. The reduce-scatter gives each rank its shard of the summed gradient,
+the rank updates that shard, and the all-gather that used to gather gradients gathers the updated parameters instead.
+Each rank now stores its shard of the states, two numbers per element, and computes its shard of the update.
 
 Usual wrong answers:
 * rank 0 keeps all states and updates everything, the others none
@@ -34,20 +34,20 @@ from torch import nn
 
 INVARIANTS = {
     "start": "all ranks start with the same parameters",
-    "row": "the row is as many equal shards as there are ranks, and what fills it up stays zero",
+    "row": "the flat parameter consists of one equal shard per rank, and its padding stays zero",
     "mean": "the gradient of an element is the mean over all ranks, on every rank that needs it",
-    "states": "what Adam remembers of an element is kept by one rank alone",
-    "whole": "after a step every rank has all parameters, updated",
+    "states": "Adam's states of an element are stored on exactly one rank",
+    "whole": "after a step every rank has all updated parameters",
 }
 INVARIANT = "states"
 LINE = "self.optimizer = torch.optim.Adam([self.row], lr=0.01, eps=0.001)"
 
 
 class ShardedAdam:
-    """Adam that is shared out over the ranks.
+    """Adam whose states are sharded over the ranks.
 
-    row: all parameters of the model, one behind the other, then zeros until it cuts into equal shards. gradients: the
-    same of the gradients. shards, parts: these two, cut. mine: the shard of this rank, with its own gradient.
+    row: the flat parameter, all parameters of the model and padding with zeros to equal shards. gradients: the flat
+    gradient, in the same layout. shards, parts: both, split into shards. mine: this rank's shard, with its gradient.
     """
 
     def __init__(self, model):
@@ -78,15 +78,15 @@ class ShardedAdam:
         self.gradients.zero_()
 
     def state_bytes(self):
-        """What Adam remembers on this rank."""
+        """Return the number of bytes of Adam's states on this rank."""
         kept = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
         return sum(tensor.nbytes for tensor in kept if tensor.dim())
 
 
 def main(inputs, targets, model, epochs=10, batch_size=12):
-    """Train `model` on all ranks; returns it, this rank's loss after each step, and the bytes of its Adam's states.
+    """Train `model` on all ranks; return it, this rank's loss at each step, and the bytes of this rank's Adam states.
 
-    inputs (samples, 10), targets (samples, 1): the same on all ranks. batch_size is a multiple of the number of ranks.
+    inputs (samples, 10), targets (samples, 1): equal on all ranks. batch_size: a multiple of the number of ranks.
     """
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

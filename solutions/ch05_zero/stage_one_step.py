@@ -1,12 +1,13 @@
-"""Reduce, update a shard, gather: the solution, as it stands in minidist.zero.flat_param.
+"""Stage 1: reduce-scatter, update a shard, all-gather: the solution, as it stands in minidist.zero.flat_param.
 
-An all-reduce is a reduce-scatter and an all-gather. Stage 1 puts the update between the two: reduce-scatter the
-gradients, update one shard, all-gather the parameters. As many bytes go over the network as before, and each rank
-keeps a share of what the optimizer remembers, which is most of the memory of a model.
+An all-reduce is a reduce-scatter followed by an all-gather. Stage 1 puts the update between the two: reduce-scatter
+the gradients, update one shard, all-gather the parameters. The number of bytes sent stays the same, and each rank
+stores only its shard of the optimizer states, which take most of a model's memory.
 
-The reduction ends in this rank's piece of the row, so it takes no memory of its own. Whatever has another format on
-the wire needs copies, and its sum must come back to where it belongs, after the wait. Parameters are views of the
-row: one gather of the row brings all of them, and nothing is copied afterwards.
+The output of the reduce-scatter is this rank's slice of the flat gradient, so it needs no extra memory. If the
+gradients are sent in another dtype, the communication needs copies, and the sum must be copied back into that slice
+after the wait. Parameters are views of the flat parameter: one all-gather updates all of them, without further
+copies.
 
 Usual wrong answers:
 * what was there in the step before is summed again

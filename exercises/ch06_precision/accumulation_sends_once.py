@@ -1,21 +1,21 @@
-"""Many micro-batches, one message.
+"""Gradient accumulation with one reduction per step.
 
-This program trains in bfloat16, every step in several micro-batches on each rank, and gives every step another
-gradient than one process with one batch. Mend main, so that on any number of ranks
+This program trains in bfloat16 with several micro-batches per step and rank. Its gradients differ from those of one
+process with the same batch. Repair main, so that on any number of ranks
 
-* a step's gradient is that of the mean loss over all tokens of all ranks and micro-batches, whose numbers differ: a
-  micro-batch may have no token at all, and a step in which no rank has one is left out by all;
-* what micro-batches contribute is added up in float32 on each rank: of 256 contributions of 1/256 to a sum of 1,
-  bfloat16 keeps none;
-* each gradient goes over the network once per step, in float32, after the last micro-batch, as one message per
-  parameter or fewer; besides, the ranks may sum one number before the first micro-batch;
-* backward of a micro-batch comes before forward of the next one, so that the memory for activations is that of one.
+* the gradient of a step is that of the mean loss over all tokens of all ranks and micro-batches. Their token counts
+  differ: a micro-batch may have no token, and all ranks skip a step in which no rank has a token;
+* each rank accumulates the gradients of its micro-batches in float32: in bfloat16, adding 1/256 to a sum of 1 two
+  hundred and fifty-six times changes nothing;
+* each gradient is all-reduced once per step, in float32, after the last micro-batch, with at most one message per
+  parameter; in addition, the ranks may sum one number before the first micro-batch;
+* backward of a micro-batch runs before forward of the next one, so that one micro-batch's activations are in memory.
 
-Run it yourself with: torchrun --standalone --nproc-per-node 2 THIS_FILE
+Run it with: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
 Check it with: python -m exercises check accumulation_sends_once
 
-Stub b6982c8e.
+Stub 00b19e7c.
 """
 
 import os
@@ -26,12 +26,12 @@ from torch import nn
 
 
 def main(model, steps, update):
-    """Compute the gradients of each step, and give them to `update`.
+    """Compute the gradients of each step, and call `update` with them.
 
-    model: (tokens, inputs) -> (tokens, outputs), all in bfloat16; the same on all ranks. The loss of a token is the sum
-    of its squared errors. steps: of each step this rank's micro-batches, as many as on the other ranks: (inputs,
-    targets), with one row per token. update: called once per step with the gradients, in the order of the parameters,
-    float32, the same on all ranks; it changes the parameters.
+    model: (tokens, inputs) -> (tokens, outputs), in bfloat16; equal on all ranks. The loss of a token is the sum of its
+    squared errors. steps: for each step this rank's micro-batches, equally many on all ranks: (inputs, targets), with
+    one token per row. update: called once per step with the gradients, in the order of the parameters, in float32 and
+    equal on all ranks; it changes the parameters.
     """
     dist.init_process_group("gloo")
     parameters = list(model.parameters())

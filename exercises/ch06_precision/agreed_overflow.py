@@ -1,10 +1,10 @@
-"""All skip or none.
+"""Skip a step on all ranks or on none.
 
 Write the missing lines of agree; its docstring specifies the result.
 You may call: torch.tensor, all_reduce, Handle.wait, Tensor.tolist, math.isfinite, scaler.update.
 Check it with: python -m exercises check agreed_overflow
 
-Stub 647a803a.
+Stub be33e793.
 """
 
 import math
@@ -31,7 +31,7 @@ def agree(
     loss, squared_norm, stop, reports: of this rank; squared_norm: of the elements that count on it. tokens: of the
     global batch, the same on all ranks; at 0 nothing is updated. scaler: of a scaled loss, which learns how it went.
     """
-    raise NotImplementedError("sum one vector over the group, and decide from the sum")
+    raise NotImplementedError("sum one vector over the group, and decide from the sums")
     result = StepResult(
         loss=total if tokens else None,
         tokens=tokens,

@@ -1,10 +1,10 @@
-"""The scale of the loss.
+"""Dynamic loss scaling.
 
 Write the missing lines of LossScaler; its docstring specifies the result.
 You may call: _float32, len, list.append, list.clear, float.
 Check it with: python -m exercises check loss_scaler
 
-Stub a665ca62.
+Stub 2709ab03.
 """
 
 from minidist.config import PrecisionConfig
@@ -27,7 +27,7 @@ class LossScaler:
     @property
     def exhausted(self) -> bool:
         """Whether so many steps in a row overflowed that the scale is no longer the reason."""
-        raise NotImplementedError("return whether `_most` steps in a row overflowed")
+        raise NotImplementedError("return whether `_most` consecutive steps overflowed")
 
     def update(self, overflow: bool) -> None:
         """Learn how a step went. overflow: whether a gradient of any rank was not finite, and the step was skipped."""

@@ -1,16 +1,16 @@
-"""A sum that does not grow any more.
+"""A gradient sum that stops growing.
 
-This program trains in bfloat16, in micro-batches of one sample. Its loss falls, and its numbers are wrong: one
-process learns more slowly than four, of the same samples in the same batches.
-See it: torchrun --standalone --nproc-per-node 1 THIS_FILE, and then with 4 in the place of 1
+This program trains in bfloat16, in micro-batches of one sample. Its loss falls, but its results are wrong: one
+process learns more slowly than four processes, from the same samples in the same batches.
+Run it: torchrun --standalone --nproc-per-node 1 THIS_FILE, and then with 4 processes
 
-Three things are asked. INVARIANT: the key of the one rule in INVARIANTS that is broken. LINE: the line that breaks it,
-by its number in the file as you got it, or its text. And the program, mended: each gradient is sent once per step, in
-float32, and the memory for gradients does not grow with the number of micro-batches.
+This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
+violates. LINE: the line that violates it, as its number in the original file or as its text. And the repaired program:
+it sends each gradient once per step, in float32, and its gradient memory is independent of the number of micro-batches.
 
 Check it with: python -m exercises check lost_gradients
 
-Stub 2e90366e.
+Stub 06281f85.
 """
 
 import os
@@ -21,20 +21,20 @@ from torch import nn
 
 INVARIANTS = {
     "start": "all replicas start with the same parameters",
-    "count": "a loss is divided by the number of samples of the whole batch, once, before backward",
-    "sum": "what micro-batches contribute is added up where the small is not lost beside the large",
-    "once": "a gradient goes over the network once per step, when all micro-batches have contributed",
-    "master": "a step is made on a copy of the parameters that keeps what bfloat16 would round away",
+    "count": "a loss is divided by the number of samples of the full batch, once, before backward",
+    "sum": "gradients are accumulated in a dtype in which a small summand changes a large sum",
+    "once": "a gradient is all-reduced once per step, after it has been accumulated over all micro-batches",
+    "master": "the optimizer updates float32 master weights, which keep the digits that bfloat16 would round away",
 }
 INVARIANT = ""
 LINE = ""
 
 
 def main(inputs, targets, model, epochs=4, batch_size=256, lr=0.05):
-    """Train `model` on all ranks, in micro-batches of one sample; returns the masters of its parameters, in float32,
-    and the sum of this rank's losses after each step.
+    """Train `model` on all ranks, in micro-batches of one sample; return its master weights, in float32, and the sum of
+    this rank's losses at each step.
 
-    inputs (samples, 10), targets (samples, 1): the same on all ranks. model: in float32; rank 0's counts.
+    inputs (samples, 10), targets (samples, 1): equal on all ranks. model: in float32; rank 0's parameters are used.
     """
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

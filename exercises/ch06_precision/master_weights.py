@@ -1,10 +1,10 @@
-"""A copy that the update does not get lost in.
+"""Master weights that keep small updates.
 
 Write the missing lines of MasterWeights; its docstring specifies the result.
 You may call: torch.zeros_like, Tensor.copy_, Tensor.to, rounding.
 Check it with: python -m exercises check master_weights
 
-Stub f3a2cd9f.
+Stub 82384a8c.
 """
 
 from collections.abc import Collection, Mapping
@@ -41,7 +41,7 @@ class MasterWeights:
         self._part, self._bounds, self._rounding = part, bounds, rounding
         self.separate = host or wide != part.dtype
         self.lasting = formats.master is not None
-        raise NotImplementedError("make `tensor` and `views`: the part itself, or a copy that begins as the values")
+        raise NotImplementedError("make `tensor` and `views`: the shard itself, or a copy of the values")
         if not self.lasting:
             self.tensor.untyped_storage().resize_(0)
 
@@ -62,12 +62,12 @@ class MasterWeights:
         if not self.lasting:
             self.tensor.untyped_storage().resize_(self.tensor.numel() * self.tensor.element_size())
             self.tensor.copy_(self._part)
-        raise NotImplementedError("give each master that was used its gradient, in the format of the update")
+        raise NotImplementedError("set each used master weight's gradient, in the dtype of the update")
 
     @torch.no_grad()
     def copy_to_params(self, step: int = 0) -> None:
         """Bring the updated masters to the part. step: of the optimizer."""
-        raise NotImplementedError("bring the masters to the part, where they are a copy")
+        raise NotImplementedError("copy the master weights to the shard, if they are separate")
 
     def detach_grads(self) -> None:
         """After an update: give back what it took."""

@@ -1,11 +1,11 @@
-"""Computed again instead of kept.
+"""Activation recomputation of a block.
 
 Write the missing lines of _Again and with_recomputation; its docstring specifies the result.
 You may call: _detached, _Again, saved_tensors_hooks, torch.is_grad_enabled, torch.enable_grad, suppress, ExitStack,
 enumerate.
 Check it with: python -m exercises check recomputed_block
 
-Stub e77bb595.
+Stub b0faf7ec.
 """
 
 from collections.abc import Callable
@@ -33,10 +33,10 @@ class _Again:
         self._found: dict[int, Tensor] = {}
 
     def forget(self, tensor: Tensor) -> int:
-        raise NotImplementedError("note shape and dtype in `_saved`, and return the number that stands for the tensor")
+        raise NotImplementedError("record shape and dtype in `_saved`, and return the index that stands for the tensor")
 
     def find(self, number: int) -> Tensor:
-        raise NotImplementedError("return the tensor of this number, run again if it is not there, and let it go")
+        raise NotImplementedError("return the tensor of this index, recomputed if necessary, and drop the reference")
 
     def _run_again(self) -> list[Tensor]:
         """The tensors that autograd saved, in their order. Raises RuntimeError when they are of another kind."""
@@ -47,7 +47,7 @@ class _Again:
             if len(found) == len(self._saved):  # before the last operation runs, whose result nobody needs
                 raise _Enough
 
-        raise NotImplementedError("run again as the first time, until `keep` has had enough")
+        raise NotImplementedError("repeat the first run until `keep` stops it")
         kinds = [(tensor.shape, tensor.dtype) for tensor in found]
         if kinds != self._saved:
             at = next(i for i in range(len(self._saved)) if kinds[i : i + 1] != self._saved[i : i + 1])

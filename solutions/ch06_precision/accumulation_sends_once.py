@@ -1,12 +1,12 @@
-"""Many micro-batches, one message: the solution.
+"""Gradient accumulation with one reduction per step: the solution.
 
-The gradient of a sum is the sum of gradients, so it does not matter where the cuts are, as long as everybody divides
-by one number and everything is added up. A mean of each micro-batch, averaged over micro-batches and ranks, gives a
-token in a small micro-batch more weight than one in a large one.
+The gradient of a sum is the sum of the gradients, so the split into micro-batches does not matter, as long as every
+rank divides by the same number and all gradients are added. A mean per micro-batch, averaged over micro-batches and
+ranks, gives a token of a small micro-batch more weight than a token of a large one.
 
-Adding up costs nothing on the network: micro-batches are many where memory is short, and what is sent does not depend
-on their number. The sum needs more digits than its terms: bfloat16 has eight, so a sum of 1 does not see 1/256 any
-more. And .grad that was sent and not emptied is added to, and sent again.
+Accumulation costs no communication: many micro-batches save memory, and the number of bytes sent does not depend on
+how many there are. A sum needs more significant bits than its terms: bfloat16 has eight, so adding 1/256 to a sum of
+1 changes nothing. And a .grad that was reduced but not reset accumulates further, and its content is sent again.
 
 Usual wrong answers:
 * autograd adds up in .grad, which is bfloat16
@@ -41,12 +41,12 @@ from torch import nn
 
 
 def main(model, steps, update):
-    """Compute the gradients of each step, and give them to `update`.
+    """Compute the gradients of each step, and call `update` with them.
 
-    model: (tokens, inputs) -> (tokens, outputs), all in bfloat16; the same on all ranks. The loss of a token is the sum
-    of its squared errors. steps: of each step this rank's micro-batches, as many as on the other ranks: (inputs,
-    targets), with one row per token. update: called once per step with the gradients, in the order of the parameters,
-    float32, the same on all ranks; it changes the parameters.
+    model: (tokens, inputs) -> (tokens, outputs), in bfloat16; equal on all ranks. The loss of a token is the sum of its
+    squared errors. steps: for each step this rank's micro-batches, equally many on all ranks: (inputs, targets), with
+    one token per row. update: called once per step with the gradients, in the order of the parameters, in float32 and
+    equal on all ranks; it changes the parameters.
     """
     dist.init_process_group("gloo")
     parameters = list(model.parameters())

@@ -1,14 +1,14 @@
-"""All skip or none: the solution, as it stands in minidist.train.agree.
+"""Skip a step on all ranks or on none: the solution, as it stands in minidist.train.agree.
 
-What a rank sees alone must not decide what it does alone. Gradients that were all-reduced are equal everywhere, and
-an infinity with them; but shards are not, and neither are the parts of a split model: there only one rank sees that
-its gradients overflowed. If it alone skips, the replicas differ from that step on, and if it alone halves its scale,
-the sums of gradients mix two scales.
+A rank must not decide alone from values that only this rank has. All-reduced gradients are equal on all ranks, and so
+is an infinity in them; but gradient shards are not, and neither are the shards of a tensor-parallel or pipelined
+model: there only one rank sees that its gradients overflowed. If only that rank skips the step, the replicas diverge
+from then on, and if only that rank halves its scale, later gradient sums mix two scales.
 
-A number that is not finite survives every sum, so the norm, which is wanted anyway, carries the news for nothing: one
-message of some dozen bytes before the first parameter is written. It is float64, because the squares of norms leave
-float32. An infinite loss is no overflow of the scale: no smaller scale mends it, and a run that goes on halving would
-hide it.
+A non-finite value makes every sum non-finite, so the gradient norm, which the step needs anyway, detects an overflow
+at no extra cost: one message of a few dozen bytes before any parameter is updated. The vector is float64 because the
+squares of norms can exceed float32's range. An infinite loss is not an overflow of the scaled gradients: no smaller
+scale fixes it, and a run that only halves the scale would hide the cause.
 
 Usual wrong answers:
 * a message for each number

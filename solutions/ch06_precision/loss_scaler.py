@@ -1,13 +1,14 @@
-"""The scale of the loss: the solution, as it stands in minidist.precision.scaler.
+"""Dynamic loss scaling: the solution, as it stands in minidist.precision.scaler.
 
-Backward is linear: a loss times s gives gradients times s, so what would be below the smallest fp16 number, 6e-8, is
-moved up to where fp16 has numbers, and is divided by s again in float32. The best scale is the largest that does not
-overflow. Nobody knows it, and it changes as training goes on, so it is looked for from above: halve at the first
-overflow, and try twice as much after two thousand good steps, at the price of one lost step when that was too much.
+Backward is linear: the gradients of s times the loss are s times the gradients. So values below the smallest fp16
+number, 6e-8, are moved up into fp16's range, and are divided by s in float32 afterwards. The best scale is the
+largest one that does not overflow. It is unknown, and it changes during training, so the scaler searches for it: it
+halves the scale at each overflow, and doubles it after two thousand good steps, at the price of one lost step if the
+doubled scale was too large.
 
-The count of good steps begins anew after every change. Otherwise the scale would double right after it was halved,
-and every second step be lost. Halving has no floor and doubling has one ceiling: an infinite scale makes every later
-gradient infinite.
+The count of good steps restarts after every change. Otherwise the scale would double right after it was halved, and
+every second step would be lost. Halving has no lower limit, but doubling has an upper one: an infinite scale makes
+all later gradients infinite.
 
 Usual wrong answers:
 * the scale is doubled one good step too late

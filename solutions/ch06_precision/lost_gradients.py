@@ -1,12 +1,14 @@
-"""A sum that does not grow any more: the solution.
+"""A gradient sum that stops growing: the solution.
 
-bfloat16 has eight significant bits: above 1 its numbers are 1/128 apart, so adding less than 1/256 to 1 gives 1.
-After 256 contributions of one size the sum stands still, and the step is too short, by more the more micro-batches
-there are. No element is zero, no number is infinite, the loss falls: with a smaller gradient it falls more slowly.
+bfloat16 has eight significant bits: its numbers above 1 are 1/128 apart, so adding less than 1/256 to 1 gives 1.
+After 256 summands of equal size the sum stops growing, and the update is too small; the error grows with the number
+of micro-batches. No element is zero, no value is infinite, and the loss falls: with a smaller gradient it falls more
+slowly.
 
-The memory of the sum was made with the format of the parameter. In float32 it takes two bytes more per parameter,
-whatever the number of micro-batches, and 2**16 contributions of one size are added without loss. The same holds for
-the sum over ranks. That masters are kept in float32 does not help: what never came to the sum cannot come to them.
+The accumulator was allocated with the dtype of the parameter. A float32 accumulator takes two more bytes per
+parameter, whatever the number of micro-batches, and adds 2**16 summands of equal size without loss. The same holds
+for the sum over ranks. Float32 master weights do not help here: a gradient that is missing in the sum never reaches
+them.
 
 Usual wrong answers:
 * micro-batches are made eight times as large, so that less is lost
@@ -40,20 +42,20 @@ from torch import nn
 
 INVARIANTS = {
     "start": "all replicas start with the same parameters",
-    "count": "a loss is divided by the number of samples of the whole batch, once, before backward",
-    "sum": "what micro-batches contribute is added up where the small is not lost beside the large",
-    "once": "a gradient goes over the network once per step, when all micro-batches have contributed",
-    "master": "a step is made on a copy of the parameters that keeps what bfloat16 would round away",
+    "count": "a loss is divided by the number of samples of the full batch, once, before backward",
+    "sum": "gradients are accumulated in a dtype in which a small summand changes a large sum",
+    "once": "a gradient is all-reduced once per step, after it has been accumulated over all micro-batches",
+    "master": "the optimizer updates float32 master weights, which keep the digits that bfloat16 would round away",
 }
 INVARIANT = "sum"
 LINE = "sums = [torch.zeros_like(parameter) for parameter in parameters]"
 
 
 def main(inputs, targets, model, epochs=4, batch_size=256, lr=0.05):
-    """Train `model` on all ranks, in micro-batches of one sample; returns the masters of its parameters, in float32,
-    and the sum of this rank's losses after each step.
+    """Train `model` on all ranks, in micro-batches of one sample; return its master weights, in float32, and the sum of
+    this rank's losses at each step.
 
-    inputs (samples, 10), targets (samples, 1): the same on all ranks. model: in float32; rank 0's counts.
+    inputs (samples, 10), targets (samples, 1): equal on all ranks. model: in float32; rank 0's parameters are used.
     """
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

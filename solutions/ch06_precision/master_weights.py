@@ -1,13 +1,15 @@
-"""A copy that the update does not get lost in: the solution, as it stands in minidist.precision.masters.
+"""Master weights that keep small updates: the solution, as it stands in minidist.precision.masters.
 
-A weight in bfloat16 has eight significant bits, so it moves in steps of 1/256 to 1/128 of itself. Late in training an
-update is a thousandth of its weight, and every single one would be rounded away, though a thousand of them double the
-weight. In the wide copy they add up, and what forward and backward read follows it by one rounding per step; the
-errors of the roundings do not add up, since the copy never takes one back. That is why the copy begins as the values
-before rounding, and why nothing is read back from the part.
+A weight in bfloat16 has eight significant bits, so its smallest change is 1/256 to 1/128 of its value. Late in
+training an update is about a thousandth of its weight, and rounding would discard each one, although a thousand of
+them double the weight. The master weights accumulate the updates, and the parameters for forward and backward are
+rounded from them once per step. The rounding errors do not accumulate, because the master weights are never
+overwritten by rounded values. That is why they are initialized with the values before rounding, and why nothing is
+copied back from the parameters.
 
-Gradients may be narrow: they are used once. What lasts from step to step must be wide: the masters and the
-optimizer's states. Where the parameters are wide already a copy would be memory for nothing.
+Gradients may have a narrow dtype: they are used once. Tensors that persist from step to step need a wide one: the
+master weights and the optimizer states. If the parameters are already wide, separate master weights would waste
+memory.
 
 Usual wrong answers:
 * masters are a copy where the parameters have their format already

@@ -1,14 +1,14 @@
-"""Computed again instead of kept: the solution, as it stands in minidist.recompute.
+"""Activation recomputation of a block: the solution, as it stands in minidist.recompute.
 
-What autograd keeps of a layer is many times its input, and all of it can be had from the input again. So only the
-input stays, and the price is one more forward, a third more arithmetic in a step. Each call has its own arguments: of
-several micro-batches under way each must be computed again from its own.
+The tensors that autograd saves for a layer are many times as large as its input, and all of them can be recomputed
+from the input. So only the input is kept, and the price is one more forward, a third more arithmetic per step. Each
+call keeps its own arguments: with several micro-batches in flight, each must be recomputed from its own input.
 
-The second run must be the first: same input, same mask of dropout, same function modes. A mask here is a function of
-its address, which is among the arguments. A generator that goes on would draw another mask in the second run, and the
-gradients would be those of a network that no forward has seen; the loss would fall all the same. Where layers send
-messages, they are sent again, so all ranks must compute again in one order, and once: not for every tensor that is
-asked for.
+The second run must be identical to the first: same input, same dropout mask, same function modes. A dropout mask here
+is a function of its address, which is among the arguments. A generator whose state advances would draw another mask
+in the second run, and the gradients would belong to a network that no forward has computed; the loss would fall all
+the same. If a layer communicates, the recomputation communicates again, so all ranks must recompute in the same
+order, and once per call, not once per saved tensor.
 
 Usual wrong answers:
 * run again for every tensor that backward asks for

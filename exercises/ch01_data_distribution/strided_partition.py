@@ -4,7 +4,7 @@ Write the missing lines of strided_partition; its docstring specifies the result
 You may call: range, numpy.arange.
 Check it with: python -m exercises check strided_partition
 
-Stub ce0dae36.
+Stub 6540b3f6.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from minidist.data.partition import _check
 
 
 def strided_partition(n: int, world_size: int, rank: int) -> np.ndarray:
-    """Indices rank, rank + world_size, rank + 2 world_size, ... below n.  -> (size,) int64
+    """Return the indices rank, rank + world_size, rank + 2 world_size, ... below n, (size,) int64.
 
     Raises ValueError as `block_partition` does.
     """

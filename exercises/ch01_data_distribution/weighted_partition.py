@@ -4,7 +4,7 @@ Write the missing lines of apportion and weighted_partition; its docstring speci
 You may call: Fraction, math.floor, sum, sorted, apportion, numpy.cumsum, numpy.arange.
 Check it with: python -m exercises check weighted_partition
 
-Stub ed0eeac1.
+Stub 011abc97.
 """
 
 import math
@@ -17,10 +17,10 @@ from minidist.data.partition import _check
 
 
 def apportion(n: int, weights: Sequence[float]) -> list[int]:
-    """Whole shares of n in proportion to `weights`, by largest remainder (Hamilton's method); their sum is n.
+    """Split n into integers proportional to `weights`, by the largest remainder method; their sum is n.
 
-    A weight of 0 gets nothing, and every share is within one of n w_i / sum(w). Equal weights give the sizes of
-    `block_partition`. Raises ValueError for weights that are empty, negative, not finite, or all zero.
+    A weight of 0 gets 0, and every result is within one of n w_i / sum(w). Equal weights give the sizes of
+    `block_partition`. Raises ValueError for weights that are empty, negative, non-finite, or all zero.
     """
     if n < 0:
         raise ValueError(f"cannot share n={n} samples: n must be at least 0")
@@ -30,9 +30,9 @@ def apportion(n: int, weights: Sequence[float]) -> list[int]:
 
 
 def weighted_partition(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
-    """Indices of `rank` when rank i holds a consecutive block in proportion to weights[i].  -> (size,) int64
+    """Return the indices, (size,) int64, of `rank`'s block of 0..n-1; sizes are proportional to weights.
 
-    Raises ValueError for a bad rank or for weights that `apportion` refuses.
+    Raises ValueError for an invalid rank and for weights that `apportion` refuses.
     """
     _check(n, len(weights), rank)
     raise NotImplementedError("return this rank's consecutive block")

@@ -4,7 +4,7 @@ Write the missing lines of LossScaler; its docstring specifies the result.
 You may call: _float32, len, list.append, list.clear, float.
 Check it with: python -m exercises check loss_scaler
 
-Stub 2709ab03.
+Stub 7f1395ed.
 """
 
 from minidist.config import PrecisionConfig
@@ -12,10 +12,10 @@ from minidist.precision.scaler import BACKOFF, GROWTH, _float32
 
 
 class LossScaler:
-    """The scale of the loss, from step to step. Needs no torch.
+    """The dynamic loss scale. Does not import torch.
 
-    scale: what the loss of this step is multiplied by, a number that float32 has, as torch keeps it.
-    overflowed: the scales of the steps skipped since the last that was not, oldest first.
+    scale: factor of this step's loss; a float32 number, as in torch.
+    overflowed: the scales of the most recent consecutive steps that overflowed, oldest first.
     """
 
     def __init__(self, config: PrecisionConfig):
@@ -26,18 +26,18 @@ class LossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether so many steps in a row overflowed that the scale is no longer the reason."""
+        """Whether `max_overflows` consecutive steps overflowed, so that the scale cannot be the cause."""
         raise NotImplementedError("return whether `_most` consecutive steps overflowed")
 
     def update(self, overflow: bool) -> None:
-        """Learn how a step went. overflow: whether a gradient of any rank was not finite, and the step was skipped."""
+        """Adjust the scale after a step. overflow: whether a non-finite gradient on any rank caused a skip."""
         raise NotImplementedError("halve the scale after an overflow, double it after `_interval` good steps in a row")
 
     def state(self) -> dict:
-        """What a checkpoint keeps, as JSON has it."""
+        """Return the state for a checkpoint, as a JSON object."""
         return {"scale": self.scale, "good_steps": self._good_steps, "overflowed": list(self.overflowed)}
 
     def load(self, state: dict) -> None:
-        """Go on from what `state` gave."""
+        """Restore a state that `state()` returned."""
         self.scale, self._good_steps = state["scale"], state["good_steps"]
         self.overflowed = list(state["overflowed"])

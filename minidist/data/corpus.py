@@ -1,4 +1,4 @@
-"""What a model is trained on: token arrays for training and for evaluation, and a fingerprint that names them."""
+"""Corpora: token arrays for training and evaluation, and a fingerprint that identifies them."""
 
 import hashlib
 import json
@@ -18,9 +18,9 @@ from minidist.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens of one text, cut into a training and a held-out split. The arrays may be memory-mapped; none is written.
+    """The tokens of a text, split into training and held-out tokens. The arrays may be memory-mapped.
 
-    A run stores the fingerprint; resuming on another corpus is refused by comparing it.
+    A checkpoint stores the fingerprint, and a run does not resume on a corpus with another one.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Corpus:
     entropy_rate: float | None = None  # nats per token, the best possible loss, where it is known
 
     def describe(self) -> str:
-        """One line for the log: origin, sizes in tokens, vocabulary, fingerprint."""
+        """Return one line for the log: origin, sizes in tokens, vocabulary, fingerprint."""
         share = self.held_out.size / max(1, self.train.size + self.held_out.size)
         best = "" if self.entropy_rate is None else f", best possible loss {self.entropy_rate:.4f} nats"
         return (
@@ -42,9 +42,10 @@ class Corpus:
 
 
 def open_corpus(source: str = "stdlib", path: str | Path | None = None, seq_len: int = 1) -> Corpus:
-    """The corpus of the options --data.source and --data.path (the path wins), long enough for windows of seq_len.
+    """Return the corpus for the options --data.source and --data.path; the path takes precedence.
 
-    Raises UserError for an unknown source and for a text that is missing, unreadable, not text, or too short.
+    Raises UserError for an unknown source, and for a text that is missing, unreadable, not UTF-8, or too short for
+    windows of `seq_len` tokens.
     """
     if path is not None:
         return text_corpus(path, seq_len)
@@ -58,9 +59,9 @@ def open_corpus(source: str = "stdlib", path: str | Path | None = None, seq_len:
 
 
 def stdlib_corpus(root: str | Path | None = None) -> Corpus:
-    """The .py sources of this Python's standard library, one token per byte, split by file. Needs no download.
+    """Return the .py sources of this Python's standard library, one token per byte, split by file.
 
-    Python versions and distributions differ in these files; the fingerprint tells them apart.
+    Python versions and distributions differ in these files, and so in the fingerprint.
     """
     documents = read_python_sources(root or sysconfig.get_path("stdlib"))
     where = root or f"Python {platform.python_version()}'s standard library"
@@ -69,9 +70,9 @@ def stdlib_corpus(root: str | Path | None = None) -> Corpus:
 
 
 def text_corpus(path: str | Path, seq_len: int = 1) -> Corpus:
-    """A UTF-8 text file or a folder of them, one token per byte; split by file where the files allow it.
+    """Return a UTF-8 text file, or a folder of them, as a corpus with one token per byte (see `split_documents`).
 
-    Raises UserError when the path is missing, unreadable, empty, not text, or too short for windows of seq_len.
+    Raises UserError if the path is missing, unreadable, empty, not UTF-8, or too short for windows of `seq_len` tokens.
     """
     documents = read_text_files(path)
     files = "one file" if len(documents) == 1 else f"{len(documents):,} files"
@@ -80,7 +81,7 @@ def text_corpus(path: str | Path, seq_len: int = 1) -> Corpus:
 
 
 def synthetic_corpus(train: int = 1_000_000, held_out: int = 100_000, seed: int = 0) -> Corpus:
-    """The pinned synthetic text: the same bytes on every machine, with a known entropy rate (see `synthetic.py`)."""
+    """Return the synthetic corpus: the same bytes on every machine, with a known entropy rate (see `synthetic.py`)."""
     splits = generate_text(train, seed, stream=0), generate_text(held_out, seed, stream=1)
     names = [f"synthetic/{seed}"]
     origin = f"an order-2 Markov source over 32 symbols, seed {seed}"
@@ -90,7 +91,7 @@ def synthetic_corpus(train: int = 1_000_000, held_out: int = 100_000, seed: int 
 
 
 def fingerprint(train_names: Sequence[str], train: np.ndarray, held_names: Sequence[str], held_out: np.ndarray) -> str:
-    """SHA-256 (hex) over the tokens, their dtype, the document names, and which split each of these is in."""
+    """Return the SHA-256 (hex) of both splits: their tokens, dtypes and document names."""
     digest = hashlib.sha256()
     for label, names, tokens in (("train", train_names, train), ("held_out", held_names, held_out)):
         little_endian = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
@@ -101,7 +102,7 @@ def fingerprint(train_names: Sequence[str], train: np.ndarray, held_names: Seque
 
 
 def _from_documents(name: str, origin: str, documents: list[Document]) -> Corpus:
-    """Byte-level corpus; a zero byte stands between documents (no text contains one)."""
+    """Return a byte-level corpus. Documents are joined by a zero byte, which no text contains."""
     parts = split_documents(documents)
     train, held_out = (np.frombuffer(b"\0".join(d.content for d in part), np.uint8) for part in parts)
     train_names, held_names = ([d.name for d in part] for part in parts)

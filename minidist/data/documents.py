@@ -1,4 +1,4 @@
-"""Text files as documents: found in one order on every machine, and split into train and held-out."""
+"""Read text files as documents, in the same order on every machine, and split them into training and held-out."""
 
 import hashlib
 import os
@@ -12,12 +12,14 @@ _OTHERWISE = "Give a UTF-8 text file or a folder of them, or leave --data.path o
 
 
 class Document(NamedTuple):
-    name: str  # path below the root, with forward slashes: the same on every machine
+    """The content of one text file."""
+
+    name: str  # path relative to the root, with forward slashes on every machine
     content: bytes
 
 
 def read_python_sources(root: str | Path) -> list[Document]:
-    """Every .py file below `root` (a standard library), ordered by name; installed packages are left out."""
+    """Return every .py file below `root` except installed packages, ordered by name; UserError if there is none."""
     paths = [path for path in _files(root, skip=NOT_SOURCES) if path.suffix == ".py"]
     documents, _ = _read(paths, Path(root))
     if not documents:
@@ -26,14 +28,14 @@ def read_python_sources(root: str | Path) -> list[Document]:
 
 
 def read_text_files(path: str | Path) -> list[Document]:
-    """The documents of `--data.path`: the file itself, or every UTF-8 text file below a folder that is not hidden.
+    """Return the text file at `path`, or every UTF-8 text file below that folder which is not hidden.
 
-    Raises UserError when the path is missing, unreadable, empty, or holds no text.
+    Raises UserError if the path is missing, unreadable, empty, or holds no text.
     """
     if not os.fspath(path):  # Path("") would be the current folder
         raise UserError(f"--data.path is given but empty. {_OTHERWISE}")
     path = Path(os.path.expanduser(path))
-    if os.path.isfile(path):  # unlike Path.is_file, False and no error where a folder above may not be entered
+    if os.path.isfile(path):  # unlike Path.is_file, returns False if a parent folder may not be entered
         return [_one_file(path)]
     if not os.path.isdir(path):
         missing = f"does not exist or is out of reach (looked in {Path.cwd()})"
@@ -53,11 +55,11 @@ def read_text_files(path: str | Path) -> list[Document]:
 
 
 def split_documents(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """Cut documents into (train, held-out); about a twentieth (by file) or a tenth (by position) is held out.
+    """Split documents into training and held-out documents: by file if possible, else by position in each file.
 
-    By file where there are enough of them: in the order of a hash of their names, which says nothing about what is in
-    them, until a twentieth of the bytes is held out. A file above a hundredth of all bytes always trains, or one odd
-    giant would decide the held-out loss. Where that leaves too little, the last tenth of every document is held out.
+    By file: files are held out in the order of a hash of their names, which is independent of their content, until 5 %
+    of the bytes are held out. Files larger than 1 % of all bytes are never held out, as one of them would dominate the
+    held-out loss. If the remaining files are too few, the last 10 % of every document is held out instead.
     """
     total = sum(len(d.content) for d in documents)
     chosen, size = set(), 0
@@ -91,7 +93,7 @@ def _files(root: str | Path, skip: tuple[str, ...] = ()) -> list[Path]:
 
 
 def _read(paths: list[Path], root: Path) -> tuple[list[Document], int]:
-    """The documents that can be read, ordered by name, and the number of those that cannot."""
+    """Return the readable documents, ordered by name, and the number of unreadable ones."""
     documents, unreadable = [], 0
     for path in paths:
         try:
@@ -114,7 +116,7 @@ def _one_file(path: Path) -> Document:
 
 
 def _not_text(content: bytes) -> str | None:
-    """Why `content` is not UTF-8 text, or None if it is. A zero byte is none: it separates documents."""
+    """Return why `content` is not UTF-8 text, or None if it is. Zero bytes are refused: they separate documents."""
     if (zero := content.find(0)) >= 0:
         return f"byte {zero} is 0, as in a binary file"
     try:

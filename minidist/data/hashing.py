@@ -1,7 +1,7 @@
-"""64-bit hashes of addresses: the only source of chance in this room.
+"""64-bit hashes in place of random generators: a pseudorandom number is a hash of (seed, epoch, index, ...).
 
-numpy promises no equal stream of its Generators across versions; whole-number arithmetic modulo 2**64 is the same on
-every machine and in every version, so everything "random" here is a hash of its address (seed, epoch, index, ...).
+NumPy does not guarantee the streams of its Generators across versions; integer arithmetic modulo 2**64 is the same on
+every machine.
 """
 
 import numpy as np
@@ -13,19 +13,19 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The splitmix64 finaliser, a bijection of the 64-bit numbers."""
+    """Apply the splitmix64 finaliser, a bijection on 64-bit integers."""
     x = (x ^ (x >> _SHIFTS[0])) * _FACTORS[0]
     x = (x ^ (x >> _SHIFTS[1])) * _FACTORS[1]
     return x ^ (x >> _SHIFTS[2])
 
 
 def hash64(*fields: int | np.ndarray) -> np.ndarray:
-    """Hash the address `fields` (integers or integer arrays, broadcast together) to uint64.
+    """Hash a tuple of integers, or of integer arrays that are broadcast together, to uint64.
 
-    One-to-one in the last field while the others are fixed: hashes of arange(n) never tie.
+    Injective in the last field for fixed other fields, so hashes of arange(n) are distinct.
     """
     h = np.uint64(0)
-    with np.errstate(over="ignore"):  # wrapping is the arithmetic we want; numpy warns about it for scalars only
+    with np.errstate(over="ignore"):  # overflow wraps, as wanted; NumPy warns about it for scalars
         for field in fields:
             value = np.uint64(field % 2**64) if isinstance(field, int) else np.asarray(field).astype(np.uint64)
             h = _mix(h + (value + np.uint64(1)) * _STEP)

@@ -1,6 +1,6 @@
-"""Which samples a step sees: a pure function of (seed, position), the same set in every layout (contract 7).
+"""Data loader whose samples are a pure function of (seed, position), the same in every layout.
 
-Position counts the samples consumed since the start of the run. It is all a checkpoint keeps of the data order: the
+The position is the number of samples consumed since the start of the run, and the only data state in a checkpoint: the
 samples at positions p..p+n-1 do not depend on the number of ranks, on micro-batches, or on earlier batch sizes.
 """
 
@@ -13,37 +13,38 @@ import torch
 from minidist.data.hashing import hash64
 from minidist.data.partition import block_partition, permutation, weighted_partition
 
-IGNORED = -100  # the label that loss and count leave out; the default of torch's cross entropy
-_LENGTHS = -1  # stands where the order has its epoch, which is never negative
+IGNORED = -100  # label that the loss ignores; the default of torch's cross entropy
+_LENGTHS = -1  # hashed in place of the epoch for the lengths; no epoch is negative
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """b samples of s tokens; b may be 0. Labels are already shifted: labels[i, t] is the token after tokens[i, t]."""
+    """A batch of b samples of s tokens; b may be 0. Labels are shifted: labels[i, t] follows tokens[i, t]."""
 
     tokens: torch.Tensor  # (b, s) int64
     labels: torch.Tensor  # (b, s) int64, IGNORED where there is nothing to predict
-    samples: torch.Tensor  # (b,) int64, positions: the address of a sample, for dropout masks
+    samples: torch.Tensor  # (b,) int64, positions of the samples, which dropout masks depend on
 
     @property
     def count(self) -> int:
-        """Number of labels that count in the loss. Ask before moving to a GPU: there it makes the host wait."""
+        """Number of labels in the loss (all but IGNORED). On a GPU this synchronises: read it on the CPU."""
         return int((self.labels != IGNORED).sum())
 
     def to(self, device: torch.device | str) -> "Batch":
+        """Return the batch on `device`."""
         return Batch(self.tokens.to(device), self.labels.to(device), self.samples.to(device))
 
 
 class Loader:
-    """Windows of `tokens`: seq_len tokens and the label after each, in an order that `seed` shuffles anew every epoch.
+    """A loader of windows of `seq_len` tokens and their labels, shuffled by `seed` in every epoch.
 
-    tokens: (n,) any integer dtype, may be memory-mapped. Window w holds tokens w * seq_len .. (w + 1) * seq_len; the
-        last one is shared with the next window, so every token but the first is a label once an epoch, save a rest
-        shorter than seq_len.
+    tokens: (n,) any integer dtype, may be memory-mapped. Window w holds tokens w * seq_len .. (w + 1) * seq_len. Its
+        last token is also the first of the next window, so every token but the first is a label once per epoch, except
+        for a remainder shorter than seq_len.
     seed: None keeps the windows in the order of the text.
-    windows: (num_samples,) the windows an epoch consists of; all by default.
-    min_length: if given, sample k counts only its first min_length..seq_len labels, a length hashed from (seed, k):
-        uneven padding, under which a mean of means is not the mean.
+    windows: (num_samples,) the windows of an epoch; all by default.
+    min_length: if given, sample k keeps only its first min_length..seq_len labels, a length hashed from (seed, k). This
+        simulates uneven padding, under which the mean of per-rank means differs from the mean over all tokens.
 
     Raises ValueError if there is no window, or min_length is outside 0..seq_len.
     """
@@ -66,7 +67,7 @@ class Loader:
         self._windows = np.arange(len(self._text)) if windows is None else np.asarray(windows, dtype=np.int64)
         if not len(self._windows):
             raise ValueError("windows is empty: an epoch needs at least one sample")
-        self._memo: tuple[int, np.ndarray] | None = None  # the order of the epoch asked for last; changes no result
+        self._memo: tuple[int, np.ndarray] | None = None  # cache: the last epoch used, and its order
 
     @property
     def num_samples(self) -> int:
@@ -74,7 +75,7 @@ class Loader:
         return len(self._windows)
 
     def order(self, position: int, n: int) -> np.ndarray:
-        """Windows of the samples at position..position+n-1, across epochs.  -> (n,) int64"""
+        """Return the window indices, (n,) int64, of the samples at position..position+n-1, across epochs."""
         if position < 0 or n < 0:
             raise ValueError(f"position={position} and n={n} must be at least 0")
         parts = [np.empty(0, np.int64)]
@@ -85,7 +86,7 @@ class Loader:
         return np.concatenate(parts)
 
     def global_batch(self, position: int, size: int) -> Batch:
-        """The samples of one step, as one process sees them."""
+        """Return the `size` samples of the global batch that starts at `position`."""
         text = self._text[self.order(position, size)].astype(np.int64)  # (b, s + 1)
         samples = np.arange(position, position + size)
         tokens, labels = text[:, :-1].copy(), text[:, 1:].copy()
@@ -102,11 +103,11 @@ class Loader:
         micro_batches: int,
         shares: Sequence[float] | None = None,
     ) -> list[Batch]:
-        """This rank's part of `global_batch(position, size)`, as exactly `micro_batches` batches, in order.
+        """Return the part of `global_batch(position, size)` of rank `dp_rank`, as exactly `micro_batches` batches.
 
-        The global batch is cut into dp_size consecutive parts, equal within one sample or in proportion to `shares`;
-        every part into micro-batches equal within one. A part or a micro-batch may have 0 samples: tokens (0, s).
-        Raises ValueError for a rank, shares or a number of micro-batches that cannot be.
+        The global batch is split into dp_size consecutive parts, whose sizes differ by at most one sample or are
+        proportional to `shares`; each part is split evenly into micro-batches. A micro-batch may have 0 samples, with
+        tokens (0, s). Raises ValueError for an invalid rank, invalid shares or micro_batches < 1.
         """
         if shares is not None and len(shares) != dp_size:
             raise ValueError(f"{len(shares)} shares for dp={dp_size} ranks: give one share per rank")
@@ -128,15 +129,15 @@ class Loader:
         return self._memo[1]
 
     def _lengths(self, samples: np.ndarray) -> np.ndarray:
-        """How many labels of each sample count.  -> (b,) int64 in min_length..seq_len"""
+        """Return the number of labels that each sample keeps, (b,) int64 in min_length..seq_len."""
         choices = np.uint64(self.seq_len - self.min_length + 1)
         return self.min_length + (hash64(self.seed or 0, _LENGTHS, samples) % choices).astype(np.int64)
 
 
 def evaluation_loader(tokens: np.ndarray, seq_len: int, num_samples: int) -> Loader:
-    """A loader of the same windows at every evaluation: num_samples (or all, if fewer) spread evenly over `tokens`.
+    """Return a loader of a fixed set of `num_samples` windows (all, if fewer), spread evenly over `tokens`.
 
-    One evaluation is its first epoch: `micro_batches(0, loader.num_samples, ...)` on each rank.
+    An evaluation reads its first epoch: `micro_batches(0, loader.num_samples, ...)` on each rank.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} must be at least 1")

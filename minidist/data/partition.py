@@ -1,7 +1,7 @@
-"""Who gets which sample: pure functions from (n, ranks, rank) to the indices of one rank.
+"""Partitions of n samples over ranks, as pure functions that return the indices of one rank.
 
-Every index 0..n-1 belongs to exactly one rank, for any n >= 0 and any number of ranks, more ranks than samples
-included. Nothing is dropped and nothing repeated to make sizes equal: the step divides by what it really counted.
+Every index 0..n-1 belongs to exactly one rank, also if there are more ranks than samples. No sample is dropped or
+repeated to make sizes equal: the loss is divided by the true number of tokens.
 """
 
 import math
@@ -14,7 +14,7 @@ from minidist.data.hashing import hash64
 
 
 def block_partition(n: int, world_size: int, rank: int) -> np.ndarray:
-    """Indices of `rank` when 0..n-1 is cut into consecutive blocks; sizes differ by at most one.  -> (size,) int64
+    """Return the indices, (size,) int64, of `rank`'s block of 0..n-1; block sizes differ by at most one.
 
     Raises ValueError for n < 0, world_size < 1 or a rank outside 0..world_size-1.
     """
@@ -25,7 +25,7 @@ def block_partition(n: int, world_size: int, rank: int) -> np.ndarray:
 
 
 def strided_partition(n: int, world_size: int, rank: int) -> np.ndarray:
-    """Indices rank, rank + world_size, rank + 2 world_size, ... below n.  -> (size,) int64
+    """Return the indices rank, rank + world_size, rank + 2 world_size, ... below n, (size,) int64.
 
     Raises ValueError as `block_partition` does.
     """
@@ -34,7 +34,7 @@ def strided_partition(n: int, world_size: int, rank: int) -> np.ndarray:
 
 
 def random_partition(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """Indices of `rank` when a permutation that all ranks compute alike is cut into blocks.  -> (size,) int64
+    """Return the indices, (size,) int64, of `rank`'s block of a random permutation, the same on all ranks.
 
     Raises ValueError as `block_partition` does.
     """
@@ -43,9 +43,9 @@ def random_partition(n: int, world_size: int, rank: int, seed: int, epoch: int =
 
 
 def weighted_partition(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
-    """Indices of `rank` when rank i holds a consecutive block in proportion to weights[i].  -> (size,) int64
+    """Return the indices, (size,) int64, of `rank`'s block of 0..n-1; sizes are proportional to weights.
 
-    Raises ValueError for a bad rank or for weights that `apportion` refuses.
+    Raises ValueError for an invalid rank and for weights that `apportion` refuses.
     """
     _check(n, len(weights), rank)
     cuts = np.cumsum([0, *apportion(n, weights)])
@@ -53,16 +53,16 @@ def weighted_partition(n: int, weights: Sequence[float], rank: int) -> np.ndarra
 
 
 def apportion(n: int, weights: Sequence[float]) -> list[int]:
-    """Whole shares of n in proportion to `weights`, by largest remainder (Hamilton's method); their sum is n.
+    """Split n into integers proportional to `weights`, by the largest remainder method; their sum is n.
 
-    A weight of 0 gets nothing, and every share is within one of n w_i / sum(w). Equal weights give the sizes of
-    `block_partition`. Raises ValueError for weights that are empty, negative, not finite, or all zero.
+    A weight of 0 gets 0, and every result is within one of n w_i / sum(w). Equal weights give the sizes of
+    `block_partition`. Raises ValueError for weights that are empty, negative, non-finite, or all zero.
     """
     if n < 0:
         raise ValueError(f"cannot share n={n} samples: n must be at least 0")
     if not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights):
         raise ValueError(f"weights={list(weights)}: each must be finite and at least 0, and one must be above 0")
-    exact = [Fraction(w) for w in weights]  # a float is a fraction: no rounding, the same shares on every machine
+    exact = [Fraction(w) for w in weights]  # exact arithmetic: the same result on every machine
     total = sum(exact)
     quotas = [n * w / total for w in exact]
     shares = [math.floor(q) for q in quotas]
@@ -73,7 +73,7 @@ def apportion(n: int, weights: Sequence[float]) -> list[int]:
 
 
 def permutation(n: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """The order of 0..n-1 in `epoch`: by the hash of (seed, epoch, index), which cannot tie.  -> (n,) int64"""
+    """Return a permutation of 0..n-1, (n,) int64: sorted by the hash of (seed, epoch, index), which has no ties."""
     if n < 0:
         raise ValueError(f"cannot order n={n} samples: n must be at least 0")
     return np.argsort(hash64(seed, epoch, np.arange(n))).astype(np.int64, copy=False)

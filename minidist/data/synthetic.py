@@ -1,12 +1,12 @@
-"""The pinned synthetic text: a source whose entropy rate is known, so the best possible loss is known.
+"""Synthetic text from a source of known entropy rate, so that the best possible loss is known.
 
-The next symbol depends on the two before it (an order-2 Markov chain over 32 printable bytes). A context (a, b) owns
-256 slots, each holding a symbol, and a draw picks one slot: probabilities are exact multiples of 1/256, and tables and
-draws are hashes, so every machine writes the same text. Of the 256 slots
+An order-2 Markov chain over 32 printable bytes: each context (a, b) has a table of 256 slots, each slot holds a symbol,
+and every draw picks a slot uniformly. Probabilities are exact multiples of 1/256, and tables and draws are hashes, so
+the text is the same on every machine. The 256 slots of a context:
 
-    160 go to four favourites of b, 40 each      what a bigram model can learn
-     64 go to one favourite of the pair (a, b)   what only a model that sees two symbols can learn
-     32 hold every symbol once                   nothing is impossible, so no loss is infinite and the chain mixes
+    160 hold four symbols that depend on b, 40 slots each   learnable by a bigram model
+     64 hold one symbol that depends on (a, b)              learnable only with a context of two symbols
+     32 hold every symbol once                              every symbol is possible: finite loss, and the chain mixes
 """
 
 from itertools import accumulate
@@ -18,11 +18,11 @@ from minidist.data.hashing import hash64
 ALPHABET = b" abcdefghijklmnopqrstuvwxyz.,;:\n"
 _N = len(ALPHABET)
 _SLOTS = 256
-_PAIR, _SINGLE, _DRAW = 1, 2, 3  # what a hash is for: the second field of its address
+_PAIR, _SINGLE, _DRAW = 1, 2, 3  # second field of a hash: its purpose
 
 
 def transition_slots(seed: int = 0) -> np.ndarray:
-    """The symbol in each slot of each context (a, b).  -> (32, 32, 256) uint8, symbols 0..31"""
+    """Return the symbol (0..31) in each slot of each context (a, b), (32, 32, 256) uint8."""
     a, b, favourite = np.arange(_N)[:, None, None], np.arange(_N)[None, :, None], np.arange(4)
     of_b = np.repeat(_symbol(seed, _SINGLE, b, favourite), 40, axis=2)  # (1, 32, 160)
     of_pair = np.repeat(_symbol(seed, _PAIR, a, b), 64, axis=2)  # (32, 32, 64)
@@ -32,15 +32,15 @@ def transition_slots(seed: int = 0) -> np.ndarray:
 
 
 def _symbol(*address: int | np.ndarray) -> np.ndarray:
-    """A symbol from an address, earlier ones likelier (the smaller of two throws): a unigram model learns something."""
+    """Hash `address` to a symbol; the minimum of two draws, so that a unigram model has something to learn."""
     throws = hash64(*address)
     return np.minimum(throws >> np.uint64(59), (throws >> np.uint64(54)) & np.uint64(_N - 1)).astype(np.uint8)
 
 
 def generate_text(length: int, seed: int = 0, stream: int = 0) -> np.ndarray:
-    """`length` bytes of the source; different streams are independent texts.  -> (length,) uint8
+    """Generate `length` bytes of the source, (length,) uint8; different streams are independent texts.
 
-    A shorter text is the beginning of a longer one.
+    A shorter text is a prefix of a longer one.
     """
     # The state is a * 32 + b, so state % 32 is the newest symbol; next_state[state * 256 + slot] is one list lookup.
     b = np.tile(np.arange(_N), _N)[:, None]
@@ -52,13 +52,13 @@ def generate_text(length: int, seed: int = 0, stream: int = 0) -> np.ndarray:
 
 
 def transition_probabilities(seed: int = 0) -> np.ndarray:
-    """P(next = c | previous two = a, b), exact multiples of 1/256.  -> (32, 32, 32) float64, [a, b, c]"""
+    """Return P(next = c | previous two = a, b) as [a, b, c], (32, 32, 32) float64, exact multiples of 1/256."""
     table = transition_slots(seed)
     return np.stack([(table == c).sum(axis=2) for c in range(_N)], axis=2) / _SLOTS
 
 
 def entropy_rate(seed: int = 0, context: int = 2) -> float:
-    """Nats per token of the best model that sees `context` previous tokens (0, 1, or 2 and more).
+    """Return the expected loss, in nats per token, of the best model with `context` previous tokens.
 
     With context 2 it is the entropy rate of the source: no model's expected loss is below it. Cover and Thomas,
     Elements of Information Theory, 2nd edition, section 4.2. Raises ValueError for a negative context.
@@ -73,7 +73,7 @@ def entropy_rate(seed: int = 0, context: int = 2) -> float:
 
 
 def stationary_distribution(p: np.ndarray) -> np.ndarray:
-    """The long-run share of each pair (a, b) under p[a, b, c], by power iteration.  -> (32, 32) float64"""
+    """Return the stationary distribution of the pairs (a, b) under p[a, b, c], (32, 32) float64, by power iteration."""
     pairs = np.full((_N, _N), 1 / _N**2)
     # Any two steps forget the past with probability (32/256)**2, so 64 ln(1e16) < 2400 pairs of steps always suffice.
     for _ in range(4800):

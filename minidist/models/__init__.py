@@ -1,6 +1,6 @@
-"""A decoder-only transformer that knows nothing of parallelism. Imports torch and a hash (`hashing.py`) only.
+"""A decoder-only transformer without any parallelism code. Imports only torch and `minidist.hashing`.
 
-Names are looked up when they are first used: the shape of a model (`ModelConfig`) needs no torch, which takes seconds.
+Names are imported lazily, so that `ModelConfig` can be used without importing torch, which takes seconds.
 """
 
 import importlib

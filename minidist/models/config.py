@@ -1,4 +1,4 @@
-"""The shape of a model, what it weighs and what one token costs."""
+"""The shape of a model, its parameter count and its FLOPs per token."""
 
 from dataclasses import dataclass
 
@@ -49,7 +49,7 @@ class ModelConfig:
         return self.hidden_size // self.num_heads
 
     def validate(self) -> None:
-        """Raise ValueError, with the numbers and what is possible, when no model has this shape."""
+        """Raise ValueError if no model can have this shape; the message lists the possible values."""
         for name in (
             "vocab_size",
             "hidden_size",
@@ -92,7 +92,7 @@ class ModelConfig:
         return attention + feed_forward + 2 * h
 
     def num_parameters(self) -> int:
-        """Number of parameters, a tied matrix counted once."""
+        """Total number of parameters; tied matrices count once."""
         h = self.hidden_size
         matrices = 1 if self.tie_embeddings else 2
         return matrices * self.vocab_size * h + self.num_layers * self.layer_parameters + h
@@ -100,10 +100,10 @@ class ModelConfig:
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of forward and backward for one token of a sequence of `seq_len` tokens.
 
-        `6 N + 12 l h s` (PaLM, arXiv 2204.02311, appendix B): every parameter is multiplied and added once forward and
-        twice backward, and the two products of attention cost `4 h s` forward in each of `l` layers. Attention is
-        counted whole, though a causal kernel may skip half of it. N leaves out an untied input embedding, which is
-        looked up and multiplies nothing. Recomputation is not counted.
+        `6 N + 12 l h s` (PaLM, arXiv 2204.02311, appendix B): each parameter costs one multiply-add in forward and two
+        in backward, and attention's two matrix products cost `4 h s` forward in each of `l` layers. The full attention
+        matrix is counted, although a causal kernel may skip half of it. N excludes an untied input embedding, which is
+        only a lookup. Recomputation is not counted.
         """
         looked_up = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
         return 6 * (self.num_parameters() - looked_up) + 12 * self.num_layers * self.hidden_size * seq_len

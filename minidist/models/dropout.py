@@ -1,13 +1,12 @@
-"""Dropout whose mask is a function of where an element is, not of how many random numbers were drawn before it.
+"""Dropout with a counter-based mask: a hash of an element's global address, without generator state.
 
-The mask of an element depends on (seed, step, site, sample, position, feature) and on nothing else. However a batch is
-cut over ranks, micro-batches and stages, and however often a block is recomputed, the element keeps its fate.
+The mask of an element depends only on (seed, step, site, sample, position, feature). It is therefore the same however
+the batch is split over ranks, micro-batches and stages, and however often a block is recomputed.
 
-Most of the address is the same for a whole row of features, so it is hashed once per row, in 64 bits (splitmix64,
-Steele, Lea and Flood 2014). Only the last step is done per element, in 32 bits: the row's low half meets the feature's
-hash, and the rounds of a 32-bit mixer (the constants of Wellons' lowbias32) follow, with the row's high half added
-between them. Integer arithmetic wraps alike on every device, and no floating-point number takes part, so the mask is
-the same in every dtype.
+All features of a token share the rest of their address, so that part is hashed once per token, in 64 bits (splitmix64,
+Steele, Lea and Flood 2014). Per element, a 32-bit mixer (the constants of Wellons' lowbias32) combines the low half of
+the token's hash with the feature's hash, and adds the high half between its rounds. The arithmetic is integer only and
+wraps identically on every device, so the mask is the same in every dtype.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from minidist.hashing import mix, mix_int, signed
 
 
 class DropoutKeys(NamedTuple):
-    """The hashed address of one site: what a block needs to draw its mask, as tensors only."""
+    """The hashed addresses of one dropout site, from which `keep_mask` computes the mask."""
 
     low: Tensor  # (b, s) int32
     high: Tensor  # (b, s) int32
@@ -30,7 +29,7 @@ class DropoutKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class DropoutAddress:
-    """Where a batch is in the whole run; all numbers are those of one process that holds everything.
+    """The global address of a batch: what its dropout masks are a function of, in every layout.
 
     seed: of the run; any integer, taken modulo 2**64.
     step: optimizer step.
@@ -47,16 +46,16 @@ class DropoutAddress:
 
     @cached_property
     def rows(self) -> Tensor:
-        """(b, s) int64: the part of the hash that all sites share. A model without dropout never asks for it."""
+        """(b, s) int64: the hash of seed, step, sample and position, which all sites share. Computed on first use."""
         key = mix_int(mix_int(self.seed) + self.step)
         sample_keys = mix(self.samples + signed(key))  # (b,)
         # Hashed here, outside any compiled block: `step` is a new Python integer each time and would recompile it.
         return mix(sample_keys[:, None] + self.positions[None, :])
 
     def keys(self, site: int, width: int) -> DropoutKeys:
-        """The keys of one place in the model where dropout is applied to `width` features.
+        """Return the keys of dropout site `site`, which has `width` features.
 
-        Raises ValueError when this address names another number of features.
+        Raises ValueError if `features` has another length than `width`.
         """
         features = self.features
         if features is None:
@@ -68,19 +67,19 @@ class DropoutAddress:
 
 
 def dropout_site(layer: int, branch: int) -> int:
-    """Number of a dropout site: the embedding has 0, a layer's attention and feed-forward branch (0, 1) come after."""
+    """The number of a dropout site in a layer. branch: 0 attention, 1 feed-forward. Site 0 is the embedding."""
     return 1 + 2 * layer + branch
 
 
 def keep_mask(keys: DropoutKeys, p: float) -> Tensor:
-    """(b, s, h) bool: which elements survive. Each survives with probability `1 - p`, to the nearest 2**-32."""
+    """Return the mask (b, s, h) bool: True, with probability `1 - p` to the nearest 2**-32, where dropout keeps."""
     x = keys.low[..., None] ^ keys.features
     x ^= (x >> 16) & 0xFFFF  # the mask makes the shift of a signed integer a logical one
     x *= 0x7FEB352D
     x += keys.high[..., None]
     x ^= (x >> 15) & 0x1FFFF
     x *= 0x846CA68B - (1 << 32)
-    # lowbias32 ends in x ^= x >> 16; the upper half, which decides against a threshold, stays as it is.
+    # lowbias32's final x ^= x >> 16 is left out: it does not change the upper half, which decides the comparison.
     return x >= round(p * 2**32) - 2**31
 
 
@@ -94,4 +93,4 @@ def _high(x: Tensor) -> Tensor:
 
 
 def _low(x: Tensor) -> Tensor:
-    return ((x << 32) >> 32).to(torch.int32)  # sign-extended first, so that the cast never meets a number out of range
+    return ((x << 32) >> 32).to(torch.int32)  # sign-extended first, so that the cast is never out of range

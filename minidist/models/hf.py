@@ -1,4 +1,4 @@
-"""Between this project's config and that of Hugging Face's Llama. Parameter names are the same on both sides."""
+"""Convert a `ModelConfig` to the config of Hugging Face's Llama, whose parameter names are the same."""
 
 from minidist.models.config import ModelConfig
 
@@ -18,5 +18,5 @@ _NAMES = {
 
 
 def to_llama_config(config: ModelConfig) -> dict:
-    """Keyword arguments for `transformers.LlamaConfig`. Llama has no such dropout: it is left out."""
+    """Return the keyword arguments for `transformers.LlamaConfig`, without dropout, which Llama does not have."""
     return {theirs: getattr(config, ours) for ours, theirs in _NAMES.items()}

@@ -1,4 +1,4 @@
-"""Initial values are a function of (seed, global name), so every layout starts from the same model."""
+"""Initial parameter values as a function of (seed, global name), so that every layout starts from the same model."""
 
 import hashlib
 import math
@@ -8,18 +8,18 @@ from torch import Tensor, nn
 
 from minidist.models.config import ModelConfig
 
-# What compile and recomputation wrappers put into a name.
+# Prefixes that torch.compile and activation checkpointing wrappers add to parameter names.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int, config: ModelConfig) -> Tensor:
-    """The whole initial value of one parameter, in float32 on the CPU. A sharded layout draws it whole, then cuts.
+    """Return the full initial value of one parameter, float32 on the CPU; sharded layouts slice it.
 
-    name and shape are those of the unsplit model. Norms start at one; matrices are normal with `init_std`, those that
-    write into the residual stream divided by `sqrt(2 * num_layers)` (GPT-2, Radford et al. 2019, section 2.3), so that
-    the sum of all branches does not grow with depth.
+    name, shape: those of the unsplit model. Norm weights are ones. Matrices are normal with standard deviation
+    `init_std`, divided by `sqrt(2 * num_layers)` for those that write into the residual stream (GPT-2, Radford et al.
+    2019, section 2.3), so that the sum of all branches does not grow with depth.
     """
-    # device="cpu" below, even when a default device is set: values must not depend on where the model lives.
+    # Explicitly on the CPU, even if a default device is set: values must not depend on the model's device.
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=torch.float32, device="cpu")
     std = config.init_std
@@ -32,10 +32,9 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int, config: ModelCon
 
 @torch.no_grad()
 def init_parameters(model: nn.Module, seed: int) -> None:
-    """Set every parameter of a whole model to its initial value, cast to the dtype and device the parameter has.
+    """Set every parameter of an unsharded model to its initial value, in the parameter's own dtype and device.
 
-    A tied tensor is drawn once, under the name of the embedding. `model.config` gives the scales. Raises ValueError for
-    a parameter on the meta device, which has nowhere to put a value: call `to_empty` first.
+    A tied tensor is initialised once, under the embedding's name. Raises ValueError for a parameter on the meta device.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:

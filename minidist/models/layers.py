@@ -6,17 +6,17 @@ from torch import Tensor, nn
 
 from minidist.models.config import ModelConfig
 
-# cos and sin of every position, each (s, 1, head_dim), the sign of the rotation already in sin.
+# cos and sin of every position, each (s, 1, head_dim); the first half of sin is negated.
 Rotary = tuple[Tensor, Tensor]
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: float32 for the narrower ones, float64 for float64."""
+    """Return float32 for narrower dtypes, and float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class RMSNorm(nn.Module):
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467).
+    """RMSNorm, `x / sqrt(mean(x^2) + eps) * weight` over the last dimension (arXiv 1910.07467).
 
     Computed in at least float32, returned in the dtype of `x`.
     """
@@ -32,9 +32,9 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
-    """The rotations of these positions (s,), in at least float32 (RoFormer, arXiv 2104.09864, section 3.4.2).
+    """Return RoPE's cos and sin for `positions` (s,), in at least float32 (arXiv 2104.09864, section 3.4.2).
 
-    The convention is Hugging Face's: feature `i` turns with feature `i + head_dim / 2`, by the angle
+    Hugging Face's convention: features `i` and `i + head_dim / 2` are rotated as a pair, by the angle
     `position * theta^(-2 i / head_dim)`.
     """
     dtype = at_least_float32(dtype)
@@ -45,9 +45,9 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.d
 
 
 def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn every head of x (b, s, heads, head_dim) by its position."""
+    """Apply rotary position embedding to x (b, s, heads, head_dim)."""
     cos, sin = rotary
-    # Rolling by half a head swaps the halves in one copy; with the sign in sin this is x cos + rotate_half(x) sin.
+    # Rolling by half a head swaps the halves; with the sign in sin this is x cos + rotate_half(x) sin, in one copy.
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
@@ -64,8 +64,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, hidden: Tensor, rotary: Rotary) -> Tensor:
-        """(b, s, h) -> (b, s, h)."""
-        # The number of heads is read from the projections, which a tensor-parallel rank holds in part.
+        """Apply attention: (b, s, h) -> (b, s, h)."""
+        # The number of heads follows from the projections, of which a tensor-parallel rank holds a shard.
         heads = (-1, self.head_dim)
         query = apply_rotary(self.q_proj(hidden).unflatten(-1, heads), rotary)  # (b, s, heads, d)
         key = apply_rotary(self.k_proj(hidden).unflatten(-1, heads), rotary)  # (b, s, kv_heads, d)
@@ -74,10 +74,9 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`softmax(q k^T / sqrt(d)) v` under the causal mask.
+        """Compute `softmax(q k^T / sqrt(d)) v` under the causal mask; returns the shape of query.
 
-        query: (b, heads, s, d). key, value: (b, kv_heads, s, d), query heads in consecutive groups.
-        Returns the shape of query.
+        query: (b, heads, s, d). key, value: (b, kv_heads, s, d); heads / kv_heads consecutive query heads use each.
         """
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
@@ -93,5 +92,5 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(b, s, h) -> (b, s, h)."""
+        """Apply the layer: (b, s, h) -> (b, s, h)."""
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))

@@ -8,14 +8,14 @@ from minidist.models.config import ModelConfig
 from minidist.models.dropout import DropoutAddress, DropoutKeys, dropout, dropout_site
 from minidist.models.layers import Attention, FeedForward, RMSNorm, Rotary, at_least_float32, rotary_tables
 
-# A label with this value does not count: neither in the loss sum nor in the count.
+# Labels with this value are ignored, in the loss sum and in the token count.
 IGNORE_INDEX = -100
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class Block(nn.Module):
-    """Attention and feed-forward layer, each on a normalised copy of the residual stream (pre-norm)."""
+    """A pre-norm transformer block: attention and feed-forward branches, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
@@ -27,7 +27,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(self, hidden: Tensor, rotary: Rotary, keys: tuple[DropoutKeys, DropoutKeys] | None = None) -> Tensor:
-        """(b, s, h) -> (b, s, h). `keys` are those of `dropout_keys`; without them nothing is dropped."""
+        """Apply the block: (b, s, h) -> (b, s, h). keys: from `Decoder.dropout_keys`; None disables dropout."""
         branch = self.self_attn(self.input_layernorm(hidden), rotary)
         hidden = hidden + (branch if keys is None else dropout(branch, self.dropout, keys[0]))
         branch = self.mlp(self.post_attention_layernorm(hidden))
@@ -54,10 +54,10 @@ class Decoder(nn.Module):
         layers: range | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """(b, s) int64 -> (b, s, h), by all layers or by some of them.
+        """Run all layers, or those in `layers`: (b, s) int64 -> (b, s, h).
 
-        layers: which; all when None. hidden: (b, s, h), what the layer before the first of them gave; from layer 0 on
-        the tokens are embedded. Only after the last layer comes the final norm.
+        layers: a range of layer indices; all if None. A range that starts at 0 embeds the tokens first; any other
+        needs `hidden` (b, s, h), the output of the layer before it. The final norm follows the last layer only.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -70,16 +70,16 @@ class Decoder(nn.Module):
         return self.norm(hidden) if layers.stop == len(self.layers) else hidden
 
     def embed(self, tokens: Tensor, address: DropoutAddress | None) -> Tensor:
-        """(b, s) int64 -> (b, s, h), with dropout in training."""
+        """Embed tokens, with dropout in training: (b, s) int64 -> (b, s, h)."""
         hidden = self.embed_tokens(tokens)
         if not self._drops(address):
             return hidden
         return dropout(hidden, self.config.dropout, address.keys(0, self.config.hidden_size))
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
-        """The rotations that every block applies to queries and keys at these positions (s,).
+        """Return RoPE's cos and sin for `positions` (s,).
 
-        Those of the last call are kept: whoever gives the same tensor again gets them, in every micro-batch.
+        The last result is cached and reused if the next call passes the same tensor, as all micro-batches of a step do.
         """
         if self._rotary is None or self._rotary[0] is not positions or self._rotary[1] != dtype:
             tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta, dtype)
@@ -87,9 +87,9 @@ class Decoder(nn.Module):
         return self._rotary[2]
 
     def dropout_keys(self, layer: int, address: DropoutAddress | None) -> tuple[DropoutKeys, DropoutKeys] | None:
-        """The keys of the two residual branches of a layer, or None when nothing is dropped.
+        """Return the dropout keys of a layer's two residual branches, or None if dropout is off.
 
-        Raises ValueError when dropout is on, the model is in training and there is no address.
+        Raises ValueError if dropout is on, the model is in training and there is no address.
         """
         if not self._drops(address):
             return None
@@ -108,10 +108,10 @@ class Decoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The language model. `lm_head` shares the embedding's tensor when the config ties them.
+    """The language model: decoder and output head, whose weight is the embedding's if the config ties them.
 
-    The constructor leaves torch's own random values; `init_parameters` sets those of this project. Raises ValueError
-    when the config is impossible.
+    The constructor leaves torch's default initialisation; call `init_parameters`. Raises ValueError for an invalid
+    config.
     """
 
     def __init__(self, config: ModelConfig):
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
         self.config = config
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.loss = cross_entropy_sum  # where ranks share the vocabulary, another with the same arguments
+        self.loss = cross_entropy_sum  # tensor parallelism replaces it by a vocabulary-parallel one
         self.tie()
         self.register_load_state_dict_pre_hook(_complete_ties)
         self.register_load_state_dict_post_hook(_tie)
@@ -135,13 +135,13 @@ class Transformer(nn.Module):
         layers: range | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits (b, s, vocab) without labels; with labels the sum of the token losses and the number of tokens in it.
+        """Return logits (b, s, vocab), or with labels the sum of the token losses and the number of tokens in it.
 
-        tokens: (b, s) int64. labels: (b, s) int64, already shifted; those equal to IGNORE do not count.
-        address: where dropout is in the run; needed in training when dropout is on.
-        positions: (s,) int64, positions in the unsplit sequence; 0 to s - 1 when not given.
-        layers, hidden: as in `Decoder`; unless the last layer is among them the result is the hidden state (b, s, h).
-        The sum is in nats and in at least float32, the count int64. Raises ValueError when s exceeds `max_seq_len`.
+        tokens: (b, s) int64. labels: (b, s) int64, already shifted; those equal to IGNORE_INDEX are ignored.
+        address: of the batch's dropout masks; required in training if dropout is on.
+        positions: (s,) int64, positions in the unsplit sequence; 0 to s - 1 by default.
+        layers, hidden: as in `Decoder`; if `layers` ends before the last layer, returns the hidden state (b, s, h).
+        The sum is in nats, at least float32; the count is int64. Raises ValueError if s exceeds `max_seq_len`.
         """
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
@@ -155,25 +155,26 @@ class Transformer(nn.Module):
         return logits if labels is None else self.loss(logits, labels)
 
     def next_logits(self, tokens: Tensor) -> Tensor:
-        """(b, s) int64 -> (b, vocab): of the token that follows."""
+        """Return the logits of the token after the last: (b, s) int64 -> (b, vocab)."""
         return self.lm_head(self.model(tokens)[:, -1])
 
     def tie(self) -> None:
-        """Make the head share the embedding's tensor again, where the config says so."""
+        """Tie the head's weight to the embedding's, if the config says so."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def _apply(self, fn, recurse=True):
-        # `to_empty` and a move off the meta device make a new parameter for every module, and so untie.
+        # `to_empty` and a move off the meta device create a new parameter for every module, which unties the weights.
         super()._apply(fn, recurse)
         self.tie()
         return self
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies (nats, at least float32) over labels that count, and their number (int64).
+    """Return the sum of the tokens' cross-entropies (nats, at least float32) and the number of tokens (int64).
 
-    logits: (b, s, vocab); labels: (b, s) int64. With no label that counts the sum is 0, and so are its gradients.
+    logits: (b, s, vocab). labels: (b, s) int64; IGNORE_INDEX is left out. Without any token the sum is 0, and so are
+    its gradients.
     """
     logits = logits.flatten(0, 1).to(at_least_float32(logits.dtype))
     total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
@@ -185,7 +186,7 @@ def _tie(model: Transformer, _) -> None:
 
 
 def _complete_ties(model: Transformer, state: dict[str, Tensor], prefix: str, *_) -> None:
-    """Let a state dict name a tied tensor once or twice; refuse two different tensors."""
+    """Accept a state dict that has a tied tensor under one or both names; raise ValueError if the two differ."""
     if not model.config.tie_embeddings:
         return
     head, embedding = prefix + _HEAD, prefix + _EMBEDDING

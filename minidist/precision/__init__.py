@@ -1,5 +1,5 @@
-"""Mixed precision: the dtype of each kind of tensor, and what keeps small values from being rounded away.
+"""Mixed precision: the dtype of each kind of tensor, loss scaling, master weights and stochastic rounding.
 
-Public: `policy.policy_of`, `scaler.LossScaler`. Read in this order: `policy`, `dtypes`, `scaler`, `masters` (master
-weights), `rounding` (stochastic rounding).
+Public: `policy.resolve_policy`, `scaler.LossScaler`. Read in this order: `policy`, `dtypes`, `scaler`, `masters`,
+`rounding`.
 """

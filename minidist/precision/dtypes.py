@@ -1,4 +1,4 @@
-"""A policy in torch's terms, and a model brought to the format that its policy computes in."""
+"""A precision policy as torch dtypes, and the cast of a model to its parameter dtype."""
 
 from dataclasses import dataclass, fields
 
@@ -11,7 +11,7 @@ from minidist.precision.policy import HALF_DTYPES, TORCH_NAMES, Policy
 
 @dataclass(frozen=True)
 class PrecisionDtypes:
-    """The dtype of each thing, as in `Policy`. master: None where updated parameters are rounded stochastically."""
+    """The torch dtype of each kind of tensor; fields as in `Policy`. master: None with stochastic rounding."""
 
     parameter: torch.dtype
     accumulate: torch.dtype
@@ -21,6 +21,8 @@ class PrecisionDtypes:
 
     @classmethod
     def of(cls, policy: Policy) -> "PrecisionDtypes":
+        """Return the torch dtypes of `policy`."""
+
         def dtype(name: str | None) -> torch.dtype | None:
             return None if name is None else getattr(torch, TORCH_NAMES[name])
 
@@ -33,16 +35,16 @@ class PrecisionDtypes:
         )
 
     def at_least(self, dtype: torch.dtype) -> "PrecisionDtypes":
-        """The same, but nothing narrower than `dtype`."""
+        """Return these dtypes, each promoted to at least `dtype`."""
         wide = {f.name: getattr(self, f.name) for f in fields(self)}
         return PrecisionDtypes(**{name: d if d is None else torch.promote_types(d, dtype) for name, d in wide.items()})
 
 
 def cast_parameters(model: nn.Module, policy: Policy) -> tuple[PrecisionDtypes, dict[str, Tensor]]:
-    """Bring the model's parameters to the format of the policy; returns the formats of everything, and what they were.
+    """Cast the model's parameters in place to the policy's dtype; returns all dtypes, and the values before the cast.
 
-    Only a policy of 16 bits makes a parameter narrower; a model in float64 stays there under fp32. The values, by
-    global name, are what masters are made from: a rounded parameter has lost what its master is for. Buffers stay.
+    Only 16-bit policies narrow parameters; a float64 model stays float64 under fp32. Buffers are not cast. Master
+    weights are initialised from the returned values, by global name, since the cast loses their low bits.
     """
     formats, values = PrecisionDtypes.of(policy), {}
     for name, parameter in named_parameters(model).items():

@@ -1,7 +1,7 @@
-"""A precision policy: which number format each thing has. Needs no torch, so that an estimate can read it.
+"""A precision policy: the dtype of each kind of tensor. Does not import torch, so that estimates can use it.
 
-Mixed precision (Micikevicius et al. 2018, arXiv 1710.03740, section 3): forward and backward in 16 bits, a master copy
-of the weights in 32 bits for the update, because an update is often smaller than half a 16-bit step of its weight.
+Mixed precision (Micikevicius et al. 2018, arXiv 1710.03740, section 3): forward and backward in 16 bits, and a 32-bit
+master copy of the weights for the update, which is often too small to change a 16-bit weight.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from minidist.config import PrecisionConfig
 from minidist.errors import UserError
 
-# What an option calls a format, and what torch does.
+# The dtypes of the options, with their names in torch and their sizes.
 TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PRECISION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -18,11 +18,11 @@ HALF_DTYPES = ("bf16", "fp16")
 
 @dataclass(frozen=True)
 class Policy:
-    """The format of each thing, as keys of BYTES.
+    """The dtype of each kind of tensor, as keys of PRECISION_BYTES.
 
-    compute: activations and products. parameter: what forward and backward read, and stage 3 gathers. accumulate: sums
-    of gradients on a rank. reduce: gradients between ranks. state: the optimizer's states. master: the copy that the
-    optimizer updates, None without one, when updated parameters are rounded stochastically.
+    compute: activations and matrix products. parameter: the weights in forward and backward (and in ZeRO-3's
+    all-gather). accumulate: gradients summed over micro-batches. reduce: gradients in the reduction over ranks.
+    state: optimizer states. master: master weights; None with stochastic rounding, which needs none.
     scaled: whether the loss is scaled.
     """
 
@@ -36,17 +36,17 @@ class Policy:
 
     @property
     def uniform(self) -> bool:
-        """Whether everything has one format."""
+        """Whether all dtypes are the same."""
         return {self.parameter, self.accumulate, self.reduce, self.state, self.master} == {self.compute}
 
     @property
     def separate_masters(self) -> bool:
-        """Whether masters are a copy of their own: not where the parameters have their format already."""
+        """Whether masters are a separate copy: there are masters, and their dtype is not the parameters'."""
         return self.master is not None and self.master != self.parameter
 
 
 def resolve_policy(config: PrecisionConfig) -> Policy:
-    """The policy that a configuration means. Raises UserError for one that cannot train."""
+    """Return the policy of a configuration, with its defaults filled in. Raises UserError if it is invalid."""
     half = config.policy in HALF_DTYPES
     compute = config.compute or config.policy
     parameter = config.parameter or compute

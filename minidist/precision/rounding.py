@@ -1,12 +1,12 @@
-"""Stochastic rounding of float32 to bfloat16: up or down at random, so that the mean over many roundings is the value.
+"""Stochastic rounding of float32 to bfloat16: up or down at random, so that the expected result is the value.
 
-bfloat16 has 8 significant bits, so an update below 1/512 of its weight is lost when every result is rounded to the
-nearest. Rounded at random, up as often as the value is near the upper neighbour, it counts on average, and training
-needs no masters (Gupta et al. 2015, arXiv 1502.02551, section 3). A bfloat16 is the upper half of a float32: adding 16
-random bits to the lower half, and cutting it off, carries into the upper half just that often.
+bfloat16 has 8 significant bits, so rounding to nearest loses every update below 1/512 of its weight. If the probability
+of rounding up is the value's distance from its lower neighbour, updates survive in expectation, and training needs no
+master weights (Gupta et al. 2015, arXiv 1502.02551, section 3). A bfloat16 is the upper half of a float32: add 16
+random bits to the lower half and truncate, and the carry into the upper half has that probability.
 
-The random bits are addressed, not streamed: a function of (seed, step, parameter, index in the unsplit parameter), so
-that an element has the same fate wherever it lies.
+The random bits are a hash of (seed, step, parameter, index in the unsplit parameter), so an element is rounded the same
+way in every layout.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from torch import Tensor
 from minidist.hashing import mix, mix_int, signed
 from minidist.parameters import Box
 
-_CHUNK = 1 << 16  # elements at a time: temporary memory stays below 2 MiB
+_CHUNK = 1 << 16  # elements rounded at a time, so that temporary memory stays below 2 MiB
 _LANES = 4  # elements that share one 64-bit hash, 16 bits each
 _LARGEST = 0x7F7F0000  # the bits of the largest finite bfloat16; above are infinity and NaN
 _INFINITY = 0x7F800000
@@ -26,14 +26,13 @@ _INFINITY = 0x7F800000
 
 @torch.no_grad()
 def round_stochastically(values: Tensor, into: Tensor, seed: int, step: int, name: str, index: int | Tensor) -> None:
-    """Write `values`, rounded, to `into`.
+    """Round `values` (n,) float32 stochastically into `into` (n,) bfloat16.
 
-    What bfloat16 holds exactly stays as it is, and so do infinities and NaN. A finite value stays finite: beyond the
-    largest bfloat16 it becomes that one.
+    Values that bfloat16 represents exactly, infinities and NaN are unchanged; other finite values stay finite.
 
-    values: (n,) float32, contiguous. into: (n,) bfloat16. seed: of the run; step: of the optimizer; name: global name.
-    index: where the elements are in the flattened unsplit parameter: of the first, when the others follow it, or an
-    (n,) int64 tensor (`global_flat_indices`). Raises ValueError for other dtypes or sizes.
+    values: contiguous. seed: of the run; step: of the optimizer; name: the parameter's global name.
+    index: position of the elements in the flattened unsplit parameter: that of the first, if they are consecutive, or
+    an (n,) int64 tensor (`global_flat_indices`). Raises ValueError for other dtypes or sizes.
     """
     if (values.dtype, into.dtype) != (torch.float32, torch.bfloat16) or values.shape != into.shape or values.dim() != 1:
         raise ValueError(
@@ -52,25 +51,25 @@ def round_stochastically(values: Tensor, into: Tensor, seed: int, step: int, nam
 
 
 def _upper_halves(bits: Tensor, noise: Tensor) -> Tensor:
-    """The bits of bfloat16 (int16) that float32 of these bits (int32) round to, with 16 random bits (int32) for each.
+    """Return bfloat16 bits (int16) of float32 `bits` (int32), rounded with 16 random bits `noise` (int32) per element.
 
-    The sign is in the highest bit and apart: adding to the bits makes a magnitude larger, whatever the sign.
+    Adding to the bits increases the magnitude for either sign, as the sign is a separate bit.
     """
     magnitude = bits & 0x7FFFFFFF
     upper = (bits + noise.masked_fill(magnitude >= _LARGEST, 0)) >> 16
-    # What makes a NaN may be in the lower half only; without it infinity would be left.
+    # A NaN whose payload is only in the lower half would become an infinity: set a bit of the upper half.
     return (upper | ((magnitude > _INFINITY).int() << 6)).to(torch.int16)
 
 
 def _noise(key: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """(stop - start,) int32: 16 random bits for each index."""
+    """Return 16 random bits for each index from `start` to `stop`, (stop - start,) int32."""
     first, last = start // _LANES, -(-stop // _LANES)
     lanes = mix(torch.arange(first, last, device=device) + key).view(torch.int16)
     return lanes[start - first * _LANES : stop - first * _LANES].int() & 0xFFFF
 
 
 def _noise_at(key: int, index: Tensor) -> Tensor:
-    """The same for any indexes. The lowest bits are the first lane's, as in memory."""
+    """Return the same bits as `_noise` for arbitrary indices (n,). The lowest bits are the first lane, as in memory."""
     return ((mix(index // _LANES + key) >> (16 * (index % _LANES))) & 0xFFFF).int()
 
 
@@ -79,7 +78,7 @@ def _number_of(name: str) -> int:
 
 
 def global_flat_indices(shape: Sequence[int], boxes: Sequence[Box], device: torch.device | None = None) -> Tensor:
-    """(n,) int64: where the elements of these boxes, in memory order, are in a flattened tensor of this shape."""
+    """Return the flat indices, (n,) int64, of the elements of `boxes`, in memory order, in a tensor of `shape`."""
     found = []
     for box in boxes:
         index = torch.zeros((), dtype=torch.int64, device=device)

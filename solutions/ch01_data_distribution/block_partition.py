@@ -26,7 +26,7 @@ from minidist.data.partition import _check
 
 
 def block_partition(n: int, world_size: int, rank: int) -> np.ndarray:
-    """Indices of `rank` when 0..n-1 is cut into consecutive blocks; sizes differ by at most one.  -> (size,) int64
+    """Return the indices, (size,) int64, of `rank`'s block of 0..n-1; block sizes differ by at most one.
 
     Raises ValueError for n < 0, world_size < 1 or a rank outside 0..world_size-1.
     """

@@ -24,7 +24,7 @@ from minidist.data.partition import _check
 
 
 def strided_partition(n: int, world_size: int, rank: int) -> np.ndarray:
-    """Indices rank, rank + world_size, rank + 2 world_size, ... below n.  -> (size,) int64
+    """Return the indices rank, rank + world_size, rank + 2 world_size, ... below n, (size,) int64.
 
     Raises ValueError as `block_partition` does.
     """

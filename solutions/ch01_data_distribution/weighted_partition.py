@@ -32,16 +32,16 @@ from minidist.data.partition import _check
 
 
 def apportion(n: int, weights: Sequence[float]) -> list[int]:
-    """Whole shares of n in proportion to `weights`, by largest remainder (Hamilton's method); their sum is n.
+    """Split n into integers proportional to `weights`, by the largest remainder method; their sum is n.
 
-    A weight of 0 gets nothing, and every share is within one of n w_i / sum(w). Equal weights give the sizes of
-    `block_partition`. Raises ValueError for weights that are empty, negative, not finite, or all zero.
+    A weight of 0 gets 0, and every result is within one of n w_i / sum(w). Equal weights give the sizes of
+    `block_partition`. Raises ValueError for weights that are empty, negative, non-finite, or all zero.
     """
     if n < 0:
         raise ValueError(f"cannot share n={n} samples: n must be at least 0")
     if not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights):
         raise ValueError(f"weights={list(weights)}: each must be finite and at least 0, and one must be above 0")
-    exact = [Fraction(w) for w in weights]  # a float is a fraction: no rounding, the same shares on every machine
+    exact = [Fraction(w) for w in weights]  # exact arithmetic: the same result on every machine
     total = sum(exact)
     quotas = [n * w / total for w in exact]
     shares = [math.floor(q) for q in quotas]
@@ -52,9 +52,9 @@ def apportion(n: int, weights: Sequence[float]) -> list[int]:
 
 
 def weighted_partition(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
-    """Indices of `rank` when rank i holds a consecutive block in proportion to weights[i].  -> (size,) int64
+    """Return the indices, (size,) int64, of `rank`'s block of 0..n-1; sizes are proportional to weights.
 
-    Raises ValueError for a bad rank or for weights that `apportion` refuses.
+    Raises ValueError for an invalid rank and for weights that `apportion` refuses.
     """
     _check(n, len(weights), rank)
     cuts = np.cumsum([0, *apportion(n, weights)])

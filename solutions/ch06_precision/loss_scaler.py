@@ -34,10 +34,10 @@ from minidist.precision.scaler import BACKOFF, GROWTH, _float32
 
 
 class LossScaler:
-    """The scale of the loss, from step to step. Needs no torch.
+    """The dynamic loss scale. Does not import torch.
 
-    scale: what the loss of this step is multiplied by, a number that float32 has, as torch keeps it.
-    overflowed: the scales of the steps skipped since the last that was not, oldest first.
+    scale: factor of this step's loss; a float32 number, as in torch.
+    overflowed: the scales of the most recent consecutive steps that overflowed, oldest first.
     """
 
     def __init__(self, config: PrecisionConfig):
@@ -48,11 +48,11 @@ class LossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether so many steps in a row overflowed that the scale is no longer the reason."""
+        """Whether `max_overflows` consecutive steps overflowed, so that the scale cannot be the cause."""
         return len(self.overflowed) >= self._most
 
     def update(self, overflow: bool) -> None:
-        """Learn how a step went. overflow: whether a gradient of any rank was not finite, and the step was skipped."""
+        """Adjust the scale after a step. overflow: whether a non-finite gradient on any rank caused a skip."""
         if overflow:
             self.overflowed.append(self.scale)
             self.scale, self._good_steps = _float32(self.scale * BACKOFF), 0
@@ -65,10 +65,10 @@ class LossScaler:
             self.scale, self._good_steps = grown if grown < float("inf") else self.scale, 0
 
     def state(self) -> dict:
-        """What a checkpoint keeps, as JSON has it."""
+        """Return the state for a checkpoint, as a JSON object."""
         return {"scale": self.scale, "good_steps": self._good_steps, "overflowed": list(self.overflowed)}
 
     def load(self, state: dict) -> None:
-        """Go on from what `state` gave."""
+        """Restore a state that `state()` returned."""
         self.scale, self._good_steps = state["scale"], state["good_steps"]
         self.overflowed = list(state["overflowed"])

@@ -46,15 +46,15 @@ from minidist.precision.masters import Rounding
 
 
 class MasterWeights:
-    """What the optimizer updates of a piece of memory that the model reads: a copy of its own, or the piece itself.
+    """The masters of a flat buffer of parameters: a wider copy of the buffer, or the buffer itself.
 
-    part: (n,), in the format of the parameters. bounds: which elements of it are a parameter's, by name; the others are
-    padding. values: of each parameter, those elements in full precision, (stop - start,). host: whether masters lie in
-    the host's memory, where the update runs then. rounding: where masters do not last, how they come back to the part.
+    part: (n,), the flat buffer, in the parameters' dtype. bounds: (start, stop) of each parameter in it, by name; the
+    rest is padding. values: each parameter's elements in full precision, (stop - start,). host: keep the masters in
+    host memory and update them there (offload). rounding: writes updated masters back if they are not lasting.
 
-    tensor: (n,), all masters; the part itself, unless they are a copy. views: those of each parameter, in one
-    dimension. separate: whether they are a copy. lasting: whether it is kept between steps; else it has memory only
-    while it is updated.
+    tensor: (n,), all masters; `part` itself unless `separate`. views: each parameter's slice of it, 1-D, by name.
+    separate: whether the masters are a copy. lasting: whether they are kept between steps; otherwise they have memory
+    only during an update.
     """
 
     def __init__(
@@ -81,30 +81,30 @@ class MasterWeights:
             self.tensor.untyped_storage().resize_(0)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """The elements of each parameter, as exact as they are kept."""
+        """Return each parameter's elements, by name: the masters if they are lasting, else the parameters."""
         source = self.tensor if self.lasting else self._part
         return {name: source[start:stop] for name, (start, stop) in self._bounds.items()}
 
     def needs_temporary_memory(self, gradients: Tensor) -> bool:
-        """Whether an update takes memory of its own, which one piece after another can share."""
+        """Return whether an update allocates temporary memory, so that buffers should be updated one at a time."""
         return not self.lasting or (gradients.dtype, gradients.device) != (self.tensor.dtype, self.tensor.device)
 
     def attach_grads(self, gradients: Tensor, unused: Collection[str] = ()) -> None:
-        """Before an update: give every master its gradient out of `gradients` (n,), in the format of the update.
+        """Set `.grad` of every master to its slice of `gradients` (n,), in the masters' dtype and device.
 
-        unused: parameters that no rank used, which get none.
+        unused: parameters that no rank used in this step; their masters get no gradient.
         """
         if not self.lasting:
             self.tensor.untyped_storage().resize_(self.tensor.numel() * self.tensor.element_size())
             self.tensor.copy_(self._part)
-        gradients = gradients.to(self.tensor)  # itself, where format and device are the same
+        gradients = gradients.to(self.tensor)  # no copy if dtype and device agree
         for name, (start, stop) in self._bounds.items():
             if name not in unused:
                 self.views[name].grad = gradients[start:stop]
 
     @torch.no_grad()
     def copy_to_params(self, step: int = 0) -> None:
-        """Bring the updated masters to the part. step: of the optimizer."""
+        """Round the updated masters into the parameters. step: the optimizer step, for stochastic rounding."""
         if not self.separate:
             return
         if self.lasting:
@@ -114,7 +114,7 @@ class MasterWeights:
             self._rounding(self.views[name], self._part[start:stop], step, name)
 
     def detach_grads(self) -> None:
-        """After an update: give back what it took."""
+        """Drop the masters' gradients after an update, and free masters that are not lasting."""
         for view in self.views.values():
             view.grad = None
         if not self.lasting:

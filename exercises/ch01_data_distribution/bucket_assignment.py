@@ -4,7 +4,7 @@ Write the missing lines of assign; its docstring specifies the result.
 You may call: min, max, sum, len, list.append, dict.items.
 Check it with: python -m exercises check bucket_assignment
 
-Stub 6462d9ad.
+Stub f366e874.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,6 @@ def assign(sizes: Mapping[str, int], limit: int, first: int | None = None) -> li
 
     A bucket takes the next name as long as it fits. A parameter larger than the limit has a bucket of its own.
 
-    sizes: name to bytes. first: limit of the first bucket, if it is to be smaller.
+    sizes: name to bytes. first: a smaller limit for the first bucket; None: `limit`.
     """
     raise NotImplementedError("return the names of each bucket")

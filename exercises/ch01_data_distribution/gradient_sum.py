@@ -4,7 +4,7 @@ Write the missing lines of NaiveReducer; its docstring specifies the result.
 You may call: all_reduce, torch.tensor, torch.zeros_like.
 Check it with: python -m exercises check gradient_sum
 
-Stub 4465e54a.
+Stub ac321043.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ class NaiveReducer(GradientReducer):
         self._ready: set[str] = set()
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Add a local gradient to the sum of those that came before."""
+        """Add a local gradient to those of earlier micro-batches."""
         if name in self._ready:
             raise RuntimeError(f"a gradient of {name} came after ready({name!r})")
         if name in self._sums:

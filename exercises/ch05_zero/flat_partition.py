@@ -4,7 +4,7 @@ Write the missing lines of Layout and lay_out_flat; its docstring specifies the 
 You may call: Slot, Layout, Layout.bounds, max, min, sum, dict.items, dict.values.
 Check it with: python -m exercises check flat_partition
 
-Stub b8c89a0d.
+Stub fc1ab40f.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the row, padding included."""
+        """Elements of the flat buffer, padding included."""
         raise NotImplementedError("return the length of the flat parameter")
 
     @cached_property
@@ -32,18 +32,18 @@ class Layout:
         raise NotImplementedError("return the number of elements of padding")
 
     def bounds(self, part: int) -> tuple[int, int]:
-        """Where a shard begins and ends in the row."""
+        """First and one-past-last element of a shard in the flat buffer."""
         raise NotImplementedError("return the begin and end of this shard in the flat parameter")
 
     def held(self, part: int) -> dict[str, tuple[int, int]]:
-        """The elements of each parameter that a shard holds, counted from the parameter's first; none: left out."""
+        """The (start, stop) within each parameter that a shard holds; parameters outside of the shard are left out."""
         raise NotImplementedError("return which elements of each parameter are in this shard")
 
     def held_numel(self, part: int) -> int:
-        """Elements of parameters in a shard, without padding."""
+        """Number of elements in a shard, without padding."""
         return sum(stop - start for start, stop in self.held(part).values())
 
 
 def lay_out_flat(sizes: Mapping[str, int], parts: int) -> Layout:
-    """Parameters in the given order, cut wherever a shard ends. sizes: elements of each, by name."""
+    """Lay parameters out in the given order, in `parts` equal shards. sizes: elements of each parameter, by name."""
     raise NotImplementedError("return the layout: consecutive slots, shards as short as possible")

@@ -5,7 +5,7 @@ You may call: Block.launch, Block.need, Block.release, FlatParam.launch_gather, 
 UntypedStorage.resize_, Tensor.clone, Tensor.register_hook, torch.is_grad_enabled.
 Check it with: python -m exercises check gather_and_free
 
-Stub 4bb4107c.
+Stub 876fa7b5.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,10 @@ from minidist.zero.gather import Block
 class BlockGatherer:
     """Gathers and frees the blocks of a model while it runs.
 
-    model: called with `layers`, as `Transformer` is; root: all of it that is in no block. num_layers: of the whole
-    model. keep: what comes last in forward, head and last block, stays gathered until its backward. prefetch: gather
-    the next while one computes. on_block_done: called with the flat parameters of each block whose backward is over.
+    model: called with `layers`, as `Transformer` is. root: the parameters outside of all blocks. num_layers: of the
+    whole model. keep: whether the last block and the head stay gathered between forward and backward. prefetch: whether
+    to gather the next block while one computes. on_block_done: called with the flat parameters of each block whose
+    backward is over.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class BlockGatherer:
         self.root, self.blocks = root, {block.index: block for block in blocks}
         self.end_of_model, self.keep, self.prefetch = num_layers, keep, prefetch
         self.on_block_done: Callable[[Sequence[ShardedFlatParam]], None] | None = None
-        self._layers = range(num_layers)  # of the pass that runs
+        self._layers = range(num_layers)  # of the running forward
         self._in_backward: Block | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._after_model)
@@ -51,7 +52,7 @@ class BlockGatherer:
         return self._layers.stop == self.end_of_model
 
     def _launch(self, index: int) -> None:
-        """Gather a block ahead, if it is part of this pass."""
+        """Start to gather a block ahead of its use, if the running forward or backward includes it."""
         raise NotImplementedError("start to prefetch this block, if that is useful")
 
     def _before(self, block: Block) -> None:
@@ -83,24 +84,24 @@ class BlockGatherer:
         raise NotImplementedError("finish the block that was in backward, mark this one, prefetch the next")
 
     def _leave(self) -> None:
-        """The block whose backward ran is through."""
+        """End the backward of the current block: report and free it."""
         raise NotImplementedError("free the block whose backward has run, if any, and call `on_block_done`")
 
     def end(self) -> None:
-        """A micro-batch's backward is over: nothing stays gathered."""
+        """End a micro-batch's backward: free all blocks."""
         self._in_backward = None
         self.root.release()
         for block in self.blocks.values():
             block.release()
 
     def gather_all(self) -> None:
-        """Fill every row, for whoever wants to see the whole model; `end` frees them."""
+        """Gather all parameters, to read the full model; `end` frees them."""
         for block in [self.root, *self.blocks.values()]:
             block.need()
 
 
 class ShardedFlatParam(FlatParam):
-    """A row that has memory only while somebody needs it (stage 3)."""
+    """A flat parameter whose full buffer is allocated only while it is unsharded (stage 3)."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -112,9 +113,9 @@ class ShardedFlatParam(FlatParam):
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Start to fill the row, unless it is full or about to be."""
+        """Allocate the flat buffer and start its all-gather, unless it is gathered or in flight already."""
         raise NotImplementedError("allocate the flat parameter and start its all-gather, unless it is unsharded")
 
     def release(self) -> None:
-        """Give the row's memory back. What views it, the model and autograd's graph, finds the next content there."""
+        """Free the flat buffer's storage; the model's and autograd's views see the data of the next all-gather."""
         raise NotImplementedError("free the storage of the flat parameter")

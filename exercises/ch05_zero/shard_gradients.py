@@ -5,7 +5,7 @@ You may call: FullGradients.wait, FullGradients.sum_replicas, _make_shard, _redu
 Tensor.copy_, Tensor.add_, Tensor.to, Tensor.view_as.
 Check it with: python -m exercises check shard_gradients
 
-Stub fe9e8caf.
+Stub ef712739.
 """
 
 import torch
@@ -15,10 +15,10 @@ from minidist.zero.flat_param import FullGradients
 
 
 class ShardedGradients(FullGradients):
-    """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
+    """Gradients at full length only while in flight, and accumulated in a shard until the step ends (stages 2 and 3).
 
-    A gradient is kept as it came, and in its own format, until all of the row are there.
-    row: None but while it is on its way. result: None until the first reduction of a step has ended, and after `clear`.
+    Until a micro-batch's gradients are complete, each is kept as autograd returned it.
+    row: None unless in flight. result: None before the first reduction of a step completes, and after `clear`.
     """
 
     transient = True
@@ -31,11 +31,11 @@ class ShardedGradients(FullGradients):
         return [*self._come.values(), *super().held()]
 
     def add(self, name: str, grad: Tensor) -> None:
-        """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
+        """Accumulate a local gradient of any shape and dtype. Takes ownership: the caller must not use `grad` again."""
         raise NotImplementedError("keep the gradient, or add it to the earlier one of this parameter")
 
     def _make_flat_gradient(self) -> Tensor:
-        """What has come, (numel,), which is forgotten; zero where nothing has."""
+        """Move the gradients of this micro-batch to a new flat buffer, (numel,), with zeros for missing ones."""
         raise NotImplementedError("copy the gradients into a new flat gradient; everything else is zero")
 
     def _make_shard(self) -> Tensor:
@@ -46,7 +46,7 @@ class ShardedGradients(FullGradients):
         raise NotImplementedError("start to reduce the flat gradient of this micro-batch into a shard")
 
     def wait(self) -> None:
-        """Wait for what was launched, and add it up."""
+        """Wait for the reduction in flight and add it to `result`."""
         if self._arriving is None:
             return
         raise NotImplementedError("wait; the output becomes the result, or is added to it")

@@ -5,7 +5,7 @@ You may call: reduce_scatter, all_gather, Layout.bounds, Layout.held, Handle.wai
 Tensor.zero_, Tensor.view, torch.empty_like.
 Check it with: python -m exercises check stage_one_step
 
-Stub 90e7f8e1.
+Stub 13453c2c.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ from minidist.zero.plan import Layout
 
 
 class FullGradients:
-    """Gradients of full length for the whole step.
+    """Gradients of a flat parameter, accumulated in a full-length buffer for the whole step (stages 0 and 1).
 
-    group: ranks that share out the row; outer: ranks that hold the same shard, whose gradients belong to the same sum.
-    row: (numel,), all of them. result: this rank's shard, its sum over all ranks when the reducer has finished.
-    transient: whether a row of full length lives only while it is reduced.
+    group: the ranks over which the gradients are sharded. outer: the ranks that hold the same shard and sum it; None if
+    this is the only one. row: (numel,), the flat gradient. result: (shard,), this rank's shard, summed over all ranks
+    once the reducer has finished. transient: whether the full-length buffer lives only while it is reduced.
     """
 
     transient = False
@@ -33,21 +33,21 @@ class FullGradients:
         self, layout: Layout, group: Group, outer: Group | None, formats: PrecisionDtypes, device: torch.device
     ):
         self.layout, self.group, self.outer, self.formats, self.device = layout, group, outer, formats, device
-        self._arriving: tuple[Handle, Tensor, Tensor] | None = None  # on its way, from where, and where it belongs
+        self._arriving: tuple[Handle, Tensor, Tensor] | None = None  # in flight: handle, output, destination
         self._allocate()
 
     def _allocate(self) -> None:
         self.row = torch.zeros(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
         self.views = {name: self.row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
-        self.filled: set[str] = set()  # the parameters that have a gradient now
+        self.filled: set[str] = set()  # parameters with a gradient in this step
         self.result = self.row[slice(*self.layout.bounds(self.group.rank))]
 
     def held(self) -> list[Tensor | None]:
-        """What it has now, for who measures memory."""
+        """The gradient tensors held now, for memory measurements."""
         return [self.row, self.result]
 
     def add(self, name: str, grad: Tensor) -> None:
-        """One contribution of this rank to the gradient of a parameter, of any shape and format."""
+        """Accumulate a local gradient of a parameter, of any shape and dtype."""
         view = self.views[name].view_as(grad)
         if name in self.filled:
             view.add_(grad)
@@ -56,33 +56,32 @@ class FullGradients:
             self.filled.add(name)
 
     def launch(self) -> None:
-        """Start the reduction of what has come; a gradient that did not come counts as zero."""
+        """Start the reduction; a missing gradient counts as zero."""
         raise NotImplementedError("set the gradients to zero that backward did not compute")
         if self.group.size > 1:
             self._reduce(self.row, self.result)
-        else:  # nothing is shared out: those that hold the same sum the whole row
+        else:  # not sharded: all-reduce the full gradient over the replicas
             self.sum_replicas()
 
     def _reduce(self, row: Tensor, target: Tensor) -> Tensor:
-        """Start the reduction of a row, over copies in the format of the wire where that is another one. Returns what
-        is sent."""
+        """Start the reduce-scatter of `row` into `target`, in the reduction dtype; return the tensor that is sent."""
         raise NotImplementedError("start the reduce-scatter of the flat gradient into target, in the wire dtype")
         return row
 
     def sum_replicas(self) -> None:
-        """Start the sum of shards over the ranks that hold the same."""
+        """Start the all-reduce of this shard over its replicas."""
         if self.outer is not None:
-            sent = self.result.to(self.formats.reduce)  # itself, where the format is the same
+            sent = self.result.to(self.formats.reduce)  # no copy if the dtypes are equal
             self._arriving = all_reduce(sent, self.outer, async_op=True), sent, self.result
 
     def wait(self) -> None:
-        """Wait for what was launched; the result has it then."""
+        """Wait for the reduction in flight; `result` then holds its sum."""
         if self._arriving is not None:
             raise NotImplementedError("wait for the reduce-scatter; the result must be in target")
             self._arriving = None
 
     def start_finish(self) -> None:
-        """What is left when every reduction over the group was launched."""
+        """Start the sum over replicas, once every reduction over the group has been launched."""
         if self.group.size > 1:
             self.wait()
             self.sum_replicas()
@@ -92,19 +91,20 @@ class FullGradients:
         self.filled.clear()
 
     def abandon(self) -> None:
-        """The same, of a step that was broken off: what is on its way keeps its memory."""
+        """Forget an aborted step and allocate new buffers: those in flight stay with their operations."""
         self._arriving = None
         self.clear()
         self._allocate()
 
 
 class FlatParam:
-    """Parameters in one row of memory, of which this rank keeps a shard.
+    """Parameters concatenated in one flat buffer that is sharded over a group.
 
-    parameters: of the model, which from now on are views of the row; values: what they are in full precision.
-    group: the ranks that share out the row. host, rounding: as `MasterWeights` has them.
-    row: (numel,), what forward and backward read. part: (shard,), this rank's piece of it. masters: what the optimizer
-    updates of that piece. bounds: which elements of the shard are a parameter's, by name; others' are elsewhere.
+    parameters: of the model; they become views of the buffer. values: their values in full precision. group: the ranks
+    over which the buffer is sharded. host, rounding: see `MasterWeights`.
+    row: (numel,), the flat buffer that forward and backward read. part: (shard,), this rank's shard of it. masters: the
+    tensors of this shard that the optimizer updates. bounds: (start, stop) in the shard of each parameter with elements
+    in it, by name.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class FlatParam:
     ):
         self.parameters, self.layout, self.group = dict(parameters), layout, group
         begin, end = layout.bounds(group.rank)
-        held = layout.held(group.rank)  # of each parameter, counted from its own first element
+        held = layout.held(group.rank)  # indices into each parameter
         raise NotImplementedError("compute which elements of the shard belong to each parameter")
         device = next(iter(parameters.values())).device
         self.row = torch.zeros(layout.numel, dtype=formats.parameter, device=device)
@@ -130,12 +130,12 @@ class FlatParam:
         self._gathering: Handle | None = None
 
     def _own(self, begin: int, end: int) -> Tensor:
-        """This rank's piece of the row, (end - begin,)."""
+        """This rank's shard of the flat buffer, (end - begin,)."""
         return self.row[begin:end]
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Start to fill the row with the parts of all ranks."""
+        """Start the all-gather of all ranks' shards into the flat buffer."""
         raise NotImplementedError("start the all-gather of the flat parameter")
 
     def wait_gather(self) -> None:

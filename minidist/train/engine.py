@@ -45,7 +45,7 @@ class Engine:
         self.groups, self.optim, self._parallel = groups, optim, parallel
         self.parameters = named_parameters(self.model)
         self.forward_backward = ForwardBackward(parallel, groups, seed)
-        exchanged = "matrices" in groups  # Muon needs full matrices, and they are sharded
+        exchanged = "matrices" in groups  # Muon needs full matrices of sharded parameters
         self.optimizer = make_optimizer(
             optim, self.reducer.masters, self.reducer.master_specs, groups["matrices"] if exchanged else None
         )

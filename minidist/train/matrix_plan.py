@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds of a matrix. key: equal on ranks that hold the same elements; numel: how many."""
+    """One rank's shard of a matrix. key: equal on ranks that hold the same elements; numel: their number."""
 
     key: Hashable
     numel: int
@@ -20,7 +20,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """holders: of each matrix the shard of every rank of the group that has one. owner: the rank that computes it."""
+    """The assignment of matrices to ranks.
+
+    holders: the shard of every rank that has one, by matrix and rank. owner: the rank that computes each matrix.
+    """
 
     holders: Mapping[str, Mapping[int, Shard]]
     owner: Mapping[str, int]
@@ -62,5 +65,5 @@ def plan_matrices(shards: Sequence[Mapping[str, Shard]]) -> MatrixPlan:
 
 
 def _distinct(holders: Mapping[str, Mapping[int, Shard]]) -> dict[str, dict[Hashable, int]]:
-    """Of each matrix the number of elements of each distinct shard."""
+    """The number of elements of each distinct shard, by matrix and key."""
     return {name: {shard.key: shard.numel for shard in of.values()} for name, of in holders.items()}

@@ -1,4 +1,4 @@
-"""A model's parameters laid into rows, and the reducer that works on them."""
+"""Build the flat parameters of a model and the gradient reducer for its ZeRO stage."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +21,11 @@ from minidist.zero.reducer import ReducedFlatParam, ZeroReducer
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model brings along. Everything is by global name, of this rank's part of the model.
+    """The parameters of this rank's part of the model, by global name.
 
-    specs: as forward and backward hold the parameters. values: in full precision, before they were converted. names: of
-    the whole model's parameters, alike on all ranks. chunk_of: in a pipeline, the part of this stage whose backward
-    completes a gradient. seed: of stochastic rounding.
+    specs: of the parameters as forward and backward see them. values: in full precision, before conversion to their
+    dtype. names: all parameters of the whole model, the same on every rank. chunk_of: in a pipeline, the chunk of this
+    stage whose backward completes a gradient. seed: of stochastic rounding.
     """
 
     specs: ParamSpecs
@@ -43,9 +43,10 @@ def make_zero_reducer(
     config: Config,
     formats: PrecisionDtypes,
 ) -> ZeroReducer:
-    """Lay the model's parameters into rows that the ranks of `groups["grads"]` share out, as the stage says.
+    """Lay the model's parameters into flat parameters, sharded over `groups["grads"]`; return their gradient reducer.
 
-    reducing: the groups whose ranks hold the same shard and sum its gradients; in stage 0, the same parameter.
+    reducing: the groups whose ranks hold the same shard (in stage 0, the same parameter) and sum its gradients.
+    Raises KeyError if none of them spans the replicas of a shard.
     """
     return _Builder(model, given, groups, list(reducing), config, formats).reducer()
 
@@ -61,7 +62,7 @@ class _Builder:
             self.group = groups["grads"]
             (use,) = [use for use in groups.uses if use.name == "grads"]
             self.place = {r: i for ranks in use.rank_groups(groups.mesh) for i, r in enumerate(ranks)}
-        else:  # every rank keeps all of it
+        else:  # not sharded
             self.group = Group("alone", (rank,), 0, None, groups.world, groups.meter)
             self.place = dict.fromkeys(range(groups.world.size), 0)
 
@@ -87,7 +88,7 @@ class _Builder:
             on_block_done=self.groups.mesh.pp == 1,
         )
 
-    # -- rows ---------------------------------------------------------------------------------------------------------
+    # -- flat parameters -----------------------------------------------------------------------------------------------
 
     def _plan(self, trained: Mapping[str, Tensor]) -> list[PlannedFlatParam]:
         return plan_flat_params(
@@ -100,7 +101,7 @@ class _Builder:
         )
 
     def _blocks(self, trained: Mapping[str, Tensor]) -> tuple[list[ReducedFlatParam], list[FlatParam], BlockGatherer]:
-        """The flat parameters of each block of the model and of the rest, those of frozen parameters apart."""
+        """Make the flat parameters of each block and of the rest; frozen parameters have their own."""
         members, frozen, flat_params = [], [], {}
         for planned in self._plan(trained):
             members.append(self._member(ShardedFlatParam, planned.layout))
@@ -137,26 +138,26 @@ class _Builder:
         return kind(parameters, self.given.values, layout, self.group, formats, host, rounding)
 
     def _rounding(self, layout: Layout) -> Rounding:
-        """Rounds an element by where it is in the unsplit parameter, so that every layout rounds alike."""
+        """Seed the rounding of an element by its index in the full parameter, whatever the sharding."""
         bounds, specs, seed = layout.held(self.group.rank), self.given.specs, self.given.seed
 
         def round_one(values: Tensor, into: Tensor, step: int, name: str) -> None:
             index = bounds[name][0]
-            if specs[name].boxes[0].shape != specs[name].shape:  # tensor ranks hold other elements, of rows or columns
+            if specs[name].boxes[0].shape != specs[name].shape:  # tensor-parallel
                 index = global_flat_indices(specs[name].shape, self._held(name, *bounds[name]).boxes, values.device)
             round_stochastically(values, into, seed, step, name, index)
 
         return round_one
 
-    # -- who holds what -----------------------------------------------------------------------------------------------
+    # -- replicas and shards -------------------------------------------------------------------------------------------
 
     def _copies(self, name: str) -> tuple[int, ...]:
-        """The ranks whose gradients are parts of the same sum as this rank's, and that keep the same shard of it."""
+        """The ranks that hold the same shard of a parameter and whose local gradients are summed with this rank's."""
         here = self.place[self.groups.world.rank]
         return tuple(rank for rank in self.given.specs[name].contributors if self.place[rank] == here)
 
     def _held(self, name: str, start: int, stop: int) -> ParamSpec:
-        """The facts about elements `start` to `stop` of what forward and backward hold of a parameter."""
+        """The spec of elements `start` to `stop` of this rank's (tensor-parallel) part of a parameter."""
         spec, here = self.given.specs[name], self.place[self.groups.world.rank]
         (box,) = spec.boxes
         boxes = tuple(_moved(part, box.start) for part in flat_boxes(box.shape, start, stop))

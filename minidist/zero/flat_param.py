@@ -19,12 +19,13 @@ from minidist.zero.plan import Layout
 
 
 class FlatParam:
-    """Parameters in one row of memory, of which this rank keeps a shard.
+    """Parameters concatenated in one flat buffer that is sharded over a group.
 
-    parameters: of the model, which from now on are views of the row; values: what they are in full precision.
-    group: the ranks that share out the row. host, rounding: as `MasterWeights` has them.
-    row: (numel,), what forward and backward read. part: (shard,), this rank's piece of it. masters: what the optimizer
-    updates of that piece. bounds: which elements of the shard are a parameter's, by name; others' are elsewhere.
+    parameters: of the model; they become views of the buffer. values: their values in full precision. group: the ranks
+    over which the buffer is sharded. host, rounding: see `MasterWeights`.
+    row: (numel,), the flat buffer that forward and backward read. part: (shard,), this rank's shard of it. masters: the
+    tensors of this shard that the optimizer updates. bounds: (start, stop) in the shard of each parameter with elements
+    in it, by name.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class FlatParam:
     ):
         self.parameters, self.layout, self.group = dict(parameters), layout, group
         begin, end = layout.bounds(group.rank)
-        held = layout.held(group.rank)  # of each parameter, counted from its own first element
+        held = layout.held(group.rank)  # indices into each parameter
         self.bounds = {
             name: (layout.slots[name].start + start - begin, layout.slots[name].start + stop - begin)
             for name, (start, stop) in held.items()
@@ -56,12 +57,12 @@ class FlatParam:
         self._gathering: Handle | None = None
 
     def _own(self, begin: int, end: int) -> Tensor:
-        """This rank's piece of the row, (end - begin,)."""
+        """This rank's shard of the flat buffer, (end - begin,)."""
         return self.row[begin:end]
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Start to fill the row with the parts of all ranks."""
+        """Start the all-gather of all ranks' shards into the flat buffer."""
         self._gathering = all_gather(self.row, self.part, self.group, async_op=True)
 
     def wait_gather(self) -> None:
@@ -71,7 +72,7 @@ class FlatParam:
 
 
 class ShardedFlatParam(FlatParam):
-    """A row that has memory only while somebody needs it (stage 3)."""
+    """A flat parameter whose full buffer is allocated only while it is unsharded (stage 3)."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -79,18 +80,18 @@ class ShardedFlatParam(FlatParam):
         self.release()
 
     def _own(self, begin: int, end: int) -> Tensor:
-        return super()._own(begin, end).clone()  # it stays when the row has no memory
+        return super()._own(begin, end).clone()  # outlives the full buffer
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Start to fill the row, unless it is full or about to be."""
+        """Allocate the flat buffer and start its all-gather, unless it is gathered or in flight already."""
         if not self.is_unsharded:
             self.is_unsharded = True
             self.row.untyped_storage().resize_(self.row.numel() * self.row.element_size())
             super().launch_gather()
 
     def release(self) -> None:
-        """Give the row's memory back. What views it, the model and autograd's graph, finds the next content there."""
+        """Free the flat buffer's storage; the model's and autograd's views see the data of the next all-gather."""
         if self.is_unsharded:
             self.wait_gather()
             self.is_unsharded = False
@@ -98,11 +99,11 @@ class ShardedFlatParam(FlatParam):
 
 
 class FullGradients:
-    """Gradients of full length for the whole step.
+    """Gradients of a flat parameter, accumulated in a full-length buffer for the whole step (stages 0 and 1).
 
-    group: ranks that share out the row; outer: ranks that hold the same shard, whose gradients belong to the same sum.
-    row: (numel,), all of them. result: this rank's shard, its sum over all ranks when the reducer has finished.
-    transient: whether a row of full length lives only while it is reduced.
+    group: the ranks over which the gradients are sharded. outer: the ranks that hold the same shard and sum it; None if
+    this is the only one. row: (numel,), the flat gradient. result: (shard,), this rank's shard, summed over all ranks
+    once the reducer has finished. transient: whether the full-length buffer lives only while it is reduced.
     """
 
     transient = False
@@ -111,21 +112,21 @@ class FullGradients:
         self, layout: Layout, group: Group, outer: Group | None, formats: PrecisionDtypes, device: torch.device
     ):
         self.layout, self.group, self.outer, self.formats, self.device = layout, group, outer, formats, device
-        self._arriving: tuple[Handle, Tensor, Tensor] | None = None  # on its way, from where, and where it belongs
+        self._arriving: tuple[Handle, Tensor, Tensor] | None = None  # in flight: handle, output, destination
         self._allocate()
 
     def _allocate(self) -> None:
         self.row = torch.zeros(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
         self.views = {name: self.row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
-        self.filled: set[str] = set()  # the parameters that have a gradient now
+        self.filled: set[str] = set()  # parameters with a gradient in this step
         self.result = self.row[slice(*self.layout.bounds(self.group.rank))]
 
     def held(self) -> list[Tensor | None]:
-        """What it has now, for who measures memory."""
+        """The gradient tensors held now, for memory measurements."""
         return [self.row, self.result]
 
     def add(self, name: str, grad: Tensor) -> None:
-        """One contribution of this rank to the gradient of a parameter, of any shape and format."""
+        """Accumulate a local gradient of a parameter, of any shape and dtype."""
         view = self.views[name].view_as(grad)
         if name in self.filled:
             view.add_(grad)
@@ -134,17 +135,16 @@ class FullGradients:
             self.filled.add(name)
 
     def launch(self) -> None:
-        """Start the reduction of what has come; a gradient that did not come counts as zero."""
+        """Start the reduction; a missing gradient counts as zero."""
         for name in self.views.keys() - self.filled:
             self.views[name].zero_()
         if self.group.size > 1:
             self._reduce(self.row, self.result)
-        else:  # nothing is shared out: those that hold the same sum the whole row
+        else:  # not sharded: all-reduce the full gradient over the replicas
             self.sum_replicas()
 
     def _reduce(self, row: Tensor, target: Tensor) -> Tensor:
-        """Start the reduction of a row, over copies in the format of the wire where that is another one. Returns what
-        is sent."""
+        """Start the reduce-scatter of `row` into `target`, in the reduction dtype; return the tensor that is sent."""
         output = target
         if self.formats.reduce != self.formats.accumulate:
             row, output = row.to(self.formats.reduce), torch.empty_like(target, dtype=self.formats.reduce)
@@ -152,13 +152,13 @@ class FullGradients:
         return row
 
     def sum_replicas(self) -> None:
-        """Start the sum of shards over the ranks that hold the same."""
+        """Start the all-reduce of this shard over its replicas."""
         if self.outer is not None:
-            sent = self.result.to(self.formats.reduce)  # itself, where the format is the same
+            sent = self.result.to(self.formats.reduce)  # no copy if the dtypes are equal
             self._arriving = all_reduce(sent, self.outer, async_op=True), sent, self.result
 
     def wait(self) -> None:
-        """Wait for what was launched; the result has it then."""
+        """Wait for the reduction in flight; `result` then holds its sum."""
         if self._arriving is not None:
             handle, arrived, target = self._arriving
             handle.wait()
@@ -167,7 +167,7 @@ class FullGradients:
             self._arriving = None
 
     def start_finish(self) -> None:
-        """What is left when every reduction over the group was launched."""
+        """Start the sum over replicas, once every reduction over the group has been launched."""
         if self.group.size > 1:
             self.wait()
             self.sum_replicas()
@@ -177,17 +177,17 @@ class FullGradients:
         self.filled.clear()
 
     def abandon(self) -> None:
-        """The same, of a step that was broken off: what is on its way keeps its memory."""
+        """Forget an aborted step and allocate new buffers: those in flight stay with their operations."""
         self._arriving = None
         self.clear()
         self._allocate()
 
 
 class ShardedGradients(FullGradients):
-    """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
+    """Gradients at full length only while in flight, and accumulated in a shard until the step ends (stages 2 and 3).
 
-    A gradient is kept as it came, and in its own format, until all of the row are there.
-    row: None but while it is on its way. result: None until the first reduction of a step has ended, and after `clear`.
+    Until a micro-batch's gradients are complete, each is kept as autograd returned it.
+    row: None unless in flight. result: None before the first reduction of a step completes, and after `clear`.
     """
 
     transient = True
@@ -200,15 +200,15 @@ class ShardedGradients(FullGradients):
         return [*self._come.values(), *super().held()]
 
     def add(self, name: str, grad: Tensor) -> None:
-        """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
+        """Accumulate a local gradient of any shape and dtype. Takes ownership: the caller must not use `grad` again."""
         if name in self._come:
             grad = self._come[name].to(self.formats.accumulate).add_(grad)
         self._come[name] = grad
 
     def _make_flat_gradient(self) -> Tensor:
-        """What has come, (numel,), which is forgotten; zero where nothing has."""
+        """Move the gradients of this micro-batch to a new flat buffer, (numel,), with zeros for missing ones."""
         row = torch.empty(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
-        row[row.numel() - self.layout.padding :].zero_()  # what nobody reads is sent all the same
+        row[row.numel() - self.layout.padding :].zero_()  # padding is sent too
         for name, slot in self.layout.slots.items():
             part, grad = row[slot.start : slot.stop], self._come.pop(name, None)
             if grad is None:
@@ -225,7 +225,7 @@ class ShardedGradients(FullGradients):
         self.row = self._reduce(self._make_flat_gradient(), self._make_shard())
 
     def wait(self) -> None:
-        """Wait for what was launched, and add it up."""
+        """Wait for the reduction in flight and add it to `result`."""
         if self._arriving is None:
             return
         arrived = self._arriving[2]
@@ -233,12 +233,12 @@ class ShardedGradients(FullGradients):
         self.row = None
         if self.result is None:
             self.result = arrived
-        elif arrived is not self.result:  # which sums of copies arrive in
+        elif arrived is not self.result:  # the sum over replicas is in place
             self.result.add_(arrived)
 
     def start_finish(self) -> None:
         self.wait()
-        if self.result is None:  # there was no micro-batch
+        if self.result is None:  # the step had no micro-batch
             self.result = self._make_shard().zero_()
         self.sum_replicas()
 

@@ -15,15 +15,15 @@ from functools import cached_property
 from minidist.config import ZeroConfig
 from minidist.parallel.data.assignment import assign
 
-ROOT = -1  # in no block
+ROOT = -1  # the index for parameters outside of all blocks
 
-# Parameters of a layer's modules. One that hangs on the layer itself may be used outside of it.
+# Parameters of a layer's submodules. One of the layer itself may be used outside of the layer.
 _IN_A_BLOCK = re.compile(r"model\.layers\.(\d+)\..+\.")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter: elements `start <= i < stop` of the row."""
+    """The place of one parameter: elements `start <= i < stop` of the flat buffer."""
 
     start: int
     stop: int
@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the row, padding included."""
+        """Elements of the flat buffer, padding included."""
         return self.parts * self.shard
 
     @cached_property
@@ -51,11 +51,11 @@ class Layout:
         return self.numel - sum(slot.numel for slot in self.slots.values())
 
     def bounds(self, part: int) -> tuple[int, int]:
-        """Where a shard begins and ends in the row."""
+        """First and one-past-last element of a shard in the flat buffer."""
         return part * self.shard, (part + 1) * self.shard
 
     def held(self, part: int) -> dict[str, tuple[int, int]]:
-        """The elements of each parameter that a shard holds, counted from the parameter's first; none: left out."""
+        """The (start, stop) within each parameter that a shard holds; parameters outside of the shard are left out."""
         begin, end = self.bounds(part)
         cut = {
             name: (max(begin, slot.start) - slot.start, min(end, slot.stop) - slot.start)
@@ -64,12 +64,12 @@ class Layout:
         return {name: (start, stop) for name, (start, stop) in cut.items() if start < stop}
 
     def held_numel(self, part: int) -> int:
-        """Elements of parameters in a shard, without padding."""
+        """Number of elements in a shard, without padding."""
         return sum(stop - start for start, stop in self.held(part).values())
 
 
 def lay_out_flat(sizes: Mapping[str, int], parts: int) -> Layout:
-    """Parameters in the given order, cut wherever a shard ends. sizes: elements of each, by name."""
+    """Lay parameters out in the given order, in `parts` equal shards. sizes: elements of each parameter, by name."""
     slots, end = {}, 0
     for name, numel in sizes.items():
         slots[name] = Slot(end, end + numel)
@@ -84,10 +84,10 @@ def block_of(name: str) -> int:
 
 
 def transient_buffer_limit(sizes: Mapping[str, int], limit: int) -> int:
-    """The upper size of a row of gradients that is there only while it is sent: that of the largest block.
+    """The maximum bytes of a flat gradient that lives only while it is reduced: the largest block, at most `limit`.
 
-    Larger rows would hold back what stage 2 saves, and a block's gradients come together. sizes: bytes of each
-    parameter; limit: of a bucket, which a row never passes.
+    A larger buffer would undo the savings of stage 2, and a block's gradients are computed together anyway. sizes:
+    bytes of each parameter. limit: bytes of a bucket.
     """
     blocks: Counter[int] = Counter()
     for name, size in sizes.items():
@@ -102,10 +102,10 @@ def gathers(
     ends: Mapping[int, tuple[bool, bool]],
     keep: bool,
 ) -> Counter[int]:
-    """How often each block, and ROOT, is gathered while a stage runs these passes.
+    """Count the all-gathers of each block, and of ROOT, while a pipeline stage runs these forwards and backwards.
 
-    passes: ("F" or "B" or "end" of a backward, chunk). layers: of each chunk. ends: whether a chunk has the embedding,
-    and whether it has the head. keep: what comes last in forward stays until its backward is over.
+    passes: (kind, chunk) in order; kind is "F", "B", or "end" after a backward. layers: of each chunk. ends: whether
+    each chunk has (the embedding, the head). keep: whether the last block and the head stay gathered until backward.
     """
     there: set[int] = set()
     found: Counter[int] = Counter()
@@ -132,7 +132,7 @@ def gathers(
                 there.discard(ROOT)
         else:
             for block in reversed(layers[chunk]):
-                there.discard(in_backward)  # the one before is through
+                there.discard(in_backward)  # its backward is over
                 need(block)
                 in_backward = block
     return found
@@ -157,9 +157,9 @@ def plan_flat_params(
 ) -> list[PlannedFlatParam]:
     """Group trained parameters into flat parameters, in the order in which backward completes their gradients.
 
-    In stage 3 one per block and one for the rest; in other stages as large as a bucket. sizes: elements of each
-    parameter, in the order of the model. kind_of: parameters of different kinds cannot share a flat parameter.
-    element_bytes: of a gradient on the wire.
+    Stage 3 has one per block and one for the rest; other stages have one per bucket. sizes: elements of each parameter,
+    in the order of the model. kind_of: parameters of different kinds cannot share a flat parameter. element_bytes: of a
+    gradient on the wire.
     """
     planned = []
     if zero.stage == 3:

@@ -112,12 +112,12 @@ class ZeroReducer(GradientReducer):
         }
         self.masters = {name: master for member in members for name, master in member.flat_param.masters.views.items()}
         self._used: set[str] = set()
-        self._unused: set[str] = set()  # by every rank, in the step that was reduced last
+        self._unused: set[str] = set()  # parameters that no rank used in the last reduced step
         self._nothing_in_flight = True
         if gatherer is not None and on_block_done:
             gatherer.on_block_done = self.on_block_done
 
-    # -- gradients come in --------------------------------------------------------------------------------------------
+    # -- accumulation -------------------------------------------------------------------------------------------------
 
     def add(self, name: str, grad: Tensor) -> None:
         """Accumulate a local gradient. Raises RuntimeError after `ready(name)`."""
@@ -252,7 +252,7 @@ class ZeroReducer(GradientReducer):
         }
 
     def after_load(self) -> None:
-        """Bring what was written to `checkpoint_tensors` to the parameters of all ranks."""
+        """Copy the loaded `checkpoint_tensors` to the parameters of all ranks."""
         for member in self.members:
             if member.flat_param.masters.lasting:
                 member.flat_param.masters.copy_to_params()

@@ -33,7 +33,7 @@ def assign(sizes: Mapping[str, int], limit: int, first: int | None = None) -> li
 
     A bucket takes the next name as long as it fits. A parameter larger than the limit has a bucket of its own.
 
-    sizes: name to bytes. first: limit of the first bucket, if it is to be smaller.
+    sizes: name to bytes. first: a smaller limit for the first bucket; None: `limit`.
     """
     buckets: list[list[str]] = []
     filled = room = 0

@@ -46,7 +46,7 @@ class NaiveReducer(GradientReducer):
         self._ready: set[str] = set()
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Add a local gradient to the sum of those that came before."""
+        """Add a local gradient to those of earlier micro-batches."""
         if name in self._ready:
             raise RuntimeError(f"a gradient of {name} came after ready({name!r})")
         if name in self._sums:

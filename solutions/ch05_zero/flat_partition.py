@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the row, padding included."""
+        """Elements of the flat buffer, padding included."""
         return self.parts * self.shard
 
     @cached_property
@@ -54,11 +54,11 @@ class Layout:
         return self.numel - sum(slot.numel for slot in self.slots.values())
 
     def bounds(self, part: int) -> tuple[int, int]:
-        """Where a shard begins and ends in the row."""
+        """First and one-past-last element of a shard in the flat buffer."""
         return part * self.shard, (part + 1) * self.shard
 
     def held(self, part: int) -> dict[str, tuple[int, int]]:
-        """The elements of each parameter that a shard holds, counted from the parameter's first; none: left out."""
+        """The (start, stop) within each parameter that a shard holds; parameters outside of the shard are left out."""
         begin, end = self.bounds(part)
         cut = {
             name: (max(begin, slot.start) - slot.start, min(end, slot.stop) - slot.start)
@@ -67,12 +67,12 @@ class Layout:
         return {name: (start, stop) for name, (start, stop) in cut.items() if start < stop}
 
     def held_numel(self, part: int) -> int:
-        """Elements of parameters in a shard, without padding."""
+        """Number of elements in a shard, without padding."""
         return sum(stop - start for start, stop in self.held(part).values())
 
 
 def lay_out_flat(sizes: Mapping[str, int], parts: int) -> Layout:
-    """Parameters in the given order, cut wherever a shard ends. sizes: elements of each, by name."""
+    """Lay parameters out in the given order, in `parts` equal shards. sizes: elements of each parameter, by name."""
     slots, end = {}, 0
     for name, numel in sizes.items():
         slots[name] = Slot(end, end + numel)

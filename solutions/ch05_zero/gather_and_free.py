@@ -55,9 +55,10 @@ from minidist.zero.gather import Block
 class BlockGatherer:
     """Gathers and frees the blocks of a model while it runs.
 
-    model: called with `layers`, as `Transformer` is; root: all of it that is in no block. num_layers: of the whole
-    model. keep: what comes last in forward, head and last block, stays gathered until its backward. prefetch: gather
-    the next while one computes. on_block_done: called with the flat parameters of each block whose backward is over.
+    model: called with `layers`, as `Transformer` is. root: the parameters outside of all blocks. num_layers: of the
+    whole model. keep: whether the last block and the head stay gathered between forward and backward. prefetch: whether
+    to gather the next block while one computes. on_block_done: called with the flat parameters of each block whose
+    backward is over.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class BlockGatherer:
         self.root, self.blocks = root, {block.index: block for block in blocks}
         self.end_of_model, self.keep, self.prefetch = num_layers, keep, prefetch
         self.on_block_done: Callable[[Sequence[ShardedFlatParam]], None] | None = None
-        self._layers = range(num_layers)  # of the pass that runs
+        self._layers = range(num_layers)  # of the running forward
         self._in_backward: Block | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._after_model)
@@ -88,7 +89,7 @@ class BlockGatherer:
         return self._layers.stop == self.end_of_model
 
     def _launch(self, index: int) -> None:
-        """Gather a block ahead, if it is part of this pass."""
+        """Start to gather a block ahead of its use, if the running forward or backward includes it."""
         if self.prefetch and index in self._layers:
             self.blocks[index].launch()
 
@@ -128,7 +129,7 @@ class BlockGatherer:
         self._in_backward = block
 
     def _leave(self) -> None:
-        """The block whose backward ran is through."""
+        """End the backward of the current block: report and free it."""
         block, self._in_backward = self._in_backward, None
         if block is not None:
             block.release()
@@ -136,20 +137,20 @@ class BlockGatherer:
                 self.on_block_done(block.flat_params)
 
     def end(self) -> None:
-        """A micro-batch's backward is over: nothing stays gathered."""
+        """End a micro-batch's backward: free all blocks."""
         self._in_backward = None
         self.root.release()
         for block in self.blocks.values():
             block.release()
 
     def gather_all(self) -> None:
-        """Fill every row, for whoever wants to see the whole model; `end` frees them."""
+        """Gather all parameters, to read the full model; `end` frees them."""
         for block in [self.root, *self.blocks.values()]:
             block.need()
 
 
 class ShardedFlatParam(FlatParam):
-    """A row that has memory only while somebody needs it (stage 3)."""
+    """A flat parameter whose full buffer is allocated only while it is unsharded (stage 3)."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -157,18 +158,18 @@ class ShardedFlatParam(FlatParam):
         self.release()
 
     def _own(self, begin: int, end: int) -> Tensor:
-        return super()._own(begin, end).clone()  # it stays when the row has no memory
+        return super()._own(begin, end).clone()  # outlives the full buffer
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Start to fill the row, unless it is full or about to be."""
+        """Allocate the flat buffer and start its all-gather, unless it is gathered or in flight already."""
         if not self.is_unsharded:
             self.is_unsharded = True
             self.row.untyped_storage().resize_(self.row.numel() * self.row.element_size())
             super().launch_gather()
 
     def release(self) -> None:
-        """Give the row's memory back. What views it, the model and autograd's graph, finds the next content there."""
+        """Free the flat buffer's storage; the model's and autograd's views see the data of the next all-gather."""
         if self.is_unsharded:
             self.wait_gather()
             self.is_unsharded = False

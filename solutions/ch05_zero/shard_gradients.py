@@ -48,10 +48,10 @@ from minidist.zero.flat_param import FullGradients
 
 
 class ShardedGradients(FullGradients):
-    """Gradients of full length only while a micro-batch's are sent; a shard of them from there to the step's end.
+    """Gradients at full length only while in flight, and accumulated in a shard until the step ends (stages 2 and 3).
 
-    A gradient is kept as it came, and in its own format, until all of the row are there.
-    row: None but while it is on its way. result: None until the first reduction of a step has ended, and after `clear`.
+    Until a micro-batch's gradients are complete, each is kept as autograd returned it.
+    row: None unless in flight. result: None before the first reduction of a step completes, and after `clear`.
     """
 
     transient = True
@@ -64,15 +64,15 @@ class ShardedGradients(FullGradients):
         return [*self._come.values(), *super().held()]
 
     def add(self, name: str, grad: Tensor) -> None:
-        """One contribution of this rank, of any shape and format; it is kept as it is, and no longer the caller's."""
+        """Accumulate a local gradient of any shape and dtype. Takes ownership: the caller must not use `grad` again."""
         if name in self._come:
             grad = self._come[name].to(self.formats.accumulate).add_(grad)
         self._come[name] = grad
 
     def _make_flat_gradient(self) -> Tensor:
-        """What has come, (numel,), which is forgotten; zero where nothing has."""
+        """Move the gradients of this micro-batch to a new flat buffer, (numel,), with zeros for missing ones."""
         row = torch.empty(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
-        row[row.numel() - self.layout.padding :].zero_()  # what nobody reads is sent all the same
+        row[row.numel() - self.layout.padding :].zero_()  # padding is sent too
         for name, slot in self.layout.slots.items():
             part, grad = row[slot.start : slot.stop], self._come.pop(name, None)
             if grad is None:
@@ -89,7 +89,7 @@ class ShardedGradients(FullGradients):
         self.row = self._reduce(self._make_flat_gradient(), self._make_shard())
 
     def wait(self) -> None:
-        """Wait for what was launched, and add it up."""
+        """Wait for the reduction in flight and add it to `result`."""
         if self._arriving is None:
             return
         arrived = self._arriving[2]
@@ -97,12 +97,12 @@ class ShardedGradients(FullGradients):
         self.row = None
         if self.result is None:
             self.result = arrived
-        elif arrived is not self.result:  # which sums of copies arrive in
+        elif arrived is not self.result:  # the sum over replicas is in place
             self.result.add_(arrived)
 
     def start_finish(self) -> None:
         self.wait()
-        if self.result is None:  # there was no micro-batch
+        if self.result is None:  # the step had no micro-batch
             self.result = self._make_shard().zero_()
         self.sum_replicas()
 

@@ -1,11 +1,11 @@
-"""Which gradients share a bucket. Needs no torch: the estimate reads it too."""
+"""Assignment of gradients to buckets. Needs no torch: the estimate uses it too."""
 
 from collections.abc import Mapping
 
 MIB = 2**20
 
-# Every message costs about a millisecond whatever its size, so buckets are large; but the network should have something
-# to do early, and a small model would fill one bucket only at the very end of backward.
+# Every message has a latency of about a millisecond, so buckets are large. The first is small, so that communication
+# starts early in backward, even for a model that would fill only one bucket.
 FIRST_BYTES = MIB
 
 
@@ -14,7 +14,7 @@ def assign(sizes: Mapping[str, int], limit: int, first: int | None = None) -> li
 
     A bucket takes the next name as long as it fits. A parameter larger than the limit has a bucket of its own.
 
-    sizes: name to bytes. first: limit of the first bucket, if it is to be smaller.
+    sizes: name to bytes. first: a smaller limit for the first bucket; None: `limit`.
     """
     buckets: list[list[str]] = []
     filled = room = 0

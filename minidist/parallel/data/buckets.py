@@ -1,12 +1,12 @@
 """Gradients reduced in buckets while backward still runs.
 
-Goals: as few, and as large, messages as overlap allows; the first on its way before backward is half done; no gradient
-held twice. Parameters are laid into flat buffers in the order in which backward finishes them, which is the reverse of
-the model's. The moment a gradient is complete it is copied into its place and freed. A bucket whose gradients are all
-there is launched at once, but never before the buckets ahead of it: every rank launches in index order, whatever order
-its autograd chose. Li et al. 2020 (PyTorch Distributed), section 3.2.3.
+Goals: messages as few and as large as overlap allows; the first in flight before backward is half done; no gradient
+stored twice. Parameters are laid into flat buffers in the order in which backward computes their gradients, which is
+the reverse of the model's. Each gradient is copied into its buffer and freed as soon as it is computed. A bucket whose
+gradients are complete is launched at once, but never before the buckets ahead of it: every rank launches in index
+order, whatever the order of its autograd. Li et al. 2020 (PyTorch Distributed), section 3.2.3.
 
-The last bucket of a group ends in one number per parameter: how many ranks used it. It costs no message of its own.
+The last bucket of a group ends in one element per parameter: the number of ranks that used it, at no extra message.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -21,7 +21,7 @@ from minidist.parameters import ParamSpecs
 
 
 class _Unlaunched:
-    """What a bucket has in the place of a handle before its first launch."""
+    """The handle of a bucket that was never launched: `wait` raises RuntimeError."""
 
     def __init__(self, names: list[str]):
         self._names = names
@@ -31,9 +31,9 @@ class _Unlaunched:
 
 
 class Bucket:
-    """Some gradients in one flat buffer, which is what goes over the wire.
+    """Gradients in one flat buffer, which is all-reduced.
 
-    reports: parameters whose use this bucket reports, in one element each at the end of the buffer.
+    reports: parameters for which this bucket counts the ranks that used them, in one element each at its end.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, reports: Sequence[str] = ()):
@@ -50,7 +50,7 @@ class Bucket:
         self.handle: Handle | _Unlaunched = _Unlaunched(list(parameters))
 
     def launch(self, filled: Set[str]) -> None:
-        """Send what has come; a gradient that did not come counts as zero."""
+        """Start the all-reduce; a missing gradient counts as zero."""
         for name in self.views.keys() - filled:
             self.views[name].zero_()
         if self.reports:
@@ -61,7 +61,7 @@ class Bucket:
 class BucketedReducer(GradientReducer):
     """All-reduce in buckets, launched inside backward. Same interface and same gradients as `NaiveReducer`.
 
-    bucket_bytes: upper size of a bucket (a larger parameter has one alone).
+    bucket_bytes: the maximum size of a bucket (a larger parameter has a bucket of its own).
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class BucketedReducer(GradientReducer):
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.views}
 
     def _lay_out(self, specs: ParamSpecs, groups: list[Group], bucket_bytes: int) -> list[Bucket]:
-        """Buckets in backward order, apart by what cannot share a buffer: the group, the dtype and the device."""
+        """Make the buckets, in backward order, separate for each group, dtype and device."""
         kinds: dict[tuple, tuple[Group, dict[str, int]]] = {}
         for name, parameter in reversed(self._parameters.items()):
             group = group_of(specs[name], groups)
@@ -96,7 +96,7 @@ class BucketedReducer(GradientReducer):
         return buckets
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Put a contribution into its place in the bucket; the caller's tensor is free again."""
+        """Accumulate a local gradient in its bucket; the caller may reuse `grad`."""
         if name not in self._awaited:
             raise RuntimeError(f"a gradient of {name} came after ready({name!r}), when its bucket may be on its way")
         view = self._bucket_of[name].views[name]
@@ -107,13 +107,13 @@ class BucketedReducer(GradientReducer):
             self._filled.add(name)
 
     def ready(self, name: str) -> None:
-        """No more will come for `name`: launch what is complete, as far as no bucket ahead is incomplete."""
+        """Declare the gradient of `name` complete; launch all complete buckets up to the first incomplete one."""
         self._awaited.discard(name)
         while self._next < len(self._buckets) and self._awaited.isdisjoint(self._buckets[self._next].views):
             self._launch_next()
 
     def finish(self) -> None:
-        """End of backward: launch what is left, then wait. After it every `.grad` holds its sum over the group."""
+        """Launch the remaining buckets and wait for all: every `.grad` then holds its sum over the group."""
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
@@ -124,7 +124,7 @@ class BucketedReducer(GradientReducer):
         self._start_step()
 
     def clear(self) -> None:
-        if self._next:  # the step was broken off: what has been launched still owns its memory
+        if self._next:  # the step was aborted: buffers in flight must not be reused
             self._make_buckets()
         self._start_step()
         for parameter in self._parameters.values():
@@ -135,12 +135,12 @@ class BucketedReducer(GradientReducer):
             bucket.buffer.mul_(factor)
 
     def _start_step(self) -> None:
-        # The parameters whose gradient lies in its place, those that may still get more, the first bucket not launched.
+        # Parameters with a gradient; parameters that may still get one; index of the next bucket to launch.
         self._filled: set[str] = set()
         self._awaited = set(self._parameters)
         self._next = 0
 
     def _launch_next(self) -> None:
-        """Launch the first bucket that was not launched yet; another is the first one then."""
+        """Launch the next bucket in index order."""
         self._buckets[self._next].launch(self._filled)
         self._next += 1

@@ -1,7 +1,7 @@
 """The gradient reducer: where gradients are accumulated and summed over the replicas, and what the optimizer updates.
 
-Whoever computes a gradient calls `add(name, grad)`, and `ready(name)` once all gradients of that parameter have been
-accumulated. Autograd hooks are one such caller (`collect`); a pipeline that computes weight gradients by itself is
+The code that computes a gradient calls `add(name, grad)`, and `ready(name)` once all gradients of that parameter have
+been accumulated. Autograd hooks are one such caller (`collect`); a pipeline that computes weight gradients by itself is
 another. Nothing else touches `.grad`: after `finish()` it holds the sum over all replicas, or None for a parameter that
 no rank used, and `clear()` sets it to None again.
 
@@ -20,7 +20,7 @@ from minidist.parameters import ParamSpec, ParamSpecs
 
 
 def trainable(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The parameters that require a gradient, in the same order."""
+    """Return the parameters that require a gradient, in the same order."""
     return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
 
@@ -82,7 +82,7 @@ class GradientReducer:
         raise NotImplementedError
 
     def update_groups(self) -> list[Any]:
-        """What the optimizer updates in one call each: everything at once, unless that would need more memory."""
+        """The groups of masters that the optimizer updates in one call each; by default one group with all of them."""
         return [None]
 
     def updated_names(self, group: Any) -> list[str]:
@@ -107,7 +107,7 @@ class GradientReducer:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def after_load(self) -> None:
-        """Bring what was written to `checkpoint_tensors` to the parameters of all ranks."""
+        """Copy the loaded `checkpoint_tensors` to the parameters of all ranks."""
 
 
 def group_of(spec: ParamSpec, groups: Iterable[Group]) -> Group:
@@ -132,7 +132,7 @@ class NaiveReducer(GradientReducer):
         self._ready: set[str] = set()
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Add a local gradient to the sum of those that came before."""
+        """Add a local gradient to those of earlier micro-batches."""
         if name in self._ready:
             raise RuntimeError(f"a gradient of {name} came after ready({name!r})")
         if name in self._sums:

@@ -16,16 +16,16 @@ from minidist.parameters import ParamSpecs
 
 
 def synchronize(model: nn.Module, group: Group) -> None:
-    """Give every rank of the group the parameters and buffers of its first rank, whatever it had.
+    """Broadcast the parameters and buffers of the group's first rank to all its ranks.
 
-    All are sent at once and then waited for; a tied tensor is sent once.
+    All broadcasts are launched before the first wait; a tied tensor is sent once.
     """
     tensors = [*model.parameters(), *model.buffers()]
     handles = [broadcast(tensor.data, 0, group, async_op=True) for tensor in tensors if tensor.is_contiguous()]
     for handle in handles:
         handle.wait()
     for tensor in tensors:
-        if not tensor.is_contiguous():  # the wire wants memory order
+        if not tensor.is_contiguous():  # a collective needs contiguous memory
             whole = tensor.data.contiguous()
             broadcast(whole, 0, group)
             tensor.data.copy_(whole)
@@ -38,7 +38,7 @@ def make_reducer(
     groups: Iterable[Group],
     bucket_mib: float = 25.0,
 ) -> GradientReducer:
-    """The reducer that sums gradients over the replicas of each parameter."""
+    """Make the reducer that sums gradients over the replicas of each parameter. bucket_mib: maximum bucket size."""
     if kind == "naive":
         return NaiveReducer(parameters, specs, groups)
     return BucketedReducer(parameters, specs, groups, int(bucket_mib * MIB))

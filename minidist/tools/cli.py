@@ -61,9 +61,9 @@ def _run(argv: list[str]) -> int:
 
 
 def exit_code(run: Callable[[], int], name: str = "minidist") -> int:
-    """The exit code of a command: what `run` returns, or that of the error it raises, whose message goes to stderr.
+    """Run a command and return its exit code; an error is printed to stderr and mapped to its code.
 
-    A reader who has closed our standard output, as `head` does, ends the command without a message, like SIGPIPE.
+    If the reader of standard output has closed it, as `head` does, the command ends without a message, as by SIGPIPE.
     """
     try:
         code = run()
@@ -81,7 +81,7 @@ def exit_code(run: Callable[[], int], name: str = "minidist") -> int:
 
 
 def _output_is_closed() -> bool:
-    """Whether nobody reads our standard output any more; if so, nothing that is still buffered is written."""
+    """Whether the reader of standard output has closed it; if so, discard the buffered output."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if not poll.poll(0):
@@ -91,7 +91,7 @@ def _output_is_closed() -> bool:
 
 
 def usage(program: str, commands: dict[str, str]) -> str:
-    """The help of a program that has commands: one line for each."""
+    """Format the help of a program with commands, one line each."""
     width = max(map(len, commands)) + 2
     lines = [f"usage: {program} COMMAND [OPTIONS]", ""]
     for name, what in commands.items():
@@ -102,7 +102,7 @@ def usage(program: str, commands: dict[str, str]) -> str:
 
 
 def complain(error: UserError | RunError, name: str = "minidist") -> None:
-    """One message on stderr. Under torchrun rank 0 speaks for all; another rank only of what rank 0 does not have."""
+    """Print an error on stderr. Under torchrun, rank 0 prints it; another rank does only if rank 0 cannot."""
     from minidist.tools.launch.torchrun import is_first_rank, let_first_rank_tell, own_rank, report_to_torchrun
 
     if is_first_rank():
@@ -110,7 +110,7 @@ def complain(error: UserError | RunError, name: str = "minidist") -> None:
         report_to_torchrun(f"{name}: {error}")
         return
     first_has_ended = let_first_rank_tell()
-    # An operation fails on those whose peer died: rank 0 may be the one that can say nothing any more.
+    # Collectives fail on the peers of a dead rank, and rank 0 may be the dead one.
     if not first_has_ended or (isinstance(error, RunError) and error.of_some_ranks):
         print(f"{name}: rank {own_rank()}: {error}", file=sys.stderr, flush=True)
         report_to_torchrun(f"{name}: rank {own_rank()}: {error}")
@@ -159,7 +159,10 @@ def train_options(argv: list[str], over: Sequence[str] = ()) -> tuple[Config, in
 
 
 def _base_config(argv: list[str]) -> tuple[Config, int | None]:
-    """What the options change: the TOML file, over the run to resume, over the defaults; and the file's `ranks`."""
+    """Return the configuration that the options change, and the TOML file's `ranks`.
+
+    The TOML file overrides the run to resume, which overrides the defaults.
+    """
     from minidist.config_file import from_toml, ranks_in_toml
     from minidist.tools.launch.torchrun import under_torchrun
     from minidist.train.resume import resumed_config
@@ -176,7 +179,7 @@ def _base_config(argv: list[str]) -> tuple[Config, int | None]:
 
 
 def _value_of(argv: list[str], option: str) -> str | None:
-    """The value given to an option that must be known before the others can be read."""
+    """Return the value of an option that is needed before the others can be parsed."""
     for i, word in enumerate(argv):
         if word == option and i + 1 < len(argv):
             return argv[i + 1]

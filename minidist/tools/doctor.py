@@ -17,7 +17,7 @@ from pathlib import Path
 
 from minidist.errors import RunError, UserError
 
-TORCH = ((2, 11), (2, 14))  # from, and below
+TORCH = ((2, 11), (2, 14))  # first supported version, first unsupported one
 PYTHON = (3, 11)
 _GIB = 2**30
 _SIOCGIFADDR = 0x8915
@@ -46,7 +46,7 @@ class Finding:
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Look at everything, print it; returns the exit code."""
+    """Check the machine and print the report; return the exit code."""
     findings = [_safely(name, look) for name, look in LOOKS.items()]
     can_train = not any(finding.blocks for finding in findings)
     if options.json:
@@ -177,7 +177,7 @@ def _interfaces(name: str) -> Finding:
 
 
 def _address(interface: str) -> str | None:
-    """IPv4 address of an interface, where Linux tells it."""
+    """Return the IPv4 address of an interface; None if Linux reports none."""
     if sys.platform != "linux":
         return None
     import fcntl
@@ -209,7 +209,7 @@ def _disk(name: str) -> Finding:
 
 
 def sum_of_ranks(world) -> float:
-    """What the two probing ranks do: one all-reduce."""
+    """Run one all-reduce: the test that each of two ranks runs."""
     import torch
 
     from minidist.comm import GroupSpec, all_reduce, bind

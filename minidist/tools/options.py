@@ -1,4 +1,4 @@
-"""Options of a command: a dataclass says which there are, its field docstrings are their help.
+"""Command-line options from a dataclass; the docstring of each field is its help text.
 
 A field `name: type = default` is the option `--name value`; a field that is itself a dataclass is a section, whose
 options are `--section.name value`. Supported types: bool (`--name` and `--no-name`), int, float, str, Path, Literal,
@@ -21,12 +21,12 @@ from typing import Any, Literal
 from minidist.errors import UserError, suggest
 
 # Markers for a field's type. Annotated[Config, FLAT]: its options have no prefix; Annotated[str, POSITIONAL]:
-# a word without a name in front; Annotated[..., HIDDEN]: an option that help leaves out.
+# a positional argument; Annotated[..., HIDDEN]: an option that help leaves out.
 FLAT, POSITIONAL, HIDDEN = "flat", "positional", "hidden"
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", Path: "a path"}
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
-# What other trainers call an option of ours.
+# Names that other trainers use for our options.
 _ALIASES = {
     "batch-size": "train.global-batch",
     "global-batch-size": "train.global-batch",
@@ -54,7 +54,7 @@ _COLUMN = 30
 class Option:
     """One option of a command.
 
-    name: without the leading dashes. path: the fields that lead to its value. kind: its type, without None.
+    name: without the leading dashes. path: of the nested field that holds its value. kind: its type, without None.
     optional: whether it may be None.
     """
 
@@ -69,7 +69,7 @@ class Option:
 
     @property
     def negation(self) -> str:
-        """The name that switches a bool off."""
+        """The name of the option that sets a bool to False."""
         section, _, last = self.name.rpartition(".")
         return f"{section}.no-{last}" if section else f"no-{last}"
 
@@ -79,7 +79,7 @@ class Option:
 
     @property
     def item(self) -> Any:
-        """The type of one value."""
+        """The type of one value of a tuple; otherwise the option's type."""
         return typing.get_args(self.kind)[0] if self.is_list else self.kind
 
 
@@ -88,8 +88,8 @@ def parse_options(
 ) -> Any:
     """Read `words` into an instance of the dataclass `kind`; `--help` prints its help and exits.
 
-    program: what the person typed before the words. default: where values start from. keep_unknown: return
-    (options, words that are none of them) instead. Raises UserError for an unknown option or a wrong value.
+    program: the command typed before the words. default: an instance with the default values. keep_unknown: return
+    (options, unknown words) instead. Raises UserError for an unknown option or a wrong value.
     """
     options = options_of(kind)
     if {"-h", "--help"} & set(words):
@@ -134,7 +134,7 @@ def parse_options(
 
 
 def options_of(kind: type, path: tuple[str, ...] = (), prefix: str = "", section: str = "") -> list[Option]:
-    """Every option of a dataclass, in the order of its fields; sections after the options of their own level."""
+    """List the options of a dataclass in field order, sections last."""
     plain, nested = [], []
     hints, documented = typing.get_type_hints(kind, include_extras=True), _field_docstrings(kind)
     for field in dataclasses.fields(kind):
@@ -165,7 +165,7 @@ def options_of(kind: type, path: tuple[str, ...] = (), prefix: str = "", section
 
 
 def help_text(kind: type, program: str, options: Sequence[Option], default: Any = None) -> str:
-    """The help of a command, as wide as the terminal but at most 100 columns."""
+    """Format the help of a command, as wide as the terminal but at most 100 columns."""
     width = help_width()
     shown = sorted((option for option in options if not option.hidden), key=lambda option: not option.positional)
     places = "".join(f" {_metavar(option)}" for option in shown if option.positional)
@@ -185,7 +185,7 @@ def help_text(kind: type, program: str, options: Sequence[Option], default: Any 
 
 
 def help_width() -> int:
-    """Columns of a help text: those of the terminal, but at most 100."""
+    """Return the width of the terminal in columns, at most 100."""
     return min(100, max(40, shutil.get_terminal_size().columns))
 
 
@@ -267,7 +267,7 @@ def _expected(option: Option) -> str:
 
 
 def _guess(given: str, names: Sequence[str]) -> str:
-    """The options that a wrong name may have meant, as the end of a sentence."""
+    """Suggest options similar to an unknown name, as the end of a sentence."""
     if (alias := _ALIASES.get(given)) in names:
         return f"; did you mean --{alias}?"
     last = given.rpartition(".")[2]
@@ -282,7 +282,7 @@ def _guess(given: str, names: Sequence[str]) -> str:
 
 
 def _make(kind: type, values: dict[tuple[str, ...], Any], program: str, options: Sequence[Option]) -> Any:
-    """An instance of `kind` from the values given and its own defaults."""
+    """Construct `kind` from the given values and its defaults."""
     required = {}
     for option in options:
         if _default_of(kind, None, option.path) is dataclasses.MISSING:
@@ -295,7 +295,7 @@ def _make(kind: type, values: dict[tuple[str, ...], Any], program: str, options:
 
 
 def _replace(instance: Any, values: dict[tuple[str, ...], Any]) -> Any:
-    """A copy of a dataclass instance with the fields changed to which the paths lead."""
+    """Copy a dataclass instance with the nested fields at these paths replaced."""
     fields: dict[str, dict[tuple[str, ...], Any]] = {}
     for (first, *rest), value in values.items():
         fields.setdefault(first, {})[tuple(rest)] = value
@@ -306,7 +306,7 @@ def _replace(instance: Any, values: dict[tuple[str, ...], Any]) -> Any:
 
 
 def _default_of(kind: type, default: Any, path: tuple[str, ...]) -> Any:
-    """The value of an option that was not given; dataclasses.MISSING for one that has to be."""
+    """Return the default of an option; dataclasses.MISSING if it is required."""
     if default is None:
         field = next(field for field in dataclasses.fields(kind) if field.name == path[0])
         factory = field.default_factory
@@ -317,7 +317,7 @@ def _default_of(kind: type, default: Any, path: tuple[str, ...]) -> Any:
 
 
 def _section_help(kind: type, section: str) -> str:
-    """The first sentence of a section's class."""
+    """Return the first sentence of the docstring of a section's class."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hint := hints[field.name]):
@@ -329,7 +329,7 @@ def _section_help(kind: type, section: str) -> str:
 
 
 def _field_docstrings(kind: type) -> dict[str, str]:
-    """The string that stands below each field of a dataclass, which Python itself does not keep."""
+    """Read the docstring below each field of a dataclass from its source; Python does not keep it."""
     found = {}
     for base in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body

@@ -1,1 +1,1 @@
-"""What a person sees of a run: log lines, the live view, the loss plot, the sampled text."""
+"""The display of a run: log lines, the live view, the loss plot, the sampled text."""

@@ -1,4 +1,4 @@
-"""Text from a model, one token at a time."""
+"""Generation of text, one token at a time."""
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ def generate(
 ) -> Tensor:
     """Continue tokens (b, s) int64 by `n` sampled ones: (b, s + n).
 
-    temperature: divides the logits; 0 takes the likeliest token each time.
-    top_k: sample among the k likeliest tokens only.
+    temperature: divides the logits; 0 always takes the most likely token.
+    top_k: sample from the k most likely tokens only.
     generator: source of the random numbers; the same state gives the same text.
     context: how many of the last tokens the model sees, `max_seq_len` when not given. A model is best at the length it
         was trained on, and nothing is cached, so each token costs one forward of this length.
@@ -47,7 +47,7 @@ def generate(
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """(b, vocab) -> (b, 1) int64."""
+    """Sample the next token: (b, vocab) -> (b, 1) int64."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     scaled = logits.to(at_least_float32(logits.dtype)) / temperature

@@ -29,7 +29,7 @@ class _StopLine:
 
 
 class LiveView(PlainView):
-    """Redraws in place; notes scroll by above it and stay."""
+    """A view that redraws in place; notes scroll above it."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class LiveView(PlainView):
         self.note(end_line(held_out, lines))
 
     def note(self, line: str) -> None:
-        # Text, since a folder called [red] is no markup.
+        # Text, so that a folder called [red] is not read as markup.
         self.console.print(Text(line), soft_wrap=True)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""loss.png: how a run went, beside what counting reaches."""
+"""loss.png: the losses of a run beside those of n-gram models."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ _LABEL_HEIGHT = 0.055  # of the axes
 
 
 def draw_loss(rows: list[dict], lines: dict[str, float], path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Training and held-out loss over steps, and horizontal lines to compare with. Returns the points it drew.
+    """Plot training and held-out loss over steps, with horizontal baselines; return the points drawn.
 
     rows: as in metrics.jsonl; lines: name to loss in nats per token.
     """
-    from matplotlib.figure import Figure  # no pyplot: in a notebook the choice how to draw is the reader's
+    from matplotlib.figure import Figure  # not pyplot, which would change a notebook's backend
 
     curves = {
         name: [(row["step"], row[key]) for row in rows if row.get(key) is not None]
@@ -36,7 +36,7 @@ def draw_loss(rows: list[dict], lines: dict[str, float], path: Path) -> dict[str
 
 
 def label_places(lines: dict[str, float], low: float, high: float) -> list[float]:
-    """Heights (0 to 1 of the axes) for a label beside each line, in the order of `lines`, none upon another."""
+    """Return the height (0 to 1 of the axes) of each line's label, in the order of `lines`, without overlap."""
     at = {name: (value - low) / (high - low) for name, value in lines.items()}
     below = float("-inf")
     for name in sorted(at, key=at.get):

@@ -1,4 +1,4 @@
-"""What counting reaches: unigram and bigram models, the losses a trained model has to beat.
+"""Unigram and bigram baselines: the losses that a trained model has to beat.
 
 Both are fitted on the training split and scored on the held-out one, in nats per token. Probabilities are smoothed by
 adding K to every count (Lidstone): P(b | a) = (count(a, b) + K) / (count(a) + K * vocab_size).
@@ -14,7 +14,7 @@ _CHUNK = 1 << 22  # tokens counted at once, so that memory does not grow with th
 
 
 def baselines(corpus: Corpus, k: float = K) -> dict[str, float]:
-    """Held-out loss of both models in nats per token: {"unigram": ..., "bigram": ...}."""
+    """Return the held-out loss of both models in nats per token: {"unigram": ..., "bigram": ...}."""
     return {
         "unigram": unigram_loss(corpus.train, corpus.held_out, corpus.vocab_size, k),
         "bigram": bigram_loss(corpus.train, corpus.held_out, corpus.vocab_size, k),
@@ -24,7 +24,7 @@ def baselines(corpus: Corpus, k: float = K) -> dict[str, float]:
 def unigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int, k: float = K) -> float:
     """Cross-entropy of held_out[1:] under single-token frequencies, in nats per token.
 
-    The first token is left out as in every model here: nothing predicts it.
+    The first token is excluded in every model here: nothing predicts it.
     """
     seen, scored = _counts(train, vocab_size), _counts(held_out[1:], vocab_size)
     return _loss(scored, seen + k, np.float64(seen.sum() + k * vocab_size))
@@ -44,7 +44,7 @@ def bigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int, k: flo
 
 
 def pair_counts(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs (a, b) that occur, as sorted codes a * vocab_size + b, and how often each does.  -> two (pairs,) int64
+    """Count the pairs (a, b): return sorted codes a * vocab_size + b and the count of each, two (pairs,) int64.
 
     Raises ValueError for fewer than two tokens.
     """

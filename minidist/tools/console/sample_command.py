@@ -27,7 +27,7 @@ class SampleOptions:
 
 
 def sample(options: SampleOptions) -> str:
-    """The prompt and its continuation. Raises UserError for a checkpoint or an option that cannot be used."""
+    """Return the prompt and its continuation. Raises UserError for an unusable checkpoint or option."""
     for name, value, least in (("tokens", options.tokens, 0), ("temperature", options.temperature, 0.0)):
         if value < least:
             raise UserError(f"--{name} is {value}; it must be at least {least}.")

@@ -1,4 +1,4 @@
-"""A trained model, and text from it."""
+"""Sampling of text from a trained model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +19,9 @@ from minidist.train.resume import stored_config
 
 
 def load_model(path: Path) -> tuple[Transformer, Config]:
-    """The model of the checkpoint in folder `path` on the CPU, whole, and the configuration it was trained with.
+    """Load the full model of the checkpoint in folder `path` on the CPU, and the configuration of its run.
 
-    Raises UserError when it is damaged.
+    Raises UserError if the checkpoint is damaged.
     """
     config = stored_config(path, checkpoint.read_index(path).state)
     model = Transformer(config.model)
@@ -34,7 +34,7 @@ def load_model(path: Path) -> tuple[Transformer, Config]:
 
 
 class Together:
-    """A model that ranks hold in parts, as `generate` takes one: all ranks go through it together."""
+    """Adapter of a sharded model for `generate`; all ranks must call it together."""
 
     def __init__(self, engine: Engine):
         self.config, self._model, self.next_logits = engine.model.config, engine.model, engine.next_logits
@@ -63,7 +63,7 @@ def continue_text(
     top_k: int | None = None,
     seed: int = 0,
 ) -> tuple[str, str]:
-    """The prompt (bytes are tokens) and what the model makes of it, as text."""
+    """Return the prompt (bytes are tokens) and the model's continuation, as text."""
     device = next(model.parameters()).device
     ids = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -81,10 +81,9 @@ def continue_text(
 
 
 def sample_text(engine: Engine, config: Config, prompt: np.ndarray) -> tuple[str, str] | None:
-    """The prompt (bytes) and what the model makes of it, as the configuration says; None where it says none.
+    """Return the prompt (bytes) and the model's continuation as text; None if `train.sample_tokens` is 0.
 
-    All ranks call it. Where each holds the whole model, and all of the time, rank 0 alone has it to do, and the others
-    return None.
+    All ranks call it. If every rank holds the full model, only rank 0 generates and the others return None.
     """
     whole = engine.groups.mesh.dp == engine.groups.world.size and engine.reducer.gatherer is None
     if not config.train.sample_tokens or (whole and engine.groups.world.rank > 0):
@@ -93,6 +92,6 @@ def sample_text(engine: Engine, config: Config, prompt: np.ndarray) -> tuple[str
 
 
 def readable(data: bytes) -> str:
-    """As text; what is none, or would drive the terminal, becomes U+FFFD."""
+    """Decode bytes; replace invalid bytes and control characters by U+FFFD."""
     text = data.decode(errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

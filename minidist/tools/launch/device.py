@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and over which backend it talks."""
+"""Choice of a rank's device and of its communication backend."""
 
 import os
 import sys
@@ -13,12 +13,12 @@ from minidist.tools.launch.gpus import has_own_gpu, too_few_gpus
 
 
 def choose_device(asked: str, local_rank: int, local_size: int) -> torch.device:
-    """The device of a rank.
+    """Choose the device of a rank.
 
     asked: "cpu"; "cuda" for one GPU per rank; "cuda:0" for this GPU, shared by all ranks; "auto" for "cuda" if there
     is a GPU per rank on this machine, else "cpu" (the first rank reports that GPUs are left unused). A process that
     sees one GPU only, its own, takes that one whatever its local rank is (`has_own_gpu`).
-    Raises UserError when CUDA is asked for and there are too few GPUs.
+    Raises UserError if CUDA is requested and there are too few GPUs.
     """
     if asked == "cpu":
         return torch.device("cpu")
@@ -42,10 +42,10 @@ def choose_device(asked: str, local_rank: int, local_size: int) -> torch.device:
 
 
 def choose_backend(asked: str | None, device: torch.device, asked_device: str, size: int) -> str | None:
-    """The backend of the default process group, None for none.
+    """Choose the backend of the default process group; None for no group.
 
-    "auto": no group for one rank; nccl when every rank has a GPU of its own, else shm, which talks over gloo where the
-    ranks turn out to be on several hosts; gloo where the system has no memory to share.
+    "auto": no group for one rank; nccl if every rank has its own GPU; else shm, which falls back
+    to gloo if the ranks are on several hosts; gloo if the system has no shared memory.
     """
     if asked != "auto":
         return asked
@@ -57,12 +57,12 @@ def choose_backend(asked: str | None, device: torch.device, asked_device: str, s
 
 
 def prefer_loopback() -> None:
-    """Let gloo use the loopback interface, unless the person chose one: it needs no host name."""
+    """Make gloo use the loopback interface, which needs no host name, unless the user chose another."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def init_group(backend: str, store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-    """Make the default process group."""
+    """Initialize the default process group. timeout_s: of each operation, in seconds."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

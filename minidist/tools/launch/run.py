@@ -1,4 +1,4 @@
-"""What every rank runs for `minidist train`: the trainer with the observers that the configuration asks for."""
+"""The function that every rank of `minidist train` runs: the trainer with the configured observers."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from minidist.train.trainer import train
 
 
 def train_and_report(world: World, config: Config) -> dict[str, Any]:
-    """Train like `train.trainer.train`; print and draw what happens, and record a trace and memory if asked.
+    """Train with `train.trainer.train`, show progress, and record a trace and memory if configured; return the summary.
 
-    The summary has the held-out losses of a unigram and a bigram model as well, on rank 0.
+    On rank 0 the summary also has the held-out losses of a unigram and a bigram model.
     """
     return train(world, config, make_observers(config), make_meter(config))
 
@@ -31,5 +31,5 @@ def make_observers(config: Config) -> list[Observer]:
 
 
 def make_meter(config: Config) -> Meter:
-    """Return the meter of a run: one that keeps times if a trace is asked for, else one of totals only."""
+    """Return the meter of a run: with times if a trace is recorded, else with totals only."""
     return Meter(keep=False) if config.trace.file is None else TimedMeter()

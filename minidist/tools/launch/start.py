@@ -1,6 +1,6 @@
-"""How a run starts: on ranks of its own on this machine, or on those torchrun has started.
+"""Start a run: on new ranks of this machine, or on the ranks that torchrun has started.
 
-Whatever can be seen to be wrong is said before any rank starts.
+Requests that cannot work are refused before any rank starts.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ CPU_RANKS = 2
 
 
 class StoppedError(RunError):
-    """A person ended the run, and not after a step: `exit_code` is that of the signal."""
+    """Raised when a signal ends the run within a step; `exit_code` is that of the signal."""
 
     def __init__(self, number: int, message: str):
         super().__init__(message)
@@ -43,7 +43,7 @@ class StoppedError(RunError):
 
 
 def default_ranks(config: Config) -> int:
-    """As many as the mesh asks for; else one per GPU; else two, or one replica of the model."""
+    """Return the ranks that the mesh needs; else one per GPU; else two, or one model replica if that is more."""
     mesh = config.mesh
     replica = max(1, mesh.pp * mesh.cp * mesh.tp)
     if mesh.dp is not None:
@@ -53,14 +53,14 @@ def default_ranks(config: Config) -> int:
 
 
 def chosen_ranks(config: Config, asked: int | None) -> int:
-    """How many ranks `--ranks` means; None: `default_ranks`. Raises UserError for fewer than one."""
+    """Return the number of ranks; `default_ranks` if `asked` is None. Raises UserError for fewer than one."""
     if asked is not None and asked < 1:
         raise UserError(f"--ranks is {asked}; at least 1 rank is needed.")
     return default_ranks(config) if asked is None else asked
 
 
 def gpus() -> int:
-    """GPUs that torch can use here."""
+    """Count the GPUs that torch can use on this machine."""
     drivers = ("nvidia[0-9]*", "kfd", "dxg")
     if sys.platform == "linux" and not any(found for name in drivers for found in Path("/dev").glob(name)):
         return 0  # without importing torch, which takes seconds
@@ -70,9 +70,9 @@ def gpus() -> int:
 
 
 def choose_place(config: Config, ranks: int) -> str:
-    """Where `ranks` ranks of one machine compute: "cpu", "cuda" (a GPU each) or "cuda:N" (all on one).
+    """Choose the device of `ranks` ranks of one machine: "cpu", "cuda" (a GPU each) or "cuda:N" (all on one).
 
-    Raises UserError when the device or the backend asked for is not to be had there.
+    Raises UserError if the requested device or backend is not available.
     """
     asked, backend = config.device, config.comm.backend
     found = 0 if asked == "cpu" else gpus()
@@ -102,10 +102,10 @@ def choose_place(config: Config, ranks: int) -> str:
 
 
 def start(config: Config, ranks: int | None, program: Callable | None = None, more: Sequence = ()) -> None:
-    """Train on `ranks` ranks of this machine (None: as many as suit it), or as a rank that torchrun has started.
+    """Train on `ranks` new ranks of this machine (None: `default_ranks`), or as a rank that torchrun has started.
 
     program: what every rank runs, `program(world, config, *more)`; the trainer when None.
-    Raises UserError when it cannot be done, before any rank starts; RunError when the run fails.
+    Raises UserError before any rank starts if the run is impossible, RunError if it fails.
     """
     if under_torchrun():
         if ranks is not None:
@@ -116,7 +116,7 @@ def start(config: Config, ranks: int | None, program: Callable | None = None, mo
 
 
 def train_here(config: Config, ranks: int, program: Callable | None = None, more: Sequence = ()) -> None:
-    """Train on fresh ranks of this machine. Raises UserError before any of them starts, RunError when the run fails."""
+    """Train on new ranks of this machine. Raises UserError before any of them starts, RunError if the run fails."""
     validate(config, ranks)
     place = choose_place(config, ranks)
     check_output_files(config)
@@ -146,7 +146,7 @@ def train_here(config: Config, ranks: int, program: Callable | None = None, more
 
 
 def _wait(job: "Job", folder: Path) -> None:
-    """Until the run has ended. SIGINT and SIGTERM ask it to save and end; a second SIGINT ends it at once."""
+    """Wait for the end of the run. SIGINT and SIGTERM make it save and stop; a second SIGINT kills it."""
     asked: list[int] = []
 
     def ask(number: int, _) -> None:
@@ -154,7 +154,7 @@ def _wait(job: "Job", folder: Path) -> None:
             raise KeyboardInterrupt
         asked.append(number)
         job.send_signal(number)
-        if not sys.stdout.isatty():  # a live view says so itself
+        if not sys.stdout.isatty():  # the live view shows it
             name = signal.Signals(number).name
             again = "; a second SIGINT ends the run at once" if number == signal.SIGINT else ""
             print(f"{name}: saving after this step{again}", file=sys.stderr, flush=True)
@@ -176,14 +176,14 @@ def _wait(job: "Job", folder: Path) -> None:
 
 
 def _only_stopped(failure: RankFailure, asked: list[int]) -> bool:
-    """Whether the ranks ended of the signal itself, which they do until they have begun to train."""
+    """Whether the signal itself killed the ranks, as it does before training begins."""
     names = [signal.Signals(number).name for number in asked]
     return any(f"killed by {name}" in str(failure) for name in names) or "raised KeyboardInterrupt" in str(failure)
 
 
 @contextlib.contextmanager
 def _whole_terminal() -> Iterator[None]:
-    """A rank that is killed can neither show the cursor that its live view has hidden nor end its last line."""
+    """Restore the terminal's cursor after an error: a killed rank cannot undo what its live view changed."""
     try:
         yield
     except BaseException:

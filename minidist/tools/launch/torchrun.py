@@ -1,4 +1,4 @@
-"""The same program under torchrun, which starts the ranks and tells each its place in environment variables."""
+"""Ranks started by torchrun, which passes each its rank and world size in environment variables."""
 
 import contextlib
 import json
@@ -24,24 +24,24 @@ _TELL_S = 5.0
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher has told this process its rank."""
+    """Whether torchrun, or a compatible launcher, started this process."""
     return all(name in os.environ for name in _GIVEN)
 
 
 def torchrun_size() -> int:
-    """How many ranks the launcher has started."""
+    """Return the world size."""
     return rank_and_world(os.environ).size
 
 
 def torchrun_local_size() -> int:
-    """How many of them on this machine."""
+    """Return the number of ranks on this machine."""
     return rank_and_world(os.environ).local_size
 
 
 def meeting_port() -> int:
-    """The port where the ranks meet. Raises UserError for port 0, which `--master-port 0` hands on as it is.
+    """Return the rendezvous port. Raises UserError for port 0 (`--master-port 0`).
 
-    torchrun's own store takes a free port then, but tells the ranks 0, and they would look for it for ever.
+    torchrun's own store then takes a free port but passes 0 to the ranks, which would wait for it forever.
     """
     port = read_integer(os.environ, "MASTER_PORT")
     if port == 0:
@@ -53,10 +53,10 @@ def meeting_port() -> int:
 
 
 class Held:
-    """What SIGTERM does under torchrun until the ranks meet: it is remembered.
+    """Signal handler that records SIGTERM until the rendezvous, under torchrun.
 
-    torchrun sends it to all ranks as soon as one has ended. Where all find the same fault in what was asked for, rank
-    0, which tells it, must not be cut short.
+    torchrun sends SIGTERM to all ranks as soon as one has ended. If all refuse the same wrong option, rank 0 must still
+    be able to print the message.
     """
 
     def __init__(self):
@@ -67,15 +67,15 @@ class Held:
 
 
 def hold_sigterm() -> None:
-    """Begin to hold SIGTERM, under torchrun; `torchrun_world` lets go of it, and holds it again after an error."""
+    """Defer SIGTERM if under torchrun; `torchrun_world` restores it, and defers it again after an error."""
     if under_torchrun():
         signal.signal(signal.SIGTERM, Held())
 
 
 def let_first_rank_tell() -> bool:
-    """Before a rank ends with an error that rank 0 may have as well: wait until rank 0 has ended; whether it has.
+    """Wait a few seconds for rank 0 to report an error that it may share with this rank; return whether it has ended.
 
-    torchrun then sends SIGTERM to the others. Waits for a few seconds at most: rank 0 may have no error.
+    torchrun sends SIGTERM to the other ranks when rank 0 ends.
     """
     held = signal.getsignal(signal.SIGTERM)
     end_s = time.monotonic() + _TELL_S
@@ -85,9 +85,9 @@ def let_first_rank_tell() -> bool:
 
 
 def report_to_torchrun(message: str) -> None:
-    """Put the message of an error into torchrun's table of failed ranks, in the file that torchrun names for it.
+    """Write an error message to the file from which torchrun reports failed ranks.
 
-    torch's own `record` decorator writes such a file for exceptions that nobody catches.
+    torch's own `record` decorator does so for uncaught exceptions.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         error = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -96,23 +96,23 @@ def report_to_torchrun(message: str) -> None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0, or no rank at all: the one that speaks for all."""
+    """Whether this process prints for all ranks: rank 0, or a process without torchrun."""
     return not under_torchrun() or own_rank() == "0"
 
 
 def own_rank() -> str:
-    """What the launcher calls this process; no number if it made a mistake, which must be possible to say."""
+    """Return RANK as the launcher set it, as text: it may be malformed."""
     return os.environ["RANK"]
 
 
 @contextlib.contextmanager
 def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s: float = 1800.0) -> Iterator["World"]:
-    """The world of a rank that torchrun started, as a context; at its end ranks wait for each other.
+    """Context manager for the world of a rank that torchrun started; its exit waits for all ranks.
 
-    device, backend: as for `RankServer.start`. timeout_s: the longest one operation may take.
-    Raises UserError when the place is not known, the port is taken or the device is not there.
+    device, backend: as for `RankServer.start`. timeout_s: of each operation, in seconds.
+    Raises UserError if the rank is unknown, the port is taken or the device is not available.
     """
-    # Here, so that asking `under_torchrun` costs no import of torch.
+    # Imported here, so that `under_torchrun` does not import torch.
     import torch
     import torch.distributed as dist
 
@@ -122,7 +122,7 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
     from minidist.tools.launch.device import choose_backend, choose_device, init_group, prefer_loopback
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(os.getppid())  # torchrun gives its ranks a session of their own, and no end with its own
+        die_with_parent(os.getppid())  # torchrun's ranks would outlive it
     held = signal.getsignal(signal.SIGTERM)
     if isinstance(held, Held):
         if held.asked:
@@ -141,7 +141,7 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
         prefer_loopback()
     init_group(talks, _store(rank, size, address, port, timeout_s), rank, size, chosen, timeout_s)
     own = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # not the status of an earlier attempt
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # separates the statuses of restarts
     watchdog = Watchdog(rank, size, world.status, dist.PrefixStore(f"minidist/{attempt}", own), timeout_s=timeout_s)
     world.status.resume()
     try:
@@ -158,7 +158,7 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
 
 
 def _store(rank: int, size: int, address: str, port: int, timeout_s: float):
-    """torch's own meeting point: the agent's store under torchrun, else one that rank 0 serves."""
+    """Return torch's rendezvous store: the agent's under torchrun, else one that rank 0 serves."""
     from torch.distributed import DistNetworkError
     from torch.distributed.rendezvous import rendezvous
 
@@ -175,9 +175,9 @@ def _store(rank: int, size: int, address: str, port: int, timeout_s: float):
 
 
 def _own_environ() -> Mapping[str, str]:
-    """The environment without the OMP_NUM_THREADS=1 that torchrun adds when the person set none.
+    """Return the environment without the OMP_NUM_THREADS=1 that torchrun adds if the user set none.
 
-    What the person set stands in the environment torchrun itself was started with, which Linux shows.
+    The user's own value is read from torchrun's environment in /proc, on Linux.
     """
     environ = dict(os.environ)
     with contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ class StopRequest:
         self.requested: str | None = None
         self._interrupts = 0
         self._before: dict[int, object] = {}
-        self._wakeup: tuple[int, int] | None = None
+        self._wakeup: tuple[int, int, threading.Thread] | None = None
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is not threading.main_thread():
@@ -34,14 +34,16 @@ class StopRequest:
         # While the main thread is inside torch, Python does not call the handler; this pipe is written at once.
         read, write = os.pipe()
         os.set_blocking(write, False)
-        self._wakeup = write, signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(read,), daemon=True).start()
+        listener = threading.Thread(target=self._listen, args=(read,), daemon=True)
+        self._wakeup = write, signal.set_wakeup_fd(write, warn_on_full_buffer=False), listener
+        listener.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        write, before = self._wakeup
+        write, before, listener = self._wakeup
         signal.set_wakeup_fd(before)
         os.close(write)
+        listener.join()  # or it could report a signal of this context to the next one
         for number, handler in self._before.items():
             # None: a handler that was not installed from Python, and cannot be put back from here.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

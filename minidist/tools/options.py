@@ -118,8 +118,8 @@ def parse_options(
             option = by_name[name]
             given = [inline] if equals else _take(option, rest)
             value = _value_of(option, given)
-            repeats = option.is_list and typing.get_args(option.kind)[-1] is Ellipsis and option.path in values
-            values[option.path] = (*values[option.path], *value) if repeats else value
+            repeats = option.is_list and typing.get_args(option.kind)[-1] is Ellipsis and value is not None
+            values[option.path] = (*(values.get(option.path) or ()), *value) if repeats else value
         elif name in by_name or name in negated:
             if equals:
                 raise UserError(f"--{name} takes no value, and was given {inline!r}: write --{name} alone.")

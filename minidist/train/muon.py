@@ -35,6 +35,9 @@ class Muon(torch.optim.AdamW):
         self._exchange, self._steps = exchange, steps
         super().__init__([{"shapes": None, **group} for group in groups], **adamw)
 
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "_exchange": self._exchange, "_steps": self._steps}
+
     def __setstate__(self, state: dict) -> None:
         # Adam's own would look for its count of steps in every state, to bring those of old releases up to date.
         torch.optim.Optimizer.__setstate__(self, state)

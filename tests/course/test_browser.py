@@ -57,7 +57,7 @@ groups.meter.operations["grads", "all_reduce"], len(engine.parameters)
 SMALL = [
     "%load_ext minidist.tools.notebook\n%load_ext exercises",
     "%ranks 2",
-    "%%ranks\nfrom minidist.data.partition import block\nblock(10, world_size, rank).tolist()",
+    "%%ranks\nfrom minidist.data.partition import block_partition\nblock_partition(10, world_size, rank).tolist()",
     f"%%piece {PIECE}\n{read_symbol_source(PIECE)}",
     f"%%ranks{STEP}",
     "%exercise block_partition",

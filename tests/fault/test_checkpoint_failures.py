@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minidist.errors import RunError, UserError
-from minidist.fault import checkpoint, folders
+from minidist.fault import checkpoint, folders, shards
 from minidist.fault import index as index_file
 from minidist.fault.checkpoint import load_checkpoint, read_index, save_checkpoint
 from minidist.fault.shards import TensorShard, merge_descriptions
@@ -42,7 +42,7 @@ def test_a_full_disk_on_one_rank_fails_all_ranks_alike_and_loses_nothing(tmp_pat
     if moment == "write":
         monkeypatch.setattr(checkpoint, "save_file", save_file)
     else:
-        monkeypatch.setattr(folders, "commit", commit)
+        monkeypatch.setattr(folders, "commit_checkpoint", commit)
     message = failing_save(tmp_path, 3, lambda rank: [whole(f"t{rank}", torch.zeros(4))])
     assert ("rank 1: [Errno 28] No space left" if moment == "write" else "rank 0: [Errno 30] Read-only") in message
     assert ("writing 16 bytes" in message) == (moment == "write")
@@ -82,7 +82,7 @@ def test_every_element_is_asked_for_whichever_way_boxes_are_cut():
 
     def description(boxes):
         pieces = [TensorShard("w", (3, 3), Box(a, b), torch.zeros(Box(a, b).shape)) for a, b in boxes]
-        return [checkpoint.layout.describe(pieces, "f")]
+        return [shards.describe_shards(pieces, "f")]
 
     assert len(merge_descriptions(description(wheel))["w"].boxes) == 5
     for missing in range(5):

@@ -73,13 +73,13 @@ def in_order(world: World) -> tuple:
     meter = Meter()
     group = context(world, meter)
     for name in ("forward", "backward"):
-        real = getattr(kernels, name)
+        real = getattr(kernels, f"attention_{name}")
 
         def marked(*args, _real=real, _name=name):
             meter.event(_name)
             return _real(*args)
 
-        setattr(kernels, name, marked)
+        setattr(kernels, f"attention_{name}", marked)
     ring.ring_attention(*own_part(4), group, "zigzag").sum().backward()
     return meter.records, meter.events
 
@@ -101,7 +101,7 @@ def counted(world: World, layout: str, length: int) -> list:
     group = context(world)
     calls = []
     for name in ("forward", "backward"):
-        real = getattr(kernels, name)
+        real = getattr(kernels, f"attention_{name}")
 
         def counting(*args, _real=real, _name=name):
             query, key = args[:2] if _name == "forward" else args[1:3]
@@ -109,7 +109,7 @@ def counted(world: World, layout: str, length: int) -> list:
             calls.append((_name, rectangle / 2 if args[-1] else rectangle))
             return _real(*args)
 
-        setattr(kernels, name, counting)
+        setattr(kernels, f"attention_{name}", counting)
     ring.ring_attention(*own_part(length), group, layout).sum().backward()
     return [[scores for name, scores in calls if name == which] for which in ("forward", "backward")]
 

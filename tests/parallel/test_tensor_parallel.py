@@ -131,7 +131,7 @@ def uneven(world: World) -> str:
 
 
 def test_a_sequence_that_does_not_divide_is_refused(ranks):
-    assert ranks(uneven, 2) == ["dimension 1 has 7 elements, which 2 ranks cannot share equally"] * 2
+    assert ranks(uneven, 2) == ["dimension 1 has 7 elements, which cannot be sharded equally over 2 ranks"] * 2
 
 
 def extreme(world: World) -> list:

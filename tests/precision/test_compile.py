@@ -124,4 +124,4 @@ def test_what_does_not_go_with_compiled_layers_is_refused(capsys, words, told):
 
 def test_the_estimate_says_that_the_compiler_decides(capsys):
     assert main(["estimate", "--ranks", "2", "--compile"]) == 0
-    assert "compile: what a compiled layer keeps its compiler decides" in capsys.readouterr().out
+    assert "compile: the compiler decides what a compiled layer saves" in capsys.readouterr().out

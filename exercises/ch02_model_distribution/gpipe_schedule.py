@@ -4,7 +4,7 @@ Write the missing lines of gpipe; its docstring specifies the result.
 You may call: expand_phases, micro_batch_order, Op.
 Check it with: python -m exercises check gpipe_schedule
 
-Stub 1c9fc350.
+Stub 49d33f81.
 """
 
 from minidist.parallel.pipeline.actions import Op
@@ -12,7 +12,7 @@ from minidist.parallel.pipeline.schedule_rules import expand_phases, micro_batch
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:
-    """All forwards, then all backwards; every micro-batch is alive when the first backward begins.
+    """GPipe: all forwards, then all backwards; all micro-batches are in flight when the first backward begins.
 
     Huang et al. 2019, section 2.2 and figure 2.
     """

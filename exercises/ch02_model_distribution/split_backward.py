@@ -4,7 +4,7 @@ Write the missing lines of _Linear and DeferWeightGradients and weight_gradient;
 You may call: list.append, Tensor.flatten, torch.matmul.
 Check it with: python -m exercises check split_backward
 
-Stub 9ebb3a77.
+Stub 87a229a0.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from minidist.parallel.pipeline.split_backward import DeferredWeightGradient
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` without bias, whose backward gives dx and puts the half of dW into a list."""
+    """`F.linear` without bias, whose backward returns dx and appends the inputs of dW to a list."""
 
     @staticmethod
     def forward(ctx, x, weight, name, halves):
@@ -33,10 +33,10 @@ class _Linear(torch.autograd.Function):
 
 
 class DeferWeightGradients(TorchFunctionMode):
-    """Within this context the backward of linear layers leaves their weights' gradients to be computed later.
+    """A context manager in which linear layers defer their weight gradients in backward.
 
-    names: parameter to its name, of those to treat so; halves: where to put what is left to do, by whichever backward.
-    Left whole are a layer whose input takes no gradient, as it has no first half, and one with a bias.
+    names: parameter to name, for the weights to defer. halves: backward appends the deferred weight gradients to it.
+    Layers with a bias, and layers whose input needs no gradient, keep their full backward.
     """
 
     def __init__(self, names: Mapping[Tensor, str], halves: list[DeferredWeightGradient]):
@@ -49,11 +49,11 @@ class DeferWeightGradients(TorchFunctionMode):
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is not None or not x.requires_grad or weight not in self._names:
             return F.linear(x, weight, bias)
-        # Detached: no gradient flows to the parameter itself, so no hook of it is called for it.
+        # Detached: no gradient flows to the parameter itself, so its hooks are not called.
         return _Linear.apply(x, weight.detach(), self._names[weight], self._halves)
 
 
 def weight_gradient(half: DeferredWeightGradient) -> Tensor:
-    """The half that was left: `dW = dy^T x`, (out, in)."""
+    """Compute a deferred weight gradient: `dW = dy^T x`, (out, in)."""
     _, x, grad = half
     raise NotImplementedError("return the gradient of the weight, (out, in)")

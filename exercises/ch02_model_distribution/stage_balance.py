@@ -4,7 +4,7 @@ Write the missing lines of _cut and balance_layers; its docstring specifies the 
 You may call: _whole, _cut, min, max, operator.add, itertools.accumulate.
 Check it with: python -m exercises check stage_balance
 
-Stub a4d5c7e7.
+Stub 3b02825d.
 """
 
 import math
@@ -19,9 +19,10 @@ from minidist.parallel.pipeline.balance import _whole
 def _cut(
     ends: Sequence[int], parts: int, value: Callable[[int], float], join: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The least joined value of any cut into so many parts, and where its parts end. ends: costs summed up to there.
+    """Find the split into `parts` parts with the least combined value, by dynamic programming.
 
-    The best cut of the first i layers into k parts is a best cut of the first j < i into k - 1, and one part more.
+    ends: prefix sums of the costs. value: of one part's cost. join: combines two parts' values. Returns the value and
+    the end of each part. The best split of i layers into k parts extends a best split of j < i layers into k - 1.
     """
     layers = len(ends) - 1
     raise NotImplementedError("return the smallest joined value, and where the stages of that partition end")
@@ -30,14 +31,13 @@ def _cut(
 def balance_layers(
     costs: Sequence[float], stages: int, chunks: int = 1, embedding: float = 0.0, head: float = 0.0
 ) -> list[range]:
-    """Cut the layers into `stages * chunks` parts in a row, none empty, whose costliest is as cheap as possible.
+    """Split the layers into `stages * chunks` consecutive non-empty parts, minimising the cost of the costliest part.
 
-    costs: what each layer costs, in any unit; embedding and head: what the first and the last part have besides.
-    Returns the layers of every part, from the input on (`Schedule.owner` says where each is). Of several best cuts it
-    takes the most even one, by the sum of squares, and of those the one with fewer layers in front, where 1F1B keeps
-    most micro-batches alive.
+    costs: of each layer, in any unit. embedding, head: additional cost of the first and the last part.
+    Returns the layers of each part, from the input on (`Schedule.owner` gives the stage of each). Ties are broken by
+    the smallest sum of squares, then by fewer layers in earlier parts, where 1F1B has most micro-batches in flight.
 
-    Raises UserError when there are fewer layers than parts.
+    Raises UserError if there are fewer layers than parts.
     """
     parts = stages * chunks
     if len(costs) < parts:

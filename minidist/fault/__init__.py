@@ -1,11 +1,12 @@
-"""Fault tolerance: checkpoints that any layout can load, and the request to stop.
+"""Fault tolerance: checkpoints that any layout can load, and graceful stops on signals.
 
-Public: `checkpoint.save` and `checkpoint.load`, `folders.latest`, `signals.StopRequest`. Read in this order:
+Public: `checkpoint.save_checkpoint` and `checkpoint.load_checkpoint`, `folders.latest_checkpoint`,
+`signals.StopRequest`. Read in this order:
 
-layout      pieces of global tensors, and which of them a rank must read
-index       checkpoint.json: the contents of a checkpoint, and whether its files are intact
+shards      shards of global tensors, and which saved boxes a rank must read
+index       checkpoint.json: the contents of a checkpoint, and the checksums of its files
 folders     the folder of checkpoints: which are complete, which is the latest, which may be deleted
-agree       an error on one rank becomes an error on all
+agree       an error on one rank becomes an error on all ranks
 checkpoint  save and load, on one rank or many, from any layout into any other
 signals     the request to stop, which takes effect at the end of a step
 """

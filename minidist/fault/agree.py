@@ -1,7 +1,7 @@
-"""Failing together: an action that one rank could not do has failed on all of them.
+"""Collective error handling: an action that fails on one rank fails on all of them, with one message.
 
-A rank that raises on its own leaves the others waiting for it in their next collective. So every rank says how its
-part went, and all of them return or all of them raise, with one message.
+A rank that raises alone leaves the others waiting for it in their next collective. So the ranks exchange their outcomes
+after the action, and either all of them return or all of them raise.
 """
 
 from collections.abc import Callable
@@ -15,26 +15,29 @@ Result = TypeVar("Result")
 
 
 def gather_alone(value: Any) -> list:
-    """The exchange of a group of one: it takes this rank's value and returns those of all ranks, in order."""
+    """Gather the values of a group of one rank: the `GatherObjects` of a single process."""
     return [value]
 
 
 class CollectiveError(Exception):
-    """What went wrong, on whichever ranks: the same text on all of them.
+    """An action failed on at least one rank. Raised on all ranks, with the same message.
 
-    damaged: whether on one of them it was a damaged checkpoint.
+    damaged: whether any rank found the checkpoint damaged.
     """
 
     damaged = False
 
 
 def run_on_all_ranks(exchange: GatherObjects, action: Callable[[], Result]) -> list[Result]:
-    """Run `action` on every rank and return the results of all; raise FailedError on all when one of them raised."""
+    """Run `action` on every rank and return all results, in rank order; raise CollectiveError on all if any raised.
+
+    exchange: takes this rank's value and returns the values of all ranks, in order.
+    """
     result, failure, cause = None, None, None
     try:
         result = action()
     except Exception as error:
-        # These were written to be read; of anything else the type is part of the message.
+        # The messages of these errors are complete sentences; any other error needs its type in front.
         plain = isinstance(error, UserError | ValueError | OSError)
         failure = (str(error) if plain else f"{type(error).__name__}: {error}", isinstance(error, DamagedError))
         cause = error

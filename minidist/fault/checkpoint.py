@@ -1,13 +1,13 @@
-"""Save and load. Checkpoints are boxes of named global tensors, so any layout loads any checkpoint.
+"""Save and load checkpoints: boxes of named global tensors, which any layout can load.
 
-save    describe -> write -> commit: each rank writes its boxes to a file of its own, aside; rank 0 adds the index and
-        renames the folder. Until that rename the last checkpoint is the one before.
-load    plan -> verify -> read: nothing is written into a tensor before every rank knows that everything fits and that
-        every byte is the one that was written.
+save    describe -> write -> commit: each rank writes its boxes to its own file in a temporary folder; rank 0 adds the
+        index and renames the folder. Until then the previous checkpoint stays the latest.
+load    plan -> verify -> read: no tensor is written before every rank knows that all shapes and dtypes match and all
+        checksums are right.
 
-All ranks of the group call together and end together: after each phase they exchange its outcome
-(`run_on_all_ranks`). The exchange is an argument, `gather_alone` or an all-gather over a group, so this module does not
-import `comm`.
+Both are collective: after each phase the ranks exchange its outcome (`run_on_all_ranks`), and all of them continue or
+all of them raise. The exchange is an argument, `gather_alone` or an all-gather over a group, so that this module does
+not import `comm`.
 """
 
 import shutil
@@ -41,12 +41,12 @@ def save_checkpoint(
     exchange: GatherObjects = gather_alone,
     rank: int = 0,
 ) -> Path:
-    """Write the checkpoint of `step` into the folder `root`; returns its folder. All ranks of the group call it.
+    """Write the checkpoint of `step` into the folder `root`; returns its folder. Collective over the group.
 
-    pieces: what this rank holds; together the pieces that are written must cover every element once.
-    state: a JSON object (configuration, position, fingerprint of the corpus); rank 0's is kept.
+    pieces: this rank's shards; over all ranks, those with `writes` must cover every element exactly once.
+    state: a JSON object (configuration, position, fingerprint of the corpus); rank 0's is saved.
     exchange: takes this rank's value, returns the values of all ranks of the group in order. rank: index in the group.
-    Raises RunError, the same on all ranks, when any of them failed; earlier checkpoints are then as they were.
+    Raises RunError, the same on all ranks, if any of them failed; earlier checkpoints are not changed.
     """
     root, pieces = Path(root), list(pieces)
     folder = folders.partial_folder(root, step)
@@ -92,9 +92,9 @@ def save_checkpoint(
 
 
 def read_index(path: str | Path) -> Index:
-    """The index of the checkpoint in folder `path`: its step, its state, its tensors.
+    """Read the index of the checkpoint in folder `path`: its step, state and tensors.
 
-    Raises UserError when it is damaged, naming an intact checkpoint beside it.
+    Raises UserError if the index is damaged; the message names an intact checkpoint in the same folder.
     """
     try:
         return parse_index(Path(path))
@@ -111,15 +111,15 @@ def load_checkpoint(
     cast: bool = False,
     prefix: str = "",
 ) -> Index:
-    """Fill the tensors of `pieces` from the checkpoint in folder `path`, whatever layout wrote it; returns its index.
+    """Load the checkpoint in folder `path`, saved by any layout, into the tensors of `pieces`; returns its index.
 
-    All ranks of the group call it; `exchange` and `rank` as in `save_checkpoint`. A rank reads only the slices it
-    needs of each file; one rank computes the sha256 of a file for all.
-    cast: convert to the dtype of the piece where it differs; otherwise that is an error.
-    prefix: of the checkpoint's tensors, those whose names start so must all be wanted by some rank. `params/` loads a
-        model without its optimizer.
-    Raises UserError, the same on all ranks and before any tensor is written, when the checkpoint is damaged (naming an
-    intact one beside it) or holds other tensors, shapes or dtypes than the pieces; RunError when reading fails later.
+    Collective over the group; `exchange` and `rank` as in `save_checkpoint`. Each rank reads only the slices that it
+    needs, and the ranks share the work of verifying the checksums.
+    cast: convert saved tensors to the dtypes of `pieces`; if False, another dtype is an error.
+    prefix: every saved tensor whose name starts with it must be loaded by some rank. `params/` loads a model without
+        its optimizer.
+    Raises UserError, the same on all ranks and before any tensor is written, if the checkpoint is damaged (naming an
+    intact one) or if its tensors, shapes or dtypes do not match `pieces`; RunError if reading fails later.
     """
     path, pieces = Path(path), list(pieces)
     reads: dict[str, list] = {}
@@ -144,7 +144,7 @@ def load_checkpoint(
     except CollectiveError as failure:
         if not failure.damaged:
             raise RunError(f"{path} could not be loaded: {failure}") from failure.__cause__
-        # One rank looks, since it may have to read every byte of the other checkpoints.
+        # Only rank 0 searches, since it may have to read every byte of the other checkpoints.
         instead = exchange(_instead(path) if rank == 0 else None)[0]
         raise UserError(f"{failure} {instead}") from failure.__cause__
     return index
@@ -155,7 +155,7 @@ def _file(rank: int) -> str:
 
 
 def _write(file: Path, pieces: list[TensorShard]) -> FileEntry | None:
-    """Write this rank's boxes and wait until they are on disk; None when it has none to write."""
+    """Write this rank's boxes and wait until they are on disk; returns None if there are none."""
     tensors = {
         shards.shard_key(piece): piece.tensor.detach().cpu().contiguous() for piece in shards.shards_to_save(pieces)
     }
@@ -163,7 +163,7 @@ def _write(file: Path, pieces: list[TensorShard]) -> FileEntry | None:
         return None
     try:
         file.touch()
-        mode = file.stat().st_mode  # safetensors replaces the file by one that only its owner may read
+        mode = file.stat().st_mode  # safetensors writes a new file that only its owner may read
         save_file(tensors, file)
         file.chmod(mode)
         folders.fsync(file)
@@ -224,7 +224,7 @@ def _read(index: Index, reads: dict[str, list]) -> None:
 
 
 def _instead(path: Path) -> str:
-    """The nearest intact checkpoint in the same folder, earlier ones first."""
+    """Return a sentence that names the nearest intact checkpoint in the same folder, preferably an earlier one."""
     own = path.resolve()
     found = folders.complete_checkpoints(own.parent)
     at = next((step for step, folder in found.items() if folder == own), max(found, default=0) + 1)

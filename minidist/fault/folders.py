@@ -1,11 +1,11 @@
-"""The folder of checkpoints. A checkpoint is complete when its folder is called `step-00000100`, and only then.
+"""The folder of checkpoints. A checkpoint is complete if and only if its folder is named like `step-00000100`.
 
-It is written in `step-00000100.partial` and renamed when every byte is on disk. There is no file that says which is the
-latest: such a file can be half written, or outlive what it points to. A folder that is about to go is first renamed to
-`.partial`, so one that is half deleted is never taken for a checkpoint.
+A checkpoint is written to `step-00000100.partial`, which is renamed when every byte is on disk. To delete a checkpoint,
+its folder is first renamed to `.partial`, so a half-deleted folder never counts. There is no "latest" file: it could be
+half written, or name a deleted checkpoint.
 
-Saving a step again moves the old folder to `step-00000100.replaced` for the moment between two renames; a process that
-dies there leaves that one, whole, and it counts as the checkpoint of the step until the new one has the name.
+When a step is saved again, the old folder is named `step-00000100.replaced` between two renames. If the process dies
+there, that folder is still complete and counts as the step's checkpoint.
 """
 
 import contextlib
@@ -21,19 +21,22 @@ _PARTIAL = re.compile(r"step-\d{8,}(\.replaced)?\.partial")
 
 
 def complete_folder(root: Path, step: int) -> Path:
+    """Return the folder of a step's complete checkpoint."""
     return root / f"step-{step:08d}"
 
 
 def partial_folder(root: Path, step: int) -> Path:
+    """Return the folder into which a step's checkpoint is written."""
     return root / f"step-{step:08d}.partial"
 
 
 def replaced_folder(root: Path, step: int) -> Path:
+    """Return the temporary name of a step's old checkpoint while a new one replaces it."""
     return root / f"step-{step:08d}.replaced"
 
 
 def complete_checkpoints(root: str | Path) -> dict[int, Path]:
-    """The complete checkpoints in `root`, step to folder, ascending. None when there is no such folder."""
+    """Return the complete checkpoints in `root`, step to folder, ascending; empty if `root` does not exist."""
     found: dict[int, Path] = {}
     for name in sorted(_entries(Path(root))):  # `step-1` sorts before `step-1.replaced`: the plain name wins
         if (match := _COMPLETE.fullmatch(name)) and (folder := Path(root, name)).is_dir():
@@ -42,9 +45,9 @@ def complete_checkpoints(root: str | Path) -> dict[int, Path]:
 
 
 def latest_checkpoint(root: str | Path, purpose: str = "resume from") -> Path:
-    """The complete checkpoint with the highest step in `root`; `root` itself when it is one.
+    """Return the complete checkpoint with the highest step in `root`, or `root` itself if it is a checkpoint.
 
-    purpose: what for, in the message. Raises UserError, which says what the folder does hold, when there is none.
+    purpose: for the message "no checkpoint to PURPOSE". Raises UserError, with the folder's content, if there is none.
     """
     root = Path(root)
     if not root.is_dir():
@@ -73,10 +76,10 @@ def latest_checkpoint(root: str | Path, purpose: str = "resume from") -> Path:
 
 
 def prune_checkpoints(root: str | Path, keep: int, written: str | Path | None = None) -> list[Path]:
-    """Delete the oldest complete checkpoints beyond `keep`, and everything unfinished. One rank calls it, after `save`.
+    """Delete all but the latest `keep` complete checkpoints, and all unfinished ones. Called by one rank, after a save.
 
-    written: the folder `save` returned; it stays even where there are `keep` later steps (of an abandoned run).
-    Returns the complete checkpoints that went. Raises ValueError when keep < 1, RunError when the system refuses.
+    written: the folder that `save_checkpoint` returned, which is kept even if `keep` checkpoints of later steps exist.
+    Returns the complete checkpoints deleted. Raises ValueError if keep < 1, RunError if the system refuses a deletion.
     """
     if keep < 1:
         raise ValueError(f"cannot keep {keep} checkpoints; at least the one just written stays")
@@ -96,14 +99,14 @@ def prune_checkpoints(root: str | Path, keep: int, written: str | Path | None = 
 
 
 def create_partial_folder(folder: Path) -> None:
-    """Make an empty `.partial` folder, whatever an earlier attempt left there."""
+    """Create an empty `.partial` folder; removes the remains of an earlier attempt."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
 
 
 def commit_checkpoint(root: Path, step: int) -> Path:
-    """Give the partial folder of a step, whose files are on disk, its name. Returns the complete folder."""
+    """Rename a step's partial folder, whose files are on disk, to its complete name, and return that."""
     new, old = complete_folder(root, step), replaced_folder(root, step)
     fsync(partial_folder(root, step))
     if new.exists():
@@ -119,7 +122,7 @@ def commit_checkpoint(root: Path, step: int) -> Path:
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Delete a folder so that it stops counting as complete at once."""
+    """Delete a checkpoint's folder, renaming it first so that it stops counting as complete at once."""
     if not _PARTIAL.fullmatch(folder.name):
         aside = folder.with_name(folder.name + ".partial")
         shutil.rmtree(aside, ignore_errors=True)
@@ -129,7 +132,7 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Wait until the file's bytes, or the folder's names, are on disk."""
+    """Flush a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -5,7 +5,7 @@
      "tensors": {"params/model.norm.weight": {"dtype": "float32", "shape": [64],
                  "boxes": [{"start": [0], "stop": [64], "file": "rank-00000.safetensors", "key": ...}]}}}
 
-Every file has its sha256 here and the index has its own, so a flipped bit anywhere is seen before anything is loaded.
+It holds the SHA-256 of every file and of itself, so that a flipped bit is detected before anything is loaded.
 """
 
 import hashlib
@@ -24,29 +24,29 @@ NAME = "checkpoint.json"
 
 
 class DamagedError(UserError):
-    """The checkpoint on disk is not the one that was written."""
+    """The files of a checkpoint are missing, unreadable, or differ from those that were written."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file must be: its sha256 (hex) and its size in bytes."""
+    """The SHA-256 (hex) and the size in bytes of a checkpoint file."""
 
     sha256: str
     bytes: int
 
     @classmethod
     def of(cls, file: Path) -> "FileEntry":
-        """The entry of a file as it is on disk now."""
+        """Compute the entry of a file on disk."""
         with open(file, "rb") as stream:
             return cls(hashlib.file_digest(stream, "sha256").hexdigest(), file.stat().st_size)
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds.
+    """The content of checkpoint.json.
 
-    step: optimizer steps done. state: the JSON object given to `save`. sha256: of the index itself, so two ranks that
-    have the same one read the same checkpoint.
+    step: optimizer steps done. state: the JSON object given to `save_checkpoint`. sha256: of the index itself; ranks
+    compare it to make sure that they read the same checkpoint.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class Index:
 
 
 def format_index(step: int, state: dict, files: dict[str, FileEntry], tensors: dict[str, SavedTensor]) -> str:
-    """The text of checkpoint.json. Raises ValueError or TypeError when `state` is not JSON (NaN is not)."""
+    """Return the text of checkpoint.json. Raises ValueError or TypeError if `state` is not valid JSON (as NaN)."""
     body = {
         "format": FORMAT,
         "step": step,
@@ -76,13 +76,13 @@ def format_index(step: int, state: dict, files: dict[str, FileEntry], tensors: d
             for name, tensor in sorted(tensors.items())
         },
     }
-    # JSON makes every key text and every tuple a list: hash what a reader will see.
+    # JSON turns keys into strings and tuples into lists: hash the body as `parse_index` will read it.
     body = json.loads(json.dumps(body, allow_nan=False))
     return json.dumps({"format": body.pop("format"), "sha256": _digest(body), **body})
 
 
 def parse_index(path: Path) -> Index:
-    """Read the index of the checkpoint in folder `path`. Raises DamagedError."""
+    """Read the index of the checkpoint in folder `path`. Raises DamagedError if it is missing or damaged."""
     file = path / NAME
     try:
         body = json.loads(file.read_bytes())
@@ -102,12 +102,12 @@ def parse_index(path: Path) -> Index:
 
 
 def find_damage(index: Index, names: Iterable[str]) -> list[str]:
-    """What is wrong with these files of the checkpoint, one line each; nothing when all are as they were written."""
+    """Verify size and SHA-256 of files of the checkpoint; returns one message for each damaged file."""
     problems = []
     for name in names:
         file, expected = index.path / name, index.files[name]
         try:
-            # The size costs nothing and says more than a digest does.
+            # The size is free to check, and a more helpful message than a checksum.
             if (size := file.stat().st_size) != expected.bytes:
                 problems.append(f"{file} is damaged: it has {size:,} bytes, {expected.bytes:,} were written")
             elif (actual := FileEntry.of(file).sha256) != expected.sha256:
@@ -120,7 +120,7 @@ def find_damage(index: Index, names: Iterable[str]) -> list[str]:
 
 
 def verify_checkpoint(path: Path) -> list[str]:
-    """Everything wrong with the checkpoint in folder `path`, one line each; reads every byte of it."""
+    """Verify every byte of the checkpoint in folder `path`; returns one message for each problem."""
     try:
         index = parse_index(path)
     except DamagedError as error:

@@ -1,7 +1,7 @@
-"""Pieces of global tensors: what a rank holds, what a checkpoint holds, and where the two meet.
+"""Shards of global tensors: those a rank holds, those a checkpoint holds, and their overlaps.
 
-Both sides are boxes of named global tensors, so neither needs to know how the other was cut. The same idea is in
-PyTorch's distributed checkpoint (torch.distributed.checkpoint, metadata of chunks with offsets and sizes).
+Both are boxes of named global tensors, so loading does not depend on the layout that saved. PyTorch's
+torch.distributed.checkpoint does the same (its metadata lists chunks with offsets and sizes).
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,11 +26,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class TensorShard:
     """One box of a named global tensor, in this rank's memory.
 
-    name: global name with its kind in front, like `params/model.norm.weight` or `adamw.exp_avg/model.norm.weight`.
+    name: kind and global name, like `params/model.norm.weight` or `optimizer.exp_avg/model.norm.weight`.
     shape: of the global tensor.
-    tensor: has the shape of the box; may be a view (of a flat buffer, say). Loading fills it in place.
+    tensor: has the shape of the box; may be a view, for example of a flat buffer. Loading fills it in place.
     writes: whether this rank saves it; exactly one of the ranks that hold the same box does.
-    Raises ValueError when the parts do not fit each other, or the dtype has no place in the format.
+    Raises ValueError if box, shape and tensor do not match, or the dtype cannot be saved.
     """
 
     name: str
@@ -51,12 +51,13 @@ class TensorShard:
 
     @property
     def dtype(self) -> str:
+        """The dtype's name, a key of DTYPES."""
         return _NAMES[self.tensor.dtype]
 
 
 @dataclass(frozen=True)
 class SavedBox:
-    """One box as a checkpoint holds it: tensor `key` of the safetensors file `file`."""
+    """A box of a tensor in a checkpoint, saved as tensor `key` of the safetensors file `file`."""
 
     box: Box
     file: str
@@ -73,11 +74,11 @@ class SavedTensor:
 
 
 def tensor_shards(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list[TensorShard]:
-    """The pieces of a tensor that is cut as its parameter is: the parameter, or a moment of its optimizer.
+    """Return the shards of a tensor that is sharded like its parameter: the parameter itself or an optimizer state.
 
-    kind: what it is, in front of the name: `params`, `adamw.exp_avg`.
-    tensor: either of the shape of the spec's only box, or its boxes one after another in contiguous memory.
-    rank: this rank, global; it writes where it is the owner.
+    kind: prefix of the name, as `params` or `optimizer.exp_avg`.
+    tensor: has the shape of the spec's only box, or holds the spec's boxes one after another in contiguous memory.
+    rank: this rank's global rank; it writes the shards if it is the spec's owner.
     """
     name, writes = f"{kind}/{spec.name}", spec.owner == rank
     if len(spec.boxes) == 1 and tuple(tensor.shape) == spec.boxes[0].shape:
@@ -93,22 +94,22 @@ def tensor_shards(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list
 
 
 def format_box(box: Box) -> str:
-    """The box as one writes an index: `[0:4,8:16]`."""
+    """Format a box like an index expression: `[0:4,8:16]`."""
     return "[" + ",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + "]"
 
 
 def shard_key(piece: TensorShard) -> str:
-    """The piece's name inside a file."""
+    """Return the key under which a shard is saved in a safetensors file."""
     return piece.name + format_box(piece.box)
 
 
 def shards_to_save(pieces: Iterable[TensorShard]) -> Iterator[TensorShard]:
-    """The pieces this rank saves; an empty box has nothing to save."""
+    """Yield the shards that this rank saves; empty boxes are skipped."""
     return (piece for piece in pieces if piece.writes and piece.box.numel)
 
 
 def describe_shards(pieces: Iterable[TensorShard], file: str) -> dict[str, SavedTensor]:
-    """What one rank adds to a checkpoint: every tensor it knows of, with the boxes that it writes into `file`."""
+    """Describe all tensors that one rank has shards of, each with the boxes that the rank writes into `file`."""
     pieces = list(pieces)
     tensors = _join((piece.name, SavedTensor(piece.dtype, piece.shape, ())) for piece in pieces)
     return _join(
@@ -121,7 +122,7 @@ def describe_shards(pieces: Iterable[TensorShard], file: str) -> dict[str, Saved
 
 
 def merge_descriptions(descriptions: Iterable[dict[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """The descriptions of all ranks as one. Raises ValueError unless every element is written exactly once."""
+    """Merge the descriptions of all ranks. Raises ValueError unless every element is written exactly once."""
     tensors = _join(item for description in descriptions for item in description.items())
     for name, tensor in tensors.items():
         _check_covered(name, tensor)
@@ -129,7 +130,7 @@ def merge_descriptions(descriptions: Iterable[dict[str, SavedTensor]]) -> dict[s
 
 
 def find_overlaps(piece: TensorShard, tensor: SavedTensor) -> list[tuple[SavedBox, Box]]:
-    """Where to read a piece from: each stored box that shares elements with it, and the box they share."""
+    """Return each saved box that overlaps a shard, with the intersection of the two."""
     shared = ((stored, stored.box.intersect(piece.box)) for stored in tensor.boxes)
     return [(stored, box) for stored, box in shared if box is not None]
 
@@ -149,7 +150,7 @@ def _check_covered(name: str, tensor: SavedTensor) -> None:
     open_boxes: list[SavedBox] = []
     for stored in sorted(tensor.boxes, key=lambda stored: stored.box.start):
         box = stored.box
-        # Sorted by the first dimension, only boxes that reach past this one's first row can overlap it.
+        # The boxes are sorted by start, so only those that end after this one's first index can overlap it.
         open_boxes = [other for other in open_boxes if not box.start or other.box.stop[0] > box.start[0]]
         for other in open_boxes:
             if other.box.intersect(box) is not None:

@@ -1,4 +1,4 @@
-"""The request to stop: a signal asks, the end of a step answers."""
+"""Graceful stops: a signal requests the stop, and the run ends after the current step."""
 
 import os
 import signal
@@ -9,14 +9,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Within this context SIGINT and SIGTERM are written down instead of ending the process.
+    """A context manager that records SIGINT and SIGTERM in `requested` instead of ending the process.
 
-    A rank must not leave on its own: the others would wait for it in their next collective. So the handler only records
-    the name; the trainer reduces `requested` over all ranks in the control vector before each update, and all of them
-    save and leave after the same step. A person who presses Ctrl-C a second time does not want to wait: that raises
-    KeyboardInterrupt at once.
+    A rank must not exit alone: the others would wait for it in their next collective. So the handler only records the
+    signal's name. The trainer reduces `requested` over all ranks before each update, and all ranks save and exit after
+    the same step. A second Ctrl-C raises KeyboardInterrupt at once.
 
-    Raises RuntimeError when entered outside the main thread, where Python delivers no signals.
+    Raises RuntimeError if entered outside the main thread, as Python delivers signals to the main thread only.
     """
 
     def __init__(self):
@@ -31,7 +30,7 @@ class StopRequest:
         self.requested, self._interrupts = None, 0
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._record)
-        # While the main thread is inside torch, Python does not call the handler; this pipe is written at once.
+        # Python does not call the handler while the main thread is inside torch; the wakeup pipe is written at once.
         read, write = os.pipe()
         os.set_blocking(write, False)
         listener = threading.Thread(target=self._listen, args=(read,), daemon=True)
@@ -45,12 +44,12 @@ class StopRequest:
         os.close(write)
         listener.join()  # or it could report a signal of this context to the next one
         for number, handler in self._before.items():
-            # None: a handler that was not installed from Python, and cannot be put back from here.
+            # None: the old handler was not installed from Python, and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
 
     def _listen(self, read: int) -> None:
-        """Set `requested` as soon as a signal arrives, until the writing end of the pipe is closed."""
+        """Set `requested` when a signal arrives, until the pipe's write end is closed."""
         with open(read, "rb", buffering=0) as pipe:
             while number := pipe.read(1):
                 if number[0] in SIGNALS:

@@ -30,9 +30,9 @@ from minidist.parallel.pipeline.schedule_rules import expand_phases, micro_batch
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
-    """Forwards until the first micro-batch comes back, from then on a backward after each forward.
+    """1F1B: warm-up forwards until the first micro-batch returns, then one backward after each forward.
 
-    Stage s has min(stages - s, micro_batches) micro-batches alive, however many there are.
+    Stage s has at most min(stages - s, micro_batches) micro-batches in flight.
     Narayanan et al. 2019, section 3.2; with a flush at the end of a step: Narayanan et al. 2021, section 2.2.1.
     """
     turns = micro_batch_order(micro_batches)

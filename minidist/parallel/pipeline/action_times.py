@@ -1,9 +1,9 @@
-"""Start and end of every action of a schedule, given how long each kind of action takes.
+"""Start and end times of every operation of a schedule, given the duration of each kind of operation.
 
-A stage runs its actions in their order, each as soon as the stage is free and its inputs are there. The result of
-another stage arrives `transfer_time` after that stage has computed it, while both stages compute (Qi et al. 2023,
-appendix G, equations 4 to 6). The executor needs only the order that follows from unit times; `minidist simulate`
-computes bubbles from the same function with measured times.
+A stage runs its operations in order, each as soon as the stage is free and its inputs have arrived. A result arrives at
+another stage `transfer_time` after it is computed, and transfers overlap with computation (Qi et al. 2023, appendix G,
+equations 4 to 6). The executor uses only the order that unit times give; `minidist simulate` computes bubbles from
+measured times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from minidist.parallel.pipeline.check import topological_order
 
 
 class Span(NamedTuple):
-    """One action with its start and its end."""
+    """An operation with its start and end time."""
 
     op: Op
     start: float
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """A schedule with the times of its actions. spans: for every stage its actions, in order."""
+    """A schedule with the times of its operations. spans: for each stage, its operations in order."""
 
     schedule: Schedule
     spans: Sequence[Sequence[Span]]
@@ -33,10 +33,10 @@ class ActionTimes:
 def compute_spans(
     schedule: Schedule, durations: Mapping[str, Sequence[float]], transfer_time: float = 0.0
 ) -> list[list[Span]]:
-    """Return for every stage its actions with start and end.
+    """Compute start and end of each stage's operations, in the unit of `durations`.
 
-    durations: by kind of action ("F", "B", "W"), one duration for each part of the model.
-    Raises UserError for a schedule that cannot run.
+    durations: by kind of operation ("F", "B", "W"), one duration for each model chunk in pipeline order.
+    transfer_time: between two stages. Raises UserError for a schedule that cannot run.
     """
     ends: dict[StageOp, float] = {}
     spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
@@ -51,7 +51,7 @@ def compute_spans(
 
 
 def unit_times(schedule: Schedule) -> ActionTimes:
-    """Return the times of a schedule in which a forward takes 1 and a whole backward 2, half of it for the weights."""
+    """Return the schedule's times if F takes 1 and backward 2: B takes 2, or B and W take 1 each."""
     backward = 1.0 if schedule.splits_backward else 2.0
     durations = {kind: [time] * schedule.positions for kind, time in (("F", 1.0), ("B", backward), ("W", 1.0))}
     return ActionTimes(schedule, compute_spans(schedule, durations))

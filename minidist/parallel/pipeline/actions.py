@@ -1,10 +1,10 @@
-"""What a pipeline does, as data: for every stage its operations, in the order in which it runs them.
+"""Pipeline schedules as data: for each stage its operations, in execution order.
 
-The model is cut into `stages * chunks` parts, numbered from the input on: the positions. A stage (one rank of the
-mesh's pp axis) holds `chunks` of them, and `placement` says which:
+The model is split into `stages * chunks` parts; a part's position is its number, counted from the input. A stage (one
+rank of the mesh's pp axis) holds `chunks` parts, given by `placement`:
 
     loop   chunk c of stage s is part c * stages + s (Narayanan et al. 2021, section 2.2: interleaved)
-    v      chunk 0 goes down the stages and chunk 1 comes back up, so that stage 0 holds the first part and the last
+    v      chunk 0 goes down the stages and chunk 1 back up, so stage 0 holds the first and the last part
            (Qi et al. 2023, section 6: ZB-V)
 """
 
@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 
 
 class Op(NamedTuple):
-    """One operation of a stage: F forward, B backward or W weight gradient, of a micro-batch through a chunk.
+    """An operation on one micro-batch and chunk: F forward, B backward or W weight gradient.
 
-    In a schedule without W, B is the whole backward. In one with W it is the half that others wait for, the gradient of
-    the chunk's input; W is the half nobody waits for, the gradient of its weights (Qi et al. 2023, section 1).
+    In a schedule without W, B is the full backward. With W, backward is split: B computes the gradient of the chunk's
+    input, which the previous part waits for, and W the gradient of its weights (Qi et al. 2023, section 1).
     """
 
     kind: str
@@ -41,9 +41,9 @@ class StageOp(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what, in which order. When it happens follows from that and from how long the operations take.
+    """A pipeline schedule: the order of each stage's operations.
 
-    kind: its name. orders: for every stage its operations. chunks: parts of the model on each stage.
+    kind: the schedule's name. orders: for each stage its operations. chunks: parts of the model on each stage.
     """
 
     kind: str
@@ -54,38 +54,39 @@ class Schedule:
 
     @property
     def stages(self) -> int:
+        """Number of pipeline stages."""
         return len(self.orders)
 
     @property
     def positions(self) -> int:
-        """Parts of the model."""
+        """Number of parts of the model, `stages * chunks`."""
         return self.stages * self.chunks
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether the backward comes in two halves, B and W."""
+        """Whether backward is split into input gradient (B) and weight gradient (W)."""
         return any(op.kind == "W" for order in self.orders for op in order)
 
     @property
     def last_kind(self) -> str:
-        """The operation after which a micro-batch's activations are free and its gradients complete."""
+        """The kind of a micro-batch's last operation, which frees its activations: W if backward is split, else B."""
         return "W" if self.splits_backward else "B"
 
     def position(self, stage: int, chunk: int) -> int:
-        """Which part of the model a stage's chunk is."""
+        """Return the number of the part of the model that is a stage's chunk."""
         if self.placement == "v" and chunk % 2:
             return (chunk + 1) * self.stages - 1 - stage
         return chunk * self.stages + stage
 
     def owner(self, position: int) -> tuple[int, int]:
-        """The stage and the chunk that hold a part of the model."""
+        """Return the (stage, chunk) that holds part `position` of the model. The inverse of `position`."""
         chunk, stage = divmod(position, self.stages)
         return (self.stages - 1 - stage if self.placement == "v" and chunk % 2 else stage), chunk
 
     def needs(self, stage: int, op: Op) -> list[StageOp]:
-        """What must have ended before a stage runs `op`; what another stage has ended must also have arrived.
+        """Return the operations whose results a stage needs to run `op`.
 
-        F needs the part before it, B its own F and the part after it, W its own B.
+        F needs F of the previous part; B needs its own F, and B of the next part; W needs its own B.
         """
         if op.kind == "W":
             return [StageOp(stage, Op("B", op.micro_batch, op.chunk))]
@@ -97,23 +98,23 @@ class Schedule:
         return [*own, StageOp(neighbour[0], Op(op.kind, op.micro_batch, neighbour[1]))]
 
     def feeds(self, stage: int, op: Op) -> StageOp | None:
-        """The next part's operation that needs the result of `op`; None at the ends of the model, and for W."""
+        """Return the other part's operation that needs the result of `op`; None at the model's ends, and for W."""
         before, after = self._neighbours[stage, op.chunk]
         neighbour = {"F": after, "B": before}.get(op.kind)
         return neighbour and StageOp(neighbour[0], Op(op.kind, op.micro_batch, neighbour[1]))
 
     @cached_property
     def _neighbours(self) -> dict[tuple[int, int], list[tuple[int, int] | None]]:
-        """Of every stage's chunk, the stages and chunks that hold the parts before and after it; None at the ends."""
+        """(stage, chunk) to the (stage, chunk) of the previous and the next part; None at the model's ends."""
         owners = [None, *(self.owner(position) for position in range(self.positions)), None]
         return {owners[i]: [owners[i - 1], owners[i + 1]] for i in range(1, len(owners) - 1)}
 
 
 def execution_order(schedule: Schedule) -> tuple[list[StageOp], Mapping[int, StageOp]]:
-    """The operations in an order in which everything that one needs stands before it; and who is stuck.
+    """Return all runnable operations in a topological order, and the stages that deadlock.
 
-    Every stage runs its operations one after another, each as soon as what it needs has been done, however long that
-    takes. A stage that does not come to its end is stuck: {stage: what its next operation waits for}.
+    Each stage runs its operations in order, as soon as their inputs exist. For a stage that cannot finish, the second
+    result has the operation that it waits for: {stage: missing operation}.
     """
     done: dict[StageOp, None] = {}
     at = [0] * schedule.stages
@@ -135,5 +136,5 @@ def execution_order(schedule: Schedule) -> tuple[list[StageOp], Mapping[int, Sta
 
 
 def last_backward_index(schedule: Schedule, stage: int) -> dict[int, int]:
-    """After which of its operations the gradients of each of a stage's chunks are complete: {chunk: index}."""
+    """Return {chunk: index of the stage's operation after which the chunk's gradients are complete}."""
     return {op.chunk: index for index, op in enumerate(schedule.orders[stage]) if op.kind == schedule.last_kind}

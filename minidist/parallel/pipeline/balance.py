@@ -1,4 +1,4 @@
-"""Which layers go to which stage: the slowest stage sets the pace, so it is made as fast as can be."""
+"""Balance the layers over the pipeline stages: minimise the cost of the slowest stage, which sets the pace."""
 
 import math
 import operator
@@ -12,14 +12,13 @@ from minidist.errors import UserError
 def balance_layers(
     costs: Sequence[float], stages: int, chunks: int = 1, embedding: float = 0.0, head: float = 0.0
 ) -> list[range]:
-    """Cut the layers into `stages * chunks` parts in a row, none empty, whose costliest is as cheap as possible.
+    """Split the layers into `stages * chunks` consecutive non-empty parts, minimising the cost of the costliest part.
 
-    costs: what each layer costs, in any unit; embedding and head: what the first and the last part have besides.
-    Returns the layers of every part, from the input on (`Schedule.owner` says where each is). Of several best cuts it
-    takes the most even one, by the sum of squares, and of those the one with fewer layers in front, where 1F1B keeps
-    most micro-batches alive.
+    costs: of each layer, in any unit. embedding, head: additional cost of the first and the last part.
+    Returns the layers of each part, from the input on (`Schedule.owner` gives the stage of each). Ties are broken by
+    the smallest sum of squares, then by fewer layers in earlier parts, where 1F1B has most micro-batches in flight.
 
-    Raises UserError when there are fewer layers than parts.
+    Raises UserError if there are fewer layers than parts.
     """
     parts = stages * chunks
     if len(costs) < parts:
@@ -39,7 +38,7 @@ def balance_layers(
 
 
 def _whole(costs: Sequence[float]) -> list[int]:
-    """The costs in a unit so small that all are whole, for sums of equal layers to be equal: floats would round."""
+    """Scale the costs to integers, so that sums are exact and ties are found."""
     exact = [Fraction(cost) for cost in costs]
     unit = math.lcm(*(cost.denominator for cost in exact))
     return [int(cost * unit) for cost in exact]
@@ -48,9 +47,10 @@ def _whole(costs: Sequence[float]) -> list[int]:
 def _cut(
     ends: Sequence[int], parts: int, value: Callable[[int], float], join: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The least joined value of any cut into so many parts, and where its parts end. ends: costs summed up to there.
+    """Find the split into `parts` parts with the least combined value, by dynamic programming.
 
-    The best cut of the first i layers into k parts is a best cut of the first j < i into k - 1, and one part more.
+    ends: prefix sums of the costs. value: of one part's cost. join: combines two parts' values. Returns the value and
+    the end of each part. The best split of i layers into k parts extends a best split of j < i layers into k - 1.
     """
     layers = len(ends) - 1
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}

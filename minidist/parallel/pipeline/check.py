@@ -1,7 +1,7 @@
-"""Whether a schedule can run, and what it keeps alive: said before anything starts.
+"""Check a schedule before it runs: completeness, deadlocks, and in-flight micro-batches.
 
-Three things go wrong in schedules written by hand. An operation is missing or stands there twice, so a gradient is
-wrong or an activation is never freed. Stages wait for each other for ever. Or all is well but the memory it needs.
+Schedules written by hand fail in three ways: an operation is missing or duplicated, so that a gradient is wrong or an
+activation is never freed; stages wait for each other forever; or the schedule needs too much memory.
 """
 
 from collections import Counter
@@ -16,17 +16,17 @@ _BEFORE = {"B": "F", "W": "B"}
 
 
 def check_schedule(schedule: Schedule) -> list[int]:
-    """Check that every micro-batch passes every model chunk once, and that the schedule cannot deadlock.
+    """Check that each stage runs every operation exactly once, and that the schedule cannot deadlock.
 
-    Returns its `peak_live_micro_batches`. Raises UserError, which names stages and operations, and the single change
-    that repairs the schedule if there is one.
+    Returns `peak_live_micro_batches`. Raises UserError, with the stages, the operations and, if there is one, a single
+    change that repairs the schedule.
     """
     topological_order(schedule)
     return peak_live_micro_batches(schedule)
 
 
 def topological_order(schedule: Schedule) -> list[StageOp]:
-    """All operations, each after everything it needs. Raises UserError as `check_schedule` does."""
+    """Return all operations, each after those that it needs. Raises UserError as `check_schedule` does."""
     for stage in range(schedule.stages):
         _check_complete(schedule, stage)
     places, stuck = execution_order(schedule)
@@ -36,26 +36,27 @@ def topological_order(schedule: Schedule) -> list[StageOp]:
 
 
 def peak_live_micro_batches(schedule: Schedule) -> list[int]:
-    """For each stage the most micro-batches whose activations it holds at one time, each chunk counted by itself.
+    """Return each stage's peak number of in-flight micro-batches; those in different chunks count separately.
 
-    One is alive from its F on until its last backward has ended: W in a schedule that has it, else B. Times do not
-    matter, as a stage does one thing at a time. Of a stage cut into c chunks, c of them are one micro-batch's memory.
+    A micro-batch is in flight from the start of its F to the end of its last backward operation (W if backward is
+    split, else B). The count depends only on the order of operations. With c chunks on a stage, c in-flight chunks hold
+    as many activations as one micro-batch through the whole stage.
     """
     return [max(live_micro_batches(schedule, stage), default=0) for stage in range(schedule.stages)]
 
 
 def live_micro_batches(schedule: Schedule, stage: int) -> list[int]:
-    """How many micro-batches a stage holds while each of its operations runs."""
+    """Return the number of in-flight micro-batches during each operation of a stage."""
     ends, order = schedule.last_kind, schedule.orders[stage]
     held = accumulate((op.kind == "F") - (op.kind == ends) for op in order)
     return [count + (op.kind == ends) for count, op in zip(held, order, strict=True)]
 
 
 def _check_complete(schedule: Schedule, stage: int) -> None:
-    """Every operation that there is to do on this stage is there, once, and no other."""
+    """Raise UserError unless the stage has every required operation exactly once, and no other."""
     order = schedule.orders[stage]
     kinds = "FBW" if schedule.splits_backward else "FB"
-    # Not a set: of a schedule with F0 and F999999999 the first that is missing is soon found.
+    # A generator: a schedule with F0 and F999999999 must not build a huge set.
     due = (Op(k, m, c) for m in range(schedule.micro_batches) for c in range(schedule.chunks) for k in kinds)
     size = schedule.micro_batches * schedule.chunks * len(kinds)
     count = Counter(order)
@@ -100,7 +101,7 @@ def _more(ops: Sequence) -> str:
 
 
 def _deadlock(schedule: Schedule, done: Sequence[StageOp], stuck: Mapping[int, StageOp]) -> str:
-    """Who waits for what around the circle, and the one operation whose move lets all stages end."""
+    """Describe the cycle of waiting stages, and one operation to move that resolves the deadlock."""
     at = Counter(place.stage for place in done)
     circle = _circle(stuck)
     told = "; ".join(_waits(schedule, stage, at[stage], stuck[stage]) for stage in circle)
@@ -111,7 +112,7 @@ def _deadlock(schedule: Schedule, done: Sequence[StageOp], stuck: Mapping[int, S
 
 
 def _circle(stuck: Mapping[int, StageOp]) -> list[int]:
-    """The stages that wait for each other: from any of them along what it waits for, until one comes again."""
+    """Return the stages of a cycle in the wait-for graph."""
     seen: list[int] = []
     stage = min(stuck)
     while stage not in seen:
@@ -131,7 +132,7 @@ def _waits(schedule: Schedule, stage: int, index: int, needed: StageOp) -> str:
 
 
 def _moved(schedule: Schedule, at: Mapping[int, int], needed: StageOp) -> str | None:
-    """What to say if the schedule runs once `needed` stands before the operation at which its stage waits."""
+    """Return the advice to move `needed` before the operation where its stage waits; None if that does not help."""
     order = list(schedule.orders[needed.stage])
     index = at[needed.stage]
     order.remove(needed.op)

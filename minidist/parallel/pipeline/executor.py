@@ -1,14 +1,14 @@
-"""One stage of a pipeline at work: it runs its program, whatever the schedule.
+"""Executor of a pipeline stage, for any schedule.
 
-The program is data (`transfers.with_transfers`): operations, and between them the sends and receives in the one order
-in which all stages have them. A receive is started where the program has it and waited for where its tensor is needed,
-so that it arrives while the stage computes.
+The stage's program (`transfers.insert_transfers`) lists its operations, and between them its sends and receives in an
+order that all stages agree on. A receive is posted at its place in the program and waited for where its tensor is
+needed, so that the transfer overlaps with computation.
 
-Backward is split into B, the input gradient, and W, the weight gradient, only in schedules that separate the two (zero
-bubble). All others run autograd's own backward, which is faster.
+Only schedules with W (zero bubble) split backward into input and weight gradients. All others run autograd's own
+backward, which is faster.
 
-What a backward computes goes to the reducer; the executor says when nothing more will come for a parameter. One that
-other stages share is left to the end of the step: its reduction must not get between transfers that are still to come.
+Gradients go to the reducer; the executor tells it when a parameter's gradient is complete. Parameters that stages share
+are reduced at the end of the step, so that their reduction does not interleave with pending transfers.
 """
 
 from collections import deque
@@ -26,19 +26,19 @@ from minidist.parallel.pipeline.actions import Op, Schedule, StageOp, last_backw
 from minidist.parallel.pipeline.split_backward import DeferredWeightGradient, DeferWeightGradients, weight_gradient
 from minidist.parallel.pipeline.transfers import StageProgram, Transfer, check_rendezvous, insert_transfers
 
-# Runs one part of the model: (chunk, micro-batch, what the part before gave or None) -> what the part after needs, or,
-# of the last part, this micro-batch's share of the loss.
+# Runs one part of the model: (chunk, micro-batch, output of the previous part or None) -> the part's output; that of
+# the last part is the micro-batch's contribution to the loss.
 Part = Callable[[int, int, Tensor | None], Tensor]
 
 
 class PipelineExecutor:
-    """Runs one stage of `schedule`.
+    """Executor of this rank's stage of `schedule`.
 
-    groups: over the stages, one for what forwards pass on and one for what backwards do. reducer: where gradients go.
-    parameters: of this stage, by global name. used_by: the chunks that use each of them (`split`); shared: names of
-    those that other stages use too. end: called when a backward through a chunk is over.
-    end_stage: the stage that has the last part of the model. peak_live: the peak number of micro-batches in flight,
-    each chunk counted by itself.
+    groups: over the stages, one for activations and one for gradients. reducer: receives the parameters' gradients.
+    parameters: of this stage, by global name. used_by: the chunks that use each of them (`split`). shared: names of
+    those that other stages use too. end: called with the chunk after each micro-batch's last backward operation.
+    end_stage: the stage that holds the last part of the model. peak_live: peak number of in-flight micro-batches, as in
+    `peak_live_micro_batches`.
     """
 
     def __init__(
@@ -72,33 +72,33 @@ class PipelineExecutor:
 
     def _begin(self) -> None:
         self._arrived: dict[StageOp, tuple[Tensor, Handle | None]] = {}  # results of other parts
-        self._alive: dict[Op, tuple[Tensor | None, GradientEdge]] = {}  # of each F: its input, and its graph
-        self._halves: dict[Op, list[DeferredWeightGradient]] = {}  # of each F: the weight halves its backward leaves
+        self._alive: dict[Op, tuple[Tensor | None, GradientEdge]] = {}  # by F: its input, and its graph
+        self._halves: dict[Op, list[DeferredWeightGradient]] = {}  # by F: the weight gradients that B defers to W
         self._sends: deque[Handle] = deque()
         self._op: Op | None = None
 
     # -- the reducer's side -------------------------------------------------------------------------------------------
 
     def add(self, name: str, grad: Tensor) -> None:
-        """A gradient that autograd completed in the backward that runs now."""
+        """Add a gradient that the running backward has accumulated to the reducer."""
         self.reducer.add(name, grad)
 
     def ready(self, name: str) -> None:
-        """Autograd has no more for this backward; whether that was the parameter's last one, the schedule knows."""
+        """Mark a gradient as complete for the running operation, and as ready if that is the parameter's last one."""
         if name in self._complete.get(self._op, ()):
             self.reducer.ready(name)
 
     def weight_gradient_inputs(self) -> list[Tensor]:
-        """The tensors kept from B for the weight gradients that W still has to compute."""
+        """Return the tensors that B saved for weight gradients which W has yet to compute."""
         return [tensor for halves in self._halves.values() for _, *pair in halves for tensor in pair]
 
     # -- the program --------------------------------------------------------------------------------------------------
 
     def run(self, part: Part, empty: Callable[[int], Tensor], skip: Sequence[int] = ()) -> None:
-        """Forward and backward of all micro-batches.
+        """Run forward and backward of all micro-batches.
 
-        empty: a new tensor, of the shape that a micro-batch's hidden states have between two stages. skip: the
-        micro-batches that have no samples; every stage knows them.
+        empty: returns a new tensor for the hidden states (b, s, h) of a micro-batch. skip: the micro-batches without
+        samples, the same on all stages.
         """
         self._begin()
         runs = {
@@ -132,7 +132,7 @@ class PipelineExecutor:
             return
         tensor, _ = self._arrived.pop(place)
         self._sends.append(send(tensor, transfer.peer, group, async_op=True))
-        if len(self._sends) > self.schedule.stages:  # so many may be on their way; a send owns its tensor until then
+        if len(self._sends) > self.schedule.stages:  # bounds the sends in flight, each of which keeps its tensor
             self._sends.popleft().wait()
 
     def _forward(self, op: Op, part: Part) -> None:
@@ -142,7 +142,7 @@ class PipelineExecutor:
         halves: list[DeferredWeightGradient] = []
         with DeferWeightGradients(self._names, halves) if self.schedule.splits_backward else nullcontext():
             out = part(op.chunk, op.micro_batch, x)
-        # The graph alone is kept: what was sent on is freed.
+        # Keep only the graph, so that the output is freed once it is sent.
         self._alive[op] = x, get_gradient_edge(out)
         if self.schedule.splits_backward:
             self._halves[op] = halves
@@ -156,17 +156,17 @@ class PipelineExecutor:
         if x is not None:
             self._leave_result(op, x.grad)
 
-    @torch.no_grad()  # what it multiplies may have a graph, which nobody will go through
+    @torch.no_grad()  # the saved tensors may have a graph, which is not needed
     def _weights(self, op: Op, part: Part) -> None:
         halves = self._halves.pop(op._replace(kind="F"))
         while halves:
-            half = halves.pop(0)  # and what it holds is free
+            half = halves.pop(0)  # frees its tensors after this iteration
             self.reducer.add(half[0], weight_gradient(half))
             if all(half[0] != left for left, *_ in halves):
                 self.ready(half[0])
 
     def _result_for(self, op: Op) -> Tensor | None:
-        """What another part gave for this operation; None at the two ends of the model."""
+        """Wait for the neighbouring part's result that `op` needs; None at the two ends of the model."""
         for need in self.schedule.needs(self.stage, op):
             if need.op.kind == op.kind:
                 tensor, handle = self._arrived.pop(need)
@@ -176,13 +176,13 @@ class PipelineExecutor:
         return None
 
     def _leave_result(self, op: Op, tensor: Tensor) -> None:
-        """For the transfer that follows, or for the next part, when it is here as well."""
+        """Store a result for the following transfer, or for a neighbouring part on the same stage."""
         if self.schedule.feeds(self.stage, op) is not None:
             self._arrived[StageOp(self.stage, op)] = tensor.contiguous(), None
 
     @torch.no_grad()
     def evaluate(self, part: Part, empty: Callable[[int], Tensor], micro_batches: int) -> None:
-        """Forward of these micro-batches, none of them empty: one after another through all parts."""
+        """Run forward of non-empty micro-batches, one after another through all parts."""
         self._begin()
         for micro_batch in range(micro_batches):
             for chunk in range(self.schedule.chunks):

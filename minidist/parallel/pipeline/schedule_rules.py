@@ -1,8 +1,8 @@
-"""The schedules of the literature: each is a rule that gives one stage its operations.
+"""The published pipeline schedules, each as a rule that returns one stage's operations.
 
-A rule is a list of phases, and a phase a pattern and how often it repeats: ("F B", 3) is F B F B F B. Each F and B of a
-pattern takes the next micro-batch of its own, each W the oldest backward whose weight half is still to do; what finds
-nothing is passed over. So the last phases may ask for more than there is.
+A rule is a list of phases: a pattern and its number of repeats, as ("F B", 3) for F B F B F B. Each F takes the next
+micro-batch of all F, each B the next of all B, and each W the oldest B whose weight gradient is still to be computed.
+Operations without a micro-batch left are skipped, so the last phases may have more repeats than needed.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ Phases = Sequence[tuple[str, int]]
 
 
 def expand_phases(phases: Phases, **turns: Sequence[tuple[int, int]]) -> list[Op]:
-    """The operations the phases spell. turns: for every word but W, the (micro-batch, chunk) it takes, in order."""
+    """Expand phases to operations. turns: for each word except W, its (micro-batch, chunk) pairs, in order."""
     waiting = {word: deque(pairs) for word, pairs in turns.items()} | {"W": deque()}
     ops = []
     for word in (word for pattern, repeats in phases for word in pattern.split() * repeats):
@@ -27,12 +27,12 @@ def expand_phases(phases: Phases, **turns: Sequence[tuple[int, int]]) -> list[Op
 
 
 def micro_batch_order(micro_batches: int, chunk: int = 0) -> list[tuple[int, int]]:
-    """One chunk's micro-batches, from the first to the last."""
+    """Return the (micro-batch, chunk) pairs of one chunk, in ascending order."""
     return [(micro_batch, chunk) for micro_batch in range(micro_batches)]
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:
-    """All forwards, then all backwards; every micro-batch is alive when the first backward begins.
+    """GPipe: all forwards, then all backwards; all micro-batches are in flight when the first backward begins.
 
     Huang et al. 2019, section 2.2 and figure 2.
     """
@@ -41,9 +41,9 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
-    """Forwards until the first micro-batch comes back, from then on a backward after each forward.
+    """1F1B: warm-up forwards until the first micro-batch returns, then one backward after each forward.
 
-    Stage s has min(stages - s, micro_batches) micro-batches alive, however many there are.
+    Stage s has at most min(stages - s, micro_batches) micro-batches in flight.
     Narayanan et al. 2019, section 3.2; with a flush at the end of a step: Narayanan et al. 2021, section 2.2.1.
     """
     turns = micro_batch_order(micro_batches)
@@ -51,10 +51,10 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
 
 
 def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Op]:
-    """1F1B over several chunks a stage: the first bubble is filled with work of the next chunk.
+    """Interleaved 1F1B: several chunks per stage, which shrinks the bubble.
 
-    Micro-batches go in groups of `stages`, which pass through chunk 0, then chunk 1, and so on; backward the other way.
-    Narayanan et al. 2021, section 2.2.2, which needs a whole number of groups.
+    Micro-batches are processed in groups of `stages`, which run chunk 0, then chunk 1, and so on; backward in reverse.
+    Narayanan et al. 2021, section 2.2.2; there micro_batches must be a multiple of stages.
     """
     groups = [range(first, first + stages) for first in range(0, micro_batches, stages)]
     forward = [(m, chunk) for group in groups for chunk in range(chunks) for m in group]
@@ -64,11 +64,11 @@ def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> lis
 
 
 def zb_h(stage: int, stages: int, micro_batches: int, depth: int) -> list[Op]:
-    """ZB-H1 (depth 1) and ZB-H2 (depth 2): 1F1B whose weight halves start late, and so fill the last bubble.
+    """ZB-H1 (depth 1) and ZB-H2 (depth 2): 1F1B with weight gradients deferred to fill the last bubble.
 
-    A stage k places from the end runs depth * k forwards early; one k places from the beginning keeps depth * k weight
-    halves back. Every stage then has as many micro-batches alive: stages, or 2 * stages - 1.
-    Qi et al. 2023, sections 2.1 and 2.2, figure 3; the bubbles that are left: table 2.
+    A stage k places before the last runs depth * k warm-up forwards; stage k defers depth * k weight gradients. All
+    stages have the same number of micro-batches in flight: `stages` in ZB-H1, `2 * stages - 1` in ZB-H2.
+    Qi et al. 2023, sections 2.1 and 2.2, figure 3; remaining bubbles: table 2.
     """
     turns = micro_batch_order(micro_batches)
     early, late = depth * (stages - 1 - stage), depth * stage
@@ -77,11 +77,11 @@ def zb_h(stage: int, stages: int, micro_batches: int, depth: int) -> list[Op]:
 
 
 def zb_v(stage: int, stages: int, micro_batches: int) -> list[Op]:
-    """Two chunks a stage, placed as a V: the first backward begins where the last forward ends, on stage 0.
+    """ZB-V: two chunks per stage, placed as a V, so that stage 0 holds both the first and the last part.
 
-    The memory of 1F1B and, when F, B and W take the same time, no bubble. Qi et al. 2023, section 6 and figure 8:
-    2 * stages - 1 forwards on every stage, then forward, backward and weight half of chunk 1 or of chunk 0 in turns,
-    and at the end backwards first, with weight halves in what would be bubbles.
+    Needs the memory of 1F1B and, if F, B and W take the same time, has no bubble. Qi et al. 2023, section 6 and figure
+    8: 2 * stages - 1 forwards on every stage, then F, B and W of chunk 1 and chunk 0 alternately, and at the end the
+    remaining B, with W in the gaps.
     """
     ahead = stages - stage  # stages from this one to the last, itself included
     enough = max(micro_batches, 2 * stages - 1)

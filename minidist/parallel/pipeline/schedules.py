@@ -1,4 +1,4 @@
-"""`build_schedule(kind, stages, micro_batches)`: the schedules by name, and what each of them needs."""
+"""Build a pipeline schedule by name: `build_schedule(kind, stages, micro_batches)`."""
 
 from minidist.config import Config
 from minidist.mesh import Mesh
@@ -17,10 +17,10 @@ KINDS = {
 
 
 def build_schedule(kind: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """The schedule of that name for a pipeline of `stages` ranks.
+    """Build schedule `kind` (a key of KINDS) for a pipeline of `stages` ranks.
 
-    chunks: parts of the model on each stage; interleaved takes 2 or more (2 when not given), zb-v 2, the others 1.
-    Raises UserError for an unknown name, and when there are too few micro-batches for it.
+    chunks: parts of the model on each stage: 2 or more for interleaved (default 2), 2 for zb-v, 1 for the others.
+    Raises UserError for an unknown name, or if the schedule needs more micro-batches.
     """
     chunks = validate_schedule(kind, stages, micro_batches, chunks)
     return Schedule(
@@ -33,7 +33,7 @@ def build_schedule(kind: str, stages: int, micro_batches: int, chunks: int | Non
 
 
 def pipeline_schedule(config: Config, mesh: Mesh) -> Schedule | None:
-    """The pipeline schedule of a run; None where the model is on one stage.
+    """Return the pipeline schedule of a run, or None if it has one stage.
 
     Raises UserError if the model has too few layers, or the step too few micro-batches.
     """

@@ -1,7 +1,7 @@
-"""A whole model in, this stage's parts of it out. Names stay those of the whole model.
+"""Reduce a full model to the modules of one pipeline stage; parameters keep their names.
 
-The model knows nothing of this, and nothing is imported from it: it is known by the names of its modules, those of
-Llama. What comes after the last layer, and whatever else a model has, belongs to the last part.
+Modules are found by their names, which are Llama's; the model's code is not imported. Modules other than the embedding
+and the layers belong to the last part.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class ModuleOnOtherStage(nn.Module):
-    """In the place of a module that another stage holds, so that the names of the others stay as they are."""
+    """Placeholder for a module that another stage holds, so that the other modules keep their names."""
 
     def __init__(self, name: str):
         super().__init__()
         self.name = name
-        self.register_parameter("weight", None)  # what ties an embedding and a head finds that it is not here
+        self.register_parameter("weight", None)  # weight tying finds None
 
     def forward(self, *_, **__):
         raise RuntimeError(f"{self.name} was called, and another stage of the pipeline holds it")
@@ -29,10 +29,10 @@ class ModuleOnOtherStage(nn.Module):
 def keep_stage_modules(
     model: nn.Module, schedule: Schedule, stage: int, parts: Sequence[range]
 ) -> dict[str, tuple[int, ...]]:
-    """Leave in `model` what this stage holds of it; returns the chunks that use each parameter, by global name.
+    """Remove the modules of other stages from `model`; returns the chunks that use each parameter, by global name.
 
-    model: a whole Transformer. parts: the layers of every part of the model, from the input on. A head that is tied to
-    an embedding of another stage keeps a copy, under the embedding's name: the gradient is the sum of what both get.
+    model: a full Transformer. parts: the layers of each part of the model, from the input on. A head that is tied to
+    the embedding of another stage keeps a replica under the embedding's name; their gradients must be summed.
     """
     tied, end = model.config.tie_embeddings, schedule.positions - 1
     chunks = {schedule.position(stage, chunk): chunk for chunk in range(schedule.chunks)}
@@ -58,7 +58,7 @@ def keep_stage_modules(
 
 
 def _leave_out(module: nn.Module, keep: Sequence[str]) -> None:
-    """All that the module has itself, but for the children to keep."""
+    """Remove the module's own parameters, buffers and children, except the children in `keep`."""
     for name in list(dict(module.named_parameters(recurse=False))) + list(dict(module.named_buffers(recurse=False))):
         setattr(module, name, None)
     for name in dict(module.named_children()):

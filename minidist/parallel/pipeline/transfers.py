@@ -1,10 +1,9 @@
-"""Sends and receives between a stage's operations, so that a pipeline cannot deadlock on them.
+"""Insert sends and receives between a stage's operations, in an order that cannot deadlock.
 
-A send may last until it is matched (a rendezvous). If every stage sent right after an operation and received right
-before the next, 1F1B would deadlock: stage s sends an activation on while stage s + 1 sends a gradient back. Here every
-transfer has one place in a single order of all actions and transfers, derived from the times of the actions
-(`action_times`), and both of its ends stand at that place in their stages' programs. The first transfer that has not
-happened can then always happen.
+A send may block until its receive is posted (rendezvous). If every stage sent right after an operation and received
+right before the next, 1F1B would deadlock: stage s sends an activation while stage s + 1 sends a gradient. Here all
+operations and transfers have one global order, derived from the times of the operations (`action_times`), and both
+stages of a transfer have it at that place in their programs. The first pending transfer can then always complete.
 """
 
 from collections.abc import Sequence
@@ -17,9 +16,9 @@ from minidist.parallel.pipeline.check import topological_order
 
 
 class Transfer(NamedTuple):
-    """One end of a transfer: `send` or `recv`, the stage at the other end, and the operation whose result it carries.
+    """One end of a transfer: `send` or `recv`, the peer stage, and the operation whose result is transferred.
 
-    After F that is the chunk's output, after B the gradient of its input; `Schedule.feeds` says what needs it.
+    The result of F is the chunk's output, that of B the gradient of its input.
     """
 
     kind: str
@@ -34,15 +33,15 @@ StageProgram = Sequence[Op | Transfer]
 
 
 def insert_transfers(times: ActionTimes) -> list[list[Op | Transfer]]:
-    """Return the program of every stage: its operations in order, with the sends and receives between them.
+    """Return each stage's program: its operations in order, with the sends and receives between them.
 
-    `check_rendezvous` proves the result free of deadlock even if every transfer blocks until its peer is there. A stage
-    with asynchronous transfers posts each where the program has it and waits where it needs the tensor.
+    The programs do not deadlock even if every transfer blocks until its peer arrives (`check_rendezvous`). With
+    asynchronous transfers a stage posts each at its place and waits where it needs the tensor.
     """
     schedule = times.schedule
     programs: list[list[Op | Transfer]] = [[] for _ in range(schedule.stages)]
     rank = {place: number for number, place in enumerate(topological_order(schedule))}
-    # An operation counts from its start, a transfer from the end of the operation whose result it carries.
+    # Operations are ordered by their start, transfers by the end of the operation whose result they carry.
     events: list[tuple[float, int, int, StageOp]] = []
     for stage, spans in enumerate(times.spans):
         for span in spans:
@@ -58,9 +57,9 @@ def insert_transfers(times: ActionTimes) -> list[list[Op | Transfer]]:
 
 
 def check_rendezvous(schedule: Schedule, programs: Sequence[StageProgram]) -> None:
-    """Prove that programs end when a send ends only once its receive has begun, and the other way round.
+    """Check that the programs finish even if each send and receive blocks until the other is posted.
 
-    Raises UserError when stages wait for each other, and when one uses or sends what it does not have.
+    Raises UserError if stages deadlock, or if a stage uses or sends a tensor that it does not have.
     """
     at = [0] * len(programs)
     have: list[set[StageOp]] = [set() for _ in programs]
@@ -91,7 +90,7 @@ def check_rendezvous(schedule: Schedule, programs: Sequence[StageProgram]) -> No
 
 
 def _matched(programs: Sequence[StageProgram], at: Sequence[int], stage: int, step: Transfer) -> int | None:
-    """The peer, if it stands at the other end of this very transfer."""
+    """Return the peer if the other end of this transfer is its next step, else None."""
     program, index = programs[step.peer], at[step.peer]
     other = Transfer("recv" if step.kind == "send" else "send", stage, step.result_of)
     return step.peer if index < len(program) and program[index] == other else None

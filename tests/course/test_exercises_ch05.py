@@ -49,7 +49,7 @@ def test_a_piece_of_a_later_stage_is_missed(ranks, tmp_path):
         ranks(train.train_with, 2, config, [piece("flat_partition"), piece("gather_and_free")])
 
 
-@pytest.mark.parametrize("name", ["stage_one_step", "gather_and_free"])
+@pytest.mark.parametrize("name", ["gather_and_free"])
 def test_a_piece_of_two_modules_imports_nothing_that_it_defines(name):
     exercise = EXERCISES[name]
     assert len(exercise.modules) == len(exercise.sources) == 2

@@ -179,10 +179,12 @@ def test_a_passed_piece_works_in_this_notebook_and_one_that_fails_does_not(cell,
     work.file(BLOCK).write_text(WRONG)
     cell("%check block_partition --install")
     assert imported_before(5, 2, 0).tolist() == original
-    work.file(BLOCK).write_text(RIGHT + "\n\ndef block(*args, right=block):\n    return ['mine', *right(*args)]\n")
+    work.file(BLOCK).write_text(
+        RIGHT + "\n\ndef block_partition(*args, right=block_partition):\n    return ['mine', *right(*args)]\n"
+    )
     assert "replaced" not in cell("%check block_partition --install")
     work.file(BLOCK).write_text(
-        RIGHT.replace("def block(", "def block(*args):\n    return _mine(*args)\n\n\ndef _mine(")
+        RIGHT.replace("def block_partition(", "def block_partition(*args):\n    return _mine(*args)\n\n\ndef _mine(")
     )
     assert cell("%check block_partition --install").endswith("minidist.data.partition:block_partition replaced here\n")
     assert imported_before.__code__.co_names == ("_mine",)
@@ -194,7 +196,7 @@ def test_a_passed_piece_works_in_this_notebook_and_one_that_fails_does_not(cell,
     ("line", "said"),
     [
         ("%check", "write %check and the name of an exercise: block_partition, "),
-        ("%check blok", "there is no exercise 'blok'; there are block_partition, "),
+        ("%check blok", "there is no exercise 'blok'; "),
         ("%exercise two words", "write %exercise and the name"),
         ("%%exercise block_partition\n\n", "the cell is empty; %exercise block_partition adds one"),
     ],

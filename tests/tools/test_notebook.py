@@ -114,7 +114,7 @@ def test_wrong_use_is_answered_in_one_message(cell, line, said):
 
 def test_a_piece_reaches_the_kernel_the_ranks_and_ranks_started_later(cell):
     original = imported_before(5, 2, 0).tolist()
-    ask = "%%ranks\nfrom minidist.data.partition import block_partition\nblock(5, 2, 0) if rank else 0"
+    ask = "%%ranks\nfrom minidist.data.partition import block_partition\nblock_partition(5, 2, 0) if rank else 0"
     cell("%ranks 2")
     cell("%%ranks\nfrom minidist.data.partition import block_partition as early")
     assert cell(f"%%piece {PIECE}\n{BACKWARDS}") == f"{PIECE} replaced here and on 2 ranks\n"
@@ -134,15 +134,15 @@ def test_a_piece_reaches_the_kernel_the_ranks_and_ranks_started_later(cell):
 def test_a_piece_replaced_before_there_are_ranks_reaches_them(cell):
     assert cell(f"%%piece {PIECE}\n{BACKWARDS}") == f"{PIECE} replaced here\n"
     cell("%ranks 2")
-    assert "'mine'" in cell("%%ranks\nfrom minidist.data.partition import block_partition\nblock(1, 1, 0)")
+    assert "'mine'" in cell("%%ranks\nfrom minidist.data.partition import block_partition\nblock_partition(1, 1, 0)")
     cell(f"%piece --reset {PIECE}")
-    assert "'mine'" not in cell("%%ranks\nblock(1, 1, 0)")
+    assert "'mine'" not in cell("%%ranks\nblock_partition(1, 1, 0)")
 
 
 def test_an_error_in_a_piece_names_the_line_that_called_it(cell):
     cell("%ranks 2")
     cell(f"%%piece {PIECE}\n\ndef block_partition(n, world_size, rank):\n    return 1 / 0\n")
-    told = cell("%%ranks\nfrom minidist.data.partition import block_partition\nblock(1, 1, 0)")
+    told = cell("%%ranks\nfrom minidist.data.partition import block_partition\nblock_partition(1, 1, 0)")
     assert "line 3 of the cell: block_partition(1, 1, 0)" in told
     assert f"raised at piece {PIECE}:4 in block_partition" in told
 

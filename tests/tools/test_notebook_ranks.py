@@ -71,7 +71,7 @@ def test_a_syntax_error_names_its_line(live, source):
 
 
 def test_an_error_inside_the_package_names_both_places(live):
-    result = run(live, "from minidist.data.partition import block_partition\nblock(-1, 2, 0)")
+    result = run(live, "from minidist.data.partition import block_partition\nblock_partition(-1, 2, 0)")
     assert "line 2 of the cell: block_partition(-1, 2, 0)" in str(result)
     assert "raised at data/partition.py:" in str(result)
 

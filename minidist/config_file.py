@@ -1,4 +1,4 @@
-"""The configuration as a TOML file: strict when it is read, complete when it is written."""
+"""Read and write the configuration as TOML. Reading refuses unknown keys; writing includes all fields."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from minidist.config import Config
 from minidist.errors import UserError, suggest
 
-# What a person calls TOML's types.
+# TOML's types in plain words.
 _TOML_NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -23,7 +23,7 @@ _TOML_NAMES = {
 
 
 def from_toml(path: Path, base: Config | None = None) -> Config:
-    """The configuration in a TOML file, over `base`. Raises UserError naming an unknown key, or a value's type."""
+    """Read a TOML file; its values replace those of `base`. Raises UserError for unknown keys and wrong types."""
     try:
         text = Path(path).read_text()
     except OSError as error:
@@ -34,13 +34,13 @@ def from_toml(path: Path, base: Config | None = None) -> Config:
 
 
 def ranks_in_toml(path: Path) -> int | None:
-    """The number of ranks that a TOML file asks for, which is no part of the configuration; None without `ranks`."""
+    """Return the key `ranks` of a TOML file, which is not a field of the configuration; None without it."""
     ranks = tomllib.loads(Path(path).read_text()).get("ranks")
     return None if ranks is None else _convert(ranks, int, f"{path}: ranks")
 
 
 def from_text(text: str, name: str, base: Config | None = None) -> Config:
-    """As `from_toml`, of a text that came from `name`."""
+    """Read the configuration from TOML text, as `from_toml`. name: of the text's source, for messages."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -65,7 +65,7 @@ def _merge(into: Any, values: dict, path: str, prefix: str) -> Any:
 
 
 def _convert(value: Any, kind: Any, name: str) -> Any:
-    """`value` from TOML as the type `kind`, or UserError."""
+    """Convert a TOML value to the type `kind`. Raises UserError if it has another type."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):  # the second where one of them is a Literal
         (kind,) = [option for option in typing.get_args(kind) if option is not types.NoneType]
         if value == "none":  # TOML has no null
@@ -95,7 +95,7 @@ def _expected(kind: Any) -> str:
 
 
 def to_toml(config: Any, prefix: str = "") -> str:
-    """The configuration as TOML that `from_toml` reads back to an equal one."""
+    """Write a configuration as TOML text, from which `from_toml` reads an equal one."""
     lines, sections = [], []
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)

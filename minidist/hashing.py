@@ -1,7 +1,7 @@
-"""A 64-bit hash, of tensors and of integers alike: random numbers that are a function of their address.
+"""A 64-bit hash of tensors and integers, for random numbers that are a function of their address.
 
-Both are the finalizer of splitmix64 (Steele, Lea and Flood 2014, the variant known by that name), one-to-one on 64
-bits. Whole-number arithmetic wraps alike on every device, so an address has the same bits wherever it is hashed.
+`mix` and `mix_int` are the finalizer of splitmix64 (Steele, Lea and Flood 2014), a bijection on 64 bits. Integer
+arithmetic wraps identically on every device, so the hash is the same everywhere.
 """
 
 from torch import Tensor
@@ -20,7 +20,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def mix_int(x: int) -> int:
-    """The same of one integer, taken modulo 2**64."""
+    """Hash one integer, taken modulo 2**64, as `mix` does."""
     x = (x + _GOLDEN) & _MASK64
     for shift, factor in _MIX64:
         x = ((x ^ (x >> shift)) * factor) & _MASK64
@@ -28,5 +28,5 @@ def mix_int(x: int) -> int:
 
 
 def signed(x: int) -> int:
-    """The int64 with these 64 bits."""
+    """Reinterpret an unsigned 64-bit integer as a signed one."""
     return x - (1 << 64) if x >> 63 else x

@@ -1,8 +1,7 @@
-"""The grid of ranks: named axes, outermost first, and nothing else. Needs no process and no torch.
+"""The device mesh: ranks on a grid of named axes, outermost first. Needs no process group and no torch.
 
-Rank numbers run through the axes like the digits of a number: `tp` changes fastest, so the ranks of one tensor-parallel
-group are neighbours (the GPUs of one node), and `pp` slowest, so pipeline stages lie in different node groups. This is
-the order of Megatron-LM (Narayanan et al. 2021, section 3.5).
+`tp` changes fastest with the rank, so the ranks of a tensor-parallel group are neighbours (the GPUs of one node), and
+`pp` slowest, so pipeline stages are on different nodes: the order of Megatron-LM (Narayanan et al. 2021, section 3.5).
 """
 
 import math
@@ -15,10 +14,7 @@ AXES = ("pp", "dp", "cp", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """A grid of `pp * dp * cp * tp` ranks; an axis of size 1 is there and changes nothing.
-
-    Raises ValueError when a size is not a positive whole number.
-    """
+    """A mesh of `pp * dp * cp * tp` ranks. Raises ValueError if a size is not a positive integer."""
 
     pp: int = 1
     dp: int = 1
@@ -37,10 +33,11 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return math.prod(self.sizes.values())
 
     def coords(self, rank: int) -> dict[str, int]:
-        """The coordinates of `rank`, one per axis. Raises ValueError when there is no such rank."""
+        """Return the coordinates of `rank` by axis. Raises ValueError if there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not on {self}: ranks are 0 to {self.world_size - 1}")
         coords = {}
@@ -49,7 +46,7 @@ class Mesh:
         return {axis: coords[axis] for axis in AXES}
 
     def rank(self, **coords: int) -> int:
-        """The rank at these coordinates; an axis not named is at 0. The inverse of `coords`."""
+        """Return the rank at these coordinates, 0 on axes not given: the inverse of `coords`. ValueError if outside."""
         number = 0
         for axis, size in self.sizes.items():
             at = coords.pop(axis, 0)
@@ -61,14 +58,14 @@ class Mesh:
         return number
 
     def ranks(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
-        """The ranks, ascending, whose coordinates differ from those of `rank` on `axes` only; `rank` is one of them."""
+        """Return the group of `rank` along `axes`: all ranks, ascending, with its coordinates on the other axes."""
         axes = self._known(axes)
         home = self.coords(rank)
         spans = [range(size) if axis in axes else (home[axis],) for axis, size in self.sizes.items()]
         return tuple(self.rank(**dict(zip(AXES, at, strict=True))) for at in product(*spans))
 
     def rank_groups(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
-        """All the groups along `axes`: disjoint, together every rank, in the order of their first rank."""
+        """Return all groups along `axes`, which partition the ranks, in the order of their first rank."""
         axes = self._known(axes)
         groups: list[tuple[int, ...]] = []
         placed: set[int] = set()

@@ -1,4 +1,4 @@
-"""Composition: the model that knows nothing of parallelism goes in, the one this rank trains comes out."""
+"""Apply all parallelisms to a plain model: returns the model that this rank trains."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,17 +41,17 @@ __all__ = [
     "group_specs",
     "parallelize",
     "reduced_by",
-]  # who lays out, binds first
+]
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """A model laid out over ranks.
+    """A parallelized model, as one rank sees it.
 
-    model: what this rank runs. specs: the facts about its parameters. reducer: accumulates and reduces their gradients,
-    and holds what the optimizer updates. pipeline: runs the model if it is cut into stages. parts: the layers of each
-    part of the model, in order. context: how attention spans a sequence that is cut over cp. sequence: whether tp ranks
-    shard the sequence between operators (sequence parallelism). scaler: of the loss, where gradients could underflow.
+    model: this rank's modules. specs: of its parameters. reducer: accumulates and reduces gradients, and holds the
+    masters that the optimizer updates. pipeline: the executor if pp > 1. parts: the layers of each part of the model,
+    in order. context: the algorithm of attention over a sequence that is sharded over cp. sequence: whether tp ranks
+    shard the sequence between operators (sequence parallelism). scaler: the loss scaler, if the loss is scaled.
     """
 
     model: nn.Module
@@ -64,24 +64,24 @@ class Parallel:
     scaler: LossScaler | None = None
 
     def layers(self, chunk: int) -> range:
-        """The layers of a chunk of this rank's pipeline stage."""
+        """Return the layers of a chunk of this rank's pipeline stage."""
         return self.parts[self.pipeline.schedule.position(self.pipeline.stage, chunk)]
 
     def empty_hidden(self, samples: int, seq_len: int, tp: int) -> Tensor:
-        """An empty tensor of the shape that hidden states have between two stages; seq_len: of this rank's tokens."""
+        """Allocate a tensor for the hidden states between two stages. seq_len: number of this rank's tokens."""
         like = next(self.model.parameters())
         seq_len = seq_len // tp if self.sequence else seq_len
         return torch.empty(samples, seq_len, self.model.config.hidden_size, dtype=like.dtype, device=like.device)
 
 
 def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
-    """Lay `model` out over the mesh of `groups`, bound for `group_specs`: pipeline, tensor, context, compilation,
-    recomputation, precision, data or ZeRO.
+    """Parallelize `model` over the mesh of `groups`.
 
-    model: the whole one; every rank gets the values that rank 0 has.
+    In this order: pipeline, tensor and context parallelism, compilation, recomputation, precision, data parallelism or
+    ZeRO. model: the full model; rank 0's values are broadcast. groups: bound for `group_specs`.
     """
     mesh = groups.mesh
-    for use in ("grads", "copies", "tensor", "activations"):  # across one axis after the other, so at last from rank 0
+    for use in ("grads", "copies", "tensor", "activations"):  # one axis after the other: all values are rank 0's
         if use in groups:
             synchronize(model, groups[use])
     ties = tied_names(model)
@@ -100,7 +100,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
         apply_context_parallel(model, groups["context"], config.parallel.context)
     if config.compile:
         compile_layers(model)
-    apply_recomputation(model, config.recompute)  # around what is compiled: it is run again as it is
+    apply_recomputation(model, config.recompute)  # around the compiled layers, which it runs again
     specs = {
         name: _spec(name, shapes[name], held[name], stages[name], ties[name], mesh, groups.world.rank) for name in held
     }
@@ -127,7 +127,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
 
 
 def _completing(schedule: Schedule, stage: int, used_by: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Of each parameter the chunk whose backward is the last that adds to its gradient."""
+    """Return, for each parameter, the chunk whose backward completes its gradient."""
     return {
         name: min(chunks, key=lambda chunk: schedule.position(stage, chunk))
         for name, chunks in used_by.items()
@@ -144,7 +144,7 @@ def _reducer(
     names: Sequence[str],
     chunk_of: Mapping[str, int],
 ) -> GradientReducer:
-    """The gradient reducer that the configuration asks for. names: of the whole model's parameters."""
+    """Build the gradient reducer of the configuration. names: of the full model's parameters."""
     formats, values = cast_parameters(model, policy)
 
     given = ModelFacts(specs, values, names, chunk_of, config.train.seed)
@@ -164,7 +164,7 @@ def _spec(
     mesh: Mesh,
     rank: int,
 ) -> ParamSpec:
-    """The facts about a parameter that these stages and, in each, these ranks of the tp axis hold."""
+    """Build the spec of a parameter that is held by `stages` and, in each, by the tp ranks of `held`."""
     home = mesh.coords(rank)
 
     replicas = ranks_at(mesh, stages, held.holders)
@@ -173,7 +173,7 @@ def _spec(
 
 
 def reduced_by(algorithm: str, group: Group) -> Group:
-    """The group, with `algorithm` for its all-reduce: "backend" for the library's, or one of `comm/algorithms`."""
+    """Return the group with another all-reduce: "backend" for the backend's own, or one of `comm/algorithms`."""
     if algorithm == "backend":
         return group
     return replace(group, algorithm=DeferredAllReduce(ALGORITHMS["all_reduce"][algorithm]))

@@ -1,11 +1,11 @@
-"""Facts about parameters, in one table: `specs[global_name]`.
+"""Parameter specs: `specs[global_name]` says which shard of a parameter this rank holds, and who holds replicas.
 
-The global name and shape of a parameter are those of the unsplit model in every layout. What this rank holds of it is
-a list of boxes (rectangles of the global tensor): one box for a whole or a tensor-parallel parameter, several for the
-flat ranges of ZeRO. Reduction, norm, clipping, optimizer, checkpoint and parity read this table, so that they agree.
+The global name and shape of a parameter are those of the unsplit model in every layout. This rank's shard is a list of
+boxes of the global tensor: one for a full or a tensor-parallel parameter, several for a flat range of ZeRO. Reduction,
+norm, clipping, optimizer, checkpoint and parity all use these specs.
 
-The table is keyed by name and stored beside the model, because an attribute on a Parameter does not survive deepcopy,
-`to_empty`, `load_state_dict(assign=True)` or a wrapper.
+The specs are a table beside the model, because an attribute of a Parameter does not survive deepcopy, `to_empty`,
+`load_state_dict(assign=True)` or a wrapper.
 """
 
 import math
@@ -21,7 +21,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True)
 class Box:
-    """The rectangle `start <= index < stop` of a tensor, one pair per dimension (none for a scalar)."""
+    """The box `start <= index < stop` of a tensor, with one pair per dimension (none for a scalar)."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -34,14 +34,17 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Box":
+        """Return the box of all elements of a tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Size of the box in each dimension."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def numel(self) -> int:
+        """Number of elements in the box."""
         return math.prod(self.shape)
 
     @property
@@ -50,7 +53,7 @@ class Box:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The part in both boxes, or None when they share no element."""
+        """Return the intersection of two boxes, or None if they have no element in common."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(a >= b for a, b in zip(start, stop, strict=True)):
@@ -58,15 +61,15 @@ class Box:
         return Box(start, stop)
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
-        """Index of this box in a tensor that holds exactly `outer`."""
+        """Return the index of this box in a tensor that holds exactly the box `outer`."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True))
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The boxes, in memory order, that cover elements `start` to `stop` of a row-major tensor of this shape.
+    """Return the boxes, in memory order, that cover the flat range `start` to `stop` of a row-major tensor.
 
-    At most `2 d - 1` boxes for `d` dimensions: a partial row at each end on every level, whole rows between them.
-    Raises ValueError when the range is not inside the tensor.
+    At most `2 d - 1` boxes for `d` dimensions: full rows, and a partial row at each end, in every dimension.
+    Raises ValueError if the range is not inside the tensor.
     """
     total = math.prod(shape)
     if not 0 <= start <= stop <= total:
@@ -98,18 +101,18 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What one rank knows of one parameter.
+    """The global name and shape of a parameter, this rank's shard of it, and the shard's replicas.
 
-    name: global name, as in the unsplit model. For tied parameters the first of their names.
+    name: global name, as in the unsplit model; of tied parameters the first name.
     shape: global shape.
-    boxes: what this rank holds of it, in the order of its memory.
-    replicas: ascending global ranks that hold the same boxes, this one included. The norm counts, and the checkpoint
-        writes, one of them (`owner`).
+    boxes: this rank's shard, in memory order.
+    replicas: ascending global ranks that hold the same boxes, including this one. The norm counts, and the checkpoint
+        saves, only one of them (`owner`).
     ties: other names of the same tensor.
     expert: whether it belongs to an expert, whose tokens come from all ranks of the expert-parallel group.
-    contributors: those of the replicas, this one included, whose gradients are parts of one sum, because each saw other
-        tokens or other layers. Replicas that saw the same have the same gradient, and adding it would double it. All
-        replicas when not given.
+    contributors: the replicas, including this one, whose local gradients must be summed because each processes other
+        tokens or other layers. The remaining replicas have equal gradients, which must not be counted twice. All
+        replicas by default.
     """
 
     name: str
@@ -127,12 +130,12 @@ class ParamSpec:
 
     @property
     def owner(self) -> int:
-        """The one replica that counts in a norm and writes to a checkpoint; the work is spread over the replicas."""
+        """The replica that the norm counts and that writes the checkpoint; a hash of the name spreads the work."""
         return self.replicas[zlib.crc32(self.name.encode()) % len(self.replicas)]
 
     @property
     def numel(self) -> int:
-        """Elements this rank holds."""
+        """Number of elements of this rank's shard."""
         return sum(box.numel for box in self.boxes)
 
 
@@ -140,19 +143,19 @@ ParamSpecs = Mapping[str, ParamSpec]
 
 
 def global_name(module_name: str) -> str:
-    """The name a parameter has in the plain model, whatever wrappers have been put around its modules."""
+    """Return a parameter's name in the unwrapped model, without the prefixes of module wrappers."""
     for wrapper in _WRAPPERS:
         module_name = module_name.replace(wrapper, "")
     return module_name
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Global name to parameter, each tensor once (a tied one under its first name), in the order of the model."""
+    """Return the model's parameters by global name, in order; a tied tensor appears once, under its first name."""
     return {global_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def replicated_specs(model: nn.Module, ranks: tuple[int, ...]) -> dict[str, ParamSpec]:
-    """The table of a model that every rank of `ranks` holds whole (data parallelism)."""
+    """Return the specs of a model that is replicated on all of `ranks` (data parallelism)."""
     ties, specs = tied_names(model), {}
     for name, parameter in named_parameters(model).items():
         shape = tuple(parameter.shape)
@@ -161,7 +164,7 @@ def replicated_specs(model: nn.Module, ranks: tuple[int, ...]) -> dict[str, Para
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Global name of each parameter to the other names of the same tensor."""
+    """Return, for each parameter's global name, the other names of the same tensor."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(global_name(name))
@@ -169,7 +172,7 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def check_specs_cover(model: nn.Module, specs: ParamSpecs) -> None:
-    """Raise KeyError unless every parameter of the model has a spec of its local size."""
+    """Raise KeyError unless every parameter of the model has a spec with the parameter's local size."""
     for name, parameter in named_parameters(model).items():
         if name not in specs:
             raise KeyError(f"parameter {name} has no ParamSpec; {len(specs)} are known, among them {sorted(specs)[:3]}")

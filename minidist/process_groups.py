@@ -1,4 +1,4 @@
-"""Who does what in a layout: which stage has which layers, who talks to whom, who holds the same. Needs no torch."""
+"""The process groups of a layout, and the layers of its pipeline stages. Does not import torch."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -11,17 +11,17 @@ from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.balance import balance_layers
 from minidist.parallel.pipeline.schedules import pipeline_schedule
 
-# Who talks to whom in a step of every layout. "grads": replicas of a parameter that saw other tokens; under ZeRO those
-# of them that share out its shards. "loss": ranks that see other tokens.
+# The groups of every layout. "grads": the replicas of a parameter that process different tokens; under ZeRO, those over
+# which it is sharded. "loss": the ranks that process different tokens.
 DEFAULT_GROUP_SPECS: Sequence[GroupSpec] = (GroupSpec("grads", ("dp", "cp")), GroupSpec("loss", ("dp", "cp")))
 
-# The uses over which gradients are summed. A parameter takes the first whose ranks are those that contribute to it;
-# under ZeRO its shard takes, besides "grads", the one whose ranks hold the same shard.
+# The groups over which gradients are summed. A parameter uses the first whose ranks are its contributors; under ZeRO
+# its shard uses "grads", and also the group of the ranks that hold the same shard.
 GRADIENT_GROUPS = ("grads", "copies", "norms", "heads", "tied")
 
 
 def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
-    """Who talks to whom in a step of this layout, and what for. What one axis needs is there when its size is not 1."""
+    """Return the specs of all process groups of this layout; an axis of size 1 needs none."""
     sharing, summing = _reduction(mesh, config)
     found = [sharing, *DEFAULT_GROUP_SPECS[1:]]
     if config.zero.stage and summing.axes:
@@ -42,13 +42,13 @@ def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
 
 
 def _reduction(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
-    """Who shares out the gradients of a parameter, and who, of those that saw other tokens, sums the same.
+    """Return the group over which ZeRO shards gradients, and the group of the replicas of each shard.
 
-    Without ZeRO all replicas sum the same, and nobody shares anything out.
+    Without ZeRO nothing is sharded: both have all ranks that process different tokens.
     """
     if config.zero.stage == 0:
         return DEFAULT_GROUP_SPECS[0], GroupSpec("copies", DEFAULT_GROUP_SPECS[0].axes)
-    inner = config.zero.shard_group_size(mesh) // mesh.cp  # places on the dp axis that share
+    inner = config.zero.shard_group_size(mesh) // mesh.cp  # dp ranks per shard group
     if inner == mesh.dp:
         return DEFAULT_GROUP_SPECS[0], GroupSpec("copies", ())
     sharing = tuple(tuple(range(first, first + inner)) for first in range(0, mesh.dp, inner))
@@ -59,19 +59,19 @@ def _reduction(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
 
 
 def _matrices(mesh: Mesh, config: Config, sharing: GroupSpec) -> list[GroupSpec]:
-    """The ranks over which a matrix is sharded, by ZeRO or tensor parallelism: Muon exchanges it among them."""
+    """Return the group over which ZeRO or tensor parallelism shards a matrix, in which Muon exchanges it."""
     sharded = config.zero.shard_group_size(mesh) > 1
     axes = (*(sharing.axes if sharded else ()), *(("tp",) if mesh.tp > 1 else ()))
     return [GroupSpec("matrices", axes, sharing.subgroups if sharded else ())] if axes else []
 
 
 def _summed_over_tensor(tp: int, config: Config, summing: GroupSpec) -> list[GroupSpec]:
-    """Gradients that are parts of a sum on several ranks of the tp axis, as on those of `summing`."""
+    """Return the groups for gradients that are partial sums on several tp ranks and on the ranks of `summing`."""
     found, axes = [], (*summing.axes, "tp")
     if config.parallel.sequence:
         found.append(GroupSpec("norms", axes, summing.subgroups))
     heads = config.model.num_kv_heads
-    if heads < tp and not (heads == 1 and config.parallel.sequence):  # one head for all is the same ranks
+    if heads < tp and not (heads == 1 and config.parallel.sequence):  # with one head its ranks are those of "norms"
         each = tp // heads
         sets = tuple(tuple(range(head * each, (head + 1) * each)) for head in range(heads))
         found.append(GroupSpec("heads", axes, (*summing.subgroups, ("tp", sets))))
@@ -79,20 +79,20 @@ def _summed_over_tensor(tp: int, config: Config, summing: GroupSpec) -> list[Gro
 
 
 def first_and_last_stages(schedule: Schedule) -> tuple[int, ...]:
-    """The stages of the first and of the last part of the model, ascending; one, where both are on the same."""
+    """Return the stages that hold the first and the last part of the model, ascending; one stage if it holds both."""
     return tuple(sorted({schedule.owner(0)[0], schedule.owner(schedule.positions - 1)[0]}))
 
 
 def assign_layers(model: ModelConfig, schedule: Schedule, seq_len: int) -> list[range]:
-    """The layers of each part of the model, balanced by what a token costs: a head can cost as much as many layers."""
+    """Assign layers to the parts of the model, balanced by FLOPs per token, including those of the output head."""
     weights, attention, head = forward_flops(model, seq_len)
     return balance_layers([weights + attention] * model.num_layers, schedule.stages, schedule.chunks, head=head)
 
 
 def forward_flops(model: ModelConfig, seq_len: int) -> tuple[int, int, int]:
-    """What a token costs forward: the weights of a layer, the two products of its attention, and the head.
+    """Return the forward FLOPs per token of a layer's weights, of its attention's two products, and of the head.
 
-    In floating-point operations, multiplications and additions: 2 per weight, and 4 h s in attention.
+    2 per weight (a multiplication and an addition), and 4 h s in attention.
     """
     h, kv = model.hidden_size, model.num_kv_heads * model.head_dim
     weights = 2 * (2 * h * h + 2 * h * kv + 3 * h * model.intermediate_size)
@@ -100,11 +100,11 @@ def forward_flops(model: ModelConfig, seq_len: int) -> tuple[int, int, int]:
 
 
 def ranks_at(mesh: Mesh, stages: Sequence[int], tensor: Sequence[int]) -> tuple[int, ...]:
-    """All ranks, ascending, of these stages and, in each, of these places on the tp axis."""
+    """Return all ranks with these pp coordinates (`stages`) and tp coordinates (`tensor`), ascending."""
     places = product(sorted(stages), range(mesh.dp), range(mesh.cp), sorted(tensor))
     return tuple(mesh.rank(**dict(zip(AXES, place, strict=True))) for place in places)
 
 
 def is_hidden_matrix(name: str, dimensions: int) -> bool:
-    """Whether a parameter is a matrix of a layer, which Muon is for: neither embedding nor head."""
+    """Return whether a parameter is a matrix of a layer (not the embedding or the head), which Muon updates."""
     return dimensions == 2 and ".layers." in name

@@ -1,25 +1,23 @@
-"""Recomputation: backward runs a piece of the forward again, so that nothing it made need be kept in between.
+"""Activation recomputation (checkpointing): backward repeats part of the forward instead of saving its activations.
 
-Chen et al. 2016 (arXiv 1604.06174): a layer keeps its input only. From it the forward is run once more when backward
-comes to the layer, and for a third more FLOPs the memory of all layers but one is that of their inputs. A dropout mask
-is a function of its address (contract 8), so the second run draws the mask of the first; there is no generator whose
-state would have to be kept.
+Chen et al. 2016 (arXiv 1604.06174): a layer saves only its input, and backward first runs the layer's forward again.
+This costs a third more FLOPs, and all layers but one save only their inputs. Dropout masks are a function of their
+address, so the second run computes the same masks without any generator state.
 
-What recomputes is outside of the model, which knows nothing of it: it takes the place of a `forward`, and the names of
-the parameters stay.
+Recomputation wraps a `forward` from outside; the model and the names of its parameters do not change.
 
     ===========  =============================================  ===================================================
-    kind         computed again                                 kept of a layer
+    kind         recomputed                                     saved per layer
     ===========  =============================================  ===================================================
-    `block`      all of it                                      its input, and the addresses of its dropout
-    `selective`  the core of attention, from query, key and     all the rest: query, key, value, the core's output,
-                 value to what the heads give                   which is the next projection's input
+    `block`      the whole layer                                its input, and its dropout keys
+    `selective`  core attention: from query, key and value to   all else: query, key, value, and the core's output,
+                 the heads' output                              which is the next projection's input
     ===========  =============================================  ===================================================
 
-`selective` is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 5), for whom the core is most of a layer's
-memory: it keeps the scores of all pairs of tokens, and few FLOPs give them back. A fused kernel never has them. All
-that its core keeps for itself is the log-sum-exp, one number per query and head, so there it saves next to nothing.
-It does where the core is more than a kernel: copies of heads that ranks exchange, or a kernel that writes the scores.
+`selective` follows Korthikanti et al. 2022 (arXiv 2205.05198, section 5), where core attention saves the scores of all
+pairs of tokens, most of a layer's activations, and recomputing them is cheap. A fused kernel never stores the scores,
+only one log-sum-exp per query and head, so with it `selective` saves next to nothing. It helps if core attention saves
+more: heads exchanged between ranks, or a kernel that stores the scores.
 """
 
 from collections.abc import Callable
@@ -33,23 +31,23 @@ from torch.overrides import _get_current_function_mode_stack
 
 
 def apply_recomputation(model: nn.Module, kind: str) -> None:
-    """Let backward compute layers of `model` again: "block", "selective", or "none".
+    """Apply activation recomputation to the layers of `model`: kind "block", "selective", or "none".
 
-    model: a Transformer, or what pipeline, tensor and context parallelism left of one. Messages inside of what is
-    computed again are sent again, in the same order on all ranks.
+    model: a Transformer, possibly already split by pipeline, tensor and context parallelism. Recomputation repeats the
+    collectives inside, in the same order on all ranks.
     """
     for layer in model.model.layers:
-        if kind == "block" and hasattr(layer, "self_attn"):  # other stages of a pipeline hold the others
+        if kind == "block" and hasattr(layer, "self_attn"):  # not a placeholder of another stage's layer
             layer.forward = with_recomputation(layer.forward)
         if kind == "selective" and hasattr(layer, "self_attn"):
             layer.self_attn.attend = with_recomputation(layer.self_attn.attend)
 
 
 def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gives what `run` gives, and of whose graph the arguments alone are kept.
+    """Wrap `run` so that autograd saves only its arguments, and backward runs it again for the other saved tensors.
 
-    run: takes and gives tensors, or tuples of them, by position; run again with the same it must do the same. Without
-    gradients nothing is kept and nothing is run again.
+    run: takes and returns tensors, or tuples of them, as positional arguments; must be deterministic. Under `no_grad`
+    it is called as it is.
     """
 
     def call(*args):
@@ -63,37 +61,39 @@ def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Enough(Exception):
-    """Everything that backward asks for has been computed."""
+    """Stops the second run once all saved tensors have been recomputed."""
 
 
 class _Again:
-    """One call: what autograd would save in it is forgotten, and found by a second run when backward asks for it.
+    """The saved-tensor hooks of one call: drop tensors in forward, and recompute them in backward.
 
-    Autograd saves the same tensors in the same order in both runs, so a number stands for each.
+    Autograd saves the same tensors in the same order in both runs, so each is identified by its index.
     """
 
     def __init__(self, run: Callable[..., Any], args: tuple):
         self._run, self._args = run, _detached(args)
-        self._modes = _get_current_function_mode_stack()  # backward may come when they are over
+        self._modes = _get_current_function_mode_stack()  # backward may run after they have ended
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, Tensor] = {}
 
     def forget(self, tensor: Tensor) -> int:
+        """Drop a tensor that autograd saves; return its index."""
         self._saved.append((tensor.shape, tensor.dtype))
         return len(self._saved) - 1
 
     def find(self, number: int) -> Tensor:
-        if number not in self._found:  # the first that is asked for, or a second backward through the same graph
+        """Return the saved tensor with this index; the first call recomputes all of them."""
+        if number not in self._found:  # the first call, or a second backward through the same graph
             self._found = dict(enumerate(self._run_again()))
-        return self._found.pop(number)  # and it is free as soon as its operation's backward is done
+        return self._found.pop(number)  # freed as soon as its operation's backward is done
 
     def _run_again(self) -> list[Tensor]:
-        """The tensors that autograd saved, in their order. Raises RuntimeError when they are of another kind."""
+        """Recompute the saved tensors, in order. Raises RuntimeError if their shapes or dtypes differ."""
         found: list[Tensor] = []
 
         def keep(tensor: Tensor) -> None:
             found.append(tensor.detach())
-            if len(found) == len(self._saved):  # before the last operation runs, whose result nobody needs
+            if len(found) == len(self._saved):  # skips the rest of the forward, which is not needed
                 raise _Enough
 
         with ExitStack() as stack, torch.enable_grad(), saved_tensors_hooks(keep, _never):
@@ -116,7 +116,7 @@ def _never(_: None) -> Tensor:
 
 
 def _detached(args: Any) -> Any:
-    """The same tensors, cut off from what made them, that take gradients where these do; a tuple stays what it is."""
+    """Detach tensors, also in nested tuples, keeping their `requires_grad`."""
     if isinstance(args, Tensor):
         return args.detach().requires_grad_(args.requires_grad)
     if isinstance(args, tuple):

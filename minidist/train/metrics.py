@@ -1,4 +1,4 @@
-"""What a log line says: throughput, bytes, memory, and on CUDA how much of the GPU was used."""
+"""Metrics for log lines: peak memory, and model FLOPs utilisation on CUDA."""
 
 import contextlib
 import re
@@ -18,7 +18,7 @@ MFU_FORMULA = "flops_per_token(seq_len) * tokens_per_s / (GPUs * peak), flops_pe
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Dense peak of the device in this dtype ("bfloat16"), FLOP/s; None for a CPU or a GPU that is not in the table."""
+    """Return the device's dense peak FLOP/s in a dtype (as "bfloat16"); None on CPU and for GPUs not in PEAK_FLOPS."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -26,16 +26,15 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, gpus: int, peak: float) -> float:
-    """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B), a fraction."""
+    """Return the model FLOPs utilisation as a fraction (Chowdhery et al. 2022, appendix B). peak: FLOP/s of one GPU."""
     return flops_per_token * tokens_per_s / (gpus * peak)
 
 
 class PeakMemory:
-    """The peak memory of this rank since the last log line, in bytes.
+    """The peak memory of this rank between two reads, in bytes.
 
-    On CUDA that of torch's allocator, on the CPU the resident memory of the process. Linux can reset the recorded peak
-    of a process (`/proc/self/clear_refs`, see proc(5)); where that is not possible, it is the peak since the process
-    started.
+    On CUDA it is that of torch's allocator, on the CPU the process's resident memory. Where the system cannot reset the
+    latter (Linux can: `/proc/self/clear_refs`, see proc(5)), it is the peak since the process started.
     """
 
     def __init__(self, device: torch.device):
@@ -43,7 +42,7 @@ class PeakMemory:
         self._reset()
 
     def read(self) -> int:
-        """Return the peak since the last call, or since construction, and start anew."""
+        """Return the peak since the last call, or since construction, and reset it."""
         peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _peak_resident()
         self._reset()
         return peak
@@ -57,7 +56,7 @@ class PeakMemory:
 
 
 def _peak_resident() -> int:
-    """The recorded peak of this process's resident memory, in bytes."""
+    """Return the peak resident memory of this process, in bytes."""
     with contextlib.suppress(OSError):
         status = Path("/proc/self/status").read_text()
         if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):

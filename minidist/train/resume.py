@@ -1,4 +1,4 @@
-"""Going on with a run: which configuration, and whether this checkpoint can be the beginning of this run."""
+"""Resume a run: read the checkpoint's configuration, and check that a run can continue from it."""
 
 import dataclasses
 import math
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def resumed_config(resume: Path) -> Config:
-    """The configuration of the run whose checkpoint, or folder, `resume` is, to lay new options over.
+    """Return the configuration of the run to resume, as the base for new options.
 
-    Raises UserError when there is no checkpoint or it is damaged.
+    resume: a run folder, its folder of checkpoints, or a checkpoint. Raises UserError if there is no intact checkpoint.
     """
     path = folders.latest_checkpoint(checkpoints_of(resume))
-    from minidist.fault import checkpoint  # here, since torch comes with it: a missing folder is told at once
+    from minidist.fault import checkpoint  # imports torch, so only after the check above
 
     stored = stored_config(path, checkpoint.read_index(path).state)
     return dataclasses.replace(
@@ -31,7 +31,7 @@ def resumed_config(resume: Path) -> Config:
 
 
 def check_before(config: Config, corpus: "Corpus") -> None:
-    """Raise UserError when `config` resumes from a checkpoint that it cannot go on from. No rank is needed."""
+    """Raise UserError if `config` cannot continue from its checkpoint. Runs before any rank starts."""
     if config.checkpoint.resume is None:
         return
     path = folders.latest_checkpoint(checkpoints_of(config.checkpoint.resume))
@@ -41,7 +41,7 @@ def check_before(config: Config, corpus: "Corpus") -> None:
 
 
 def stored_config(path: Path, state: dict[str, Any]) -> Config:
-    """The configuration in a checkpoint's state. Raises UserError when it was not written by this trainer."""
+    """Return the configuration in a checkpoint's state. Raises UserError if this trainer did not write it."""
     try:
         return from_text(state["config"], str(path))
     except KeyError:
@@ -49,7 +49,7 @@ def stored_config(path: Path, state: dict[str, Any]) -> Config:
 
 
 def check_resumable(path: Path, state: dict[str, Any], config: Config, corpus: "Corpus") -> None:
-    """Raise UserError unless the run of `config` on `corpus` can go on from the checkpoint in `path`."""
+    """Raise UserError unless a run of `config` on `corpus` can continue from the checkpoint in `path`."""
     before = stored_config(path, state)
     if state["corpus"] != corpus.fingerprint:
         raise UserError(
@@ -75,7 +75,7 @@ def check_resumable(path: Path, state: dict[str, Any], config: Config, corpus: "
 
 
 def describe_learning_rate_jump(before: Config, config: Config, step: int) -> str | None:
-    """One line if resuming after `step` steps changes the learning rate of the next step; None if it does not.
+    """Return a warning if resuming after `step` steps changes the learning rate of the next step, else None.
 
     before: the configuration of the run that wrote the checkpoint.
     """

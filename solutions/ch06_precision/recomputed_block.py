@@ -48,33 +48,35 @@ from minidist.recompute import _detached, _Enough, _never
 
 
 class _Again:
-    """One call: what autograd would save in it is forgotten, and found by a second run when backward asks for it.
+    """The saved-tensor hooks of one call: drop tensors in forward, and recompute them in backward.
 
-    Autograd saves the same tensors in the same order in both runs, so a number stands for each.
+    Autograd saves the same tensors in the same order in both runs, so each is identified by its index.
     """
 
     def __init__(self, run: Callable[..., Any], args: tuple):
         self._run, self._args = run, _detached(args)
-        self._modes = _get_current_function_mode_stack()  # backward may come when they are over
+        self._modes = _get_current_function_mode_stack()  # backward may run after they have ended
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, Tensor] = {}
 
     def forget(self, tensor: Tensor) -> int:
+        """Drop a tensor that autograd saves; return its index."""
         self._saved.append((tensor.shape, tensor.dtype))
         return len(self._saved) - 1
 
     def find(self, number: int) -> Tensor:
-        if number not in self._found:  # the first that is asked for, or a second backward through the same graph
+        """Return the saved tensor with this index; the first call recomputes all of them."""
+        if number not in self._found:  # the first call, or a second backward through the same graph
             self._found = dict(enumerate(self._run_again()))
-        return self._found.pop(number)  # and it is free as soon as its operation's backward is done
+        return self._found.pop(number)  # freed as soon as its operation's backward is done
 
     def _run_again(self) -> list[Tensor]:
-        """The tensors that autograd saved, in their order. Raises RuntimeError when they are of another kind."""
+        """Recompute the saved tensors, in order. Raises RuntimeError if their shapes or dtypes differ."""
         found: list[Tensor] = []
 
         def keep(tensor: Tensor) -> None:
             found.append(tensor.detach())
-            if len(found) == len(self._saved):  # before the last operation runs, whose result nobody needs
+            if len(found) == len(self._saved):  # skips the rest of the forward, which is not needed
                 raise _Enough
 
         with ExitStack() as stack, torch.enable_grad(), saved_tensors_hooks(keep, _never):
@@ -93,10 +95,10 @@ class _Again:
 
 
 def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gives what `run` gives, and of whose graph the arguments alone are kept.
+    """Wrap `run` so that autograd saves only its arguments, and backward runs it again for the other saved tensors.
 
-    run: takes and gives tensors, or tuples of them, by position; run again with the same it must do the same. Without
-    gradients nothing is kept and nothing is run again.
+    run: takes and returns tensors, or tuples of them, as positional arguments; must be deterministic. Under `no_grad`
+    it is called as it is.
     """
 
     def call(*args):

@@ -1,7 +1,7 @@
-"""What exercises there are: `exercise.toml` of every chapter folder, read and checked to the letter.
+"""The catalogue of exercises: reads and validates the `exercise.toml` of every chapter folder.
 
-A key that is missing, unknown, of another type or of another kind of exercise is an error, and so is an exercise
-without hints or tests. Reading imports neither torch nor the package: pieces and tests are found in the source text.
+A missing or unknown key, a value of the wrong type, and an exercise without hints or tests are errors. Reading does not
+import torch: symbols and tests are found in the source text.
 """
 
 import ast
@@ -14,7 +14,7 @@ from minidist.errors import UserError, suggest
 
 ROOT = Path(__file__).resolve().parents[1]
 _COMMON = ("kind", "title", "section", "difficulty", "minutes", "points", "route", "why", "hints")
-# The keys that an exercise of each kind has besides.
+# The additional required keys of each kind of exercise.
 KINDS = {
     "piece": ("piece", "calls", "guards", "blank"),
     "script": ("defines", "guards", "changes", "fails"),
@@ -22,18 +22,17 @@ KINDS = {
     "predict": ("changes",),
 }
 _OPTIONAL = {"piece": ("also",)}
-# What the learner of a kind fills in besides functions.
+# The constants that the learner fills in, by kind.
 _CONSTANTS = {"clinic": ("INVARIANT", "LINE"), "predict": ("ANSWERS",)}
 _MIN_HINTS = 2
 
 
 @dataclass(frozen=True)
 class Change:
-    """Lines of the right text that the stub has otherwise: from the line that begins with `first` to the one with
-    `last`. put: what stands there instead.
+    """Lines that the stub replaces by `put`: from the one that begins with `first` to the one that begins with `last`.
 
-    Those of a piece are called `blank` and have no `put` but `say`: what these lines have to do. The stub raises
-    NotImplementedError with it.
+    In a piece they are called `blank` and have `say` instead of `put`: the message of the NotImplementedError that the
+    stub raises there.
     """
 
     first: str
@@ -43,7 +42,7 @@ class Change:
 
 @dataclass(frozen=True)
 class TestCase:
-    """A function of the test file: its name, the points it is worth, and the numbers of ranks it runs on."""
+    """A function of the test file. points: its worth. ranks: the world sizes it runs on. says: its description."""
 
     id: str
     points: int
@@ -55,16 +54,16 @@ class TestCase:
 class Exercise:
     """One table of an exercise.toml.
 
-    kind: "piece", a symbol of the package with lines left blank; "script", a program to be mended; "clinic", one whose
-    loss falls and whose numbers or costs are wrong: name what is violated and where, then mend it; "predict",
-    scenarios whose outcome is to be told before the check measures it.
-    piece: the symbol to write, `module:symbol`; also: further symbols that belong to it, of the same module or others.
-    calls: what the blank lines may call. guards: ready-made equivalents (`numpy.array_split`) that are no answer.
-    defines: the functions a program must keep. changes: what the stub has otherwise than the right text. fails: the
-    test that the stub of a program must fail. fault: the line of a clinic's stub that is to be found.
-    route: `always` when every training run calls the piece; the trainer's options under which it does, where {ranks}
-    stands for their number, {shares} for one number per rank and 1|2 for either value; or `none: ` and why there are
-    none. why: the solution's note.
+    kind: "piece", a symbol of the package with blank lines; "script", a program to repair; "clinic", a debugging
+    exercise: a program whose loss falls but whose numbers or costs are wrong, where the learner names the violated
+    invariant and the faulty line and repairs it; "predict", scenarios whose outcome the learner predicts.
+    piece: the symbol to write, `module:symbol`. also: further symbols that belong to it, of any module.
+    calls: functions that the blank lines may call. guards: forbidden ready-made equivalents (`numpy.array_split`).
+    defines: the functions a program must keep. changes: from the solution to the stub. fails: the test that the stub of
+    a program must fail. fault: the faulty line of a debugging exercise's stub.
+    route: `always` if every training run calls the piece; otherwise the options of `minidist train` under which it does
+    ({ranks} is the world size, {shares} one number per rank, 1|2 either value), or `none: ` and the reason.
+    why: the solution's note.
     """
 
     name: str
@@ -110,17 +109,17 @@ class Exercise:
 
     @property
     def answers(self) -> Path:
-        """The file with right and wrong answers: see `exercises.answers`."""
+        """The file of right and wrong answers: see `exercises.answers`."""
         return self.folder / "answers" / f"{self.name}.toml"
 
     @property
     def pieces(self) -> tuple[str, ...]:
-        """What is replaced in the package, `module:symbol` each; none but for a piece."""
+        """The package's symbols that the answer replaces, `module:symbol`; empty unless the kind is "piece"."""
         return (*self.also, self.piece) if self.piece else ()
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """The names a learner's file must define; those in capitals are no functions."""
+        """The names that a learner's file must define; names in capitals are constants."""
         names = tuple(piece.split(":")[1] for piece in self.pieces)
         return (*names, *self.defines, *_CONSTANTS.get(self.kind, ()))
 
@@ -130,23 +129,23 @@ class Exercise:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Those that the symbols of a piece stand in, each once."""
+        """The modules that define the symbols of a piece, without duplicates."""
         return tuple(dict.fromkeys(piece.split(":")[0] for piece in self.pieces))
 
     @property
     def source(self) -> Path:
-        """The file with the right text: the module of a piece, else a program beside the stub."""
+        """The file that the solution is generated from: the module of a piece, else a program beside the stub."""
         if self.piece:
             return file_of(self.module)
         return self.folder / "programs" / f"{self.name}.py"
 
     @property
     def sources(self) -> tuple[Path, ...]:
-        """All files with right text."""
+        """All files that the solution is generated from."""
         return tuple(map(file_of, self.modules)) or (self.source,)
 
     def tests(self) -> list[TestCase]:
-        """The tests in the order of their file. Raises UserError when the file has none or its points do not add up."""
+        """List the tests in file order. Raises UserError if their points do not add up to those of the exercise."""
         found = [case for node in ast.parse(self.test_file.read_text()).body if (case := _test_case(node, self))]
         if sum(case.points for case in found) != self.points:
             total = sum(case.points for case in found)
@@ -155,12 +154,12 @@ class Exercise:
 
 
 def file_of(module: str) -> Path:
-    """Where a module of the package stands."""
+    """Return the source file of a module."""
     return (ROOT / Path(*module.split("."))).with_suffix(".py")
 
 
 class Catalogue(Mapping[str, Exercise]):
-    """All exercises by name, in the order of their chapters and files. Raises UserError for a file that is wrong."""
+    """All exercises by name, in the order of chapters and files. Raises UserError for an invalid file."""
 
     def __init__(self, root: Path = ROOT):
         self.root = root
@@ -254,7 +253,7 @@ def _check(exercise: Exercise, where: str) -> None:
 
 
 def _test_case(node: ast.stmt, exercise: Exercise) -> TestCase | None:
-    """The test that a function is, by its decorator `@test(points=2, ranks=(1, 2))`; None for other statements."""
+    """Read a test from a function decorated with `@test(points=2, ranks=(1, 2))`; None for other statements."""
     decorators = getattr(node, "decorator_list", [])
     for call in decorators:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "test":

@@ -1,22 +1,21 @@
-"""The project's check of its own checks: what must pass passes, and what must fail fails where it should.
+"""The gate: tests the graders of all exercises with right and wrong answers.
 
-For every exercise of every kind: the stub fails for the declared reason, the solution passes, right answers that differ
-from it pass, and each wrong one fails the test that it names. A gate that has checked nothing is red.
+For every exercise the stub must fail for the declared reason, the solution and the other right answers must pass, and
+each wrong answer must fail the test that it names. A gate that has checked nothing is red.
 
-The declared reason. Pieces and predictions are unwritten, and every test says so. Scripts and clinics are programs that
-are there and wrong: their stub fails the test that exercise.toml names in `fails`, and not as unwritten.
+The declared reason: every test of a piece or a prediction finds the stub unwritten. The stub of a script or a debugging
+exercise is complete but wrong, and fails the test that exercise.toml names in `fails`.
 
-Three wrong answers nobody may be paid for, so every exercise has them, each named to the test that catches it:
-* wrong_zero does nothing: a piece gives zeros, a program trains nothing, a prediction says that no rank waits;
-* wrong_constant does the same whatever is asked: a piece gives one value, a program one set of parameters, a clinic
-  calls every fault by one name, a prediction names all ranks everywhere;
-* wrong_cheat has the values without the work. A piece calls the package's own, and must be caught as
-  forbidden, as must every wrong_cheat_* that goes round the guard. The other kinds have nothing to call: a script lets
-  every rank do everything by itself, a clinic hides the symptom and leaves the fault, a prediction changes the scenario
-  until it fits.
+Every exercise has these three wrong answers, each with the test that catches it:
+* wrong_zero does nothing: a piece returns zeros, a program does not train, a prediction says that no rank waits;
+* wrong_constant ignores its input: a piece returns one value, a program one set of parameters, a debugging exercise
+  gives every fault one name, a prediction names all ranks everywhere;
+* wrong_cheat has the values without the work. A piece calls the package's own symbol, and must be found forbidden, as
+  must every wrong_cheat_* that tries to evade the guard. In a script every rank computes everything itself; a debugging
+  exercise hides the symptom and keeps the fault; a prediction changes the scenario.
 
-A wrong answer that is broken (it raises, cannot be read, ...) might fail any test, so it must say so with the key
-`finding`. The answers are in `exercises/<chapter>/answers/`: see `exercises.answers`.
+A wrong answer that is broken (it raises, does not parse, ...) could fail any test, so it must declare its `finding`.
+The answers are in `exercises/<chapter>/answers/`: see `exercises.answers`.
 """
 
 import ast
@@ -39,14 +38,14 @@ if TYPE_CHECKING:
 
 _MIN_RIGHT = 2
 _MIN_WRONG = 4
-# Findings about a file that does nothing, which says little about the test that finds it.
+# Findings that any test makes of a broken file.
 _BROKEN = ("raised", "syntax", "missing", "unwritten", "died")
 _ALWAYS_WRONG = ("wrong_zero", "wrong_constant", "wrong_cheat")
 
 
 @dataclass
 class Gate:
-    """What was checked, and what is not as it must be. It is green when something was checked and nothing is wrong."""
+    """The number of checked exercises and the problems found. Green if some were checked and there is no problem."""
 
     server: "RankServer"
     checked: int = 0
@@ -58,7 +57,7 @@ class Gate:
         return self.checked > 0 and not self.problems
 
     def run(self, exercises: Iterable[Exercise]) -> bool:
-        """Check them all; returns whether the gate is green."""
+        """Check all exercises; return whether the gate is green."""
         for exercise in exercises:
             self._generated(exercise)
             self._right(exercise)
@@ -82,7 +81,7 @@ class Gate:
                     self._problem(exercise, f"an empty answer passes {result.id}")
 
     def _stub(self, exercise: Exercise) -> None:
-        """It fails for the declared reason."""
+        """Check that the stub fails for the declared reason."""
         for result in self._verdict(exercise, exercise.stub).results:
             kind = result.finding.kind if result.finding else "nothing wrong"
             if not exercise.fails and kind != "unwritten":
@@ -127,7 +126,7 @@ class Gate:
                     self._caught(exercise, answer, file)
 
     def _caught(self, exercise: Exercise, answer: Answer, file: Path) -> None:
-        """A wrong answer fails the test that it names, and with the finding that it names."""
+        """Check that a wrong answer fails the test that it names, with the finding that it names."""
         test, kind, name = answer.caught_by, answer.finding, answer.name
         caught = {r.id: r.finding.kind for r in self._verdict(exercise, file, [test]).results if r.finding}
         if caught.get(test, "skipped") == "skipped":
@@ -139,7 +138,7 @@ class Gate:
             self._problem(exercise, f"{name} is caught as {caught[test]}, not as forbidden")
 
     def _written(self, exercise: Exercise, answer: Answer, folder: str) -> Path | None:
-        """The answer as a file; None, and a problem, when its edits do not fit."""
+        """Write an answer to a file; record a problem and return None if its edits do not apply."""
         try:
             return stubs.write_answer(exercise, answer.name, Path(folder))
         except UserError as error:
@@ -165,7 +164,7 @@ class Gate:
 
 
 def _code(file: Path) -> str:
-    """The program without comments and docstrings."""
+    """Return the program without comments and docstrings."""
     try:
         tree = ast.parse(file.read_text())
     except SyntaxError:

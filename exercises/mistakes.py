@@ -1,4 +1,4 @@
-"""What mistakes make of a program: for one node of its syntax tree, the changes that a tired hand could have made."""
+"""Mutation operators: the small changes that a mistake may make to one node of a syntax tree."""
 
 import ast
 import copy
@@ -38,7 +38,7 @@ Change = tuple[str, ast.AST, ast.AST | str]
 
 
 def _with(node: ast.AST, **fields) -> ast.AST:
-    """A copy of the node with other fields."""
+    """Copy a node with some fields replaced."""
     node = copy.copy(node)
     for name, value in fields.items():
         setattr(node, name, value)
@@ -46,13 +46,13 @@ def _with(node: ast.AST, **fields) -> ast.AST:
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
-    """What a mistake may make of this node alone: (kind, the node that is replaced, by what)."""
+    """Yield the mutations of this node alone as (kind, replaced node, replacement)."""
     if isinstance(node, ast.stmt):
         yield from _statement(node)
     for block in ("body", "orelse"):
         yield from _neighbours(getattr(node, block, None))
     for condition in _conditions(node):
-        if not isinstance(condition, ast.UnaryOp | ast.Compare):  # their own changes negate them too
+        if not isinstance(condition, ast.UnaryOp | ast.Compare):  # these have mutations that negate them
             yield "negate a condition", condition, ast.UnaryOp(ast.Not(), condition)
     for kind, change in _expression(node):
         yield kind, node, change
@@ -76,7 +76,7 @@ def _statement(node: ast.stmt) -> Iterator[Change]:
 
 
 def _neighbours(block: object) -> Iterator[Change]:
-    """Two statements of one line each, the second before the first."""
+    """Yield swaps of adjacent one-line statements."""
     block = block if isinstance(block, list) else []
     for one, two in zip(block, block[1:], strict=False):
         if one.lineno == one.end_lineno and two.lineno == two.end_lineno == one.lineno + 1:
@@ -86,7 +86,7 @@ def _neighbours(block: object) -> Iterator[Change]:
 
 
 def _dropped(node: ast.stmt) -> str:
-    """What dropping a statement is called."""
+    """Return the kind of mutation that drops a statement."""
     value = getattr(node, "value", None)
     called = _called(value) if isinstance(value, ast.Call) else ""
     if called in ("wait", "barrier"):

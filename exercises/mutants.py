@@ -1,7 +1,7 @@
-"""Programs that differ from a right one in one small place, such as a mistake makes it.
+"""Mutants of a program: copies with one small change, as a mistake would make it.
 
 Each mutant drops, swaps or shifts one thing inside the lines that a learner writes: a wait, a division, a comparison, a
-number. A check that lets one pass does not see that mistake, unless the mutant means the same as the original.
+number. A test that passes one misses that mistake, unless the mutant is equivalent to the original.
 """
 
 import ast
@@ -19,8 +19,8 @@ _BLANK = "raise NotImplementedError("
 class Mutant:
     """One changed program.
 
-    kind: what was done. line: of the original where the change begins. was, becomes: the changed lines without their
-    indentation, joined by a space. text: the whole program.
+    kind: of change. line: of the original where the change begins. was, becomes: the changed lines before and after,
+    without indentation, joined by a space. text: the whole program.
     """
 
     kind: str
@@ -31,27 +31,27 @@ class Mutant:
 
 
 def blanks(stub: str, solution: str) -> list[range]:
-    """The numbers of the lines of a solution that its stub leaves to the learner, one range for each blank."""
+    """Return the line numbers of a solution that its stub leaves blank, one range per blank."""
     old, new = stub.splitlines(), solution.splitlines()
     steps = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return [range(c + 1, d + 1) for tag, a, b, c, d in steps if any(_BLANK in line for line in old[a:b])]
 
 
 def mutants(text: str, lines: Sequence[range]) -> list[Mutant]:
-    """All programs that differ from `text` in one place inside one of the ranges of lines, each once."""
+    """Return all mutants of `text` within the ranges of lines, without duplicates."""
     tree = ast.parse(text)
     found: dict[str, Mutant | None] = {ast.dump(tree): None}
     for node in _nodes(tree):
         for kind, place, change in changes(node):
             if any(place.lineno in each and place.end_lineno in each for each in lines):
                 changed = _changed(text, place, change)
-                with contextlib.suppress(SyntaxError):  # some changes make no program
+                with contextlib.suppress(SyntaxError):  # some changes do not parse
                     found.setdefault(ast.dump(ast.parse(changed)), _mutant(text, kind, place, changed))
     return sorted(filter(None, found.values()), key=lambda mutant: mutant.line)
 
 
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The node and all in it, but nothing inside f-strings: what an error says in words is not judged."""
+    """Yield the node and its descendants, except inside f-strings: the wording of messages is not tested."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.JoinedStr):
@@ -59,7 +59,7 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _changed(text: str, place: ast.AST, change: ast.AST | str) -> str:
-    """The program with `change` in the place of a node."""
+    """Return the program with a node replaced by `change`."""
     rows = text.encode().splitlines(keepends=True)
     head, tail = rows[place.lineno - 1][: place.col_offset], rows[place.end_lineno - 1][place.end_col_offset :]
     new = change if isinstance(change, str) else _source(change)
@@ -79,6 +79,6 @@ def _line(lines: Sequence[str]) -> str:
 
 
 def _source(node: ast.AST) -> str:
-    """A node as text, in brackets where its neighbours might bind tighter."""
+    """Unparse a node, with parentheses where precedence may require them."""
     loose = isinstance(node, ast.BinOp | ast.BoolOp | ast.Compare | ast.UnaryOp | ast.IfExp)
     return f"({ast.unparse(node)})" if loose else ast.unparse(node)

@@ -1,8 +1,8 @@
-"""Whether an exercise's tests see small mistakes: each mutant of its solution must fail one of them.
+"""Mutation testing of the exercises' tests: each mutant of a solution must fail one of them.
 
-A mutant that passes is a mistake that the tests let through, or it means the same as the solution. What is known to
-mean the same stands, with the reason, in the exercise's file of answers, as a list of tables `[[equivalent]]` with the
-keys `was`, `becomes` and `why`. An entry whose mutant is gone, or fails after all, is wrong.
+A mutant that survives is a mistake that the tests miss, or is equivalent to the solution. Known equivalents are listed
+in the exercise's answers file as tables `[[equivalent]]` with the keys `was`, `becomes` and `why`. An entry whose
+mutant no longer exists, or is killed, is an error.
 """
 
 import tempfile
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from minidist.tools.launch import RankServer
 
 LEAST_KILLED = 0.95
-_HANG_S = 2.0  # a busy machine may stop for so long; of what is to survive, more is asked
+_HANG_S = 2.0  # a busy machine may pause for this long; survivors get longer
 _FATES = ("killed", "equivalent", "survived")
 
 
 @dataclass
 class Tally:
-    """What became of the mutants of one exercise or of one kind, and how long it took."""
+    """The counts of killed, surviving and equivalent mutants of one exercise or kind, and the time taken."""
 
     fates: Counter = field(default_factory=Counter)
     time_s: float = 0.0
 
     @property
     def rate(self) -> float:
-        """Part of the mutants that are not equivalent which was killed; 1 when there is none."""
+        """The fraction of non-equivalent mutants that was killed; 1 if there are none."""
         judged = self.fates["killed"] + self.fates["survived"]
         return self.fates["killed"] / judged if judged else 1.0
 
@@ -47,7 +47,7 @@ class Tally:
 
 @dataclass
 class Mutation:
-    """The mutants of all exercises asked for. It is green when none survived that is not known to be equivalent."""
+    """A mutation run over several exercises. Green if every survivor is a known equivalent."""
 
     server: "RankServer"
     exercises: dict[str, Tally] = field(default_factory=dict)
@@ -84,13 +84,13 @@ class Mutation:
         return tally
 
     def report(self) -> list[str]:
-        """The sums, what each kind of change came to, and the problems."""
+        """Format the totals, the results by kind of change, and the problems."""
         total = Tally(sum((tally.fates for tally in self.exercises.values()), Counter()))
         kinds = [f"{kind:<28}{tally}" for kind, tally in sorted(self.kinds.items())]
         return ["", *kinds, "", f"{'all':<28}{total}", *self.problems]
 
     def _caught(self, exercise: Exercise, mutant: Mutant, hang_s: float) -> str:
-        """The test that the mutant fails; nothing when it passes all."""
+        """Return the name of the test that the mutant fails; "" if it passes all."""
         with tempfile.TemporaryDirectory(prefix="minidist-mutant-") as folder:
             file = Path(folder, f"{exercise.name}.py")
             file.write_text(mutant.text)
@@ -103,13 +103,13 @@ class Mutation:
 
 
 def mutants_of(exercise: Exercise) -> list[Mutant]:
-    """The mutants of an exercise's solution, inside the lines that its learner writes."""
+    """Return the mutants of an exercise's solution, within the lines that the learner writes."""
     solution = stubs.solution(exercise)
     return mutants(solution, blanks(stubs.stub(exercise), solution))
 
 
 def run(exercises: Sequence[Exercise], server: "RankServer") -> bool:
-    """Try the mutants of all these exercises and print what became of them; whether all is green."""
+    """Run the mutants of these exercises and print the report; return whether the run is green."""
     mutation = Mutation(server)
     for exercise in _with_blanks(exercises):
         tally = mutation.run(exercise)
@@ -121,7 +121,7 @@ def run(exercises: Sequence[Exercise], server: "RankServer") -> bool:
 
 
 def _with_blanks(exercises: Iterable[Exercise]) -> list[Exercise]:
-    """Those that leave lines of a piece to the learner: what the others ask for is no program with lines missing."""
+    """Return the exercises with blank lines; the other kinds have none to mutate."""
     return [exercise for exercise in exercises if exercise.kind == "piece"]
 
 

@@ -1,6 +1,6 @@
-"""The process groups of a check: all are recorded, so every operation is counted and reported to rank status.
+"""The process groups of a check: every operation is counted and reported to rank status.
 
-A deadlock of raw `torch.distributed` calls is explained within a second that way, like one of the package's own.
+So a deadlock of raw `torch.distributed` calls is explained within a second, like one of the package's collectives.
 """
 
 import functools
@@ -25,9 +25,9 @@ _HERE = "127.0.0.1"
 
 
 class Network:
-    """All ranks as the default group of torch.distributed and, on demand, as a `group` of the package's door.
+    """All ranks as the default group of torch.distributed and, on demand, as a `group` for the package's collectives.
 
-    records, events: what passed and what was marked since the test began, whoever called.
+    records: the operations since the test began. events: the test's marks among them.
     """
 
     def __init__(self, world: World):
@@ -41,12 +41,12 @@ class Network:
 
     @functools.cached_property
     def group(self):
-        """All ranks, for the door's operations. The first test that wants it makes it, on all ranks."""
+        """All ranks, as a group of the package's collectives. Its first use creates it, on all ranks."""
         world = self._world
         return bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))])["data"]
 
     def begin(self) -> None:
-        """Another test has begun: what passed before is not its concern."""
+        """Begin a test: forget earlier records and events."""
         self._before, self._events_before = len(self._meter.records), len(self._meter.events)
 
     @property
@@ -54,23 +54,23 @@ class Network:
         return self._meter.records[self._before :]
 
     def event(self, label: str) -> None:
-        """Put a mark of the test's own into the order of what is launched and waited for."""
+        """Insert a mark into the order of launches and waits."""
         self._meter.event(label)
 
     @property
     def events(self) -> list:
-        """(place in that order, label) of the marks of this test."""
+        """The marks of this test: (position in that order, label)."""
         return self._meter.events[self._events_before :]
 
 
 class Torchrun:
     """Calls the functions of a program as if torchrun had started it on these ranks: `run(answer.main, data)`.
 
-    Every run finds the variables torchrun sets and a meeting point of its own on a free port. The group that the
-    program makes is a recorded one. GPUs are hidden, so that the verdict is the same on every machine.
-    machines: how many of them the next runs are told of; the ranks divide among them.
-    joined, ended: whether the latest run made a group, and ended it. backend: the one it asked for, as text.
-    records: what it sent.
+    Every run has torchrun's environment variables and its own rendezvous on a free port. The process group that the
+    program makes is recorded. GPUs are hidden, so that the verdict is the same on every machine.
+    machines: the number of machines that the next runs see; ranks are divided evenly among them.
+    joined, ended: whether the latest run made a process group, and destroyed it. backend: the one it requested.
+    records: the operations of the latest run.
     """
 
     def __init__(self, world: World):
@@ -85,7 +85,7 @@ class Torchrun:
         self._tell()
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns."""
+        """Call the function; return its result."""
         self._tell()
         self._before, self.joined, self.backend = len(self._meter.records), False, ""
         value = function(*args, **kwargs)
@@ -95,7 +95,7 @@ class Torchrun:
         return value
 
     def gather(self, value: Any) -> list:
-        """The value of every rank. It needs no process group, so a test may ask when the program has ended its own."""
+        """Gather the value of every rank, without a process group: the program may have destroyed its own."""
         return self._exchange("gather", value)
 
     @property
@@ -108,10 +108,10 @@ class Torchrun:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), GROUP_RANK=str(machine))
         os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(size // self.machines))
         os.environ.update(MASTER_ADDR=_HERE, MASTER_PORT=str(self._store.port), CUDA_VISIBLE_DEVICES="")
-        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")  # the meeting point is there already
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")  # the store exists already
 
     def _init(self, backend=None, init_method=None, timeout=_TIMEOUT, world_size=-1, rank=-1, store=None, **more):
-        """torch's init_process_group, which never returns to a process that gives a wrong place: this one tells."""
+        """Replacement of torch's init_process_group that fails for a wrong rank or world size instead of hanging."""
         world, status = self._world, self._world.status
         place = (int(os.environ["RANK"]) if rank < 0 else rank, world.size if world_size < 0 else world_size)
         if place != (world.rank, world.size):
@@ -134,8 +134,10 @@ class Torchrun:
             status.resume()
 
     def _end(self, *args, **kwargs) -> None:
-        """torch's destroy_process_group, once all ranks have come to it: one that still waits for this one is told what
-        is missing, where torch would break its connection."""
+        """Wait for all ranks, then call torch's destroy_process_group.
+
+        A rank that still waits for this one is reported as deadlocked; torch would break its connection.
+        """
         if dist.is_initialized():
             self._exchange("destroy_process_group")
         self._torch_end(*args, **kwargs)
@@ -149,14 +151,14 @@ class Torchrun:
         return values
 
     def _meet(self, name: str) -> None:
-        """Report that this rank waits from now on for all others to come here, for the _met-th time."""
+        """Report to rank status that this rank waits for all others, for the `_met`-th time."""
         self._met += 1
         status, channel = self._world.status, Channel("collective", "world", tuple(range(self._world.size)))
         status.wait(channel, status.launch(channel, name, (), ""), name, (), "", _line())
 
 
 def _line() -> str:
-    """`file:line` of whoever called into this file."""
+    """Return `file:line` of the caller outside this file."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back

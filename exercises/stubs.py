@@ -1,9 +1,9 @@
-"""Stubs and solutions, generated from the right text of each exercise, which stands in one place.
+"""Stubs and solutions, generated from the one source of each exercise.
 
-The right text of a piece is the package's own source: the imports it needs, then its symbols. That of a script, a
-clinic or a prediction is a program in the chapter's folder `programs/`, whose docstring states the task. A solution
-is the right text with a note on why it is so and what usually goes wrong. A stub is the right text with other lines in
-the places that exercise.toml declares: one `raise NotImplementedError` in a piece, faults in a program.
+The source of a piece is the package's own source: the imports it needs, then its symbols. The
+other kinds have a program in the chapter's folder `programs/`, whose docstring states the task. A solution is the
+source with a note on its reasons and on usual mistakes. A stub is the source with the lines replaced that exercise.toml
+declares: by `raise NotImplementedError` in a piece, by faults in a program.
 """
 
 import ast
@@ -22,7 +22,7 @@ _STUB = re.compile(r"^Stub ([0-9a-f]{8})\.$", re.MULTILINE)
 
 
 def stub(exercise: Exercise) -> str:
-    """The text of the learner's file."""
+    """Generate the text of the learner's file."""
     body = _joined(exercise, _changed(exercise))
     told = [
         f"{exercise.title}.",
@@ -36,7 +36,7 @@ def stub(exercise: Exercise) -> str:
 
 
 def empty(exercise: Exercise) -> str:
-    """An answer with nothing in it: a piece without its `raise`; functions that do nothing, constants left empty."""
+    """Generate an empty answer: functions that do nothing and empty constants."""
     if exercise.kind == "piece":
         return re.sub(r"raise NotImplementedError\(.*\)", "pass", stub(exercise))
     functions = [f"def {name}(*args, **kwargs):\n    pass\n" for name in exercise.symbols if not name.isupper()]
@@ -44,7 +44,7 @@ def empty(exercise: Exercise) -> str:
 
 
 def fault_line(exercise: Exercise) -> int:
-    """The number of the line to be found in a clinic's stub. Raises UserError when it is not there exactly once."""
+    """Return the line number of a debugging exercise's fault. Raises UserError unless it occurs exactly once."""
     found = [number for number, line in enumerate(stub(exercise).splitlines(), 1) if line.strip() == exercise.fault]
     if len(found) != 1:
         raise UserError(f"{exercise.name}: the stub has {len(found)} lines {exercise.fault!r}, and must have one")
@@ -52,7 +52,7 @@ def fault_line(exercise: Exercise) -> int:
 
 
 def solution(exercise: Exercise) -> str:
-    """The text of the solution."""
+    """Generate the text of the solution."""
     where = f", as it stands in {' and '.join(exercise.modules)}" * bool(exercise.piece)
     usual = [each for each in read_answers(exercise).wrong if not each.name.startswith("wrong_cheat_")]
     wrong = [f"* {each.note}" for each in usual if each.note]
@@ -68,18 +68,18 @@ def solution(exercise: Exercise) -> str:
 
 
 def right_text(exercise: Exercise) -> str:
-    """The code of the solution, without its docstring."""
+    """Generate the code of the solution, without its docstring."""
     return _joined(exercise, _sources(exercise)) + "\n"
 
 
 def answer(exercise: Exercise, name: str) -> str:
-    """The text of one of the exercise's answers. Raises UserError when its edits do not fit the solution any more."""
+    """Generate the text of an answer. Raises UserError if its edits do not apply to the solution."""
     answers = read_answers(exercise)
     return program(answers[name], _answer_code(exercise, answers, answers[name]))
 
 
 def write_answer(exercise: Exercise, name: str, folder: Path) -> Path:
-    """Write one of the exercise's answers to `folder/<exercise>/<name>.py`; returns the file."""
+    """Write an answer to `folder/<exercise>/<name>.py`; return the file."""
     file = folder / exercise.name / f"{name}.py"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(answer(exercise, name))
@@ -104,19 +104,19 @@ def _answer_code(exercise: Exercise, answers: Answers, chosen: Answer) -> str:
 
 
 def version(text: str) -> str | None:
-    """Which stub a learner's file began as; None when it does not say."""
+    """Return the version of the stub that a learner's file started from; None if it has none."""
     found = _STUB.search(text)
     return found and found[1]
 
 
 def drift(exercise: Exercise) -> list[Path]:
-    """The generated files that are not what would be generated now."""
+    """List the generated files that are out of date."""
     wanted = {exercise.stub: stub(exercise), exercise.solution: solution(exercise)}
     return [file for file, text in wanted.items() if not file.exists() or file.read_text() != text]
 
 
 def generate(exercise: Exercise) -> list[Path]:
-    """Write the files that have drifted; returns them."""
+    """Rewrite the generated files that are out of date; return them."""
     changed = drift(exercise)
     for file in changed:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def _joined(exercise: Exercise, parts: list[str]) -> str:
 
 
 def _sources(exercise: Exercise) -> list[str]:
-    """The right text: the source of each symbol of a piece, decorators included; a program without its docstring."""
+    """Return the source of each symbol of a piece, with decorators; or a program without its docstring."""
     if not exercise.piece:
         text = exercise.source.read_text()
         end = ast.parse(text).body[0].end_lineno
@@ -147,7 +147,7 @@ def _sources(exercise: Exercise) -> list[str]:
 
 
 def _source(exercise: Exercise, piece: str) -> str:
-    """The source of one symbol of a piece."""
+    """Return the source of one symbol of a piece."""
     module, _, name = piece.partition(":")
     text = file_of(module).read_text()
     nodes = {node.name: node for node in ast.parse(text).body if hasattr(node, "name")}
@@ -159,7 +159,7 @@ def _source(exercise: Exercise, piece: str) -> str:
 
 
 def _changed(exercise: Exercise) -> list[str]:
-    """The right text as the stub has it."""
+    """Return the sources with the stub's changes applied."""
     sources = _sources(exercise)
     for change in exercise.changes:
         for i, source in enumerate(sources):
@@ -173,7 +173,7 @@ def _changed(exercise: Exercise) -> list[str]:
 
 
 def _lines_of(change: Change, source: str) -> tuple[int, int] | None:
-    """First and last line of the change; None when the source has no such line, or several."""
+    """Return the first and last line of a change; None unless each occurs exactly once."""
     lines = [line.strip() for line in source.splitlines()]
     first = [i for i, line in enumerate(lines) if line.startswith(change.first)]
     last = [i for i, line in enumerate(lines) if line.startswith(change.last)]
@@ -187,9 +187,9 @@ def _with(source: str, lines: tuple[int, int], put: str) -> str:
 
 
 def _imports(exercise: Exercise) -> str:
-    """The imports of the modules that the symbols use, and imports of the modules' own names."""
+    """Generate the imports that the symbols need, including those of names from their own modules."""
     statements: list[str] = []
-    named: dict[str, set[str]] = {}  # what is imported from a module
+    named: dict[str, set[str]] = {}  # imported names, by module
     for module in exercise.modules:
         tree = ast.parse(file_of(module).read_text())
         sources = [_source(exercise, piece) for piece in exercise.pieces if piece.startswith(f"{module}:")]
@@ -223,12 +223,12 @@ def _defined(node: ast.stmt) -> set[str]:
 
 
 def _case(name: str) -> tuple[int, str]:
-    """How names of one import are sorted: constants, classes, functions."""
+    """Sort key for the names of one import: constants, classes, functions."""
     return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name.lower())
 
 
 def _import_order(statement: str) -> tuple[bool, str, tuple[int, str]]:
-    """`import` before `from`, then by module, and imports of one module by the first name."""
+    """Sort key for imports: `import` before `from`, then by module and first name."""
     words = statement.replace(",", "").split()
     return words[0] == "from", words[1], _case(words[-1] if len(words) < 4 else words[3])
 

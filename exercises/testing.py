@@ -1,13 +1,13 @@
-"""What the tests of an exercise are written with.
+"""The interface for writing the tests of an exercise.
 
 @test(points=2, ranks=(1, 2, 3))
 def each_index_once(answer, world):
     '''What must be so, in one line for the learner.'''
     expect("the indices of all ranks", got, expected)
 
-A test takes by name what it wants: `answer` (the learner's symbols), `world`, and `network` (a group over all ranks
-whose traffic is metered beneath torch). It runs on every rank of each of its world sizes, in fresh processes; the first
-thing that is not as it must be ends it, so cases go from small to large.
+A test asks for its arguments by name: `answer` (the learner's symbols), `world`, and `network` (a group
+over all ranks whose traffic is recorded beneath torch). It runs on every rank of each of its world sizes, in
+new processes, and ends at the first failure, so cases go from small to large.
 """
 
 import functools
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _SHOWN = 100
-_CALL_SHOWN = 108  # with the word before it a line of the message
+_CALL_SHOWN = 108  # characters; fits one line of the message
 _ELEMENTS_SHOWN = 8
 _NOTE_BYTES = 400
 
@@ -30,8 +30,8 @@ class Finding:
 
     kind: "wrong", "unwritten", "raised", "forbidden", "type", "missing", "syntax", "exit", "memory", "hang",
     "deadlock", "died", "printing", "network" (a peer was gone) or "skipped". what: one or more lines. call: the call
-    that showed it. line: of the learner's file, source: what it says; printed: the last line that the
-    code printed; test: where; rank and size: who found it.
+    that failed. line: of the learner's file; source: its text. printed: the last line that the code printed. test: its
+    name. rank, size: of the rank that failed.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Finding:
 
 
 class Wrong(Exception):
-    """Raised by `expect` and its like: what the learner's code did is not what was asked."""
+    """Raised by `expect` and similar functions when the learner's code is wrong."""
 
     def __init__(self, kind: str, what: str, expected: str = "", got: str = "", case: str = ""):
         super().__init__(what)
@@ -61,9 +61,9 @@ def test(points: int, ranks: Sequence[int] = (1,)) -> Callable:
 
 
 def expect(what: str, got: Any, expected: Any, *, case: str = "", tolerance: float = 0.0) -> None:
-    """`got` must be `expected`, element by element, within an absolute `tolerance`.
+    """Fail unless `got` equals `expected`, element by element, within an absolute `tolerance`.
 
-    case: what to say in place of the last call, when more than one call led here.
+    what: names the value in the message. case: shown instead of the last call.
     """
     got, expected = _plain(got), _plain(expected)
     if not _same(got, expected, tolerance):
@@ -75,7 +75,7 @@ def expect(what: str, got: Any, expected: Any, *, case: str = "", tolerance: flo
 
 
 def indices(value: Any) -> list[int]:
-    """The indices that a partition returned, which must be a one-dimensional int64 array."""
+    """Return a partition's indices as a list. Raises Wrong unless it is a one-dimensional int64 array."""
     kind = f"{type(value).__module__}.{type(value).__name__}"
     if value is None:
         raise Wrong("type", "nothing came back: is there a `return`?", "a numpy array of int64", "None")
@@ -87,7 +87,7 @@ def indices(value: Any) -> list[int]:
 
 
 def refuses(error: type[Exception], call: Callable, *args: Any) -> None:
-    """The call must raise `error`."""
+    """Fail unless the call raises `error`."""
     try:
         got = call(*args)
     except error:
@@ -96,9 +96,9 @@ def refuses(error: type[Exception], call: Callable, *args: Any) -> None:
 
 
 def predicted(answer: Any, name: str, measured: list[int], size: int) -> None:
-    """ANSWERS[name] must be the ranks that were seen to wait for ever, of the `size` ranks of that scenario."""
+    """Fail unless ANSWERS[name] equals the ranks, of `size`, that were measured to wait forever in that scenario."""
     answers = answer.ANSWERS
-    if type(answers) is not dict:  # one of another class could look up what is expected
+    if type(answers) is not dict:  # a subclass could look up the expected value
         raise Wrong("type", "ANSWERS must be a table of answers, as in the stub", "a dict", type(answers).__name__)
     given, case = answers.get(name), f'ANSWERS["{name}"]'
     if given is None:
@@ -119,13 +119,13 @@ def predicted(answer: Any, name: str, measured: list[int], size: int) -> None:
 
 
 def show(value: Any) -> str:
-    """A value in at most a hundred characters."""
+    """Format a value in at most a hundred characters."""
     text = " ".join(repr(_plain(value)).split())
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]} ..."
 
 
 class Answer:
-    """The learner's symbols as attributes. Functions note how they were called, for the message."""
+    """The learner's symbols as attributes. Calls of its functions are noted for the message."""
 
     def __init__(self, module: Any, note: Callable[[str], None]):
         self._module, self._note = module, note
@@ -148,14 +148,14 @@ class Answer:
 
 
 class Note:
-    """The test and the call under way, kept where the parent finds them even when this process dies."""
+    """The running test and call, stored where the parent can read them even if this process dies."""
 
     def __init__(self, file: str):
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT)
         self.test, self.text = "", ""
 
     def begin(self, test: str) -> None:
-        """Another test has begun, and has called nothing yet."""
+        """Begin a test, which has called nothing yet."""
         self.test = test
         self("")
 
@@ -175,7 +175,7 @@ def _call_text(function: Callable, args: Sequence, kwargs: dict) -> str:
 
 
 def _brief(value: Any) -> str:
-    """An argument: a value as `show` has it, an object by the name of its class."""
+    """Format an argument: a value with `show`, an object by the name of its class."""
     kinds = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, range, type(None))
     plain = isinstance(value, kinds) or hasattr(value, "tolist")
     return show(_outlined(value)) if plain else f"<{type(value).__name__}>"
@@ -183,7 +183,7 @@ def _brief(value: Any) -> str:
 
 @dataclass(frozen=True)
 class _Outline:
-    """What stands for an array of many elements: its shape and type."""
+    """A placeholder for a large array: its shape and dtype."""
 
     text: str
 
@@ -192,7 +192,7 @@ class _Outline:
 
 
 def _outlined(value: Any) -> Any:
-    """The value with an outline in the place of each large array, also inside lists and tables."""
+    """Replace each large array by an outline, also inside lists and dictionaries."""
     if isinstance(value, dict):
         return {key: _outlined(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -204,7 +204,7 @@ def _outlined(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and tensors as lists, whole or inside lists and tables."""
+    """Convert arrays and tensors to lists, also inside lists and dictionaries."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -84,7 +84,7 @@ class Answers:
 
 
 def read_answers(exercise: Exercise) -> Answers:
-    """The answers of an exercise; none when it has no file. Raises UserError for a file that is wrong."""
+    """Read the answers of an exercise; empty if it has no file. Raises UserError for an invalid file."""
     file = exercise.answers
     try:
         tables = tomllib.loads(file.read_text()) if file.exists() else {}
@@ -116,7 +116,7 @@ def apply_edits(text: str, edits: tuple[Edit, ...], where: str) -> str:
 
 
 def program(answer: Answer, body: str) -> str:
-    """A file's text: the answer's note as its docstring, and then the code."""
+    """Return a file's text: the answer's note as docstring, then the code."""
     note = "\n".join(textwrap.wrap(answer.note, _WIDTH)).replace("\\", "\\\\")
     code = body.strip("\n")
     gap = "\n\n\n" if code.startswith(("def ", "class ", "@")) else "\n\n"

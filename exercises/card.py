@@ -1,4 +1,4 @@
-"""An exercise as a notebook shows it: what is asked, what it is worth, where the learner's file is."""
+"""The display of an exercise in a notebook: its task, its points, the learner's file."""
 
 import ast
 import os
@@ -10,7 +10,7 @@ from exercises.work import Work
 
 
 class Card:
-    """work: the learner's folder; None when the notebook lies in none: then nobody has begun the exercise."""
+    """The display of one exercise. work: the learner's folder; None if the notebook is in none."""
 
     def __init__(self, exercise: Exercise, work: Work | None):
         self._exercise, self._work = exercise, work
@@ -34,7 +34,7 @@ class Card:
         return ", ".join([*facts, *["passed"] * bool(work and work.entry(exercise).get("passed"))])
 
     def _asked(self) -> list[str]:
-        """The stub's own words, between its title and how to check it."""
+        """The task: the stub's docstring between its title and how to check it."""
         lines = (ast.get_docstring(ast.parse(self._exercise.stub.read_text())) or "").splitlines()
         end = next((i for i, line in enumerate(lines) if line.startswith("Check it with")), len(lines))
         return "\n".join(lines[1:end]).strip().splitlines()
@@ -43,7 +43,7 @@ class Card:
         return f"work/exercises/{self._exercise.chapter}/{self._exercise.stub.name}"
 
     def _link(self) -> str:
-        """From the notebook's folder, which JupyterLab understands and opens."""
+        """The path relative to the notebook's folder, as a JupyterLab link."""
         if self._work is None:
             return f"../../exercises/{self._exercise.chapter}/{self._exercise.stub.name}"
         return os.path.relpath(self._work.file(self._exercise), Path.cwd())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HANG_S = 5.0
 MEMORY_BYTES = 1 << 30
-# What ranks find imported. torch's optimizers import torch._dynamo, a second in every rank that finds it missing.
+# Modules preloaded for the ranks. torch's optimizers import torch._dynamo, which takes a second per rank.
 _ALWAYS = (
     *(
         "numpy",
@@ -32,11 +32,11 @@ _ALWAYS = (
     *("exercises.network", "exercises.observed", "exercises.rank_tests"),
 )
 PRELOAD = (*_ALWAYS, "torch._dynamo")
-_PROGRAMS = ("script", "clinic")  # kinds whose answers are programs as torchrun starts them
-# Pieces that use operators of our own, or count those of torch: the first of them imports torch._dynamo, and that
-# writes a file, which would be taken for the answer's.
+_PROGRAMS = ("script", "clinic")  # kinds whose answers are programs for torchrun
+# Pieces that use our custom operators, or count torch's, import torch._dynamo. It writes a file, for which the answer
+# would be blamed.
 _OPERATORS = ("minidist.parallel.tensor.", "minidist.parallel.pipeline.split_backward")
-# After these the other tests would end alike.
+# After these findings the other tests would fail in the same way.
 _ENOUGH = ("syntax", "missing", "hang", "printing", "memory", "exit")
 _SKIPPED = "not run, because of how another test ended"
 
@@ -92,9 +92,9 @@ def check(
 ) -> Verdict:
     """Run the exercise's tests on the file `answer`; return the verdict, which depends only on the file.
 
-    server: started with PRELOAD, so that ranks are quick. only: these tests and no others. hang_s: ranks that
-    do nothing new for so long hang. stop: at the first finding, whatever it is. measured: what the scenarios of a
-    prediction did before; they are run when it is None.
+    server: started with PRELOAD, so that ranks start fast. only: run only these tests. hang_s: seconds without progress
+    after which ranks count as hanging. stop: at the first finding. measured: earlier results of a prediction's
+    scenarios; None: run them.
     """
     answer = answer.resolve()
     if not answer.is_file():
@@ -109,7 +109,7 @@ def check(
     sizes = read_world_sizes(exercise.source) if exercise.kind == "predict" else None
     offered, secret = {"measured": measured, "sizes": sizes, "fault": fault}, _secret(exercise, answer)
     with tempfile.TemporaryDirectory(prefix="minidist-answer-") as folder:
-        # The learner goes on writing in the other one. Messages show the last two parts of a path: they are the same.
+        # A copy, as the learner may edit the file. It keeps the last two parts of the path, which messages show.
         copy = Path(folder).resolve() / answer.parent.name / answer.name
         copy.parent.mkdir(exist_ok=True)
         copy.write_bytes(content)
@@ -125,7 +125,7 @@ def check(
 def _findings(
     tests: Sequence[TestCase], run: Callable[[Sequence[str], int], Finding | None], stop: bool
 ) -> dict[str, Finding]:
-    """What each test finds, by name: `run` runs some of them on a number of ranks until the first finding."""
+    """Return each failed test's finding, by name. run: runs some tests on a number of ranks until the first finding."""
     findings: dict[str, Finding] = {}
     for size in sorted({size for test in tests for size in test.ranks}):
         wanted = [test.id for test in tests if size in test.ranks and test.id not in findings]
@@ -142,7 +142,7 @@ def _findings(
 
 
 def _told(tests: Sequence[TestCase], content: bytes, line: int, what: str) -> dict[str, Finding]:
-    """The findings about an answer that was not run: the first test tells of its line."""
+    """Return the findings on an answer that was not run: the first test reports the line, the others are skipped."""
     source = content.decode(errors="replace").splitlines()[line - 1].strip()[:100]
     findings = {test.id: Finding("skipped", _SKIPPED, test=test.id) for test in tests}
     findings[tests[0].id] = Finding("forbidden", what, line=line, source=source, test=tests[0].id)
@@ -150,7 +150,7 @@ def _told(tests: Sequence[TestCase], content: bytes, line: int, what: str) -> di
 
 
 def _unfinished(tests: Sequence[TestCase], size: int, last: str) -> list[TestCase]:
-    """The tests that have not run on all their numbers of ranks when the test `last` ends everything on `size`."""
+    """Return the tests still to run on some world size when test `last` has stopped the check on `size` ranks."""
     stop = next(place for place, test in enumerate(tests) if test.id == last)
     return [test for place, test in enumerate(tests) if (max(test.ranks), place) >= (size, stop)]
 
@@ -163,11 +163,11 @@ def _results(tests: Sequence[TestCase], findings: dict[str, Finding]) -> list[Te
 
 
 def _secret(exercise: Exercise, answer: Path) -> tuple[str, ...]:
-    """Files and folders that hold the answer or the judge: nobody reads them during a check."""
+    """Return the files and folders of solutions and grader, which an answer must not read."""
     secret = [exercise.root / "solutions", exercise.root / "chapters", *exercise.folder.parent.glob("*/answers")]
     secret += [exercise.test_file, *exercise.sources]
     secret += [Path(importlib.util.cache_from_source(str(source))) for source in exercise.sources]
-    if len(answer.parents) > 2:  # the learner's own notebooks, which stand beside work/exercises
+    if len(answer.parents) > 2:  # the learner's notebooks, beside work/exercises
         secret.append(answer.parents[2] / "chapters")
     return tuple(str(path) for path in secret)
 

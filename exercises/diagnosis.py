@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 _OUTPUT_BYTES = 1 << 20
 _LOOK_S = 0.05
-_GROWS_BYTES = 64 << 20  # a rank that takes so much more memory is on its way to the limit, however slowly
+_GROWS_BYTES = 64 << 20  # growth in memory that counts as progress
 _LONGEST_S = 60.0
 _PRINTS = "your code prints without end"
-# How the ranks of a check end by themselves, which is no learner's concern.
+# Lines on how the ranks of a check end, which learners need not see.
 _OURS = re.compile(r"\nranks? [\d, -]+ (died: .*|raised Found: .*(\n  at .*)?)")
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>\S+)')
 
@@ -39,7 +39,7 @@ def run_and_diagnose(request: "Request", size: int, server: "RankServer", hang_s
         values = job.wait().values
     except RankFailure as failure:
         found = stopped or _found(request, size, failure.output)
-        # That a peer is gone says less than how it went.
+        # How a rank failed says more than that its peers lost it.
         told = found is not None and (found.kind != "network" or failure.kind == "raised")
         return found if told else _failed(failure, request, size)
     except (RunError, UserError) as error:
@@ -70,7 +70,7 @@ def _watch(job, request, size: int, hang_s: float) -> Finding | None:
 
 
 def _hung(statuses: Sequence, stacks: dict[int, str], request) -> Finding:
-    """Nothing changes any more: the rank that is busy is to blame, those that wait for it are not."""
+    """Report a hang: blame a busy rank, not the ranks that wait for it."""
     from minidist.tools.deadlock.status_report import describe_ranks
 
     busy = [rank for rank in stacks if statuses[rank] is not None and statuses[rank].state != "waiting"]
@@ -81,7 +81,7 @@ def _hung(statuses: Sequence, stacks: dict[int, str], request) -> Finding:
 
 
 def _found(request, size: int, output: Sequence[str] = ()) -> Finding | None:
-    """What the ranks left: of the lowest rank that has more to say than that a peer was gone."""
+    """Return the finding of the lowest rank, preferring any other kind to "network"; None if no rank stored one."""
     files = [Path(request.folder, f"finding-{rank}") for rank in range(size)]
     findings = [Finding(**json.loads(file.read_text())) for file in files if file.exists()]
     found = min(findings, key=lambda finding: finding.kind == "network", default=None)
@@ -91,7 +91,7 @@ def _found(request, size: int, output: Sequence[str] = ()) -> Finding | None:
 
 
 def _failed(failure, request, size: int) -> Finding:
-    """What a job says that ended without a finding."""
+    """Derive a finding from the failure of a job whose ranks stored none."""
     rank = failure.ranks[0] if failure.ranks else 0
     if failure.kind in ("deadlock", "mismatch"):
         return _placed(Finding("deadlock", _OURS.sub("", str(failure)), rank=rank, size=size), "", request)
@@ -108,7 +108,7 @@ def _failed(failure, request, size: int) -> Finding:
 
 
 def _placed(finding: Finding, stack: str, request) -> Finding:
-    """The finding with the learner's line that a stack shows, and the call that was under way."""
+    """Add to the finding the learner's line from a stack, and the running test and call."""
     frame = _frame(stack, request)
     if frame:
         finding.line = int(frame["line"])
@@ -123,14 +123,14 @@ def _frame(stack: str, request) -> re.Match | None:
 
 
 def _note(request, rank: int) -> tuple[str, str]:
-    """The test and the call that were under way on a rank."""
+    """Return the test and the call that were running on a rank."""
     file = Path(request.folder, f"note-{rank}")
     test, _, call = (file.read_text(errors="replace") if file.exists() else "").partition("\n")
     return test, call.strip()
 
 
 def _peak_bytes(pid: int) -> int:
-    """The most memory that a process has held so far; 0 where nothing tells."""
+    """Return the peak resident memory of a process in bytes; 0 if unknown."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

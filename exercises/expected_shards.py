@@ -1,10 +1,10 @@
-"""Expected shards of flat parameters, element by element, with which tests compare answers."""
+"""Expected shards of flat parameters, element by element, for comparison with answers."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-# An element of a row: its parameter and its place in it; None is padding.
+# An element of a flat parameter: its parameter and its index in it; None is padding.
 Element = tuple[str, int] | None
 
 

@@ -1,6 +1,6 @@
-"""Wrong answers that are alike in every exercise, so that no file holds them: cheat, zero and constant.
+"""Wrong answers generated from the solution of a piece: cheat, zero and constant.
 
-Only pieces have them. Programs, predictions and classes have their own, in the files of answers: `exercises.answers`.
+Programs, predictions and classes have theirs in the answers files: `exercises.answers`.
 """
 
 import ast
@@ -10,7 +10,7 @@ from minidist.errors import UserError
 
 NUMBERS = {"wrong_zero": 0, "wrong_constant": 3}
 
-# Follows the solution, whose functions it replaces.
+# Appended to the solution, whose functions it wraps.
 _FILLED = '''
 
 import functools
@@ -60,7 +60,7 @@ def _with_filled_results(function):
 
 
 def cheat(exercise: Exercise) -> str:
-    """An answer that calls the package's own functions and inherits from its classes."""
+    """Generate an answer that calls the package's own functions and inherits from its classes."""
     if exercise.kind != "piece":
         raise UserError(f"{exercise.name}: only an exercise about a piece of the package has a generated cheat")
     imports = {module: f"import {module} as own_{i}" for i, module in enumerate(exercise.modules)}
@@ -76,7 +76,7 @@ def cheat(exercise: Exercise) -> str:
 
 
 def filled(exercise: Exercise, solution: str, name: str) -> str:
-    """The solution with one number in the place of all its results: 0 for wrong_zero, 3 for wrong_constant."""
+    """Generate the solution with one number in place of all results: 0 for wrong_zero, 3 for wrong_constant."""
     if exercise.kind != "piece" or _is_class(exercise.piece):
         raise UserError(f"{exercise.name}: only an exercise about a function of the package has a generated {name}")
     functions = [piece.split(":")[1] for piece in exercise.pieces if not _is_class(piece)]

@@ -1,8 +1,8 @@
 """Prevents forbidden actions of a learner's code while it is graded, and names the line that tried one.
 
-Guarded are the package's own piece, ready-made equivalents, files outside the exercise and other processes. A guard
-looks for the learner's file on the call stack: the package and the tests may do all of this. The piece is kept more
-narrowly: whoever calls it must be the package or the test itself.
+It guards the package's own piece, ready-made equivalents, files outside the exercise and other processes. An action is
+forbidden if the learner's file is on the call stack; the package and the tests may do all of this. The piece is guarded
+more strictly: its immediate caller must be the package or the test.
 """
 
 import functools
@@ -17,7 +17,7 @@ from typing import Any
 import minidist
 from minidist.tools.pieces import SymbolReplacements
 
-# What no audit event tells of: the end of the process, and files that torch writes in C++.
+# Actions without an audit event: the end of the process, and files that torch writes in C++.
 _UNSEEN = {
     "os._exit": "an answer must not end its process",
     "os.abort": "an answer must not end its process",
@@ -46,7 +46,7 @@ class Guard:
         self._off = False
 
     def install(self, pieces: Sequence[str], guards: Sequence[str], secret: Sequence[str]) -> None:
-        """pieces: `module:symbol` of the package; guards: `module.name`; secret: files and folders not to be read."""
+        """Install all guards. pieces: `module:symbol` of the package. guards: `module.name`. secret: paths."""
         originals: dict[str, Callable] = {}
         for piece in pieces:
             self._guard_piece(piece, originals)
@@ -83,7 +83,7 @@ class Guard:
             self._tried(f"calls {name}", why)
             return original(*args, **kwargs)
 
-        del guarded.__wrapped__  # the way round it
+        del guarded.__wrapped__  # would evade the guard
         setattr(owner, attribute, guarded)
 
     def _guard_piece(self, piece: str, originals: dict[str, Callable]) -> None:
@@ -105,12 +105,12 @@ class Guard:
         SymbolReplacements().replace(piece, source)
 
     def _caller(self, originals: dict[str, Callable]) -> Callable:
-        """What stands in the place of the pieces. It is no method: the module it is put into leads not to the guard."""
+        """Make the replacement of the pieces: a closure, so that their module has no reference to the guard."""
 
         def guarded(piece: str, args: tuple, kwargs: dict) -> Any:
             name = piece.replace(":", ".")
             self._tried(f"calls {name}", "that is what you are to write")
-            # A class is not needed by the judge: whoever uses it inherits from it.
+            # The grader needs no class: only an answer that inherits from it would use it.
             if piece not in originals or not self._ours(sys._getframe(2).f_code):
                 self.caught = self.caught or (f"your code uses {name}: that is what you are to write", None)
                 raise Forbidden(name)
@@ -119,7 +119,7 @@ class Guard:
         return guarded
 
     def _ours(self, code: CodeType) -> bool:
-        """Whether code belongs to the package or the test: a thread or a callback has no line of the answer below."""
+        """Whether code belongs to the package or the test."""
         return code.co_filename == self._test_file or code.co_filename.startswith(_PACKAGE)
 
     def _audit(self, event: str, args: tuple) -> None:
@@ -138,12 +138,12 @@ class Guard:
             self._tried(f"opens {path} for writing", "an answer writes no files")
         elif any(real == secret or real.startswith(secret + os.sep) for secret in self._secret):
             self._tried(f"reads {Path(path).name}", "write the answer yourself")
-        elif os.path.isdir(real):  # from where files could be opened by names that tell nothing
+        elif os.path.isdir(real):  # would allow relative names
             self._tried(f"opens the folder {path}", "an answer has no business with folders")
 
 
 def _owner(name: str) -> tuple[Any, str]:
-    """The module or class that holds the last part of a dotted name, and that part."""
+    """Split a dotted name into its owner (module or class) and its last part."""
     *path, attribute = name.split(".")
     for end in range(len(path), 0, -1):
         try:

@@ -14,7 +14,7 @@ _SETTINGS = Path(__file__).parent / "jupyter"
 
 
 def command(work: Work, options: Sequence[str] = ()) -> list[str]:
-    """What starts JupyterLab, with the first chapter open. options: of JupyterLab itself, like --no-browser."""
+    """Return the command that starts JupyterLab with the first chapter open. options: of JupyterLab itself."""
     own = ["--ServerApp.root_dir", str(work.folder.resolve())]
     if chapters := sorted(work.folder.glob("chapters/*/*.ipynb")):
         own += ["--LabApp.default_url", f"/lab/tree/{chapters[0].relative_to(work.folder).as_posix()}"]
@@ -22,8 +22,11 @@ def command(work: Work, options: Sequence[str] = ()) -> list[str]:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """In a terminal of JupyterLab, `python` is this one and finds `exercises` from every folder. Unless the learner has
-    set it otherwise, notebooks are saved often and nothing is fetched from the network."""
+    """Return the environment of JupyterLab.
+
+    In its terminals, `python` is this one and finds `exercises` from every folder. By default,
+    notebooks are saved often and nothing is fetched from the network.
+    """
     path = {
         "PATH": [str(Path(sys.executable).parent), environ.get("PATH")],
         "PYTHONPATH": [str(ROOT), environ.get("PYTHONPATH")],
@@ -33,7 +36,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def lab(work: Work, options: Sequence[str] = ()) -> None:
-    """Become JupyterLab. Raises UserError when it is not installed."""
+    """Replace this process by JupyterLab. Raises UserError if it is not installed."""
     if importlib.util.find_spec("jupyterlab") is None:
         raise UserError("JupyterLab is not installed here; make lab installs it, and so does pip install '.[course]'")
     arguments = command(work, options)

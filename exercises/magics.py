@@ -1,9 +1,9 @@
 """Exercises in a notebook: `%load_ext minidist.tools.notebook`, which finds the course, then `%load_ext exercises`.
 
-%exercise NAME             what is asked; adds a cell with your file in it
-%%exercise NAME            the cell's text becomes your file in work/ and is judged
-%check NAME                judges your file as it is; with --install, a passed piece takes the package's place here
-%hint NAME                 one more hint
+%exercise NAME             show the exercise; add a cell with your file in it
+%%exercise NAME            write the cell to your file in work/ and grade it
+%check NAME                grade your file; with --install, a passed piece replaces the package's in this notebook
+%hint NAME                 show the next hint
 
 The report is that of `python -m exercises check NAME`, the file and progress.json are the same.
 """
@@ -30,7 +30,7 @@ from minidist.tools.notebook.magics import RanksMagics
 
 @magics_class
 class ExerciseMagics(Magics):
-    """The exercises of the course, for the notebook of `ranks`, whose rank server judges."""
+    """The magics of the exercises. ranks: the notebook's `%%ranks` magics, whose rank server grades."""
 
     def __init__(self, shell, ranks: RanksMagics, catalogue: Catalogue | None = None):
         super().__init__(shell)
@@ -50,7 +50,7 @@ class ExerciseMagics(Magics):
         if not cell.strip():
             raise UsageError(f"the cell is empty; %exercise {exercise.name} adds one with your file in it")
         work = _work()
-        # The file begins with an empty line in the place of this magic, so that lines have the numbers of the cell.
+        # An empty line replaces the magic, so that line numbers are those of the cell.
         text = cell if cell.strip() == exercise.stub.read_text().strip() else "\n" + cell
         backup = work.write_from_cell(exercise, text)
         if backup:
@@ -93,7 +93,7 @@ class ExerciseMagics(Magics):
         self.shell.set_next_input(f"%%exercise {exercise.name}\n{text}", replace=False)
 
     def _has_cell(self, exercise: Exercise) -> bool:
-        """Whether the notebook has this exercise's cell already: added by us, or in the file as it was last saved."""
+        """Whether the notebook has this exercise's cell: added in this session, or in the saved file."""
         if exercise.name in self._offered:
             return True
         try:
@@ -105,7 +105,7 @@ class ExerciseMagics(Magics):
 
 
 def _work(needed: bool = True) -> Work | None:
-    """The learner's folder that this notebook lies in."""
+    """Return the learner's folder that contains this notebook; None if there is none and it is not `needed`."""
     file = progress.find_progress_file(Path.cwd())
     if file is None and needed:
         raise UsageError(
@@ -116,7 +116,7 @@ def _work(needed: bool = True) -> Work | None:
 
 
 def _told(call):
-    """What the call returns; what is wrong with what was asked becomes one line in the notebook."""
+    """Return the call's result; turn its user and run errors into one line in the notebook."""
     try:
         return call()
     except (UserError, RunError) as error:

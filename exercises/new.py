@@ -64,7 +64,7 @@ note = "zeros"
 
 
 def create(catalogue: Catalogue, name: str, chapter: str, piece: str) -> list[Path]:
-    """Write all files of an exercise about a piece of the package; returns them.
+    """Write all files of an exercise about a symbol of the package; return them.
 
     chapter: the folder of exercises, as `ch03_communication`. piece: `module:symbol`; the learner writes the body
     of the function, or of the longest method of the class whose first and last line occur once. Raises UserError when
@@ -108,7 +108,7 @@ def create(catalogue: Catalogue, name: str, chapter: str, piece: str) -> list[Pa
 
 
 def unwritten(exercise: Exercise) -> list[str]:
-    """What `create` left to a person and nobody has written yet."""
+    """List the placeholders of `create` that are still unwritten."""
     texts = {"title": exercise.title, "route": exercise.route, "why": exercise.why}
     texts |= {f"hint {number}": hint for number, hint in enumerate(exercise.hints, start=1)}
     texts |= {f"blank {number}": change.put for number, change in enumerate(exercise.changes, start=1)}
@@ -131,14 +131,14 @@ def _chapters(root: Path) -> list[str]:
 
 
 def _next_section(catalogue: Catalogue, chapter: str) -> str:
-    """The section after the chapter's last, such as 3.11."""
+    """Return the section after the chapter's last, such as 3.11."""
     sections = [exercise.section for exercise in catalogue.values() if exercise.chapter == chapter]
     numbers = [int(found[1]) for section in sections if (found := re.fullmatch(r"\d+\.(\d+)\w*", section))]
     return f"{int(chapter[2:4])}.{max(numbers, default=0) + 1}"
 
 
 def _body(piece: str) -> tuple[str, str]:
-    """The first and the last line of what the learner writes, without indentation."""
+    """Return the first and last line that the learner writes, without indentation."""
     module, _, symbol = piece.partition(":")
     if not symbol or not file_of(module).is_file():
         raise UserError(f"a piece is module:symbol, as in minidist.data.partition:block_partition, not {piece!r}")

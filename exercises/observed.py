@@ -21,9 +21,8 @@ from exercises.testing import Wrong
 def timeline(network) -> list[str]:
     """Return the events of this rank since the test began, in order.
 
-    The test's own marks (`network.event`), `launch 0`, `launch 1`, ... of the operations in the order in which they
-    were launched, and `wait 0`, `wait 1`, ... where the wait for each of them ended. What was not waited for is not
-    there. A group of one rank launches nothing.
+    Events are the test's marks (`network.event`), `launch 0`, `launch 1`, ... for the operations in launch order, and
+    `wait 0`, `wait 1`, ... where the wait for each of them ended. A group of one rank launches nothing.
     """
     ticks = list(network.events)
     for number, record in enumerate(network.records):
@@ -43,10 +42,9 @@ def expect_order(happened: Sequence[str], expected: Sequence[str]) -> None:
 
 
 class Moved(TorchFunctionMode):
-    """Which tensors were brought to `device` inside a `with` block, or computed from such: `tensor in moved`.
+    """Tracks tensors moved to `device` inside a `with` block, or computed from these: `tensor in moved`.
 
-    The device is another name for the CPU, so a program can be seen to use the one that it was given where there is
-    only one.
+    The device is an alias of the CPU, to test that a program uses the given device on a machine without GPUs.
     """
 
     device = torch.device("cpu", 1)
@@ -75,8 +73,8 @@ class Moved(TorchFunctionMode):
 class PeakMemory:
     """Peak of the CPU memory allocated for tensors inside a `with` block, beyond that before it: `peak_bytes`.
 
-    Counted by torch's own allocator, so that tensors inside autograd and operators count too. What was alive before and
-    is freed inside is taken off.
+    Counted by torch's own allocator, so that tensors inside autograd and operators count too. Memory
+    that was allocated before and is freed inside is subtracted.
     """
 
     peak_bytes = 0
@@ -100,8 +98,8 @@ class PeakMemory:
 class Held:
     """Memory of the live tensors created inside a `with` block: `held.nbytes()`, each storage counted once.
 
-    Only what Python holds: a backend copies what it sends, and gives the copy back when its own thread comes to it, so
-    that a peak beside a network is another one in every run.
+    Counts only what Python references: a backend frees its send buffers from its own thread, at a random time, so a
+    peak with communication varies from run to run.
     """
 
     def __enter__(self) -> "Held":
@@ -119,7 +117,7 @@ class Held:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """The profiler says on stderr that it begins and ends; a learner would take it for the code's own words."""
+    """Silence the profiler's messages on stderr, which a learner would take for the output of the code."""
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:

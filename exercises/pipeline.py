@@ -1,5 +1,4 @@
-"""What a pipeline schedule comes to, for answers that make one: judged from the dependencies alone, by nothing that the
-package has.
+"""Evaluation of the pipeline schedules that answers return, independent of the package's own code.
 
 A stage runs its operations in their order. F of a micro-batch needs its F on the stage before; B needs its own F, and
 its B on the stage after.
@@ -12,14 +11,14 @@ from exercises.testing import Wrong, expect, show
 
 
 class Outcome(NamedTuple):
-    """When a schedule is through, and for every stage the most micro-batches that are forward and not yet backward."""
+    """The end time of a schedule, and the peak number of in-flight micro-batches of every stage."""
 
     end: float
     alive: list[int]
 
 
 def orders_of(rule, stages: int, micro_batches: int) -> list[list[tuple[str, int]]]:
-    """The operations of every stage as (kind, micro-batch), from `rule(stage, stages, micro_batches)`."""
+    """Return the operations of every stage as (kind, micro-batch), from `rule(stage, stages, micro_batches)`."""
     orders = [rule(stage, stages, micro_batches) for stage in range(stages)]
     for order in orders:
         good = isinstance(order, list) and all(isinstance(op, tuple) and len(op) >= 2 for op in order)
@@ -30,7 +29,7 @@ def orders_of(rule, stages: int, micro_batches: int) -> list[list[tuple[str, int
 
 
 def expect_each_once(orders: Sequence[Sequence[tuple[str, int]]], micro_batches: int) -> None:
-    """Every micro-batch goes through every stage once forward and once backward."""
+    """Fail unless every stage runs every micro-batch once forward and once backward."""
     due = sorted((kind, micro_batch) for kind in "FB" for micro_batch in range(micro_batches))
     for stage, order in enumerate(orders):
         case = f"stage {stage} of {len(orders)}, {micro_batches} micro-batches"
@@ -38,7 +37,7 @@ def expect_each_once(orders: Sequence[Sequence[tuple[str, int]]], micro_batches:
 
 
 def outcome(orders: Sequence[Sequence[tuple[str, int]]], f: float, b: float, comm: float = 0.0) -> Outcome:
-    """Run the schedule with these times. Raises Wrong when stages wait for each other for ever."""
+    """Simulate the schedule with these times of F, B and a transfer. Raises Wrong if stages deadlock."""
     stages, ends, alive = len(orders), {}, []
     at, clock = [0] * stages, [0.0] * stages
     moved = True

@@ -23,9 +23,9 @@ _MODULE = "answer"
 
 @dataclass(frozen=True)
 class Request:
-    """What to run. folder: where findings are left, and where the learner's code runs.
+    """The tests to run. folder: of the findings, and the working directory of the learner's code.
 
-    program: whether the answer makes its process group itself. offered: what tests may ask for by name besides.
+    program: whether the answer makes its own process group. offered: further arguments of tests, by name.
     """
 
     answer: str
@@ -80,14 +80,14 @@ def run_tests(world, request: Request) -> str:
 
 
 def _leave(finding: Finding, note: Note, world, request: Request) -> None:
-    """Put the finding where the parent looks for it, and end the job."""
+    """Store the finding for the parent and end the job."""
     finding.test, finding.call = note.test, finding.call or note.text
     finding.rank, finding.size = world.rank, world.size
     finding.source = _source_line(request.answer, finding.line)
     file = Path(f"{request.folder}/finding-{world.rank}")
     written = file.with_suffix(".part")
     written.write_text(json.dumps(asdict(finding)))
-    written.rename(file)  # whole or not there: the job may end meanwhile, because another rank has found something
+    written.rename(file)  # atomic: another rank's finding may end the job meanwhile
     raise Found(finding.kind)
 
 
@@ -109,7 +109,7 @@ def _answer(request: Request) -> ModuleType:
 
 @contextlib.contextmanager
 def _limited(memory_bytes: int):
-    """No core file, and at most so much more memory than now: an answer that takes all of it ends itself alone."""
+    """Limit this process to `memory_bytes` more memory than now, and disable core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     before = resource.getrlimit(resource.RLIMIT_AS)
     now = _mapped_bytes()
@@ -152,7 +152,7 @@ def _finding(error: BaseException, answer: str) -> Finding:
 
 
 def _text(error: BaseException) -> str:
-    """What the error says; the learner's own classes may be unable to."""
+    """Return the error's message, even if the learner's exception class fails to format it."""
     try:
         return str(error).strip()
     except Exception:
@@ -170,7 +170,7 @@ def _first(text: str) -> str:
 
 
 def _line(error: BaseException, answer: str) -> int | None:
-    """The innermost line of the learner's file in the traceback."""
+    """Return the innermost line of the learner's file in the traceback."""
     line, trace = None, error.__traceback__
     while trace is not None:
         line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == answer else line

@@ -1,21 +1,20 @@
 """Finds code in an answer that reaches for the internals of Python or of the grader, to manipulate its own grade.
 
-This is read in the text before anything of it runs. The guard watches what the code does; a thread, a frame or code
-made from a text would do it where the guard sees no line of the answer.
+It searches the source before any of it runs. The guard checks actions at run time, by the call stack; a thread, a frame
+or compiled text could act where no line of the answer is on the stack.
 """
 
 import ast
 from collections.abc import Iterator
 
-# Modules, however they are come by.
+# Modules, however they are accessed.
 _MODULES = {
     *("exercises", "exercise_tests", "importlib", "inspect", "gc", "ctypes", "builtins", "__builtins__", "runpy"),
     *("pkgutil", "pydoc", "threading", "_thread", "concurrent", "multiprocessing"),
 }
-# Functions, when they are named alone: `model.eval()` and `torch.compile` are others.
+# Built-in functions, as bare names: `model.eval()` and `torch.compile` are allowed.
 _FUNCTIONS = {"exec", "eval", "compile", "__import__"}
-# Attributes, also when they are asked for by a text. `modules` is one only where nothing calls it: those of a network
-# are called, those of `sys` are not.
+# Attributes, also as strings. `modules` is forbidden only if it is not called: `sys.modules`, not `net.modules()`.
 _ATTRIBUTES = {
     *("_getframe", "_current_frames", "settrace", "setprofile", "tb_frame", "f_back", "f_locals", "f_globals"),
     *("gi_frame", "__closure__", "__code__", "__globals__", "__guarded__", "__import__", "__subclasses__"),
@@ -27,7 +26,7 @@ _WHY = "an answer has no business with the insides of Python or of the check"
 def find_forbidden_code(source: bytes) -> tuple[int, str] | None:
     """Return the first forbidden line of an answer's source and the message about it; None if there is none.
 
-    A source that Python cannot read is left to be told as that.
+    A source with a syntax error gives None: the check reports it.
     """
     try:
         tree = ast.parse(source)
@@ -43,7 +42,7 @@ def find_forbidden_code(source: bytes) -> tuple[int, str] | None:
 
 
 def _names(node: ast.AST, called: bool) -> Iterator[str]:
-    """What one node of the tree names that is forbidden."""
+    """Yield the forbidden names in one node of the tree."""
     match node:
         case ast.Import(names=names):
             yield from (part for alias in names for part in alias.name.split(".") if part in _MODULES)

@@ -7,7 +7,7 @@ from minidist.comm import all_gather_object
 class Wire:
     """What this rank sent and received inside a `with` block: `transfers` as (send or recv, other rank, elements).
 
-    Nothing else may be used there: a collective of the library is another algorithm than the one that is asked for.
+    No collective may be used there: the exercise asks for an algorithm built from sends and receives.
     """
 
     def __init__(self, network):
@@ -50,6 +50,6 @@ class Wire:
         pairs = zip(sends, receives, strict=False)
         begins = all(other.waited is None or one.launched < other.waited for one, other in pairs)
         at_once = sum(all_gather_object(begins, self._network.group))
-        if at_once < world.size // 2:  # every second one may receive first
+        if at_once < world.size // 2:  # every other rank may receive first
             what = "ranks that begin to send before they have received; the others wait for them"
             raise Wrong("wrong", what, f"at least {world.size // 2} of {world.size}", str(at_once))

@@ -1,8 +1,8 @@
-"""Your code trains the model: the trainer with the learner's passed pieces in place of the package's.
+"""Training with the learner's code: the trainer with the learner's passed pieces in place of the package's.
 
-A piece takes part when its exercise is passed, its file is the one that passed, and the run goes its way: `route` of
-exercise.toml is `always`, the options that lead there, or `none: ` and why none do. At the end every rank's calls are
-counted; a piece that should have been called and was not is an error.
+A piece is used if its exercise is passed, its file has not changed since, and the run's options call it: `route` of
+exercise.toml is `always`, the options needed, or `none: ` and the reason. At the end every rank reports its calls; a
+piece that was never called although it should have been is an error.
 """
 
 import ast
@@ -26,7 +26,7 @@ _CALLS = "__calls__"
 
 @dataclass(frozen=True)
 class Installed:
-    """A learner's piece for the ranks. symbols: `module:symbol`, the piece itself last; source: of the whole file."""
+    """A learner's piece for the ranks. symbols: `module:symbol`, the piece itself last. source: of the file."""
 
     name: str
     symbols: tuple[str, ...]
@@ -36,7 +36,7 @@ class Installed:
 
 @dataclass
 class Choice:
-    """A passed piece and whether this run uses it. options: that lead to it; left_out: why it is not used."""
+    """A passed piece and whether this run uses it. options: needed for it. left_out: why it is not used, or ""."""
 
     exercise: Exercise
     options: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Choice:
 def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]) -> None:
     """Train with the passed pieces (those named in `only`, if any are) and the options of `minidist train` in `argv`.
 
-    Raises UserError when no passed piece is on the way of this run, RunError when the run fails or passes one by.
+    Raises UserError if the run uses no passed piece, RunError if it fails or never calls one of them.
     """
     from minidist.tools.cli import train_options
     from minidist.tools.launch.start import default_ranks, start
@@ -75,7 +75,7 @@ def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]
 
 
 def choose(passed: Sequence[Exercise], ranks: int) -> list[Choice]:
-    """Which pieces one run can use; of two that want different values of an option, the later one."""
+    """Choose the pieces that one run can use; of two with conflicting options, the later one."""
     choices, taken = [], {}
     for exercise in reversed(passed):
         if exercise.route.startswith(_NONE):
@@ -95,9 +95,9 @@ def choose(passed: Sequence[Exercise], ranks: int) -> list[Choice]:
 def options_of(
     exercise: Exercise, ranks: int, taken: Mapping[str, tuple[str, ...]] | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """The options that lead to the piece, and their values; none when every run does.
+    """Return the options that make a run call the piece, with their values; empty if every run does.
 
-    taken: values that are given already. Where several lead there, it is the one that was taken, else the first.
+    taken: values chosen already; preferred among a route's alternatives, of which otherwise the first is used.
     """
     options, taken = {}, taken or {}
     for name, values in _route(exercise, ranks).items():
@@ -108,7 +108,7 @@ def options_of(
 
 
 def _route(exercise: Exercise, ranks: int) -> dict[str, list[list[str]]]:
-    """The options of a route; for each of their values those that may stand there."""
+    """Parse a route: the options, and for each of their values the alternatives."""
     if exercise.route == "always":
         return {}
     shares = " ".join(str(ranks - rank) for rank in range(ranks))
@@ -122,13 +122,13 @@ def _route(exercise: Exercise, ranks: int) -> dict[str, list[list[str]]]:
 
 
 def installed(exercise: Exercise, work: Work) -> Installed:
-    """The learner's file as the ranks take it."""
+    """Read the learner's file for the ranks."""
     file = work.file(exercise)
     return Installed(exercise.name, exercise.pieces, str(file), file.read_text())
 
 
 def train_with(world: "World", config: "Config", pieces: Sequence[Installed]) -> None:
-    """What every rank runs: put the pieces in their places, train, and say how often each was called."""
+    """Install the pieces, train, and print how often each was called; every rank calls it."""
     from minidist import comm
     from minidist.mesh import Mesh
     from minidist.tools.launch.run import train_and_report
@@ -146,7 +146,7 @@ def train_with(world: "World", config: "Config", pieces: Sequence[Installed]) ->
 
 
 def install(pieces: Sequence[Installed]) -> Counter:
-    """Put the pieces in place of the package's in this process; returns their calls, counted from now on."""
+    """Replace the package's symbols by the pieces in this process; return the counter of their calls."""
     from minidist.tools.pieces import SymbolReplacements
 
     calls: Counter = Counter()
@@ -163,7 +163,7 @@ def install(pieces: Sequence[Installed]) -> Counter:
 
 
 def told(pieces: Sequence[Installed], of_ranks: Sequence[dict[str, int]]) -> list[str]:
-    """The calls of every piece on every rank, as lines."""
+    """Format the number of calls of every piece on every rank, as lines."""
     lines = ["your code trained this model; calls on each rank:"]
     return lines + [
         f"  {piece.name:<22}" + " ".join(f"{counts.get(piece.name, 0):>8,}" for counts in of_ranks) for piece in pieces
@@ -194,7 +194,7 @@ def _passed(catalogue: Catalogue, work: Work, only: Sequence[str]) -> list[Exerc
 
 
 def _lost(choice: Choice, config: Any, ranks: int) -> str:
-    """The first option of a piece that the configuration does not have any more; "" when it has them all."""
+    """Return the first option of a piece that the configuration overrides; "" if none."""
     for name, values in _route(choice.exercise, ranks).items():
         value = config
         section, _, field = name.removeprefix("--").rpartition(".")
@@ -210,7 +210,7 @@ def _lost(choice: Choice, config: Any, ranks: int) -> str:
 
 
 def _same(value: Any, word: str) -> bool:
-    """Whether an option's value is what the word says."""
+    """Whether an option's value equals the word on the command line."""
     if value is None or isinstance(value, bool):
         return str(value) == word
     try:
@@ -225,7 +225,7 @@ def name_of(symbol: str) -> str:
 
 
 def _counted(symbol: str, name: str):
-    """Let the function, or every method of the class, count its calls."""
+    """Wrap the function, or every method of the class, to count its calls."""
 
     def prepare(tree: ast.Module) -> ast.Module:
         nodes = [node for node in tree.body if getattr(node, "name", None) == symbol]
@@ -241,7 +241,7 @@ def _counted(symbol: str, name: str):
     def _count(function: ast.FunctionDef) -> None:
         [statement] = ast.parse(f"{_CALLS}[{name!r}] += 1").body
         for part in ast.walk(statement):
-            ast.copy_location(part, function)  # an error in it would be told of the `def` line
+            ast.copy_location(part, function)  # errors point to the `def` line
         function.body.insert(1 if ast.get_docstring(function) is not None else 0, statement)
 
     return prepare

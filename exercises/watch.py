@@ -1,4 +1,4 @@
-"""`python -m exercises watch`: judge a file when it is saved, and go on to the next exercise when it passes."""
+"""`python -m exercises watch`: grade a file when it is saved; go on to the next exercise when it passes."""
 
 import os
 import time
@@ -12,15 +12,15 @@ from minidist.tools.launch import RankServer
 
 _LOOK_S = 0.1
 
-# When a file was written, how long it is, and which one it is: editors write another and rename it.
+# Modification time, size and inode of a file: editors write a new file and rename it.
 Stamp = tuple[int, int, int]
 
 
 class Watcher:
-    """The learner's files and what has become of them; `step` looks once.
+    """Watches the learner's files and grades those that change; `step` polls once.
 
-    name: the exercise to begin with; the first that is not passed when None. say: where reports go.
-    Raises UserError when the learner has no files, or no exercise is left.
+    name: the exercise to begin with; None: the first that is not passed. say: prints a report.
+    Raises UserError if the learner has no files or has passed every exercise.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Watcher:
     ):
         self._catalogue, self._work, self._server, self._say = catalogue, work, server, say
         self._judged = dict(self._stamps())
-        self._written = dict(self._judged)  # as the last look saw them
+        self._written = dict(self._judged)  # at the last poll
         if not self._judged:
             raise UserError(f"there is no file in {work.folder}; python -m exercises start copies the stubs there")
         self.current = catalogue[name] if name else self._unsolved()
@@ -42,7 +42,7 @@ class Watcher:
         self._tell()
 
     def step(self) -> list[Exercise]:
-        """Judge what was saved since the last time and is not being written any more; returns those exercises."""
+        """Grade the files saved since the last poll whose writing is complete; return their exercises."""
         now, before = dict(self._stamps()), self._written
         self._written = now
         settled = [n for n, stamp in now.items() if stamp == before.get(n) and stamp != self._judged.get(n)]
@@ -52,7 +52,7 @@ class Watcher:
         return [self._catalogue[name] for name in settled]
 
     def run(self) -> None:
-        """Look until Ctrl-C."""
+        """Poll until Ctrl-C."""
         try:
             while True:
                 self.step()
@@ -63,7 +63,7 @@ class Watcher:
     def _judge(self, exercise: Exercise) -> None:
         try:
             verdict, text = attempt(exercise, self._work, self._server)
-        except UserError as error:  # taken away again
+        except UserError as error:  # the file has been removed
             self._say(str(error))
             return
         self._say(f"\n{text}")

@@ -1,4 +1,4 @@
-"""A small model whose products look whether their weights are there: for answers about rows that come and go."""
+"""A small model that reports each use of a weight: for tests of answers that gather and free parameters."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ LAYERS = 3
 
 
 class Product(torch.autograd.Function):
-    """x @ weight + bias. look: called with "forward" and "backward" before the weight is read."""
+    """Compute x @ weight + bias. look: called with "forward" and "backward" before the weight is read."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, look):
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Three layers between an embedding and a head; `layers` says which of them a pass goes through."""
+    """Three layers between an embedding and a head; `layers` is the range of them that a forward runs."""
 
     def __init__(self, values):
         super().__init__()
@@ -46,7 +46,7 @@ class Net(nn.Module):
         self.watch(lambda kind, index: None)
 
     def watch(self, look):
-        """look(kind, index): called when a block is about to compute, "forward" or "backward"."""
+        """Call `look(kind, index)` before a block's "forward" and "backward"."""
         self.look = look
         for layer in self.layers:
             layer.look = look

@@ -1,7 +1,7 @@
 """The learner's folder `work/`: copies of stubs and notebooks, and progress.json.
 
-Nothing here writes outside that folder. A file that the learner has edited is never overwritten: what was copied is
-remembered by its hash, and only a file that still has it follows a newer stub.
+Nothing here writes outside that folder. A file that the learner has edited is never overwritten: the hash of each copy
+is stored, and only a file that still has it is updated.
 """
 
 import contextlib
@@ -22,12 +22,11 @@ class Work:
         self.folder = folder
 
     def file(self, exercise: Exercise) -> Path:
-        """Where the learner writes this exercise."""
+        """Return the path of the learner's file."""
         return self.folder / "exercises" / exercise.chapter / f"{exercise.name}.py"
 
     def update(self, catalogue: Catalogue) -> dict[str, list[Path]]:
-        """Copy what is new. Returns the files by what became of them: `added`, `renewed` (unedited and out of date), or
-        `kept`: edited by the learner, while the course has a newer version than the one that was copied."""
+        """Copy new files. Returns them as `added`, `renewed` (out of date, unedited) or `kept` (edited)."""
         done: dict[str, list[Path]] = {"added": [], "renewed": [], "kept": []}
         with self._changing() as kept:
             copied = kept.setdefault("files", {})
@@ -90,7 +89,7 @@ class Work:
         return backup
 
     def record(self, exercise: Exercise, passed: bool, points: int, content: bytes) -> None:
-        """Keep the best result of the exercise, and that it was tried. content: the file as it was judged."""
+        """Record an attempt and the best result. content: of the graded file."""
         with self._changing() as kept:
             entry = kept.setdefault("exercises", {}).setdefault(exercise.name, {})
             entry["attempts"] = entry.get("attempts", 0) + 1
@@ -100,30 +99,30 @@ class Work:
                 entry["sha256"] = _digest(content)
 
     def as_passed(self, exercise: Exercise) -> bool:
-        """Whether the file is the one that passed last."""
+        """Whether the file is unchanged since it last passed."""
         file = self.file(exercise)
         return file.is_file() and self.entry(exercise).get("sha256") == _digest(file.read_bytes())
 
     def next_hint(self, exercise: Exercise) -> int:
-        """The number of hints the learner has seen when this one is shown as well."""
+        """Record that one more hint is shown; return the number of hints seen."""
         with self._changing() as kept:
             entry = kept.setdefault("exercises", {}).setdefault(exercise.name, {})
             entry["hints"] = min(entry.get("hints", 0) + 1, len(exercise.hints))
             return entry["hints"]
 
     def entry(self, exercise: Exercise) -> dict[str, Any]:
-        """What is known of one exercise: attempts, passed, points, hints; empty when it was never tried."""
+        """Return the record of one exercise: attempts, passed, points, hints; empty if it was never tried."""
         return self.read().get("exercises", {}).get(exercise.name, {})
 
     def read(self) -> dict[str, Any]:
-        """progress.json as it is; empty when there is none. Raises UserError when it is damaged."""
+        """Read progress.json; empty if there is none. Raises UserError if it is damaged."""
         return progress.read_progress(self.folder / progress.NAME)
 
     def _changing(self) -> contextlib.AbstractContextManager[dict[str, Any]]:
         return progress.edit_progress(self.folder / progress.NAME)
 
     def _course(self, catalogue: Catalogue) -> Iterator[tuple[Path, bytes]]:
-        """What the course has for the learner: (where it goes, content)."""
+        """Yield the course's files for the learner: (destination, content)."""
         for exercise in catalogue.values():
             yield self.file(exercise), exercise.stub.read_bytes()
         chapters = catalogue.root / "chapters"

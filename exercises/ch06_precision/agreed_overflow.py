@@ -4,7 +4,7 @@ Write the missing lines of agree; its docstring specifies the result.
 You may call: torch.tensor, all_reduce, Handle.wait, Tensor.tolist, math.isfinite, scaler.update.
 Check it with: python -m exercises check agreed_overflow
 
-Stub be33e793.
+Stub 3bd82c10.
 """
 
 import math
@@ -26,10 +26,10 @@ def agree(
     scaler: LossScaler | None,
     group: Group,
 ) -> tuple[StepResult, list[float]]:
-    """Sum one vector over the group and decide. Returns the decision, and the sums of the reports.
+    """All-reduce one vector over the group and decide the step; returns the result, and the sums of `reports`.
 
-    loss, squared_norm, stop, reports: of this rank; squared_norm: of the elements that count on it. tokens: of the
-    global batch, the same on all ranks; at 0 nothing is updated. scaler: of a scaled loss, which learns how it went.
+    loss, squared_norm, stop, reports: of this rank; squared_norm without elements that another replica counts.
+    tokens: of the global batch, the same on all ranks; if 0, nothing is updated. scaler: is updated, if given.
     """
     raise NotImplementedError("sum one vector over the group, and decide from the sums")
     result = StepResult(

@@ -1,8 +1,8 @@
-"""The decision of a step: all ranks clip alike and step, skip or stop together.
+"""The decision of a step: all ranks clip by the same norm, and step, skip or stop together.
 
-Whether a loss or a gradient was finite, and whether somebody wants to stop, is known to single ranks. One small vector
-is summed over all of them before the first parameter is written. Every rank decides from that sum and from nothing of
-its own, so none can step while another skips. A number that is not finite makes the sum so.
+A non-finite loss or gradient, or a request to stop, is known to single ranks only. So one small vector is all-reduced
+before the update, and every rank decides from the sums alone; a non-finite summand makes the sum non-finite. No rank
+can step while another skips.
 """
 
 import math
@@ -17,15 +17,15 @@ from minidist.precision.scaler import LossScaler
 
 @dataclass(frozen=True)
 class StepResult:
-    """What every rank knows of a step, equal on all of them.
+    """The outcome of a step, the same on all ranks except for the last two fields.
 
-    loss: mean over the counted tokens of the global batch, in nats; None when no token counted.
-    tokens: how many counted; grad_norm: global norm before clipping.
-    applied: whether the parameters were updated; finite: whether loss and norm were finite.
-    overflow: whether the scaled gradients of any rank were too large for their format, so that the step was skipped.
-    stop: whether any rank asked for it.
-    own_loss_finite, not_finite: of this rank alone, when something was not finite: whether its own loss was, and the
-    names of its parameters whose gradient or value was not, in the order of the model.
+    loss: mean over the tokens of the global batch without ignored labels, in nats; None if there are none.
+    tokens: their weighted number. grad_norm: global norm before clipping.
+    applied: whether the parameters were updated. finite: whether loss and norm were finite.
+    overflow: whether scaled gradients overflowed on any rank, so that the step was skipped.
+    stop: whether any rank requested a stop.
+    own_loss_finite, not_finite: of this rank only: whether its loss was finite, and the names of its parameters with a
+    non-finite gradient or value, in the order of the model.
     """
 
     loss: float | None
@@ -48,17 +48,17 @@ def agree(
     scaler: LossScaler | None,
     group: Group,
 ) -> tuple[StepResult, list[float]]:
-    """Sum one vector over the group and decide. Returns the decision, and the sums of the reports.
+    """All-reduce one vector over the group and decide the step; returns the result, and the sums of `reports`.
 
-    loss, squared_norm, stop, reports: of this rank; squared_norm: of the elements that count on it. tokens: of the
-    global batch, the same on all ranks; at 0 nothing is updated. scaler: of a scaled loss, which learns how it went.
+    loss, squared_norm, stop, reports: of this rank; squared_norm without elements that another replica counts.
+    tokens: of the global batch, the same on all ranks; if 0, nothing is updated. scaler: is updated, if given.
     """
     mine = [loss, squared_norm, float(stop), *reports]
     vector = torch.tensor(mine, dtype=torch.float64, device=group.world.control_device)
     all_reduce(vector, group, async_op=True).wait(host=True)
     total, square, stops, *sums = vector.tolist()
     finite = math.isfinite(total) and math.isfinite(square)
-    # A loss that is not finite has another cause than the scale, and no smaller scale mends it.
+    # A non-finite loss is not caused by the scale, so a smaller scale would not help.
     overflow = not finite and scaler is not None and math.isfinite(total)
     if scaler is not None and tokens > 0:
         scaler.update(overflow)

@@ -1,4 +1,4 @@
-"""The training state as pieces of global tensors, which is how a checkpoint holds it."""
+"""The training state as shards of global tensors, for checkpoints."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ _OPTIMIZER = "optimizer."
 
 
 def pieces(engine: Engine) -> Iterator[TensorShard]:
-    """Everything a resumed run needs besides its position: parameters, buffers and the optimizer's state."""
+    """Yield this rank's shards of all parameters, buffers and optimizer states."""
     rank, reducer = engine.groups.world.rank, engine.reducer
     tensors = reducer.checkpoint_tensors()
     for name, parameter in engine.parameters.items():
@@ -29,21 +29,21 @@ def pieces(engine: Engine) -> Iterator[TensorShard]:
                 continue
             if value.dim():
                 yield from tensor_shards(_OPTIMIZER + key, spec, value, rank)
-            else:  # AdamW counts its steps for every parameter
-                # It is the same for all boxes of a parameter: who writes the first box writes it.
+            else:  # a scalar, as AdamW's step count
+                # The same on all shards of a parameter: written with the first box.
                 first = not any(start for box in spec.boxes[:1] for start in box.start)
                 writes = first and spec.owner == rank
                 yield TensorShard(f"{_OPTIMIZER}{key}/{name}", (), Box((), ()), value, writes)
-    holders = engine.groups.mesh.ranks(("dp", "cp", "tp"), rank)  # a buffer is on one stage, and whole
+    holders = engine.groups.mesh.ranks(("dp", "cp", "tp"), rank)  # buffers are replicated within a stage
     for name, buffer in engine.model.named_buffers():
         shape = tuple(buffer.shape)
         yield TensorShard(f"buffers/{name}", shape, Box.whole(shape), buffer, writes=rank == holders[0])
 
 
 def prepare(engine: Engine, index: Index) -> None:
-    """Make the optimizer state that the checkpoint has and a fresh optimizer makes only in its first step.
+    """Create the optimizer states that the checkpoint has, so that they can be loaded in place.
 
-    A parameter that no step has used has no state, there as here.
+    A new optimizer would create them in its first step only. Parameters never used have no state.
     """
     for stored, tensor in index.tensors.items():
         kind, name = stored.split("/", 1)

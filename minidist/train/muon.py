@@ -1,8 +1,8 @@
-"""Muon: the update of a matrix is its momentum with all singular values brought near 1.
+"""Muon: the update of a matrix is its momentum, orthogonalised so that all singular values are near 1.
 
-Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". The update is scaled as by Liu et al.
-2025 (arXiv 2502.16982, section 2.2), to the root mean square that updates of AdamW have, so that one learning rate and
-one weight decay suit both.
+Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". As in Liu et al. 2025 (arXiv 2502.16982,
+section 2.2), the update is scaled to the root mean square of AdamW's updates, so that both can use the same learning
+rate and weight decay.
 """
 
 import math
@@ -13,21 +13,20 @@ from torch import Tensor
 
 from minidist.train.matrix_exchange import MatrixExchange
 
-# Of the polynomial a x + b x^3 + c x^5, chosen by the source for its slope at 0: five times it takes singular values
-# from some 0.002 on to between 0.7 and 1.2, which is as good as 1.
+# Of the polynomial a x + b x^3 + c x^5, chosen by Jordan et al. for its slope at 0: five iterations take singular
+# values above about 0.002 to between 0.7 and 1.2, which is close enough to 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _LEAST_NORM = 1e-7
 _RMS_OF_ADAMW = 0.2
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, except that the parameter groups with `shapes` are updated by Muon.
+    """Muon for the parameter groups with `shapes`, AdamW for all others.
 
-    groups: as torch's optimizers take them. Those of Muon have besides `params`: `shapes`, of the full matrices, as a
-    parameter may be flat; `names`, where matrices are sharded; `momentum`; and `steps`, of the Newton-Schulz
-    iterations. exchange: where matrices are sharded over ranks, computes with the full ones; steps: its
-    number of iterations. `state` and `param_groups`
-    are as in any optimizer; the momentum is sharded like the parameters.
+    groups: parameter groups as in torch. Those of Muon have in addition `shapes` (of the full matrices, as a parameter
+    may be flat), `names` (if matrices are sharded), `momentum`, and `steps` (Newton-Schulz iterations).
+    exchange: gathers full matrices if they are sharded over ranks; steps: Newton-Schulz iterations in that case.
+    The momentum is sharded like the parameters.
     """
 
     def __init__(self, groups: Iterable[dict], exchange: MatrixExchange | None = None, steps: int = 5, **adamw):
@@ -39,15 +38,15 @@ class Muon(torch.optim.AdamW):
         return {**super().__getstate__(), "_exchange": self._exchange, "_steps": self._steps}
 
     def __setstate__(self, state: dict) -> None:
-        # Adam's own would look for its count of steps in every state, to bring those of old releases up to date.
+        # AdamW's would expect a step count in every state, in order to upgrade states of old releases.
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
     def step(self, closure: None = None, names: Collection[str] = ()) -> None:
         """Update every parameter that has a gradient; gradients are not modified.
 
-        names: the parameters that all ranks together update in this call; read where matrices are sharded, also by a
-        rank that holds no element of them.
+        names: the parameters that any rank updates in this call. Used if matrices are sharded, also by ranks that hold
+        no element of them.
         """
         groups = self.param_groups
         muon = [group for group in groups if group["shapes"] is not None]
@@ -69,7 +68,7 @@ class Muon(torch.optim.AdamW):
                 _apply(parameter, orthogonal(momentum.view(shape), group["steps"]), shape, group)
 
     def _step_sharded(self, group: dict | None, names: Collection[str]) -> None:
-        """Update matrices of which this rank holds shards. group: None on a rank that holds no element of any."""
+        """Update the sharded matrices. group: None on a rank that holds no element of any matrix."""
         group = {"names": [], "params": [], "shapes": []} if group is None else group
         found = zip(group["names"], group["params"], group["shapes"], strict=True)
         held = {name: (shard, shape) for name, shard, shape in found if shard.grad is not None}
@@ -94,12 +93,12 @@ def _apply(parameter: Tensor, update: Tensor, shape: tuple[int, int], group: dic
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Bring the singular values of a matrix (m, n) near 1, by `steps` Newton-Schulz iterations in its own dtype.
+    """Orthogonalise a matrix (m, n) by `steps` Newton-Schulz iterations in its own dtype: singular values near 1.
 
-    Dividing by the norm first bounds the largest singular value by 1, so the iteration does not diverge.
+    It is first divided by its norm, which bounds the singular values by 1, so that the iteration converges.
     """
     a, b, c = COEFFICIENTS
-    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T  # products of the smaller size
+    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T  # so that the Gram matrix has the smaller size
     x = wide / wide.norm().clamp(min=_LEAST_NORM)
     for _ in range(steps):
         gram = x @ x.T
@@ -108,5 +107,5 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 
 
 def scale(shape: tuple[int, int]) -> float:
-    """The factor that gives an orthogonal matrix of this shape the root mean square of AdamW's updates."""
+    """Return the factor that gives an orthogonal matrix of this shape the root mean square of AdamW's updates."""
     return _RMS_OF_ADAMW * math.sqrt(max(shape))

@@ -1,10 +1,9 @@
-"""The optimizer of a run: which rule, learning rate and weight decay hold for which parameter.
+"""The optimizer of a run: parameter groups with their update rule, learning rate and weight decay.
 
 It updates *masters*: the parameters themselves, wider copies of them, or this rank's shards of them. AdamW and SGD are
-elementwise, so a shard is updated as in the full parameter: bit for bit where shards start at a multiple of `ALIGNED`
-elements of the parameter. Elsewhere the fused AdamW on CPU, which rounds once in a vector and twice in the single
-elements at its ends, may differ in the last bit of the second moment. Muon needs full matrices: where they are sharded
-it exchanges them (`matrix_exchange`).
+elementwise, so updating a shard is bitwise the same as updating the full parameter if shards start at a multiple of
+`ALIGNED` elements. Otherwise the second moment of fused AdamW on CPU may differ in its last bit, since the kernel
+rounds vectorised elements once and the rest twice. Muon needs full matrices, and exchanges shards (`matrix_exchange`).
 """
 
 import math
@@ -20,21 +19,21 @@ from minidist.process_groups import is_hidden_matrix
 from minidist.train.matrix_exchange import MatrixExchange
 from minidist.train.muon import Muon
 
-ALIGNED = 64  # elements, of four bytes or more: whole vectors of every CPU that torch has kernels for
+ALIGNED = 64  # elements of at least 4 bytes: a multiple of the vector length of all of torch's CPU kernels
 
 
 def make_optimizer(
     optim: OptimConfig, masters: Mapping[str, Tensor], specs: ParamSpecs, matrix_group: Group | None = None
 ) -> torch.optim.Optimizer:
-    """torch's own AdamW or SGD, in its fused kernel where that is right, or Muon with AdamW.
+    """Create the optimizer: torch's AdamW or SGD, fused where possible, or Muon with AdamW.
 
-    masters: by global name the tensors that this rank updates, in any shape; possibly none. specs: their facts.
-    matrix_group: the ranks over which Muon's matrices are sharded, all of which must call this. Every parameter group
-    has `lr_ratio`, which `set_learning_rate` reads. Raises ValueError if Muon gets a shard and no `matrix_group`.
+    masters: the tensors that this rank updates, by global name, in any shape; may be empty. specs: of the parameters.
+    matrix_group: the ranks over which Muon's matrices are sharded; collective over it. Every parameter group has
+    `lr_ratio`, which `set_learning_rate` reads. Raises ValueError if Muon gets a shard and no `matrix_group`.
     """
     groups = _groups(optim, masters, specs, matrix_group is not None)
     if optim.kind == "sgd":
-        # The fused SGD raises for a parameter unused until now: it begins all momenta in the first step or none.
+        # Fused SGD with momentum raises for a parameter that gets its first gradient after the first step.
         made = torch.optim.SGD(groups, optim.lr, optim.momentum, fused=optim.momentum == 0)
     else:
         adamw = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True}
@@ -63,7 +62,7 @@ def _exchange(masters: Mapping[str, Tensor], specs: ParamSpecs, group: Group) ->
 
 
 def _groups(optim: OptimConfig, masters: Mapping[str, Tensor], specs: ParamSpecs, sharded: bool) -> list[dict]:
-    """The parameter groups, each in the order of `masters`. A rank without masters has one empty group."""
+    """Return the parameter groups, each in the order of `masters`; one empty group if there are none."""
     hidden = set(_hidden_matrices(masters, specs)) if optim.kind == "muon" else set()
     decayed = {name for name in masters if optim.decay == "all" or len(specs[name].shape) > 1}
     rest = [name for name in masters if name not in hidden]

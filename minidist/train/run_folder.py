@@ -1,4 +1,4 @@
-"""The run folder: config.toml, metrics.jsonl, loss.png and checkpoints/. Only rank 0 writes here, checkpoints apart."""
+"""The run folder: config.toml, metrics.jsonl, loss.png and checkpoints/. Only rank 0 writes, except checkpoints."""
 
 import contextlib
 import json
@@ -15,9 +15,9 @@ RUNS = Path("runs")
 
 
 def claim(config: Config) -> Path:
-    """Choose the folder of this run and make it: no other run gets it. Raises UserError when that cannot be.
+    """Choose and create the folder of this run: `config.folder`, the resumed run's, or the next free `runs/0001`.
 
-    It is the one asked for, that of the run to go on with, or the next free `runs/0001`.
+    No other run gets the same new folder. Raises UserError if the folder cannot be used or created.
     """
     folder = _asked_for(config)
     try:
@@ -28,7 +28,7 @@ def claim(config: Config) -> Path:
         while True:
             taken = [int(path.name) for path in RUNS.iterdir() if path.name.isdigit()]
             folder = RUNS / f"{max(taken, default=0) + 1:04d}"
-            with contextlib.suppress(FileExistsError):  # another run was faster
+            with contextlib.suppress(FileExistsError):  # another run has just created it
                 folder.mkdir()
                 return folder
     except OSError as error:
@@ -39,13 +39,13 @@ def claim(config: Config) -> Path:
 
 
 def abandon(folder: Path) -> None:
-    """Give back a folder in which nothing was written."""
+    """Remove the run folder if it is empty."""
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
 def _asked_for(config: Config) -> Path | None:
-    """The folder that the options name; None for a new one."""
+    """Return the folder that the options name; None for a new one. Raises UserError if it cannot be used."""
     folder = None if config.folder is None else Path(config.folder).expanduser()
     resume, source = config.checkpoint.resume, None
     if resume is not None:
@@ -70,7 +70,7 @@ def _asked_for(config: Config) -> Path | None:
 
 
 def _refuse_to_go_back(at: Path, source: Path) -> None:
-    """A run cannot go on from an earlier checkpoint in a folder that holds later ones: two histories would mix."""
+    """Raise UserError if the run folder has checkpoints later than `at`: two histories would mix in it."""
     found = folders.complete_checkpoints(at.parent)
     step = next((step for step, path in found.items() if path.resolve() == at.resolve()), None)
     later = [] if step is None else [other for other in found if other > step]
@@ -82,19 +82,19 @@ def _refuse_to_go_back(at: Path, source: Path) -> None:
 
 
 def checkpoints_of(path: str | Path) -> Path:
-    """Where to look for checkpoints, given a run folder, its checkpoints folder, or one checkpoint."""
+    """Return the folder of checkpoints of a run folder; any other path is returned as it is."""
     inner = Path(path) / CHECKPOINTS
     return inner if inner.is_dir() else Path(path)
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The run folder a checkpoint lies in; None when it lies somewhere else."""
+    """Return the run folder that contains a checkpoint, or None if it is not in one."""
     parent = checkpoint.resolve().parent
     return parent.parent if parent.name == CHECKPOINTS else None
 
 
 def last_checkpoint(folder: Path) -> str:
-    """What a run that failed leaves, in a sentence."""
+    """Return a sentence about the last checkpoint of a failed run and how to resume from it."""
     found = folders.complete_checkpoints(folder / CHECKPOINTS)
     if not found:
         return "No checkpoint had been written yet."
@@ -102,12 +102,11 @@ def last_checkpoint(folder: Path) -> str:
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object per line, appended and flushed.
+    """Writer of metrics.jsonl: one JSON object per line, appended and flushed.
 
-    {"start": 0, "corpus": fingerprint, ...} when a run begins or goes on, {"step": 10, "loss": ...} per log step,
-    {"step": 100, "held_out_loss": ...} per evaluation. A run that goes on from step `start` keeps the lines up to
-    there, its own or those of the run `source`, and writes the later ones again.
-    Raises RunError when the folder cannot be written.
+    {"start": 0, "corpus": fingerprint, ...} when a run starts or resumes, {"step": 10, "loss": ...} per log step,
+    {"step": 100, "held_out_loss": ...} per evaluation. A run that resumes at step `start` keeps the lines up to that
+    step, from this folder or the folder `source`, and drops later ones. Raises RunError if the folder is not writable.
     """
 
     def __init__(self, folder: Path, config: Config, start: int, source: Path | None = None):
@@ -119,13 +118,14 @@ class MetricsFile:
             write_atomically(folder / "config.toml", to_toml(config))
 
     def write(self, row: dict) -> None:
+        """Append one line. Raises RunError if the file cannot be written."""
         self.rows.append(row)
         with writing(self.path.parent), self.path.open("a") as stream:
             stream.write(json.dumps(row) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics file; a last line that a crash cut short is left out."""
+    """Read the rows of a metrics file, without a last line that a crash has truncated."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -137,7 +137,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 @contextlib.contextmanager
 def writing(folder: Path):
-    """Within this context the system's refusal to write in the run folder is one message."""
+    """Turn an OSError in this context into a RunError about the run folder."""
     try:
         yield
     except OSError as error:
@@ -147,7 +147,7 @@ def writing(folder: Path):
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file under another name, then rename it, so that a reader never sees half of it. Raises OSError."""
+    """Write a file under a temporary name, then rename it, so that readers never see a partial file. Raises OSError."""
     try:
         partial_path(path).write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(partial_path(path), path)
@@ -158,5 +158,5 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def partial_path(path: Path) -> Path:
-    """Return the name under which a file is written before it gets its own."""
+    """Return the temporary name under which `write_atomically` writes a file."""
     return path.with_name(path.name + ".partial")

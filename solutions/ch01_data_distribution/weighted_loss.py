@@ -45,20 +45,20 @@ from minidist.train.loss import Count
 
 
 def count_tokens(counts: Iterable[int], weight: float, group: Group) -> Count:
-    """The weighted number of tokens that count in the global batch, on its way: sum_i w_i n_i over the ranks i.
+    """Start the all-reduce of the global batch's weighted number of tokens: sum_i w_i n_i over the ranks i.
 
-    counts: tokens that count in each of this rank's micro-batches. weight: w_i, of this rank's data.
+    counts: number of tokens with a loss in each of this rank's micro-batches. weight: w_i, of this rank's data.
     """
     mine = torch.tensor([sum(counts) * weight], dtype=torch.float64, device=group.world.control_device)
     return Count(mine, group)
 
 
 def backward(loss_sums: Iterable[Tensor], weight: float, count: Count) -> float | Tensor:
-    """Run backward of this rank's part of the loss; return that part, () in nats, or 0.0 without any loss.
+    """Run backward of this rank's part of the loss; returns that part, () in nats, or 0.0 without any loss.
 
-    loss_sums: of each micro-batch, the sum of the losses of its tokens, (). They are computed as they are asked for,
-    so that the activations of one micro-batch are freed before those of the next are made. weight: w_i, the one given
-    to `count_tokens`; count: what that returned, a number in `count.value`. When it is 0 there is no backward.
+    loss_sums: for each micro-batch the sum of its token losses, (); a lazy iterable, so that the activations of one
+    micro-batch are freed before the next forward. weight: w_i, as given to `count_tokens`. count: the result of
+    `count_tokens`; if its value is 0, no backward is run.
     """
     loss = 0.0
     for loss_sum in loss_sums:

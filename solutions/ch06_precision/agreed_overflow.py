@@ -54,17 +54,17 @@ def agree(
     scaler: LossScaler | None,
     group: Group,
 ) -> tuple[StepResult, list[float]]:
-    """Sum one vector over the group and decide. Returns the decision, and the sums of the reports.
+    """All-reduce one vector over the group and decide the step; returns the result, and the sums of `reports`.
 
-    loss, squared_norm, stop, reports: of this rank; squared_norm: of the elements that count on it. tokens: of the
-    global batch, the same on all ranks; at 0 nothing is updated. scaler: of a scaled loss, which learns how it went.
+    loss, squared_norm, stop, reports: of this rank; squared_norm without elements that another replica counts.
+    tokens: of the global batch, the same on all ranks; if 0, nothing is updated. scaler: is updated, if given.
     """
     mine = [loss, squared_norm, float(stop), *reports]
     vector = torch.tensor(mine, dtype=torch.float64, device=group.world.control_device)
     all_reduce(vector, group, async_op=True).wait(host=True)
     total, square, stops, *sums = vector.tolist()
     finite = math.isfinite(total) and math.isfinite(square)
-    # A loss that is not finite has another cause than the scale, and no smaller scale mends it.
+    # A non-finite loss is not caused by the scale, so a smaller scale would not help.
     overflow = not finite and scaler is not None and math.isfinite(total)
     if scaler is not None and tokens > 0:
         scaler.update(overflow)

@@ -90,7 +90,7 @@ class Ours:
         return None
 
     def gradients(self) -> dict[str, Tensor]:
-        """Whole ones, put together where each rank keeps a shard."""
+        """Return the full gradients, gathered from shards if necessary."""
         engine = self.engine
         held, group, whole = engine.reducer.master_specs, engine.groups["loss"], {}
         found, rank = engine.reducer.gradients(), engine.groups.world.rank
@@ -106,7 +106,7 @@ class Ours:
 
 @dataclass
 class _Known:
-    """A count nobody has to ask the other ranks for."""
+    """A token count that needs no reduction."""
 
     value: float
 
@@ -143,7 +143,7 @@ class Floor:
         count, sending = share.global_count, None
         if self.full:
             total = torch.tensor(float(share.batch.count), dtype=torch.float64)
-            sending = self.reduce(total, async_op=True)  # on its way while forward runs
+            sending = self.reduce(total, async_op=True)  # in flight during forward
         loss_sum, _ = self.model(share.batch.tokens, share.batch.labels)
         if sending is not None:
             sending.wait()

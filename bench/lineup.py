@@ -1,4 +1,4 @@
-"""Who takes part: name to contender, ours first, then the peers to compare with, the floor last."""
+"""The contenders: name to contender, ours first, then the peers to compare with, the floor last."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""The peers of `python -m bench zero`: who else shares model states out over data-parallel ranks, by stage.
+"""The peers of `python -m bench zero`: other systems that shard model states over data-parallel ranks, by stage.
 
 Each takes the step of a careful user, as in `contenders.py`: the same model and values, the loss over the count of the
 global batch, the norm of the whole gradient, clipping to it, AdamW in its fused kernel. Where a peer only clips by its

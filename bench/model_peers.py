@@ -152,7 +152,7 @@ def _lay_out(model: nn.Module, mesh, sequence: bool) -> None:
 
 
 class _Part(nn.Module):
-    """Some layers in a row, with the embedding or the head when the part is at that end."""
+    """Some consecutive layers, with the embedding or the head when the part is at that end."""
 
     def __init__(self, model: nn.Module, layers: range, seq_len: int):
         super().__init__()

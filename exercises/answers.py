@@ -1,4 +1,4 @@
-"""Right and wrong answers to an exercise, which the gate judges: `exercises/<chapter>/answers/<exercise>.toml`.
+"""Right and wrong answers to an exercise, which the gate checks: `exercises/<chapter>/answers/<exercise>.toml`.
 
 An answer is a table `[right.NAME]` or `[wrong.NAME]`, and the rest of the course calls it `right_NAME` or `wrong_NAME`:
 

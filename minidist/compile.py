@@ -11,7 +11,7 @@ def compile_layers(model: nn.Module) -> None:
     """Compile the forward of every layer of `model`, and so its backward, with torch.compile.
 
     model: a Transformer, or what pipeline, tensor and context parallelism left of one. Layers are alike, so the first
-    call compiles for all. Each is one graph (`fullgraph`): the door's operations are `torch.library` ops, which the
+    call compiles for all. Each is one graph (`fullgraph`): the collectives are `torch.library` ops, which the
     compiler leaves whole and in their order. Another number of samples is another graph, or one for all sizes.
 
     Without gradients layers run as they are: evaluation and sampling have other shapes, the latter one for each token.

@@ -63,8 +63,8 @@ def ranks(server):
 
 
 @pytest.fixture
-def judge(server, tmp_path):
-    """`judge(exercise, text)`: the verdict on a learner's file with that text."""
+def check_answer(server, tmp_path):
+    """`check_answer(exercise, text)`: the verdict on a learner's file with that text."""
     from exercises.check import check
 
     def run(exercise, text, **options):

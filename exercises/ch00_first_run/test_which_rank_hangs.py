@@ -1,4 +1,4 @@
-"""Tests of which_rank_hangs. `measured` is what the boards showed when the scenario of the test's name was run,
+"""Tests of which_rank_hangs. `measured` is the rank status recorded when the scenario of the test's name was run,
 and `sizes` on how many ranks."""
 
 from exercises.testing import predicted, test

@@ -4,7 +4,7 @@ Write the missing lines of Bucket and BucketedReducer; its docstring specifies t
 You may call: all_reduce, Tensor.zero_, Bucket.launch, Handle.wait, set.isdisjoint.
 Check it with: python -m exercises check bucketed_reducer
 
-Stub b23698c0.
+Stub 5ca57782.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -86,7 +86,7 @@ class BucketedReducer(GradientReducer):
     def add(self, name: str, grad: Tensor) -> None:
         """Accumulate a local gradient in its bucket; the caller may reuse `grad`."""
         if name not in self._awaited:
-            raise RuntimeError(f"a gradient of {name} came after ready({name!r}), when its bucket may be on its way")
+            raise RuntimeError(f"a gradient of {name} came after ready({name!r}), when its bucket may be in flight")
         view = self._bucket_of[name].views[name]
         if name in self._filled:
             view.add_(grad)

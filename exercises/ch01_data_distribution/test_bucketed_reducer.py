@@ -1,4 +1,4 @@
-"""Tests of bucketed_reducer: whole numbers as gradients, handed over in an order that differs from rank to rank."""
+"""Tests of bucketed_reducer: whole numbers as gradients, added in an order that differs from rank to rank."""
 
 import torch
 from torch import nn
@@ -87,7 +87,7 @@ def sums_over_ranks(answer, world, network):
 
 @test(points=3, ranks=(2,))
 def launched_inside_backward(answer, world, network):
-    """The first bucket is on its way before half of backward is done, and each one as soon as it may be."""
+    """The first bucket is launched before half of backward is done, and each one as early as possible."""
     reducer, _ = reducer_of(answer, world, network)
     backward(reducer, network, world.rank)
     reducer.finish()

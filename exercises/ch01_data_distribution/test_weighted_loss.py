@@ -99,7 +99,7 @@ def nothing_counts(answer, world, network):
 
 @test(points=3, ranks=(2,))
 def counted_once(answer, world, network):
-    """One number goes over the network, once; it is under way, and not waited for, when count_tokens returns."""
+    """One number goes over the network, once; it is in flight when count_tokens returns."""
     theta = torch.tensor(START, dtype=torch.float64, requires_grad=True)
 
     def forwards():

@@ -4,7 +4,7 @@ Write the missing lines of ColumnParallelLinear and RowParallelLinear; its docst
 You may call: F.linear, enter, leave.
 Check it with: python -m exercises check column_row_linear
 
-Stub 4e5535c7.
+Stub e7552f5f.
 """
 
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer whose input features are shared out: (b, s, in / ranks) -> what `leave` makes of (b, s, out).
+    """A linear layer whose input features are sharded: (b, s, in / ranks) -> what `leave` makes of (b, s, out).
 
     weight: (out, in / ranks). leave: sums over the ranks.
     """

@@ -70,7 +70,7 @@ def gradients_are_right(answer, world, network, sequence, config, names):
 
 @test(points=3, ranks=(2, 4))
 def loss_is_that_of_one_process(answer, world, network):
-    """Every rank has the loss of the whole model, with and without the sequence shared out."""
+    """Every rank has the loss of the whole model, with and without a sharded sequence."""
     expected, _ = one_process()
     for sequence in (True, False):
         got, _, _ = run(answer, network, sequence)
@@ -89,9 +89,9 @@ def as_many_bytes_less_memory(answer, world, network):
         model(*batch())[0].backward()
         seen[sequence] = lengths
         sent[sequence] = sum(record.wire_bytes for record in network.records[before:] if len(record.shape) == 3)
-    expect("tokens that the last norm sees, with the sequence shared out", seen[True], [LENGTH // world.size])
+    expect("tokens that the last norm sees, with the sequence sharded", seen[True], [LENGTH // world.size])
     expect("tokens that the last norm sees, without", seen[False], [LENGTH])
-    expect("bytes of activations sent, with the sequence shared out", sent[True], sent[False])
+    expect("bytes of activations sent, with the sequence sharded", sent[True], sent[False])
 
 
 @test(points=4, ranks=(2, 3))

@@ -36,7 +36,7 @@ def told(sizes, parts):
 
 @test(points=4)
 def as_short_as_can_be(answer):
-    """Parameters one behind the other in the given order, then as little padding as equal shards allow."""
+    """Parameters concatenated in the given order, then as little padding as equal shards allow."""
     for sizes, parts in cases():
         layout, shards, case = (
             answer.lay_out_flat(sizes, parts),

@@ -98,7 +98,7 @@ def a_row_comes_and_goes(answer, world, network):
         expect("bytes in all: this rank's shard", held.nbytes(), shard_bytes)
         for step in range(2):
             flat_param.launch_gather()
-            flat_param.launch_gather()  # it is on its way already
+            flat_param.launch_gather()  # it is in flight already
             flat_param.wait_gather()
             expect("bytes in all: the shard and the row", held.nbytes(), shard_bytes + row_bytes)
             for name, parameter in parameters.items():

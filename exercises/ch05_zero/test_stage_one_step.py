@@ -49,7 +49,7 @@ def reducer_of(answer, world, network, formats=FP32, rows=ROWS, begin=start):
 
 
 def reduce(reducer, network, rank, micro_batches=1, step=0, leave_out=()):
-    """Forward and backward of all micro-batches: gradients are handed over, and summed over the ranks."""
+    """Forward and backward of all micro-batches: gradients are passed to the reducer and summed over the ranks."""
     for micro_batch in range(micro_batches):
         for name in SHAPES:
             if name not in leave_out:
@@ -189,12 +189,12 @@ def a_row_each_and_no_copies(answer, world, network):
         reducer, parameters = reducer_of(
             answer, world, network, rows=rows, begin=lambda name, rank: torch.ones(64, KIB)
         )
-        expect("KiB of a row of parameters and one of gradients", held.nbytes() // KIB, 512)
+        expect("KiB of a flat parameter and a flat gradient", held.nbytes() // KIB, 512)
         grad = torch.ones(64, KIB)
         reducer.add("weight", grad)
         del grad
         reducer.ready("weight")
-        expect("KiB while the row is on its way", held.nbytes() // KIB, 512)
+        expect("KiB while the flat parameter is in flight", held.nbytes() // KIB, 512)
         reducer.finish()
         expect("KiB when it is reduced", held.nbytes() // KIB, 512)
         update(reducer)
@@ -225,4 +225,4 @@ def every_format_is_kept(answer, world, network):
             got = parameters[name].detach().float()
             expect(f"{name} after step {steps}, minus 0.5 in each", got, torch.full(shape, wanted))
     sent = {f"{record.name} {str(record.dtype).removeprefix('torch.')}" for record in network.records}
-    expect("what travels, and in which format", sorted(sent), ["all_gather bfloat16", "reduce_scatter bfloat16"])
+    expect("what is sent, and in which dtype", sorted(sent), ["all_gather bfloat16", "reduce_scatter bfloat16"])

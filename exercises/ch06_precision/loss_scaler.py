@@ -4,7 +4,7 @@ Write the missing lines of LossScaler; its docstring specifies the result.
 You may call: _float32, len, list.append, list.clear, float.
 Check it with: python -m exercises check loss_scaler
 
-Stub 7f1395ed.
+Stub 48ec9621.
 """
 
 from minidist.config import PrecisionConfig
@@ -31,7 +31,7 @@ class LossScaler:
 
     def update(self, overflow: bool) -> None:
         """Adjust the scale after a step. overflow: whether a non-finite gradient on any rank caused a skip."""
-        raise NotImplementedError("halve the scale after an overflow, double it after `_interval` good steps in a row")
+        raise NotImplementedError("halve the scale after an overflow, double it after `_interval` good steps")
 
     def state(self) -> dict:
         """Return the state for a checkpoint, as a JSON object."""

@@ -145,7 +145,7 @@ def one_message(answer, world, network):
 
 @test(points=2, ranks=(3,))
 def no_bit_changes(answer, world, network):
-    """Ranks that share out a row, and each step their shard if the decision says so, all step or leave every bit."""
+    """Ranks that shard a flat parameter and step if the decision says so: all step, or none changes a bit."""
     scaler, shard = scaler_of(), torch.full((2,), 1.0 + world.rank)
     for step in range(6):
         bad = step - 1 if step in (1, 2, 3) else None  # each rank in turn is the only one that overflows

@@ -47,7 +47,7 @@ def halved_after_an_overflow(answer):
 
 @test(points=2)
 def doubled_after_good_steps(answer):
-    """So many good steps in a row double the scale, and then it takes as many again."""
+    """So many consecutive good steps double the scale, and then it takes as many again."""
     for interval in (1, 2, 3):
         same_as_torch(answer, PrecisionConfig(growth_interval=interval), [GOOD] * 7)
 
@@ -77,12 +77,12 @@ def counts_overflows_in_a_row(answer):
         for _ in range(2):
             wanted = []
             for count in range(most + 1):
-                expect("the scales of the steps skipped in a row", scaler.overflowed, wanted)
-                what = f"exhausted after {count} overflows in a row, with max_overflows {most}"
+                expect("the scales of the consecutive skipped steps", scaler.overflowed, wanted)
+                what = f"exhausted after {count} consecutive overflows, with max_overflows {most}"
                 expect(what, scaler.exhausted, count >= most)
                 wanted = [*wanted, scaler.scale]
                 scaler.update(OVERFLOW)
-            expect("the scales of the steps skipped in a row", scaler.overflowed, wanted)
+            expect("the scales of the consecutive skipped steps", scaler.overflowed, wanted)
             scaler.update(GOOD)
             expect("the scales of the steps skipped since the last good one", scaler.overflowed, [])
             expect("exhausted after a good step", scaler.exhausted, False)

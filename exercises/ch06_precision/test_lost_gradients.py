@@ -105,7 +105,7 @@ def nothing_more_is_sent(answer, world, run):
     sent = [record for record in trained(answer, world, run).records if record.name != "broadcast"]
     called = sorted({(record.name, str(record.dtype)) for record in sent})
     expect(
-        "what is called after the start, in which format", called, [("all_reduce", "torch.float32")], case="main(...)"
+        "what is called after the start, in which dtype", called, [("all_reduce", "torch.float32")], case="main(...)"
     )
     payload = sum(4 * parameter.numel() for parameter in model_of(0).parameters())
     got = sum(record.payload_bytes for record in sent) / STEPS

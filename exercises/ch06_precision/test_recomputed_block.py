@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Stack:
-    """Three blocks, one after the other; with `answer` each of them is computed again."""
+    """Three blocks, one after the other; with `answer` each of them is recomputed."""
 
     def __init__(self, answer=None, dtype=torch.float64):
         self.blocks = [Block(10 * number, dtype) for number in range(3)]
@@ -101,7 +101,7 @@ def keeps_the_arguments_alone(answer):
         return inside.sin().cos()
 
     out = answer.with_recomputation(run)(inputs(1), torch.full((), 0.5, dtype=torch.float64))
-    case = "run(x, scale), which makes (x * scale).exp() on its way"
+    case = "run(x, scale), which computes (x * scale).exp() as a temporary"
     expect("whether that is still there before backward", not made[0].expired(), False, case=case)
     out.sum().backward()
     block, blocks = 4 * 8 * 16_000, 8  # bytes of the largest tensor that a block makes
@@ -120,7 +120,7 @@ def keeps_the_arguments_alone(answer):
 
 @test(points=2)
 def let_go_in_backward(answer):
-    """What was computed again is let go as soon as the operation that asked for it has done its backward."""
+    """A recomputed tensor is freed as soon as the operation that needs it has done its backward."""
     made, gone = [], []
 
     def run(x):
@@ -139,7 +139,7 @@ def let_go_in_backward(answer):
 
 @test(points=2)
 def each_call_its_own(answer):
-    """Micro-batches under way together are each computed again from their own arguments, in any order of backward."""
+    """Micro-batches in flight together are each recomputed from their own arguments, in any order of backward."""
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
         found = []
         for stack in (Stack(), Stack(answer)):

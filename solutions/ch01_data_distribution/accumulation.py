@@ -18,10 +18,10 @@ Usual wrong answers:
 * autograd adds up, and what the last micro-batch does not use is lost
 * nothing is ever ready, so nothing is sent before the end of the step
 * the hooks cannot be removed
-* only the gradient of the last micro-batch is handed over
+* only the gradient of the last micro-batch is passed on
 * every micro-batch sends what it has
-* a gradient is said to be ready before it is handed over
-* gradients are rounded to bfloat16 on their way to the reducer
+* a gradient is said to be ready before it is added
+* gradients are rounded to bfloat16 before they reach the reducer
 * zeros
 * .grad is filled with zeros instead, and the memory is held twice
 """

@@ -114,7 +114,7 @@ class BucketedReducer(GradientReducer):
     def add(self, name: str, grad: Tensor) -> None:
         """Accumulate a local gradient in its bucket; the caller may reuse `grad`."""
         if name not in self._awaited:
-            raise RuntimeError(f"a gradient of {name} came after ready({name!r}), when its bucket may be on its way")
+            raise RuntimeError(f"a gradient of {name} came after ready({name!r}), when its bucket may be in flight")
         view = self._bucket_of[name].views[name]
         if name in self._filled:
             view.add_(grad)

@@ -45,7 +45,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer whose input features are shared out: (b, s, in / ranks) -> what `leave` makes of (b, s, out).
+    """A linear layer whose input features are sharded: (b, s, in / ranks) -> what `leave` makes of (b, s, out).
 
     weight: (out, in / ranks). leave: sums over the ranks.
     """

@@ -11,8 +11,8 @@ gradient reducer sums every gradient that is marked so.
 
 Usual wrong answers:
 * the sequence stays whole on every rank
-* without the sequence shared out every rank has the whole gradient, and it is summed all the same
-* the sequence is shared out also where nobody asked for it
+* without a sharded sequence every rank has the whole gradient, and it is summed all the same
+* the sequence is sharded also where it was not requested
 * the package's own
 * a loss of its own, whatever the model says
 * every parameter that all ranks hold is summed, and all they hold a part of as well
@@ -47,7 +47,7 @@ def apply_tensor_parallel(model: nn.Module, group: Group, sequence: bool = False
 
     sequence: between the operators each rank holds an equal part of the sequence (Korthikanti et al. 2022, arXiv
     2205.05198, section 4.2.2): as many bytes pass, and what norms, dropout and residual stream keep for backward is
-    shared out. A norm then sees a part of the tokens, so its gradients are contributions.
+    sharded. A norm then sees a part of the tokens, so its gradients are partial.
     """
     config, size = model.config, group.size
     validate_tensor_parallel(config, size)

@@ -9,7 +9,7 @@ The weight is detached, so autograd neither computes its gradient nor calls its 
 gradient must pass it to the gradient reducer itself.
 
 Usual wrong answers:
-* the weights' gradient is computed in backward, and only handed over later
+* the weights' gradient is computed in backward, and only accumulated later
 * the package's own
 * ones
 * of several sequences only the first counts

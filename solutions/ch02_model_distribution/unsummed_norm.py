@@ -11,7 +11,7 @@ this fault. In this package the field `partial` in a parameter's description pre
 Usual wrong answers:
 * the copies are averaged after each step, each of which was taken with another gradient
 * the drift is hidden by giving all ranks the norms of rank 0 in the end
-* whatever is wrong, it must be how the tokens are shared out
+* whatever is wrong, it must be how the tokens are distributed
 * all gradients are summed, also those of parts that no two ranks share
 * the mean over the ranks in the place of the sum
 * the line is named as it is when mended, not as it was

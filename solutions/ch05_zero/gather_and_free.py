@@ -21,7 +21,7 @@ Usual wrong answers:
 * the rest is freed after the embedding, and gathered for the head once more
 * after its forward a block stays until its backward is over
 * memory is given back while the network still writes to it
-* a row that is on its way is gathered once more
+* a flat parameter whose all-gather is in flight is gathered again
 * a block is gathered for forward, and its memory is gone in backward
 * a copy of the row stays when its memory is given back
 * the last block stays where no backward will come

@@ -15,12 +15,12 @@ Usual wrong answers:
 * sixteen bytes, whatever the stage
 * right for fp16 with sums in fp16, and every state four bytes
 * gradients are added up in the format of the parameters
-* gradients are shared out in stage 3 only
-* stage 2 shares out gradients that it was told to keep whole
+* gradients are sharded in stage 3 only
+* stage 2 shards gradients although `keep_gradients` is set
 * masters where the parameters are the masters
 * every rank keeps the masters of the whole row
 * the row as long as what lies in it, without its padding
-* parameters are shared out in stage 2
+* parameters are sharded in stage 2
 * the shards are together shorter than what lies in them
 * a generator is empty after the first sum over it
 * as if all rows were as long as the first

@@ -25,7 +25,7 @@ Usual wrong answers:
 * the summed gradients are gathered as well, and nobody needs them
 * each rank updates its shard with its own gradient
 * the parts are gathered, each one place further on
-* the step ends while parameters are still on their way
+* the step ends while parameters are still in flight
 * every rank keeps its own shard to itself
 * parameters stay where they were, and the row stays empty
 * on rank 0 of three or more the shard holds its own gradient only

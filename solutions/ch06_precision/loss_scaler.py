@@ -15,7 +15,7 @@ Usual wrong answers:
 * the package's own
 * the scale is halved after every step
 * an overflow halves the scale and leaves the count of good steps as it is
-* overflows are counted from the start of the run, not in a row
+* overflows are counted from the start of the run, not as consecutive ones
 * after the first `growth_interval` good steps the scale doubles in every one
 * doubled in every growth_interval-th step of the run, whatever happened before
 * the scale is never less than 1

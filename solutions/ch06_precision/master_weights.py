@@ -23,10 +23,10 @@ Usual wrong answers:
 * gradients keep the format that they came in
 * masters learn, and the model goes on with the parameters it began with
 * masters are made of the parameters, which have been rounded already
-* the parameters are put one behind the other, without the padding between them
+* the parameters are concatenated without the padding between them
 * after each update the masters are made of the rounded parameters again
 * before each update the masters are made of the rounded parameters
-* gradients are brought to the format of the parameters on their way
+* gradients are cast to the dtype of the parameters before the reduction
 * masters that do not last are rounded to the nearest
 * the rounding is not told which step it is, and rounds alike in all of them
 * the optimizer updates what the model reads, and there is no copy

@@ -122,7 +122,7 @@ def against_backend(world: World, cases: list) -> int:
     for name, algorithm, seed, n, dtype, op, root in cases:
         run, p, rank, root = ALGORITHMS[name][algorithm], world.size, world.rank, root % world.size
         once(group, name, algorithm, seed, n, dtype, op, root)
-        if op == "mean" or name == "reduce":  # the door has neither
+        if op == "mean" or name == "reduce":  # the collectives have neither
             continue
         whole = p * n if name in ("reduce_scatter", "all_to_all") else n
         ours, theirs = draw(seed, rank, (whole,), dtype), draw(seed, rank, (whole,), dtype)

@@ -103,16 +103,16 @@ def test_the_kernel_sent_what_the_meter_counted(ranks, size):
     for seen in ranks(carried, size, backend="gloo"):
         for name, algorithm, metered, kernel, transfers in seen:
             # gloo sends 48 bytes before the data, 48 to say that there is some, and 48 to say that there is room for
-            # it; messages of the barriers around it may still be on their way.
+            # it; messages of the barriers around it may still be in flight.
             over = kernel - metered
             assert 0 <= over <= 96 * transfers + 400, f"{algorithm} {name}, {size} ranks: {metered} bytes, {kernel}"
 
 
 def library(world: World) -> dict:
-    """Of the backend's own collectives, and of the door's in their place: bytes the kernel sent, and the table's."""
+    """Of the backend's own collectives, and of the package's in their place: bytes the kernel sent, and the table's."""
     ours, n, found = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"], 120_000, {}
     group = dataclasses.replace(ours)
-    group.over_gloo = False  # so that the door asks the backend for all of them
+    group.over_gloo = False  # so that the collectives ask the backend for all of them
     whole, other, part = torch.ones(n), torch.ones(n), torch.ones(n // world.size)
     calls = {
         "all_reduce": lambda: comm.all_reduce(whole, group),

@@ -1,4 +1,4 @@
-"""Every operation of the door on real ranks, against what arithmetic says."""
+"""Every collective on real ranks, against what arithmetic says."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The door's custom ops: values, gradients, and a compiled block that still counts its bytes."""
+"""The functional collectives: values, gradients, and a compiled block that still counts its bytes."""
 
 import pytest
 import torch

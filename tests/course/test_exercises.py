@@ -26,22 +26,22 @@ def test_a_solution_has_all_points(server, name):
     assert verdict.passed and verdict.points == CATALOGUE[name].points
 
 
-def test_an_answer_that_hangs_is_not_asked_again_and_what_passed_before_counts(judge):
+def test_an_answer_that_hangs_is_not_asked_again_and_what_passed_before_counts(check_answer):
     text = HEAD + (
         "    size, longer = divmod(n, world_size)\n"
         "    while longer: pass\n"
         "    return np.arange(rank * size, rank * size + size)\n"
     )
-    verdict = judge(BLOCK, text)
+    verdict = check_answer(BLOCK, text)
     kinds = [result.finding and result.finding.kind for result in verdict.results]
     assert kinds == [None, "hang", "skipped", "skipped", "skipped"]
     assert verdict.points == 2
 
 
-def test_a_deadlock_is_told_with_who_waits_where(judge):
+def test_a_deadlock_is_told_with_who_waits_where(check_answer):
     text = stubs.answer(GRADIENTS, "wrong_mean").replace("import all_reduce", "import all_reduce, recv")
     text = text.replace("all_reduce(total, group)", "recv(total, 1 - group.rank, group)")
-    verdict = judge(GRADIENTS, text, only=["parameters_stay"])
+    verdict = check_answer(GRADIENTS, text, only=["parameters_stay"])
     finding = verdict.results[0].finding
     line = 1 + next(number for number, told in enumerate(text.splitlines()) if "recv(total" in told)
     assert (finding.kind, finding.test) == ("deadlock", "parameters_stay")
@@ -52,36 +52,38 @@ def test_a_deadlock_is_told_with_who_waits_where(judge):
     assert len(report.text(verdict, 3).splitlines()) <= report.MAX_LINES
 
 
-def test_the_rank_that_loops_is_told_from_those_that_wait_for_it(judge):
+def test_the_rank_that_loops_is_told_from_those_that_wait_for_it(check_answer):
     text = stubs.answer(GRADIENTS, "wrong_mean")
     text = text.replace("all_reduce(total, group)", "while group.rank == 1: pass\n            all_reduce(total, group)")
-    finding = judge(GRADIENTS, text, only=["parameters_stay"]).results[0].finding
+    finding = check_answer(GRADIENTS, text, only=["parameters_stay"]).results[0].finding
     assert (finding.kind, finding.rank, finding.size) == ("hang", 1, 2)
     assert finding.source == "while group.rank == 1: pass"
     assert "rank 0: waiting in all_reduce" in finding.what and "rank 1: running" in finding.what
 
 
-def test_the_rank_that_dies_is_told_and_not_the_broken_connection(judge):
+def test_the_rank_that_dies_is_told_and_not_the_broken_connection(check_answer):
     text = stubs.answer(GRADIENTS, "wrong_mean").replace(
         "all_reduce(total, group)",
         "if group.rank == 1: import faulthandler; faulthandler._sigsegv()\n            all_reduce(total, group)",
     )
-    finding = judge(GRADIENTS, text, only=["parameters_stay"]).results[0].finding
+    finding = check_answer(GRADIENTS, text, only=["parameters_stay"]).results[0].finding
     assert (finding.kind, finding.rank) == ("died", 1)
     assert finding.what == "your code ended its process: killed by SIGSEGV"
 
 
-def test_ranks_that_call_different_things_are_told(judge):
+def test_ranks_that_call_different_things_are_told(check_answer):
     text = stubs.answer(GRADIENTS, "wrong_mean").replace(
         "total = self", "total = torch.ones(group.rank + 1) if group.rank else self"
     )
-    verdict = judge(GRADIENTS, text, only=["parameters_stay"])
+    verdict = check_answer(GRADIENTS, text, only=["parameters_stay"])
     assert verdict.results[0].finding.kind in ("deadlock", "network", "died", "raised")
     assert len(report.text(verdict, 3).splitlines()) <= report.MAX_LINES
 
 
-def test_the_rank_is_named_on_which_it_is_wrong(judge):
-    verdict = judge(GRADIENTS, stubs.answer(GRADIENTS, "wrong_last_rank_keeps_its_own"), only=["sums_over_ranks"])
+def test_the_rank_is_named_on_which_it_is_wrong(check_answer):
+    verdict = check_answer(
+        GRADIENTS, stubs.answer(GRADIENTS, "wrong_last_rank_keeps_its_own"), only=["sums_over_ranks"]
+    )
     assert (verdict.results[0].finding.rank, verdict.results[0].finding.size) == (2, 4)
     assert report.message(verdict.results[0].finding) == [
         "the float32 gradient of weight, at [0]",
@@ -91,23 +93,23 @@ def test_the_rank_is_named_on_which_it_is_wrong(judge):
     ]
 
 
-def test_a_class_of_the_package_may_not_be_inherited(judge):
-    verdict = judge(GRADIENTS, stubs.answer(GRADIENTS, "wrong_cheat"), only=["sums_over_ranks"])
+def test_a_class_of_the_package_may_not_be_inherited(check_answer):
+    verdict = check_answer(GRADIENTS, stubs.answer(GRADIENTS, "wrong_cheat"), only=["sums_over_ranks"])
     told = "your code uses minidist.parallel.data.reducer.NaiveReducer: that is what you are to write"
     assert report.message(verdict.results[0].finding) == [told]
 
 
-def test_except_does_not_hide_what_was_tried(judge):
+def test_except_does_not_hide_what_was_tried(check_answer):
     text = "from minidist.data import partition\n\n\ndef block_partition(*args):\n"
     text += "    try:\n        partition.block_partition(*args)\n"
-    verdict = judge(BLOCK, text + "    except BaseException:\n        return None\n", only=["divides_evenly"])
+    verdict = check_answer(BLOCK, text + "    except BaseException:\n        return None\n", only=["divides_evenly"])
     assert verdict.results[0].finding.kind == "forbidden"
 
 
-def test_what_is_skipped_printed_or_left_in_the_folder_stays_there(judge, tmp_path, monkeypatch):
+def test_what_is_skipped_printed_or_left_in_the_folder_stays_there(check_answer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
-    judge(BLOCK, 'print("hello")\n' + stubs.answer(BLOCK, "right_loop"))
+    check_answer(BLOCK, 'print("hello")\n' + stubs.answer(BLOCK, "right_loop"))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "block_partition.py"])
 
 

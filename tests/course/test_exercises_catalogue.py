@@ -92,7 +92,7 @@ def test_each_kind_has_its_keys_and_no_others(tmp_path, kind):
         ("script", {"fails": "some_test"}, "fails must be one of its tests, not 'some_test'"),
         ("script", {"changes": []}, "leaves the learner nothing to do"),
         ("script", {"changes": [{"first": "a", "last": "b", "say": "c"}]}, "with the keys first, last, put"),
-        ("clinic", {"fault": ""}, "fault must be the line of the stub"),
+        ("debug", {"fault": ""}, "fault must be the line of the stub"),
         ("script", {"fails": ""}, "fails must be one of its tests, not ''"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_wrong_table_of_a_program_is_refused(tmp_path, kind, change, told):
         Catalogue(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["script", "clinic", "predict"])
+@pytest.mark.parametrize("kind", ["script", "debug", "predict"])
 def test_a_program_that_is_not_there_is_told(tmp_path, kind):
     table, file = one_table(tmp_path, OF_KIND[kind])
     write(file, OF_KIND[kind].name, table)

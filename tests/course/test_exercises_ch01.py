@@ -67,12 +67,12 @@ def test_what_is_said(server, tmp_path, exercise, answer):
     assert report.message(result.finding) == told
 
 
-def test_a_bucket_that_is_never_launched_on_one_rank_is_named(judge):
+def test_a_bucket_that_is_never_launched_on_one_rank_is_named(check_answer):
     text = EXERCISES["bucketed_reducer"].solution.read_text()
     launch = "        self.handle = all_reduce("
     assert launch in text
     forgotten = text.replace(launch, "        if not self.group.rank:\n    " + launch)
-    verdict = judge(EXERCISES["bucketed_reducer"], forgotten, only=["launched_inside_backward"])
+    verdict = check_answer(EXERCISES["bucketed_reducer"], forgotten, only=["launched_inside_backward"])
     told = report.message(verdict.results[0].finding)
     what = "the bucket of head was never launched"
     assert told[0] == f"your code raised RuntimeError: nothing to wait for: {what}" and "bucket.handle.wait" in told[-1]

@@ -1,4 +1,4 @@
-"""The pieces of chapter 05 share out the model of a real run, and what is said about usual wrong answers."""
+"""The solutions of chapter 05 shard the model of a real run; the messages about usual wrong answers."""
 
 import ast
 import json
@@ -61,14 +61,14 @@ def test_a_piece_of_two_modules_imports_nothing_that_it_defines(name):
         assert len(imported) == len(set(imported))
 
 
-def test_neither_module_of_a_piece_may_be_read(judge):
+def test_neither_module_of_a_piece_may_be_read(check_answer):
     exercise = EXERCISES["gather_and_free"]
     text = exercise.solution.read_text()
     for source in exercise.sources:
         tries = f"        open({str(source)!r}).read()\n        super().__init__(*arguments, **options)\n"
         reads = text.replace("        super().__init__(*arguments, **options)\n", tries)
         assert reads != text
-        finding = judge(exercise, reads, only=["a_row_comes_and_goes"]).results[0].finding
+        finding = check_answer(exercise, reads, only=["a_row_comes_and_goes"]).results[0].finding
         assert finding.kind == "forbidden" and f"reads {source.name}" in finding.what
 
 

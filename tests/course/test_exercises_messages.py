@@ -20,9 +20,9 @@ each_kind = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_said_about_a_bad_answer(judge, name):
+def test_what_is_said_about_a_bad_answer(check_answer, name):
     text, expected = BAD[name]
-    verdict = judge(BLOCK, text, only=["divides_evenly"])
+    verdict = check_answer(BLOCK, text, only=["divides_evenly"])
     assert report.message(verdict.results[0].finding) == expected
     assert verdict.points == 0 and not verdict.passed
 
@@ -48,8 +48,8 @@ def test_what_is_expected_is_compared_and_the_first_difference_shown(got, expect
     assert (str(wrong.value), wrong.value.expected, wrong.value.got) == told
 
 
-def test_the_last_printed_line_is_shown(judge):
-    verdict = judge(BLOCK, HEAD + '    print("rank", rank)\n    return np.arange(n)\n', only=["divides_evenly"])
+def test_the_last_printed_line_is_shown(check_answer):
+    verdict = check_answer(BLOCK, HEAD + '    print("rank", rank)\n    return np.arange(n)\n', only=["divides_evenly"])
     assert report.message(verdict.results[0].finding) == [
         "a block of equal size",
         "  for       block_partition(n=2, world_size=2, rank=0)",
@@ -65,9 +65,9 @@ def test_a_long_explanation_is_cut_and_the_facts_stay():
     assert told == ["a", "b", "c", "...", "  for       f(1)", "  line      3: x"]
 
 
-def test_the_verdict_for_programs_is_stable(judge):
+def test_the_verdict_for_programs_is_stable(check_answer):
     text = stubs.answer(BLOCK, "wrong_ceiling")
-    first, second = (json.dumps(report.as_json(judge(BLOCK, text))) for _ in range(2))
+    first, second = (json.dumps(report.as_json(check_answer(BLOCK, text))) for _ in range(2))
     assert first == second
     told = json.loads(first)
     assert told.keys() == {"exercise", "kind", "passed", "points", "of", "tests"}
@@ -76,8 +76,8 @@ def test_the_verdict_for_programs_is_stable(judge):
     assert all(bool(test["message"]) == (test["points"] == 0) for test in told["tests"])
 
 
-def test_the_report_of_a_wrong_answer(judge):
-    verdict = judge(BLOCK, stubs.answer(BLOCK, "wrong_rest_to_last"))
+def test_the_report_of_a_wrong_answer(check_answer):
+    verdict = check_answer(BLOCK, stubs.answer(BLOCK, "wrong_rest_to_last"))
     assert report.text(verdict, 3) == "\n".join(
         [
             "block_partition: 5 of 10 points",
@@ -94,10 +94,10 @@ def test_the_report_of_a_wrong_answer(judge):
     )
 
 
-def test_a_stub_of_an_older_version_is_told(judge):
+def test_a_stub_of_an_older_version_is_told(check_answer):
     old = stubs.stub(BLOCK).replace(stubs.version(stubs.stub(BLOCK)), "00000000")
-    assert "Your file began as an older stub" in report.text(judge(BLOCK, old))
-    assert "older" not in report.text(judge(BLOCK, stubs.stub(BLOCK)))
+    assert "Your file began as an older stub" in report.text(check_answer(BLOCK, old))
+    assert "older" not in report.text(check_answer(BLOCK, stubs.stub(BLOCK)))
 
 
 # How any file can be no program, and what the report says of it whatever the exercise is.
@@ -110,8 +110,8 @@ NO_PROGRAM = {
 
 @pytest.mark.parametrize("text", NO_PROGRAM)
 @each_kind
-def test_a_file_that_is_no_program_is_told_as_that(judge, name, text):
+def test_a_file_that_is_no_program_is_told_as_that(check_answer, name, text):
     exercise = CATALOGUE[name]
     measured = {test.id: [] for test in exercise.tests()}
-    told = report.text(judge(exercise, text, measured=measured), 3).splitlines()
+    told = report.text(check_answer(exercise, text, measured=measured), 3).splitlines()
     assert len(told) <= report.MAX_LINES and any(line.startswith(NO_PROGRAM[text]) for line in told)

@@ -97,7 +97,7 @@ def test_a_program_may_be_told_of_two_machines(ranks):
 
 
 def recorded_traffic(world):
-    """What a piece's raw calls and the door's calls leave with the meter."""
+    """What a piece's raw calls and the package's collectives leave with the meter."""
     import torch
     import torch.distributed as dist
 

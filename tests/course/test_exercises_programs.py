@@ -1,4 +1,4 @@
-"""Scripts, clinics and predictions: what is told about an answer that is none, and what an answer finds around it."""
+"""Scripts, debugging exercises, predictions: the findings about a file that is no answer, and its surroundings."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from exercises.catalogue import Catalogue
 from minidist.errors import UserError
 
 CATALOGUE = Catalogue()
-SCRIPT, CLINIC, PREDICT = (CATALOGUE[name] for name in ("repaired_script", "averaged_parameter", "which_rank_hangs"))
+SCRIPT, DEBUG, PREDICT = (CATALOGUE[name] for name in ("repaired_script", "averaged_parameter", "which_rank_hangs"))
 NETWORK = "class Network(torch.nn.Module):\n    pass\n\n\n"
 ROOT = "def device_and_backend(*args):\n    pass\n\n\ndef main(*args, **kwargs):\n    "
 HEAD = "import os\n\nimport torch\nimport torch.distributed as dist\n\n\n"
@@ -49,10 +49,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_said_about_a_program_that_is_no_answer(judge, name):
+def test_what_is_said_about_a_program_that_is_no_answer(check_answer, name):
     does, kind, what, source = BAD[name]
     text = HEAD + NETWORK.replace("pass", _network()) + ROOT + does + "\n"
-    verdict = judge(SCRIPT, text, only=["starts_where_torchrun_says"])
+    verdict = check_answer(SCRIPT, text, only=["starts_where_torchrun_says"])
     finding = verdict.results[0].finding
     assert finding.kind == kind and what in finding.what
     assert finding.source == (source or "")
@@ -74,7 +74,7 @@ def _network() -> str:
         (SCRIPT, "import nowhere\n", "your code raised ModuleNotFoundError: No module named 'nowhere'"),
         (SCRIPT, HEAD + NETWORK, "your file defines no device_and_backend, which this exercise asks for"),
         (SCRIPT, HEAD + NETWORK.replace("Network", "Net") + ROOT + "pass", "your file defines no Network, "),
-        (CLINIC, "def main(*args, **kwargs):\n    pass\n", "your file defines no INVARIANT, which this exercise asks"),
+        (DEBUG, "def main(*args, **kwargs):\n    pass\n", "your file defines no INVARIANT, which this exercise asks"),
         (PREDICT, "ANSWERS = {\n", "Python cannot read your file: '{' was never closed"),
         (PREDICT, "answers = {}\n", "your file defines no ANSWERS, which this exercise asks for"),
         (PREDICT, "ANSWERS = [1]\n", "ANSWERS must be a table of answers, as in the stub"),
@@ -98,24 +98,24 @@ def _network() -> str:
         ),
     ],
 )
-def test_what_is_said_about_a_file_that_cannot_be_used(judge, exercise, text, told):
+def test_what_is_said_about_a_file_that_cannot_be_used(check_answer, exercise, text, told):
     first = exercise.tests()[0].id
-    verdict = judge(exercise, text, only=[first])
+    verdict = check_answer(exercise, text, only=[first])
     assert verdict.results[0].finding.what.startswith(told)
     assert len(report.text(verdict, 3).splitlines()) <= report.MAX_LINES
 
 
-def test_the_first_fault_of_the_script_is_told_as_what_it_is(judge):
-    verdict = judge(SCRIPT, stubs.stub(SCRIPT), stop=True)
+def test_the_first_fault_of_the_script_is_told_as_what_it_is(check_answer):
+    verdict = check_answer(SCRIPT, stubs.stub(SCRIPT), stop=True)
     told = report.message(verdict.results[0].finding)
     assert told[0] == "init_process_group waits for ever: this process says it is another rank than torchrun made it"
     assert told[2:4] == ["  expected  rank 0 of 1", "  got       rank 0 of 4"]
     assert "world_size=4, rank=0)" in told[4]
 
 
-def test_ranks_that_wait_for_one_that_has_ended_are_told_with_their_line(judge):
-    text = stubs.answer(CLINIC, "wrong_rank_0_left_out")
-    verdict = judge(CLINIC, text, only=["replicas_stay_equal"])
+def test_ranks_that_wait_for_one_that_has_ended_are_told_with_their_line(check_answer):
+    text = stubs.answer(DEBUG, "wrong_rank_0_left_out")
+    verdict = check_answer(DEBUG, text, only=["replicas_stay_equal"])
     finding = verdict.results[0].finding
     line = 1 + next(number for number, told in enumerate(text.splitlines()) if "dist.all_reduce(tensor)" in told)
     end = 1 + next(number for number, told in enumerate(text.splitlines()) if "destroy_process_group" in told)
@@ -123,58 +123,58 @@ def test_ranks_that_wait_for_one_that_has_ended_are_told_with_their_line(judge):
     assert f"averaged_parameter.py:{line}" in finding.what and f"averaged_parameter.py:{end}" in finding.what
 
 
-def test_raw_calls_of_a_piece_are_on_the_board(judge):
-    """A rank that leaves a collective of torch itself out is found by what the boards show, not by waiting."""
+def test_raw_calls_of_a_piece_are_on_the_board(check_answer):
+    """A rank that leaves a collective of torch itself out is found from the rank status, not by waiting."""
     gradients = CATALOGUE["gradient_sum"]
     text = stubs.answer(gradients, "wrong_mean").replace(
         "import torch\n", "import torch\nimport torch.distributed as dist\n"
     )
     assert "all_reduce(total, group)" in text
     text = text.replace("all_reduce(total, group)", "dist.all_reduce(total) if group.rank else None")
-    verdict = judge(gradients, text, only=["parameters_stay"], hang_s=3600.0)
+    verdict = check_answer(gradients, text, only=["parameters_stay"], hang_s=3600.0)
     finding = verdict.results[0].finding
     assert finding.kind == "deadlock" and "all_reduce" in finding.what and "gradient_sum.py:" in finding.what
 
 
 @pytest.mark.parametrize("kind", ["number", "text", "text with spaces", "number as text"])
-def test_the_line_of_a_clinic_may_be_told_by_number_or_by_text(judge, kind):
-    number, text = stubs.fault_line(CLINIC), CLINIC.fault
-    assert stubs.stub(CLINIC).splitlines()[number - 1].strip() == text
+def test_the_line_of_a_debugging_exercise_may_be_told_by_number_or_by_text(check_answer, kind):
+    number, text = stubs.fault_line(DEBUG), DEBUG.fault
+    assert stubs.stub(DEBUG).splitlines()[number - 1].strip() == text
     told = {"number": number, "text": text, "text with spaces": f"    {text} "}.get(kind, f" {number}")
     file = f"INVARIANT = ''\nLINE = {told!r}\n\n\ndef main():\n    pass\n"
-    assert judge(CLINIC, file, only=["names_the_line"]).passed
-    assert not judge(CLINIC, file.replace(repr(told), repr(number + 1)), only=["names_the_line"]).passed
+    assert check_answer(DEBUG, file, only=["names_the_line"]).passed
+    assert not check_answer(DEBUG, file.replace(repr(told), repr(number + 1)), only=["names_the_line"]).passed
 
 
-def test_what_is_missing_in_a_clinic_is_said_and_not_given_away(judge):
-    named = stubs.solution(CLINIC).replace('LINE = "mean_over_ranks(parameter.data)"', "LINE = 3")
+def test_what_is_missing_in_a_debugging_exercise_is_said_and_not_given_away(check_answer):
+    named = stubs.solution(DEBUG).replace('LINE = "mean_over_ranks(parameter.data)"', "LINE = 3")
     named = named.replace('INVARIANT = "gradient"', 'INVARIANT = "start"')
-    tests = [test.id for test in CLINIC.tests()]
-    verdict = judge(CLINIC, named)
+    tests = [test.id for test in DEBUG.tests()]
+    verdict = check_answer(DEBUG, named)
     failed = [result for result in verdict.results if result.finding]
     assert [result.id for result in failed] == ["names_the_invariant", "names_the_line"] == tests[-2:]
     told = "\n".join(line for result in failed for line in report.message(result.finding))
-    assert "gradient" not in told and CLINIC.fault not in told
-    unmended = judge(CLINIC, stubs.answer(CLINIC, "wrong_named_only"))
+    assert "gradient" not in told and DEBUG.fault not in told
+    unmended = check_answer(DEBUG, stubs.answer(DEBUG, "wrong_named_only"))
     assert {result.id for result in unmended.results if not result.finding} >= {"names_the_invariant", "names_the_line"}
 
 
-def test_a_changed_scenario_does_not_change_what_is_measured(judge):
+def test_a_changed_scenario_does_not_change_what_is_measured(check_answer):
     """A prediction is judged by the course's scenarios; a learner's file is not run for it."""
     text = stubs.solution(PREDICT).replace("if rank != 1:", "if True:")
-    assert judge(PREDICT, text, only=["one_skips_the_sum"]).passed
+    assert check_answer(PREDICT, text, only=["one_skips_the_sum"]).passed
 
 
-def test_a_wrong_prediction_is_not_corrected(judge):
+def test_a_wrong_prediction_is_not_corrected(check_answer):
     for wrong in ("{0}", "{0, 1}", "set()"):
         text = f'ANSWERS = {{"one_skips_the_sum": {wrong}}}\n'
-        finding = judge(PREDICT, text, only=["one_skips_the_sum"]).results[0].finding
+        finding = check_answer(PREDICT, text, only=["one_skips_the_sum"]).results[0].finding
         assert finding.kind == "wrong" and not finding.expected
 
 
 def test_a_stub_that_cannot_be_made_is_told():
     with pytest.raises(UserError, match="the stub has 0 lines 'mean_of_nothing', and must have one"):
-        stubs.fault_line(dataclasses.replace(CLINIC, fault="mean_of_nothing"))
+        stubs.fault_line(dataclasses.replace(DEBUG, fault="mean_of_nothing"))
     change = dataclasses.replace(SCRIPT.changes[0], first="no such line")
     with pytest.raises(UserError, match="no lines from 'no such line' to .* in repaired_script.py"):
         stubs.stub(dataclasses.replace(SCRIPT, changes=(change,)))

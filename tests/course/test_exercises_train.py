@@ -112,7 +112,7 @@ def test_a_piece_that_no_rank_calls_is_an_error(ranks, tmp_path):
         ([], "you have passed no piece yet"),
         (["--only", "block_partition"], "you have not passed block_partition yet"),
         (["--only", "blocks"], "there is no exercise 'blocks'"),
-        (["--only", "averaged_parameter"], "is an exercise of kind clinic, no piece of the trainer"),
+        (["--only", "averaged_parameter"], "is an exercise of kind debug, no piece of the trainer"),
     ],
 )
 def test_what_cannot_train_is_told(work, capsys, words, message):

@@ -15,7 +15,7 @@ def run(live: LiveRanks, source: str, **options):
 
 
 def works(live: LiveRanks) -> None:
-    """The ranks talk to each other, through torch's calls and through the door."""
+    """The ranks talk to each other, through torch's calls and through the package's collectives."""
     result = run(
         live,
         """

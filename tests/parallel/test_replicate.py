@@ -232,7 +232,7 @@ def test_a_gradient_after_its_ready_is_refused(kind):
 
 
 def broken_off(world: World) -> list:
-    """A step is given up while its first bucket is on its way; the next one must not touch that memory."""
+    """A step is aborted while its first bucket is in flight; the next one must not touch that memory."""
     model, reducer, meter = set_up(world, "bucketed", 1e-9)
     meter.records.clear()
     reducer.add("tied.bias", torch.full((5,), 100.0, dtype=torch.float64))

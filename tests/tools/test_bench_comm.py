@@ -1,4 +1,4 @@
-"""`python -m bench comm` measures both backends in the same run, and judges what it measured."""
+"""`python -m bench comm` measures both backends in the same run, and evaluates what it measured."""
 
 import json
 import sys

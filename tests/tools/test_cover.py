@@ -16,7 +16,7 @@ from tests.helpers.exhaustive import exhaustive
 SIZES = st.lists(st.integers(1, 4), min_size=2, max_size=6)
 
 
-# Without masters, one number format: a reducer that has none cannot train in 16 bits.
+# Without master weights, one dtype: a reducer that has none cannot train in 16 bits.
 IMPOSSIBLE = {("dtype", "bf16", "gradients", "naive"), ("dtype", "fp16", "gradients", "naive")}
 
 

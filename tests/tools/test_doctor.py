@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from minidist.tools import doctor as room
+from minidist.tools import doctor as doctor_module
 from minidist.tools.cli import main
 from minidist.tools.doctor import DoctorOptions, Finding, doctor
 
@@ -13,8 +13,8 @@ from minidist.tools.doctor import DoctorOptions, Finding, doctor
 @pytest.fixture
 def without_ranks(monkeypatch):
     """Leave out the looks that start processes."""
-    monkeypatch.delitem(room.LOOKS, "ranks")
-    monkeypatch.delitem(room.LOOKS, "links")
+    monkeypatch.delitem(doctor_module.LOOKS, "ranks")
+    monkeypatch.delitem(doctor_module.LOOKS, "links")
 
 
 def found(capsys) -> tuple[int, dict]:
@@ -28,7 +28,7 @@ def test_training_can_run_where_the_tests_run(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["can_train"]
     values = {finding["name"]: finding["value"] for finding in report["findings"]}
-    assert values.keys() == room.LOOKS.keys()
+    assert values.keys() == doctor_module.LOOKS.keys()
     assert torch.__version__ in values["torch"] and "gloo" in values["backends"]
     names = ["2 ranks", "gloo", "shm", "nccl"]
     assert [line.partition(":")[0] for line in values["links"].splitlines()][:4] == names
@@ -43,7 +43,7 @@ def test_the_table_says_each_problem_and_its_remedy(capsys, monkeypatch):
         "good": lambda name: Finding(name, "fine"),
         "poor": lambda name: Finding(name, "slow [x]", "it is slow", "make it fast"),
     }
-    monkeypatch.setattr(room, "LOOKS", looks)
+    monkeypatch.setattr(doctor_module, "LOOKS", looks)
     assert doctor(DoctorOptions()) == 0
     told = capsys.readouterr().out
     assert "slow [x]" in told and "poor: it is slow\n  make it fast\n" in told and "Training can run here." in told
@@ -56,7 +56,7 @@ def test_a_look_that_fails_is_a_finding(capsys, monkeypatch):
     def fail(name):
         raise OSError("no such thing")
 
-    monkeypatch.setattr(room, "LOOKS", {"odd": fail})
+    monkeypatch.setattr(doctor_module, "LOOKS", {"odd": fail})
     code, findings = found(capsys)
     assert code == 0 and "OSError: no such thing" in findings["odd"]["problem"]
 
@@ -85,7 +85,7 @@ def test_omp_num_threads_that_hurts_is_told(capsys, monkeypatch, without_ranks, 
 
 def test_ranks_that_do_not_work_stop_training(capsys, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchinterface")
-    monkeypatch.setattr(room, "LOOKS", {"ranks": room.LOOKS["ranks"]})
+    monkeypatch.setattr(doctor_module, "LOOKS", {"ranks": doctor_module.LOOKS["ranks"]})
     code, findings = found(capsys)
     assert code == 1 and findings["ranks"]["problem"] and findings["ranks"]["fix"]
 

@@ -28,7 +28,7 @@ from minidist.tools.estimate.estimate import MEMORY_KINDS, estimate
 from minidist.tools.memory.breakdown import engine_tensors_by_kind, measure_peak
 from minidist.train.engine import Engine
 
-# Large enough that logits, gathered rows and rows of gradients each matter, small enough for a step of milliseconds.
+# Large enough that logits, gathered flat parameters and flat gradients matter, small enough for a fast step.
 MODEL = ModelConfig(
     vocab_size=160, hidden_size=48, intermediate_size=112, num_layers=3, num_heads=4, num_kv_heads=2, max_seq_len=64
 )

@@ -61,7 +61,7 @@ class Living(TorchDispatchMode):
 
 
 def living(world: World, rows: list) -> list[Counter]:
-    """What a forward leaves behind on this rank, on its way to a loss that a graph hangs on."""
+    """The tensors that a forward saves on this rank, up to a loss with an autograd graph."""
     return [left_by(engine_of(world, config, dtype), samples) for config, dtype, samples in rows]
 
 

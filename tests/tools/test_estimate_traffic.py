@@ -27,7 +27,7 @@ def test_every_layout_holds_and_sends_what_was_said(ranks, world):
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
 def test_every_layout_keeps_and_sends_what_was_said_under_zero_and_in_16_bits(ranks, world):
-    """Each layout meets some of the ways to share out, and each way some layouts and formats; parity has them all."""
+    """Each layout is combined with some of the ways to shard and some dtypes; parity covers all combinations."""
     chosen, configs = [layout for layout in list_layouts(world) if world < 4 or layout.schedule != "zb-h1"], []
     kinds = cycle([kind for kind in GRADIENTS if kind.startswith("zero")])
     formats, counts, optimizers = (

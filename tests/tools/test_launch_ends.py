@@ -88,7 +88,7 @@ def test_an_endless_loop_ends_at_the_deadline_with_its_line(ranks):
 def test_a_killed_rank_takes_its_job_and_its_own_children_along(server):
     job = server.start(loop_for_ever, 3, (True,))
     assert until(lambda: not job.poll(0.01) and all(job.pids) and job.output(0).endswith("\n"))
-    assert until(lambda: all(board and board.state == "running" for board in job.status_snapshots()))
+    assert until(lambda: all(page and page.state == "running" for page in job.status_snapshots()))
     pids, child = job.pids, int(job.output(0))
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(RankFailure) as caught:
@@ -192,7 +192,7 @@ def test_a_forwarded_signal_lets_ranks_end_in_their_own_way(server):
 def test_a_running_job_shows_boards_and_stacks_and_can_be_killed(server):
     job = server.start(until_told, 2)
     assert until(lambda: not job.poll(0.01) and job.output(0) == job.output(1) == "ready\n")
-    assert [board.state for board in job.status_snapshots()] == ["running", "running"]
+    assert [page.state for page in job.status_snapshots()] == ["running", "running"]
     assert all("in until_told" in stack for stack in job.dump_stacks().values())
     job.kill()
     assert job.done and job.poll()

@@ -122,7 +122,7 @@ def test_a_wait_of_torch_itself_tells_what_was_not_begun(live):
 
 
 def test_groups_that_take_long_to_end_are_no_deadlock(live):
-    """gloo sleeps for each connection that a group gives up: with many, for longer than a deadlock takes to be told."""
+    """gloo sleeps for each connection that a group closes: with many, for longer than a deadlock report takes."""
     make = "groups = bind(world, Mesh(dp=3), [GroupSpec(str(i), ('dp',)) for i in range(50)])"
     run(live, f"from minidist.comm import GroupSpec, bind\nfrom minidist.mesh import Mesh\n{make}")
     assert run(live, "groups.destroy()").kind == "done"
@@ -259,15 +259,15 @@ def test_ranks_die_with_the_kernel(tmp_path):
 
 
 def test_a_cleared_board_counts_from_one_again():
-    board, channel = StatusPage(), Channel("collective", "world", (0, 1))
-    board.launch(channel, "barrier", (0,), "float32")
-    board.wait(channel, 1, "barrier", (0,), "float32", "cell 1:1")
-    before = board.snapshot()
-    board.clear()
-    after = board.snapshot()
+    page, channel = StatusPage(), Channel("collective", "world", (0, 1))
+    page.launch(channel, "barrier", (0,), "float32")
+    page.wait(channel, 1, "barrier", (0,), "float32", "cell 1:1")
+    before = page.snapshot()
+    page.clear()
+    after = page.snapshot()
     assert before.progress and not after.progress and after.channel is None
     assert after.state == "running" and after.version > before.version
-    assert board.launch(channel, "barrier", (0,), "float32") == 1
+    assert page.launch(channel, "barrier", (0,), "float32") == 1
 
 
 TAKES_ALL = {

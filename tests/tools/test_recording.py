@@ -45,7 +45,7 @@ def test_the_two_mounts_agree(ranks, size):
 
 
 def parts_go_directly(world: World) -> tuple:
-    """A reduce-scatter and an all-gather as the door makes them over gloo, seen at both mounts.
+    """A reduce-scatter and an all-gather as the package makes them over gloo, seen at both mounts.
 
     The numbers of the ranks have no common sum in another order, and the results lie in the memory of what was given.
     """
@@ -83,7 +83,7 @@ def test_parts_that_go_directly_take_the_bytes_that_the_door_counts(ranks, size)
 
 
 def shifted(world: World) -> list:
-    """Sends and receives of the caller's own, while parts are on their way between the same ranks."""
+    """Sends and receives of the caller's own, while parts are in flight between the same ranks."""
     groups = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], backend="gloo")
     group, n, rank = groups["data"], world.size, world.rank
     out, got = torch.empty(3), torch.empty(3)

@@ -1,4 +1,4 @@
-"""The board's page: no process needed."""
+"""The page of a rank's status: no process needed."""
 
 import pytest
 from hypothesis import given
@@ -22,18 +22,18 @@ def test_another_reader_of_the_memory_sees_the_wait():
 
 
 def test_sequence_numbers_count_per_channel():
-    board, other = StatusPage(), Channel("send", "grads", (0, 1, 2), 1, 5)
-    assert [board.launch(c, "x", (), "int64") for c in (GRADS, GRADS, other, GRADS)] == [1, 2, 1, 3]
+    page, other = StatusPage(), Channel("send", "grads", (0, 1, 2), 1, 5)
+    assert [page.launch(c, "x", (), "int64") for c in (GRADS, GRADS, other, GRADS)] == [1, 2, 1, 3]
 
 
 def test_every_write_changes_the_snapshot():
-    board = StatusPage()
-    seen = [board.snapshot()]
+    page = StatusPage()
+    seen = [page.snapshot()]
     for _ in range(2):
-        waiting(board, GRADS)
-        seen.append(board.snapshot())
-        board.resume()
-        seen.append(board.snapshot())
+        waiting(page, GRADS)
+        seen.append(page.snapshot())
+        page.resume()
+        seen.append(page.snapshot())
     assert len({snapshot.version for snapshot in seen}) == len(seen)
 
 
@@ -45,21 +45,21 @@ def test_a_page_being_written_is_not_read():
 
 
 def test_the_image_reads_like_the_page():
-    board = waiting(StatusPage(), GRADS)
-    assert StatusPage.read(board.image()) == board.snapshot()
-    assert len(board.image()) < 1024
+    page = waiting(StatusPage(), GRADS)
+    assert StatusPage.read(page.image()) == page.snapshot()
+    assert len(page.image()) < 1024
 
 
 def test_a_long_path_keeps_its_line():
-    board = waiting(StatusPage(), GRADS, where="/a" * 300 + "/train.py:123")
-    assert board.snapshot().where.endswith("/train.py:123")
+    page = waiting(StatusPage(), GRADS, where="/a" * 300 + "/train.py:123")
+    assert page.snapshot().where.endswith("/train.py:123")
 
 
 def test_more_channels_than_the_page_holds_still_count():
-    board = StatusPage()
+    page = StatusPage()
     channels = [Channel("send", "many", (0, 1), 1, tag) for tag in range(500)]
-    assert [board.launch(c, "send", (1,), "int8") for c in channels + channels] == [1] * 500 + [2] * 500
-    seen = waiting(board, channels[-1], "send").snapshot()
+    assert [page.launch(c, "send", (1,), "int8") for c in channels + channels] == [1] * 500 + [2] * 500
+    seen = waiting(page, channels[-1], "send").snapshot()
     assert seen.channel is None and detect_deadlock({0: seen}) is None
 
 

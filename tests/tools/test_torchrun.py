@@ -1,4 +1,4 @@
-"""The same programs started by torchrun, which gives no parent that could watch the boards."""
+"""The same programs started by torchrun, which gives no parent that could watch the rank status."""
 
 import os
 import socket

@@ -102,7 +102,7 @@ def test_an_operation_is_over_when_the_backend_says_so_and_not_when_somebody_wai
 
 
 def told_to_the_meter(world):
-    """What the door tells of each launch (operations and their tags, handles of torch's) and of each wait."""
+    """What the collectives report of each launch (operations and their tags, handles of torch's) and of each wait."""
     meter = TimedMeter()
     group = bind(world, Mesh(dp=world.size), meter=meter)["control"]
     launched, waited = [], []

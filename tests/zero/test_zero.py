@@ -166,7 +166,7 @@ def test_stage_0_sends_every_gradient_twice(ranks, world):
 
 
 def rows_while_running(world, config) -> tuple[list, list]:
-    """In the forward and the backward of each layer: which rows are gathered, or on their way."""
+    """In the forward and the backward of each layer: which flat parameters are gathered or in flight."""
     engine = engine_of(world, config)
     blocks, forward, backward = engine.reducer.gatherer, [], []
 

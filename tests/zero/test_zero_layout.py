@@ -1,4 +1,4 @@
-"""Rows of parameters cut into equal shards: every element has one place, and what needs it whole is not cut."""
+"""Flat parameters cut into equal shards: every element has one owner, and unsharded tensors stay unsharded."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -12,7 +12,7 @@ the owner, which adds its own term. They are at least float32: for 16-bit keys t
 In memory at one time: this rank's own part, one block at hand and one arriving, and as many gradients. Nothing grows
 with the whole sequence. What is kept for backward is this rank's own part: query, key, value, output and lse.
 
-The two passes are `torch.library` ops, as the door's are, so a block that calls them compiles with `fullgraph=True`.
+The two passes are `torch.library` ops, as the collectives are, so a block that calls them compiles as one graph.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ def ring_backward(
 
 
 class RingTransfer:
-    """Tensors on their way to the next rank of the ring, while their like arrive from the one before.
+    """Tensors in flight to the next rank of the ring, and those that arrive from the previous rank.
 
     All are launched together, as NCCL demands of transfers that are in flight together.
     """

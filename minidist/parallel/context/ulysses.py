@@ -1,11 +1,11 @@
-"""Ulysses: for the time of attention, ranks share out the heads instead of the sequence.
+"""Ulysses: during attention the ranks shard the heads instead of the sequence.
 
 Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1). One all-to-all turns every head's part of the
 sequence into the whole sequence of some heads, attention is that of one process, and another turns the result back. A
 rank sends (n - 1) / n of what it has, however many ranks there are, where the ring sends n - 1 times its keys and
 values. But there are only so many heads, and nothing is computed while the messages travel.
 
-The door's op is inside, so a block compiles with `fullgraph=True`.
+The collective is inside, so a block compiles with `fullgraph=True`.
 """
 
 import math

@@ -39,7 +39,7 @@ def apply_tensor_parallel(model: nn.Module, group: Group, sequence: bool = False
 
     sequence: between the operators each rank holds an equal part of the sequence (Korthikanti et al. 2022, arXiv
     2205.05198, section 4.2.2): as many bytes pass, and what norms, dropout and residual stream keep for backward is
-    shared out. A norm then sees a part of the tokens, so its gradients are contributions.
+    sharded. A norm then sees a part of the tokens, so its gradients are partial.
     """
     config, size = model.config, group.size
     validate_tensor_parallel(config, size)

@@ -78,7 +78,7 @@ def _chunk(layout: Layout, stage: int, weight: Weight) -> int:
 
 
 def kept(layout: Layout, stage: int, found: Sequence[Row], place: int) -> states.ModelStates:
-    """What a rank of a stage has before an update. place: of the rank among those that share out the rows.
+    """What a rank of a stage has before an update. place: the rank's index in its sharding group.
 
     Moments have no padding. AdamW counts its steps for every parameter, in float32.
     """

@@ -67,8 +67,8 @@ def parameter_tensors(model: ModelConfig) -> int:
 
 
 class Row(NamedTuple):
-    """Parameters that are shared out together. numel: elements, padding included; shard: those of one rank, all of them
-    where nothing is shared out; moments: numbers that the optimizer keeps for each element."""
+    """Parameters that are sharded together. numel: elements, padding included; shard: those of one rank, all of them
+    where nothing is sharded; moments: numbers that the optimizer keeps for each element."""
 
     numel: int
     shard: int

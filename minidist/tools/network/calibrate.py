@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minidist.comm import collectives as door
+from minidist.comm import collectives
 from minidist.comm.algorithms import ALGORITHMS
 from minidist.comm.algorithms.primitives import exchange
 from minidist.comm.cost import ZERO_COST, Cost, Link, collective_cost
@@ -66,12 +66,12 @@ def measure_collectives(group: Group, sizes: Sequence[int], turns: int) -> list[
     times = torch.zeros(len(cases), turns, dtype=torch.float64)
     for turn in range(-1, turns):
         for i, (_, _, _, run) in enumerate(cases):
-            door.barrier(group)
+            collectives.barrier(group)
             start_s = time.perf_counter()
             run()
             if turn >= 0:
                 times[i, turn] = time.perf_counter() - start_s
-    door.all_reduce(times, group, "max")  # an operation has ended when it has ended on all ranks
+    collectives.all_reduce(times, group, "max")  # an operation has ended when it has ended on all ranks
     return [
         TimedOperation(name, algorithm, group.size, n, statistics.median(row))
         for (name, algorithm, n, _), row in zip(cases, times.tolist(), strict=True)
@@ -95,7 +95,7 @@ def _cases(group: Group, n: int) -> Iterator[tuple[str, str, Callable[[], None]]
         "all_to_all": (other, whole, group),
     }
     for name, algorithms in ALGORITHMS.items():
-        library = {BACKEND: getattr(door, name)} if hasattr(door, name) else {}
+        library = {BACKEND: getattr(collectives, name)} if hasattr(collectives, name) else {}
         for algorithm, call in (algorithms | library).items():
             yield name, algorithm, lambda call=call, name=name: call(*arguments[name])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minidist.comm import collectives as door
+from minidist.comm import collectives
 from minidist.comm.algorithms.primitives import exchange
 from minidist.comm.group import GroupSpec, bind
 from minidist.comm.world import World
@@ -43,14 +43,14 @@ def measure_link_speed(world: World, large: int = LARGE, turns: int = TURNS) -> 
     calls: dict[str, tuple[int, Callable[[], object]]] = {  # calls per turn, and the call
         "small_message_s": (20, lambda: exchange(group, send=[(small, right)], recv=[(small_other, left)])),
         "large_message_s": (1, lambda: exchange(group, send=[(whole, right)], recv=[(other, left)])),
-        "small_all_reduce_s": (20, lambda: door.all_reduce(small, group)),
-        "large_all_reduce_s": (1, lambda: door.all_reduce(whole, group)),
+        "small_all_reduce_s": (20, lambda: collectives.all_reduce(small, group)),
+        "large_all_reduce_s": (1, lambda: collectives.all_reduce(whole, group)),
         "copy_s": (1, lambda: other.copy_(whole)),
     }
     times = torch.zeros(len(calls), turns, dtype=torch.float64)
     for turn in range(-1, turns):  # one warm-up turn is not counted
         for row, (repeats, call) in enumerate(calls.values()):
-            door.barrier(group, async_op=True).wait(host=True)
+            collectives.barrier(group, async_op=True).wait(host=True)
             start_s = time.perf_counter()
             for _ in range(repeats):
                 call()
@@ -59,6 +59,6 @@ def measure_link_speed(world: World, large: int = LARGE, turns: int = TURNS) -> 
             if turn >= 0:
                 times[row, turn] = (time.perf_counter() - start_s) / repeats
     times = times.to(world.control_device)
-    door.all_reduce(times, group, "max")  # a call has ended when it has ended on all ranks
+    collectives.all_reduce(times, group, "max")  # a call has ended when it has ended on all ranks
     medians = map(statistics.median, times.tolist())
     return LinkSpeed(**dict(zip(calls, medians, strict=True)), shared=isinstance(group.process_group, ShmGroup))

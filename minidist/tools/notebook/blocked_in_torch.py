@@ -42,8 +42,8 @@ class BlockedDetector:
         if not self._all_all_asleep():
             self._since_s = now_s
             return False
-        standing = self._job.last_snapshots()
-        hidden = [n for n in self._pending() if n not in standing or standing[n].state != "waiting"]
+        snapshots = self._job.last_snapshots()
+        hidden = [n for n in self._pending() if n not in snapshots or snapshots[n].state != "waiting"]
         stacks = self._job.dump_stacks() if hidden else {}
         self._since_s = time.monotonic()
         return bool(hidden) and all(_in_torch(stacks.get(n, "")) for n in hidden) and self._all_all_asleep()

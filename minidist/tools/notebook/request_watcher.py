@@ -105,8 +105,8 @@ class RequestWatcher:
 
     def _places(self) -> list[str]:
         """Describe where each rank is: the operation in its status, or the line in its stack."""
-        standing = self._job.last_snapshots()
-        waiting = {n: s for n, s in standing.items() if s.state == "waiting"}
+        snapshots = self._job.last_snapshots()
+        waiting = {n: s for n, s in snapshots.items() if s.state == "waiting"}
         told = [f"  {format_ranks([n])}: {adapt_report(describe_rank(s))}" for n, s in sorted(waiting.items())]
         ended = sorted(self._job.answers)
         running = [n for n in self._pending() if n not in waiting]

@@ -14,7 +14,7 @@ slices of the first rank's slots that it has reduced.
 through the kernel, whose locks order the writes before it and the reads after it, on Arm too:
 
     ==================================================  ===========================================================
-    handed over                                         by
+    transferred                                         by
     ==================================================  ===========================================================
     a filled slot, to the other ranks of the group      `exchange`: a message to each rank, one from each (send / recv)
     a reduced slice of a slot                           the next `exchange`                       (send / recv)

@@ -86,7 +86,7 @@ def run_contests(
     verdict: Callable[[Run], Iterable[str]],
     backend: str = "gloo",
 ) -> None:
-    """Run one contest after the other, tell of each at once, and of all in a file and a picture."""
+    """Run one contest after the other, print each result at once, and write all results to a file and a picture."""
     work, runs, terminal = SIZES[options.size], [], console()
     title = report.heading(work, options.rounds, options.steps, backend)
     terminal.print(title, highlight=False, soft_wrap=True)

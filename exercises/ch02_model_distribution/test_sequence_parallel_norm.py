@@ -96,7 +96,7 @@ def as_many_bytes_less_memory(answer, world, network):
 
 @test(points=4, ranks=(2, 3))
 def norms_are_contributions(answer, world, network):
-    """With the sequence shared out, the table says which gradients are to be summed: that of every norm."""
+    """With the sequence sharded, the table says which gradients are to be summed: that of every norm."""
     gradients_are_right(answer, world, network, True, CONFIG, lambda name: "norm" in name)
 
 

@@ -212,7 +212,7 @@ def in_time(what, right, event, when="before"):
 
 
 @test(points=2, ranks=(2,))
-def a_block_that_is_through_is_told(answer, world, network):
+def a_block_that_is_through_is_reported(answer, world, network):
     """`on_block_done` is called with a block's flat parameters when its backward is over, before that of the next."""
     for prefetch in (True, False):
         run, calls, case = Run(answer, world, network, prefetch=prefetch), [], f"prefetch={prefetch}"

@@ -1,4 +1,4 @@
-"""Tests of shard_gradients: whole numbers as gradients, and memory that is not written to holds no numbers at all."""
+"""Tests of shard_gradients: whole numbers as gradients, and memory that is not written to holds NaN."""
 
 import contextlib
 

@@ -24,7 +24,7 @@ Usual wrong answers:
 * after a step without a micro-batch the gradient of the step before is there
 * what comes after the first micro-batch is never added
 * a row is given back when the next one takes its place, so that every part of the model keeps one
-* gradients are not forgotten when they are sent, and the next micro-batch's are added to them
+* gradients are kept after they are sent, and those of the next micro-batch are added to them
 * each micro-batch takes the place of the one before
 * the last of three or more ranks forgets all micro-batches but the first
 * the padding is whatever memory held

@@ -195,7 +195,7 @@ def other_sizes(world: World) -> None:
     comm.all_reduce(torch.ones(3 if world.rank == 0 else 300_000), group)
 
 
-def test_sizes_that_differ_are_told_whatever_the_backend_does_with_them(server):
+def test_sizes_that_differ_are_reported_whatever_the_backend_does_with_them(server):
     from minidist.tools.launch import RankFailure
 
     with pytest.raises(RankFailure) as failure:
@@ -213,7 +213,7 @@ def dies_alone(world: World) -> None:
     comm.all_reduce(torch.ones(3), group)
 
 
-def test_a_death_without_a_mismatch_is_told_as_a_death(server):
+def test_a_death_without_a_mismatch_is_reported_as_a_death(server):
     from minidist.tools.launch import RankFailure
 
     with pytest.raises(RankFailure) as failure:

@@ -141,7 +141,7 @@ def test_a_kind_without_a_tolerance_is_reported_and_not_judged():
     assert seen.largest["param"] == 0.5 and seen.first is None and seen.worst[1] is None
 
 
-def test_what_is_wrong_is_told_the_moment_it_is_known():
+def test_what_is_wrong_is_reported_the_moment_it_is_known():
     told = []
     seen = Comparison(TOLERANCE, on_first=told.append)
     seen.add_difference("grad", 1, "a", 1.0)

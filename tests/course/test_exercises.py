@@ -38,7 +38,7 @@ def test_an_answer_that_hangs_is_not_asked_again_and_what_passed_before_counts(c
     assert verdict.points == 2
 
 
-def test_a_deadlock_is_told_with_who_waits_where(check_answer):
+def test_a_deadlock_is_reported_with_who_waits_where(check_answer):
     text = stubs.answer(GRADIENTS, "wrong_mean").replace("import all_reduce", "import all_reduce, recv")
     text = text.replace("all_reduce(total, group)", "recv(total, 1 - group.rank, group)")
     verdict = check_answer(GRADIENTS, text, only=["parameters_stay"])
@@ -52,7 +52,7 @@ def test_a_deadlock_is_told_with_who_waits_where(check_answer):
     assert len(report.text(verdict, 3).splitlines()) <= report.MAX_LINES
 
 
-def test_the_rank_that_loops_is_told_from_those_that_wait_for_it(check_answer):
+def test_the_rank_that_loops_is_reported_from_those_that_wait_for_it(check_answer):
     text = stubs.answer(GRADIENTS, "wrong_mean")
     text = text.replace("all_reduce(total, group)", "while group.rank == 1: pass\n            all_reduce(total, group)")
     finding = check_answer(GRADIENTS, text, only=["parameters_stay"]).results[0].finding
@@ -61,7 +61,7 @@ def test_the_rank_that_loops_is_told_from_those_that_wait_for_it(check_answer):
     assert "rank 0: waiting in all_reduce" in finding.what and "rank 1: running" in finding.what
 
 
-def test_the_rank_that_dies_is_told_and_not_the_broken_connection(check_answer):
+def test_the_rank_that_dies_is_reported_and_not_the_broken_connection(check_answer):
     text = stubs.answer(GRADIENTS, "wrong_mean").replace(
         "all_reduce(total, group)",
         "if group.rank == 1: import faulthandler; faulthandler._sigsegv()\n            all_reduce(total, group)",
@@ -71,7 +71,7 @@ def test_the_rank_that_dies_is_told_and_not_the_broken_connection(check_answer):
     assert finding.what == "your code ended its process: killed by SIGSEGV"
 
 
-def test_ranks_that_call_different_things_are_told(check_answer):
+def test_ranks_that_call_different_things_are_reported(check_answer):
     text = stubs.answer(GRADIENTS, "wrong_mean").replace(
         "total = self", "total = torch.ones(group.rank + 1) if group.rank else self"
     )

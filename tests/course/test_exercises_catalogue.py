@@ -104,7 +104,7 @@ def test_a_wrong_table_of_a_program_is_refused(tmp_path, kind, change, told):
 
 
 @pytest.mark.parametrize("kind", ["script", "debug", "predict"])
-def test_a_program_that_is_not_there_is_told(tmp_path, kind):
+def test_a_program_that_is_not_there_is_reported(tmp_path, kind):
     table, file = one_table(tmp_path, OF_KIND[kind])
     write(file, OF_KIND[kind].name, table)
     (file.parent / "programs" / f"{OF_KIND[kind].name}.py").unlink()
@@ -112,6 +112,6 @@ def test_a_program_that_is_not_there_is_told(tmp_path, kind):
         Catalogue(tmp_path)
 
 
-def test_an_unknown_exercise_is_told_with_the_known_ones():
+def test_an_unknown_exercise_is_reported_with_the_known_ones():
     with pytest.raises(UserError, match="there is no exercise 'blok'; possible: rank_and_world, "):
         CATALOGUE["blok"]

@@ -78,7 +78,7 @@ def test_a_bucket_that_is_never_launched_on_one_rank_is_named(check_answer):
     assert told[0] == f"your code raised RuntimeError: nothing to wait for: {what}" and "bucket.handle.wait" in told[-1]
 
 
-def test_ranks_that_launch_in_different_orders_are_told_so_and_nothing_of_the_judge(server, tmp_path):
+def test_ranks_that_launch_in_different_orders_are_reported_so_and_nothing_of_the_judge(server, tmp_path):
     exercise, test = EXERCISES["bucketed_reducer"], "launched_in_index_order"
     answer = stubs.write_answer(exercise, "wrong_order_of_readiness", tmp_path)
     told = report.message(check(exercise, answer, server, only=[test]).results[0].finding)

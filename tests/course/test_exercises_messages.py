@@ -94,7 +94,7 @@ def test_the_report_of_a_wrong_answer(check_answer):
     )
 
 
-def test_a_stub_of_an_older_version_is_told(check_answer):
+def test_a_stub_of_an_older_version_is_reported(check_answer):
     old = stubs.stub(BLOCK).replace(stubs.version(stubs.stub(BLOCK)), "00000000")
     assert "Your file began as an older stub" in report.text(check_answer(BLOCK, old))
     assert "older" not in report.text(check_answer(BLOCK, stubs.stub(BLOCK)))
@@ -110,7 +110,7 @@ NO_PROGRAM = {
 
 @pytest.mark.parametrize("text", NO_PROGRAM)
 @each_kind
-def test_a_file_that_is_no_program_is_told_as_that(check_answer, name, text):
+def test_a_file_that_is_no_program_is_reported_as_that(check_answer, name, text):
     exercise = CATALOGUE[name]
     measured = {test.id: [] for test in exercise.tests()}
     told = report.text(check_answer(exercise, text, measured=measured), 3).splitlines()

@@ -105,7 +105,7 @@ def test_what_is_said_about_a_file_that_cannot_be_used(check_answer, exercise, t
     assert len(report.text(verdict, 3).splitlines()) <= report.MAX_LINES
 
 
-def test_the_first_fault_of_the_script_is_told_as_what_it_is(check_answer):
+def test_the_first_fault_of_the_script_is_reported_as_what_it_is(check_answer):
     verdict = check_answer(SCRIPT, stubs.stub(SCRIPT), stop=True)
     told = report.message(verdict.results[0].finding)
     assert told[0] == "init_process_group waits for ever: this process says it is another rank than torchrun made it"
@@ -113,7 +113,7 @@ def test_the_first_fault_of_the_script_is_told_as_what_it_is(check_answer):
     assert "world_size=4, rank=0)" in told[4]
 
 
-def test_ranks_that_wait_for_one_that_has_ended_are_told_with_their_line(check_answer):
+def test_ranks_that_wait_for_one_that_has_ended_are_reported_with_their_line(check_answer):
     text = stubs.answer(DEBUG, "wrong_rank_0_left_out")
     verdict = check_answer(DEBUG, text, only=["replicas_stay_equal"])
     finding = verdict.results[0].finding
@@ -172,7 +172,7 @@ def test_a_wrong_prediction_is_not_corrected(check_answer):
         assert finding.kind == "wrong" and not finding.expected
 
 
-def test_a_stub_that_cannot_be_made_is_told():
+def test_a_stub_that_cannot_be_made_is_reported():
     with pytest.raises(UserError, match="the stub has 0 lines 'mean_of_nothing', and must have one"):
         stubs.fault_line(dataclasses.replace(DEBUG, fault="mean_of_nothing"))
     change = dataclasses.replace(SCRIPT.changes[0], first="no such line")

@@ -115,7 +115,7 @@ def test_a_piece_that_no_rank_calls_is_an_error(ranks, tmp_path):
         (["--only", "averaged_parameter"], "is an exercise of kind debug, no piece of the trainer"),
     ],
 )
-def test_what_cannot_train_is_told(work, capsys, words, message):
+def test_what_cannot_train_is_reported(work, capsys, words, message):
     assert main(["--work", str(work()), "train", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -200,13 +200,13 @@ def counted(world):
     return dict(calls)
 
 
-def test_a_piece_that_does_not_fit_is_told():
+def test_a_piece_that_does_not_fit_is_reported():
     for source in ("x = 1", "block_partition = lambda n, world_size, rank: 1"):
         with pytest.raises(UserError, match="mine cannot take its place: .* must define block_partition with def"):
             train.install([Installed("mine", ("minidist.data.partition:block_partition",), "mine.py", source)])
 
 
-def test_calls_are_told_by_rank():
+def test_calls_are_reported_by_rank():
     lines = told(
         [Installed("one", (), "", ""), Installed("two", (), "", "")], [Counter(one=2), {"one": 3, "two": 1200}]
     )

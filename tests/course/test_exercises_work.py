@@ -90,7 +90,7 @@ def test_progress_keeps_the_best_and_what_others_wrote(work):
     assert json.loads(file.read_text())["predictions"] == {"a": 1}
 
 
-def test_damaged_progress_is_told_and_not_lost(work):
+def test_damaged_progress_is_reported_and_not_lost(work):
     (work.folder / "progress.json").write_text("{")
     with pytest.raises(UserError, match="is damaged .* move it away to begin a new one"):
         work.record(BLOCK, True, 10, b"")

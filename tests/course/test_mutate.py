@@ -189,7 +189,7 @@ def test_an_entry_that_is_wrong_is_red(server, course):
         ("[[equal]]\nwas = 'a'\nbecomes = 'b'\nwhy = 'c'\n", "has unknown tables"),
     ],
 )
-def test_a_bad_file_of_equivalents_is_told(course, text, told):
+def test_a_bad_file_of_equivalents_is_reported(course, text, told):
     exercise = course()
     exercise.answers.write_text(text)
     with pytest.raises(UserError, match=told):

@@ -47,7 +47,7 @@ if __name__ == "__main__": main()
 
 
 @pytest.mark.parametrize("text", FORBIDDEN)
-def test_what_reaches_inside_is_told_with_its_line(text):
+def test_what_reaches_inside_is_reported_with_its_line(text):
     line, told = find_forbidden_code(f"x = 1\n{text}\n".encode())
     assert line == 2 and told.startswith(f"line 2 uses {FORBIDDEN[text]}: ")
 

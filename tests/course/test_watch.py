@@ -94,7 +94,7 @@ def test_a_file_that_is_taken_away_ends_nothing(watcher, work, said):
     assert [watcher.step(), watcher.step()] == [[], [BLOCK]]
 
 
-def test_a_learner_without_files_is_told_to_start(server, tmp_path):
+def test_a_learner_without_files_is_reported_to_start(server, tmp_path):
     with pytest.raises(UserError, match="python -m exercises start"):
         Watcher(CATALOGUE, Work(tmp_path / "none"), server)
 

@@ -67,7 +67,7 @@ def test_the_change_it_proposes_mends_the_deadlock(kind, stages, seed, swaps):
     check_schedule(made)
 
 
-def test_a_circle_of_stages_is_told_stage_by_stage():
+def test_a_circle_of_stages_is_reported_stage_by_stage():
     assert refused("F0 B0 F1 B1 \n F0 F1 B0 B1") == (
         "the schedule deadlocks: stage 0 waits at B0 (operation 2 of 4) for stage 1's B0 (operation 3); "
         "stage 1 waits at F1 (operation 2 of 4) for stage 0's F1 (operation 3). Put B0 before F1 on stage 1."

@@ -51,7 +51,7 @@ def measured_offset(world):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_clocks_of_hosts_are_aligned_within_the_error_that_is_told(ranks, size):
+def test_clocks_of_hosts_are_aligned_within_the_error_that_is_reported(ranks, size):
     for rank, (offset, error) in enumerate(ranks(measured_offset, size)):
         assert abs(offset + rank * AHEAD_NS) <= error < AHEAD_NS
         assert (error == 0) == (rank == 0)

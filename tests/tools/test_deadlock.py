@@ -145,7 +145,7 @@ def receive_from_one_that_dies(world, how):
 
 
 @pytest.mark.parametrize(("how", "told"), [("exit", "exited with code 3"), ("kill", "killed by SIGKILL")])
-def test_a_death_is_told_with_what_the_others_waited_for(server, how, told):
+def test_a_death_is_reported_with_what_the_others_waited_for(server, how, told):
     error = failure(server, receive_from_one_that_dies, 2, how)
     assert error.kind == "died" and error.ranks == (1,)
     where = line_of(receive_from_one_that_dies, "recv(")
@@ -160,7 +160,7 @@ def raise_while_others_wait(world):
     all_reduce(torch.zeros(2), grads)
 
 
-def test_an_exception_is_told_before_the_wait_it_caused(server):
+def test_an_exception_is_reported_before_the_wait_it_caused(server):
     error = failure(server, raise_while_others_wait, 4)
     assert error.kind == "raised" and error.ranks == (1,)
     assert str(error).startswith("rank 1 raised ValueError: no such batch\n")

@@ -114,7 +114,7 @@ def test_unequal_shares_of_an_all_to_all_match():
     assert detect_deadlock(snapshots(**pages)) is None
 
 
-def test_a_circle_of_many_ranks_is_told_in_few_lines():
+def test_a_circle_of_many_ranks_is_reported_in_few_lines():
     size = 40
     ranks = tuple(range(size))
     pages = {
@@ -149,7 +149,7 @@ def test_a_rank_about_to_join_a_deadlock_is_waited_for():
     assert see(0.4).ranks == (0, 2)
 
 
-def test_a_deadlock_is_told_though_another_rank_works_on_and_on():
+def test_a_deadlock_is_reported_though_another_rank_works_on_and_on():
     pages = {0: waiting(StatusPage(), GRADS), 1: returned(), 2: StatusPage()}
     pages[2].resume()
     detector, seen = DeadlockDetector(), {rank: page.snapshot() for rank, page in pages.items()}

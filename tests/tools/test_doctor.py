@@ -75,7 +75,7 @@ def test_a_torch_without_gloo_stops_training(capsys, monkeypatch, without_ranks)
 
 
 @pytest.mark.parametrize(("asked", "problem"), [("64", "two ranks would run 128 threads on"), ("many", "is 'many'")])
-def test_omp_num_threads_that_hurts_is_told(capsys, monkeypatch, without_ranks, asked, problem):
+def test_omp_num_threads_that_hurts_is_reported(capsys, monkeypatch, without_ranks, asked, problem):
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     code, findings = found(capsys)
     assert problem in findings["threads per rank"]["problem"]

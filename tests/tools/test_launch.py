@@ -194,7 +194,7 @@ def fail_differently(world):
     torch.zeros(2) + torch.zeros(3)
 
 
-def test_equal_errors_are_told_once(ranks):
+def test_equal_errors_are_reported_once(ranks):
     with pytest.raises(RankFailure) as caught:
         ranks(fail_differently, 4)
     error = caught.value
@@ -221,7 +221,7 @@ def exit_with(world, code):
     sys.exit(code)
 
 
-def test_an_exit_code_is_told(server):
+def test_an_exit_code_is_reported(server):
     with pytest.raises(RankFailure) as caught:
         server.run(exit_with, 2, (2,), deadline_s=DEADLINE_S)
     assert str(caught.value) == "ranks 0-1 died: exited with code 2"

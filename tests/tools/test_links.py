@@ -48,7 +48,7 @@ def test_all_ranks_have_the_same_figures_of_the_backend_asked_for(ranks, backend
     assert found[0].shared == (backend == "shm" and sys.platform == "linux")
 
 
-def test_what_is_not_there_is_told_in_one_line(monkeypatch):
+def test_what_is_not_there_is_reported_in_one_line(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert describe_links([GLOO, NCCL])[1:] == [
@@ -60,7 +60,7 @@ def test_what_is_not_there_is_told_in_one_line(monkeypatch):
     assert why_unavailable("nccl", 2) == "not measured: 2 ranks need a GPU each, and torch sees 1"
 
 
-def test_a_backend_that_fails_or_is_another_is_told_and_the_next_is_measured(monkeypatch):
+def test_a_backend_that_fails_or_is_another_is_reported_and_the_next_is_measured(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchinterface")
     _, gloo, shm = describe_links([GLOO, SHM], large=2**16)
     assert gloo.startswith("gloo: does not run: ") and "\n" not in gloo

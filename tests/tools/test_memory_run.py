@@ -159,7 +159,7 @@ def profiled(world, config, when):
 
 
 @pytest.mark.parametrize(("when", "why"), [("before", "is recording"), ("meanwhile", "took the place of this one")])
-def test_a_second_profiler_is_told_of_and_the_run_goes_on(ranks, tmp_path, text, when, why):
+def test_a_second_profiler_is_reported_of_and_the_run_goes_on(ranks, tmp_path, text, when, why):
     config = measured(tmp_path, text)
     (steps, line), _ = ranks(profiled, 2, config, when)
     assert steps == 3 and sorted(path.name for path in tmp_path.iterdir()) == ["run"]

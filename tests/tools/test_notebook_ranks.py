@@ -55,7 +55,7 @@ def test_an_error_is_one_short_message_with_the_line_of_the_cell(live):
     assert str(run(live, "a")) == "ranks 0-2: 1"
 
 
-def test_different_errors_are_told_apart(live):
+def test_different_errors_are_reported_apart(live):
     result = run(live, "if rank == 1:\n    raise ValueError('odd')\n1 / 0")
     assert result.errors == [
         "ranks 0, 2 raised ZeroDivisionError: division by zero\n  line 3 of the cell: 1 / 0",

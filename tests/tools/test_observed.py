@@ -96,7 +96,7 @@ def test_the_timeline_has_marks_launches_and_ends_of_waits_in_order(ranks):
         (["a", "b", "b"], ("what happens after: b", "nothing more", "b")),
     ],
 )
-def test_the_first_event_out_of_order_is_told(happened, told):
+def test_the_first_event_out_of_order_is_reported(happened, told):
     expect_order(["a", "b"], ["a", "b"])
     with pytest.raises(Wrong) as wrong:
         expect_order(happened, ["a", "b"])

@@ -105,7 +105,7 @@ def run_off(world, cases, folder):
 real_cases = command.run.__globals__["run_cases"]
 
 
-def test_a_case_whose_ranks_fail_is_told_and_the_others_still_run(server, monkeypatch):
+def test_a_case_whose_ranks_fail_is_reported_and_the_others_still_run(server, monkeypatch):
     monkeypatch.setitem(command.run.__globals__, "run_cases", run_off)
     cases = list(plan_cases(2)[1].cases[:4])
     outcomes = [outcome for _, outcome in run(server, cases)]

@@ -224,7 +224,7 @@ def crossed(world: World) -> None:
         dist.all_reduce(torch.ones(2), group=group)
 
 
-def test_groups_of_the_same_ranks_are_told_apart(server):
+def test_groups_of_the_same_ranks_are_reported_apart(server):
     from minidist.tools.launch import RankFailure
 
     with pytest.raises(RankFailure) as failure:

@@ -45,7 +45,7 @@ def differ(world: World, how: str) -> str:
         ("root", ["broadcast root 0 float32 10", "broadcast root 1 float32 10"]),
     ],
 )
-def test_ranks_that_do_not_do_the_same_are_told_who_does_what(ranks, how, words):
+def test_ranks_that_do_not_do_the_same_are_reported_who_does_what(ranks, how, words):
     for text in ranks(differ, 3, how):
         assert all(word in text for word in words), text
         assert "rank" in text and "(ranks 0, 1, 2)" in text

@@ -59,7 +59,7 @@ def test_a_program_under_torchrun_finds_its_place_and_ends_quietly(tmp_path):
     assert "Warning" not in ended.stderr and "Error" not in ended.stderr, ended.stderr
 
 
-def test_a_deadlock_under_torchrun_is_told_by_the_ranks_themselves(tmp_path):
+def test_a_deadlock_under_torchrun_is_reported_by_the_ranks_themselves(tmp_path):
     ended = torchrun(tmp_path, "hang")
     assert ended.returncode == 1
     line = PROGRAM[: PROGRAM.rindex("all_reduce")].count("\n") + 1

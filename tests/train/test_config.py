@@ -114,12 +114,12 @@ def test_a_file_changes_only_what_it_names():
         ("[train", "f.toml is not a TOML file"),
     ],
 )
-def test_a_wrong_file_is_told_by_key_and_type(text, message):
+def test_a_wrong_file_is_reported_by_key_and_type(text, message):
     with pytest.raises(UserError, match=message):
         from_text(text, "f.toml")
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path):
+def test_a_file_that_cannot_be_read_is_reported(tmp_path):
     with pytest.raises(UserError, match="--config .*no.toml cannot be read: No such file"):
         from_toml(tmp_path / "no.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")

@@ -122,7 +122,7 @@ def test_a_resumed_run_writes_where_it_began(tmp_path, monkeypatch):
         ({"train__steps": 2}, "is at step 2, and the run ends at step 2: nothing is left to do"),
     ],
 )
-def test_a_run_that_cannot_go_on_is_told_why_on_all_ranks(server, tmp_path, changes, message):
+def test_a_run_that_cannot_go_on_is_reported_why_on_all_ranks(server, tmp_path, changes, message):
     config = small_config(tmp_path / "run", write_text(tmp_path))
     run(World.single(), config, stop_after=2)
     options = ((resuming(config, tmp_path / "run", **changes)),)

@@ -56,13 +56,13 @@ def test_a_wait_at_the_door_can_be_given_up_too(live):
     works(live)
 
 
-def test_a_wait_inside_the_package_is_told_with_the_line_of_the_cell(live):
+def test_a_wait_inside_the_package_is_reported_with_the_line_of_the_cell(live):
     result = run(live, "from minidist.comm import all_gather_object\n\nif rank:\n    all_gather_object([1], comm)")
     assert result.kind in ("deadlock", "error")
     works(live)
 
 
-def test_ranks_that_wait_for_one_that_raised_are_told_with_its_error(live):
+def test_ranks_that_wait_for_one_that_raised_are_reported_with_its_error(live):
     result = run(live, "x = rank\nif rank == 1:\n    raise ValueError('no more')\ndist.barrier()")
     assert result.kind == "error"
     assert result.errors[0].startswith("rank 1 raised ValueError: no more\n  line 3 of the cell")
@@ -129,7 +129,7 @@ def test_groups_that_take_long_to_end_are_no_deadlock(live):
     works(live)
 
 
-def test_a_group_that_one_rank_does_not_make_is_told(live):
+def test_a_group_that_one_rank_does_not_make_is_reported(live):
     result = run(live, "if rank != 1:\n    dist.new_group()", quiet_s=LATER_S)
     assert result.kind == "deadlock" and "line 2 of the cell" in str(result)
     assert "the variables of ranks 0-2 are gone" in str(result)  # such a wait cannot be ended from outside
@@ -199,7 +199,7 @@ def test_a_rank_that_dies_takes_the_variables_along_and_is_named(live):
     works(live)
 
 
-def test_a_crash_is_told_by_its_signal(live):
+def test_a_crash_is_reported_by_its_signal(live):
     result = run(live, "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV) if rank == 1 else None")
     assert "rank 1 died: killed by SIGSEGV" in str(result)
     works(live)

@@ -18,12 +18,12 @@ _COMMON = ("kind", "title", "section", "difficulty", "minutes", "points", "route
 KINDS = {
     "piece": ("piece", "calls", "guards", "blank"),
     "script": ("defines", "guards", "changes", "fails"),
-    "clinic": ("defines", "guards", "changes", "fails", "fault"),
+    "debug": ("defines", "guards", "changes", "fails", "fault"),
     "predict": ("changes",),
 }
 _OPTIONAL = {"piece": ("also",)}
 # The constants that the learner fills in, by kind.
-_CONSTANTS = {"clinic": ("INVARIANT", "LINE"), "predict": ("ANSWERS",)}
+_CONSTANTS = {"debug": ("INVARIANT", "LINE"), "predict": ("ANSWERS",)}
 _MIN_HINTS = 2
 
 
@@ -54,7 +54,7 @@ class TestCase:
 class Exercise:
     """One table of an exercise.toml.
 
-    kind: "piece", a symbol of the package with blank lines; "script", a program to repair; "clinic", a debugging
+    kind: "piece", a symbol of the package with blank lines; "script", a program to repair; "debug", a debugging
     exercise: a program whose loss falls but whose numbers or costs are wrong, where the learner names the violated
     invariant and the faulty line and repairs it; "predict", scenarios whose outcome the learner predicts.
     piece: the symbol to write, `module:symbol`. also: further symbols that belong to it, of any module.

@@ -32,7 +32,7 @@ _ALWAYS = (
     *("exercises.network", "exercises.observed", "exercises.rank_tests"),
 )
 PRELOAD = (*_ALWAYS, "torch._dynamo")
-_PROGRAMS = ("script", "clinic")  # kinds whose answers are programs for torchrun
+_PROGRAMS = ("script", "debug")  # kinds whose answers are programs for torchrun
 # Pieces that use our custom operators, or count torch's, import torch._dynamo. It writes a file, for which the answer
 # would be blamed.
 _OPERATORS = ("minidist.parallel.tensor.", "minidist.parallel.pipeline.split_backward")

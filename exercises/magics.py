@@ -39,7 +39,7 @@ class ExerciseMagics(Magics):
 
     @line_cell_magic
     def exercise(self, line: str, cell: str | None = None):
-        """Show an exercise (`%exercise NAME`), or write your answer and judge it (`%%exercise NAME`)."""
+        """Show an exercise (`%exercise NAME`), or write your answer and check it (`%%exercise NAME`)."""
         exercise = self._named(line, "%exercise")
         if cell is None:
             work = _work(needed=False)
@@ -59,7 +59,7 @@ class ExerciseMagics(Magics):
 
     @line_magic
     def check(self, line: str):
-        """Judge your file: `%check NAME`, or `%check NAME --install` to let a passed piece work in this notebook."""
+        """Check your file: `%check NAME`, or `%check NAME --install` to let a passed piece work in this notebook."""
         exercise = self._named(line, "%check", "--install")
         install = "--install" in line.split()
         if install and exercise.kind != "piece":

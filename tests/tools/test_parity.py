@@ -231,7 +231,7 @@ def test_the_whole_product_can_be_described():
     options = ParityOptions(ranks=2, full=True)
     cases = choose_cases(options)
     met = [line.split("; ")[1] for line in describe_plan(options, cases) if " rows" in line and "pairs" in line]
-    assert len(cases) > 100_000 and met == [f"{n} of the {n} pairs of switch values" for n in (356, 551, 1111)]
+    assert len(cases) > 100_000 and met == [f"{n} of the {n} pairs of switch values" for n in (356, 551, 1114)]
 
 
 def test_only_takes_a_part_of_a_name_or_a_regular_expression():

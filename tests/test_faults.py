@@ -99,8 +99,8 @@ def test_a_program_that_hangs_is_ended_at_its_deadline(fork_server, tmp_path):
 
 def test_a_patch_that_does_not_apply_exactly_once_is_an_error(tmp_path):
     for number, (find, times) in enumerate((("no such text", 0), ("import", r"\d+"))):
-        with pytest.raises(ValueError, match=f"train/step.py has this text {times} times, not once"):
-            copy(tmp_path / str(number), [Edit("train/step.py", find, "")])
+        with pytest.raises(ValueError, match=f"train/engine.py has this text {times} times, not once"):
+            copy(tmp_path / str(number), [Edit("train/engine.py", find, "")])
 
 
 def test_a_fault_without_an_edit_or_with_two_ways_to_be_found_is_refused(tmp_path):

@@ -78,8 +78,9 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 
 def test_a_process_killed_at_any_step_of_a_save_leaves_the_previous_or_the_new_checkpoint(tmp_path):
-    program = Path(__file__).resolve().parents[1] / "helpers" / "checkpoint_killed.py"
-    done = subprocess.run([sys.executable, program, tmp_path], capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-m", "tests.helpers.checkpoint_killed", tmp_path]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     assert sorted(results) == ["keep one", "new step", "same step"]

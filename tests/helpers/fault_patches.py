@@ -211,6 +211,7 @@ def _become(request: dict) -> None:
     for fd in (1, 2):
         os.dup2(log, fd)
     sys.path[0] = request["folder"]
+    sys.path.append(str(_TESTS.parent))  # last, so that the copy's package comes before this one; for tests.helpers
     sys.argv = list(request["argv"])
     subprocess.Popen = ForkedInterpreter
     try:

@@ -271,14 +271,14 @@ def _guess(given: str, names: Sequence[str]) -> str:
     if (alias := _ALIASES.get(given)) in names:
         return f"; did you mean --{alias}?"
     last = given.rpartition(".")[2]
-    alike = [name for name in names if name.rpartition(".")[2] == last]
-    alike.sort(key=lambda name: not name.startswith(("train.", "model.", "mesh.")))
-    if not alike:
-        alike = difflib.get_close_matches(given, names, 1, 0.7)
-    if not alike and "." not in given:
+    close = [name for name in names if name.rpartition(".")[2] == last]
+    close.sort(key=lambda name: not name.startswith(("train.", "model.", "mesh.")))
+    if not close:
+        close = difflib.get_close_matches(given, names, 1, 0.7)
+    if not close and "." not in given:
         lasts = {name.rpartition(".")[2]: name for name in reversed(names)}
-        alike = [lasts[one] for one in difflib.get_close_matches(given, lasts, 1, 0.7)]
-    return f"; did you mean {' or '.join(f'--{name}' for name in alike[:3])}?" if alike else ""
+        close = [lasts[one] for one in difflib.get_close_matches(given, lasts, 1, 0.7)]
+    return f"; did you mean {' or '.join(f'--{name}' for name in close[:3])}?" if close else ""
 
 
 def _make(kind: type, values: dict[tuple[str, ...], Any], program: str, options: Sequence[Option]) -> Any:

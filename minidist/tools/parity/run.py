@@ -123,8 +123,8 @@ def _wrong_together(case: Case, records: Sequence[RankReport]) -> str | None:
         if has_uncovered_elements(shape, [box for record in records for box in record.boxes.get(name, ())]):
             return f"step 0 param {name} is not on any rank, or only in part"
         for (a, one), (b, other) in combinations(enumerate(records), 2):
-            alike = name in one.boxes and one.boxes[name] == other.boxes.get(name)
-            if alike and one.digests[name] != other.digests[name]:
+            same_box = name in one.boxes and one.boxes[name] == other.boxes.get(name)
+            if same_box and one.digests[name] != other.digests[name]:
                 return f"end param {name} differs between its replicas on ranks {a} and {b}"
     for rank, record in enumerate(records):
         if record.scalars != records[0].scalars:

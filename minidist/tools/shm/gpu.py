@@ -34,7 +34,7 @@ def make_gpu_group(
 ) -> "dist.ProcessGroup | HostStagedGroup":
     """Make the group for tensors on GPUs: nccl, or host staging where several ranks share a GPU and nccl refuses that.
 
-    infos: `describe_gpu` of every rank, so all ranks decide alike. cpu_group: carries the staged copies.
+    infos: `describe_gpu` of every rank, so all ranks make the same decision. cpu_group: carries the staged copies.
     Rank 0 prints a line when tensors are staged.
     """
     oldest = min(tuple(info["nccl"]) for info in infos)

@@ -1,34 +1,35 @@
-"""`python -m bench dp|zero|model|comm`, each with `--help`; `comm --calibrate` measures alpha, beta and gamma."""
+"""`python -m bench dp|zero|model|comm|save|calibrate`; each command has its own `--help`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import calibrate, comm, dp, model, zero
+from bench import calibrate_link, compare_backends, compare_dp, compare_model_parallel, compare_saves, compare_zero
 from minidist.tools.launch import RankServer
 
 COMMANDS = {
-    "dp": (dp.main, "data parallelism beside torch's DDP"),
-    "zero": (zero.main, "ZeRO stages 1, 2 and 3 beside FSDP2, DeepSpeed and others"),
-    "model": (model.main, "tensor parallelism and pipelines beside torch's"),
-    "comm": (comm.main, "shm beside gloo; with --calibrate, alpha, beta and gamma"),
+    "dp": (compare_dp.main, "compare data parallelism with torch DDP, DeepSpeed and FairScale"),
+    "zero": (compare_zero.main, "compare ZeRO stages 1, 2 and 3 with torch FSDP2, DeepSpeed and FairScale"),
+    "model": (compare_model_parallel.main, "compare tensor and pipeline parallelism with torch DTensor and pipelining"),
+    "comm": (compare_backends.main, "compare minidist's shared-memory backend shm with gloo"),
+    "save": (compare_saves.main, "compare checkpoints with torch's distributed checkpoint"),
+    "calibrate": (calibrate_link.main, "fit the cost model's alpha, beta and gamma to this machine"),
 }
 
 
 def main(arguments: Sequence[str] | None = None, server: RankServer | None = None) -> int:
-    """Run the command line; returns the exit code: 2 for a wrong request, 1 for a contender that computes wrongly.
+    """Run one benchmark command; return the exit code: 0 done, 2 invalid options, 1 failed run or wrong contender.
 
-    server: where the ranks come from; one of its own when None.
+    server: launches the ranks; None starts a new rank server.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:2] == ["comm", "--calibrate"]:
-        return calibrate.main(arguments[2:], server)
-    parser = argparse.ArgumentParser("python -m bench", description="minidist beside public systems, in paired rounds")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, (_, told) in COMMANDS.items():
-        commands.add_parser(name, help=told, add_help=False)
-    chosen = parser.parse_args(arguments[:1])
-    return COMMANDS[chosen.command][0](arguments[1:], server)
+    description = "Benchmark minidist against other training libraries on this machine."
+    parser = argparse.ArgumentParser("python -m bench", description=description)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, summary) in COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    command = parser.parse_args(arguments[:1]).command
+    return COMMANDS[command][0](arguments[1:], server)
 
 
 if __name__ == "__main__":

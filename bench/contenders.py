@@ -1,13 +1,14 @@
-"""The contenders: ours, torch's own, and the floor that sends nothing.
+"""The contenders without extra dependencies: minidist, torch DDP, and training without communication.
 
-Each trains one model on one rank's share of the batch, in one of two modes:
+Each contender trains one model on one rank's part of the batch, in one of two modes:
 
-    full   what a trainer does: the token count is summed over the ranks before backward, the gradient norm is known and
-           clipped, the mean loss of the global batch is known on every rank
-    bare   forward, backward, reduction, optimizer step; the count is given, nothing is clipped, no loss is reported
+    full   as a trainer does: sums the token count over the ranks before backward, computes the global gradient norm,
+           clips, and returns the mean loss of the global batch on every rank
+    bare   forward, backward, gradient reduction, optimizer step; the global token count is known, nothing is clipped,
+           no loss is returned
 
-A peer's step is what a careful user of it writes: its loss is scaled so that the average it takes over the ranks is the
-sum over the count of the global batch.
+A baseline's step is what a careful user of that library writes: the loss is scaled so that the library's average over
+ranks equals the sum over ranks divided by the global token count.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from bench.workload import Share, Workload, kernel_of, named_gradients
+from bench.workload import RankBatch, Workload, named_gradients, optimizer_kernel
 from minidist.comm import Meter, World, all_reduce, bind
 from minidist.config import CommConfig, Config, ZeroConfig
 from minidist.mesh import Mesh
@@ -28,13 +29,14 @@ from minidist.parallelize import group_specs, parallelize
 from minidist.train.engine import Engine
 
 MODES = ("full", "bare")
-# Called when gradients are reduced and not yet clipped, with those this rank holds.
-Inspect = Callable[[dict[str, Tensor]], None] | None
+NO_COMMUNICATION = "no communication"  # name of the contender `NoCommunication`
+# Called with this rank's full gradients after their reduction, before clipping.
+InspectGradients = Callable[[dict[str, Tensor]], None] | None
 
 
 @dataclass(frozen=True)
 class ContenderContext:
-    """What a contender is built from: the workload, the mode and the world of this rank."""
+    """The arguments of a contender's constructor: workload, mode, and this rank's world."""
 
     work: Workload
     mode: str
@@ -42,23 +44,27 @@ class ContenderContext:
 
     @property
     def full(self) -> bool:
+        """Whether a step includes token count, clipping and loss: see this module's docstring."""
         return self.mode == "full"
 
 
 class Contender(Protocol):
-    """kernel: of its optimizer. exact: whether it must give the numbers of one process."""
+    """Interface of a contender. kernel: of its optimizer. exact: whether it must reproduce a single process."""
 
     kernel: str
     exact: bool
 
-    def step(self, share: Share, inspect: Inspect = None) -> tuple[float, float] | None:
-        """Train on this rank's share; (loss, gradient norm before clipping) of the global batch, None in mode bare."""
+    def step(self, batch: RankBatch, inspect: InspectGradients = None) -> tuple[float, float] | None:
+        """Train one step on this rank's batch.
+
+        Returns the loss and the gradient norm before clipping, both of the global batch; None in mode "bare".
+        """
 
 
-class Ours:
-    """minidist's engine, as `minidist train` drives it; in mode bare without its phases count, agree and clip.
+class Minidist:
+    """minidist's engine as `minidist train` drives it; in mode "bare" without token count, norm and clipping.
 
-    stage: of ZeRO, 0 for plain data parallelism. comm: of `CommConfig`; the backend of the launch when it names none.
+    stage: of ZeRO; 0 is plain data parallelism. comm: fields of `CommConfig`; without `backend`, that of the launch.
     """
 
     exact = True
@@ -68,104 +74,115 @@ class Ours:
         config = Config(comm=CommConfig(**comm), optim=work.optim, zero=ZeroConfig(stage))
         mesh, backend = Mesh(dp=context.world.size), comm.get("backend")
         groups = bind(context.world, mesh, group_specs(mesh, config), meter=Meter(keep=False), backend=backend)
-        self.engine = Engine(parallelize(work.build(), groups, config), groups, work.optim, work.seed)
-        self.kernel = kernel_of(self.engine.optimizer)
+        self.engine = Engine(parallelize(work.build_model(), groups, config), groups, work.optim, work.seed)
+        self.kernel = optimizer_kernel(self.engine.optimizer)
 
-    def step(self, share, inspect=None):
+    def step(self, batch, inspect=None):
+        """Train one step on this rank's batch; see `Contender.step`."""
         engine, self.steps = self.engine, self.steps + 1
-        look = None if inspect is None else lambda: inspect(self.gradients())
+        inspect_full = None if inspect is None else lambda: inspect(self.gradients())
         if self.full:
-            result = engine.step(self.steps, [share.batch], engine.optim.lr, inspect=look)
+            result = engine.step(self.steps, [batch.batch], engine.optim.lr, inspect=inspect_full)
             return result.loss, result.grad_norm
-        engine.forward_backward.train(self.steps, [share.batch], 1.0, _Known(share.global_count))
-        engine.reduce()
-        if look:
-            look()
+        engine.forward_backward.run_micro_batches(self.steps, [batch.batch], 1.0, _KnownCount(batch.global_token_count))
+        engine.finish_reduction()
+        if inspect_full:
+            inspect_full()
         for group in engine.reducer.update_groups():
             engine.reducer.attach_grads(group)
             engine.optimizer.step()
             engine.reducer.copy_to_params(group, self.steps)
-        engine.gather()
-        engine.reducer.clear()
+        engine.gather_params()
+        engine.reducer.clear_gradients()
         return None
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the full gradients, gathered from shards if necessary."""
+        """Return the full gradients by parameter name, gathered from shards if necessary."""
         engine = self.engine
-        held, group, whole = engine.reducer.master_specs, engine.groups["loss"], {}
-        found, rank = engine.reducer.gradients(), engine.groups.world.rank
-        mine = {name: grad for name, grad in found.items() if held[name].owner == rank}
+        specs, group, full = engine.reducer.master_specs, engine.groups["loss"], {}
+        shards, rank = engine.reducer.gradients(), engine.groups.world.rank
+        owned = {name: grad for name, grad in shards.items() if specs[name].owner == rank}
         for name, parameter in engine.parameters.items():
-            whole[name], at = torch.zeros(parameter.shape), 0
-            for box in held[name].boxes if name in mine else ():
-                whole[name][box.slices] = mine[name].flatten()[at : at + box.numel].view(box.shape)
-                at += box.numel
-            all_reduce(whole[name], group)
-        return whole
+            full[name], start = torch.zeros(parameter.shape), 0
+            for box in specs[name].boxes if name in owned else ():
+                full[name][box.slices] = owned[name].flatten()[start : start + box.numel].view(box.shape)
+                start += box.numel
+            all_reduce(full[name], group)
+        return full
 
 
 @dataclass
-class _Known:
-    """A token count that needs no reduction."""
+class _KnownCount:
+    """A global token count that needs no reduction."""
 
     value: float
 
 
-class Floor:
-    """No communication: every rank steps alone on its share. What no data parallelism can be faster than."""
+class NoCommunication:
+    """Training without communication: a lower bound on the step time of data parallelism.
+
+    Every rank trains alone on its part of the batch. Also the base class of the baselines, which override parts of the
+    step.
+    """
 
     exact = False
 
     def __init__(self, context: ContenderContext):
         self.work, self.full, self.world, self.size = context.work, context.full, context.world, context.world.size
-        self.prepare(self.work.build())
-        self.kernel = kernel_of(getattr(self.optimizer, "optim", self.optimizer))  # FairScale's holds torch's
+        self.prepare(self.work.build_model())
+        self.kernel = optimizer_kernel(getattr(self.optimizer, "optim", self.optimizer))  # FairScale wraps torch's
         self.model.train()
 
     def prepare(self, model: nn.Module) -> None:
-        """Set `model`, as it will be called, and `optimizer`."""
-        self.model, self.optimizer = model, self.work.adamw(model.parameters())
+        """Set `self.model`, wrapped by the library, and `self.optimizer`."""
+        self.model, self.optimizer = model, self.work.build_adamw(model.parameters())
 
     def reduce(self, tensor: Tensor, async_op: bool = False):
+        """Sum a tensor over all ranks in place; return the handle if `async_op`. Here: do nothing."""
         return None
 
     def clip(self) -> float:
+        """Clip the gradients in place by their global norm; return that norm."""
         return clip_grad_norm_(self.model.parameters(), self.work.clip_norm).item()
 
     def gradients(self) -> dict[str, Tensor]:
+        """Return this rank's full gradients by parameter name."""
         return named_gradients(self.model)
 
     def update(self) -> None:
+        """Take the optimizer step and clear the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def step(self, share, inspect=None):
-        count, sending = share.global_count, None
+    def step(self, batch, inspect=None):
+        """Train one step on this rank's batch; see `Contender.step`."""
+        count, count_handle = batch.global_token_count, None
         if self.full:
-            total = torch.tensor(float(share.batch.count), dtype=torch.float64)
-            sending = self.reduce(total, async_op=True)  # in flight during forward
-        loss_sum, _ = self.model(share.batch.tokens, share.batch.labels)
-        if sending is not None:
-            sending.wait()
+            total = torch.tensor(float(batch.batch.num_loss_tokens), dtype=torch.float64)
+            count_handle = self.reduce(total, async_op=True)  # in flight during forward
+        loss_sum, _ = self.model(batch.batch.tokens, batch.batch.labels)
+        if count_handle is not None:
+            count_handle.wait()
             count = total.item()
         loss_sum = loss_sum / count
         self.backward(loss_sum * self.size)
         if inspect:
             inspect(self.gradients())
-        numbers = None
+        loss_and_norm = None
         if self.full:
             loss = loss_sum.detach().double()
             self.reduce(loss)
-            numbers = loss.item(), self.clip()
+            loss_and_norm = loss.item(), self.clip()
         self.update()
-        return numbers
+        return loss_and_norm
 
     def backward(self, loss: Tensor) -> None:
+        """Run backward, including the library's gradient reduction."""
         loss.backward()
 
 
-class Reducing(Floor):
-    """A step that asks the other ranks for the count and the loss: what all exact peers have in common."""
+class AllReduceContender(NoCommunication):
+    """Base class of the baselines: all-reduces the token count and the loss, and must be exact."""
 
     exact = True
 
@@ -173,13 +190,13 @@ class Reducing(Floor):
         return dist.all_reduce(tensor, async_op=async_op)
 
 
-class TorchDDP(Reducing):
-    """torch's DistributedDataParallel: the floor's step around its wrapper."""
+class TorchDDP(AllReduceContender):
+    """torch's DistributedDataParallel. options: keyword arguments of its constructor."""
 
     def __init__(self, context: ContenderContext, **options):
         self.options = options
         super().__init__(context)
 
     def prepare(self, model):
-        self.optimizer = self.work.adamw(model.parameters())
+        self.optimizer = self.work.build_adamw(model.parameters())
         self.model = DistributedDataParallel(model, **self.options)

@@ -5,10 +5,10 @@ independently of the package. In a notebook, `%load_ext exercises` gives `%exerc
 
 Reading order: `catalogue` (what an exercise consists of), `work` (the learner's files), `attempt` and `check` (grade a
 file), `diagnosis` and `rank_tests` (run its tests, on the client and on a rank), `report` (messages). For the authors
-of tests: `testing`, `network`, `traffic`, `observed`, `expected_shards`, `watched`, `pipeline`. Protection of the
-grader: `source_check` and `guard`; `stuck_ranks` grades predictions. For the authors of exercises: `new`, `stubs`,
-`answers` and `generated_answers`, `gate`, and `mutate` with `mistakes` and `mutants`. For learners: `magics`, `card`,
-`watch`, `lab` and `train`, which trains with the learner's code.
+of tests: `testing`, `network`, `traffic`, `observations`, `expected_shards`, `weight_use_model`, `pipeline`.
+Protection of the grader: `source_check` and `guard`; `stuck_ranks` grades predictions. For the authors of exercises:
+`new`, `stubs`, `answers` and `generated_answers`, `gate`, and `mutate` with `mutants` and `mutation_operators`. For
+learners: `magics`, `exercise_display`, `watch`, `jupyterlab`, and `train`, which trains with the learner's code.
 """
 
 

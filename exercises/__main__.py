@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Annotated
 
 from exercises import mutate, new, report, stubs
-from exercises.attempt import attempt, hint, hints_left
+from exercises.attempt import grade_attempt, hints_left, reveal_hint
 from exercises.catalogue import ROOT, Catalogue
-from exercises.check import PRELOAD, check, preload
+from exercises.check import PRELOAD, check, modules_to_preload
 from exercises.gate import Gate
-from exercises.lab import lab
+from exercises.jupyterlab import start_jupyterlab
 from exercises.train import train
 from exercises.watch import Watcher
 from exercises.work import Work
 from minidist.errors import UserError, suggest
-from minidist.tools.cli import exit_code, usage
+from minidist.tools.cli import format_usage, run_to_exit_code
 from minidist.tools.launch import RankServer
-from minidist.tools.launch.torchrun import hold_sigterm
+from minidist.tools.launch.torchrun import defer_sigterm
 from minidist.tools.options import HIDDEN, POSITIONAL, parse_options
 
 _PROGRAM = "python -m exercises"
@@ -34,7 +34,7 @@ class _Options:
     """Options of every command."""
 
     work: Path = ROOT / "work"
-    """The learner's folder."""
+    """Your folder, with copies of notebooks and exercises."""
     root: Annotated[Path, HIDDEN] = ROOT
     """The repository."""
 
@@ -46,7 +46,7 @@ class StartOptions(_Options):
 
 @dataclass(frozen=True)
 class LabOptions(_Options):
-    """Copy what is new, then start JupyterLab on work/. Other options go to jupyter lab."""
+    """Update work/, then start JupyterLab there. Other options go to jupyter lab."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class UpdateOptions(_Options):
 
 @dataclass(frozen=True)
 class ListOptions(_Options):
-    """List all exercises."""
+    """List all exercises: section, name, points, minutes, difficulty from 1 to 5, title."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ class CheckOptions(_Options):
 
 @dataclass(frozen=True)
 class WatchOptions(_Options):
-    """Check every file when you save it, one exercise after the other. Ctrl-C ends it."""
+    """Check the file of an exercise whenever you save it. Ctrl-C ends it."""
 
     name: Annotated[str | None, POSITIONAL] = None
-    """The exercise to begin with; the first that you have not passed when not given."""
+    """The exercise to begin with. By default the first that you have not passed."""
 
 
 @dataclass(frozen=True)
 class HintOptions(_Options):
-    """Show the next hint."""
+    """Show the next hint for an exercise, and the earlier ones."""
 
     name: Annotated[str, POSITIONAL]
     """The exercise."""
@@ -89,7 +89,7 @@ class HintOptions(_Options):
 
 @dataclass(frozen=True)
 class ResetOptions(_Options):
-    """Begin an exercise again from its stub; your file is kept beside it as a backup."""
+    """Replace your file of an exercise by a new copy of the stub, and keep your file as a backup."""
 
     name: Annotated[str, POSITIONAL]
     """The exercise."""
@@ -97,74 +97,74 @@ class ResetOptions(_Options):
 
 @dataclass(frozen=True)
 class SolutionOptions(_Options):
-    """Show the package's own code, and why it is written that way."""
+    """Show the package's own code for an exercise, and why it is written that way."""
 
     name: Annotated[str, POSITIONAL]
     """The exercise."""
     anyway: bool = False
-    """Show it although you have not passed the exercise."""
+    """Show the solution even if you have not passed the exercise."""
 
 
 @dataclass(frozen=True)
 class ProgressOptions(_Options):
-    """Show your points, attempts and hints so far."""
+    """Show your points, attempts and hints."""
 
 
 @dataclass(frozen=True)
 class TrainOptions(_Options):
-    """Train the model with the code that you have passed. Other options are those of minidist train."""
+    """Train the model with your passed code in place of the package's. Other options are those of minidist train."""
 
     only: tuple[str, ...] = ()
-    """Use only your code of these exercises, and the package's own for the rest."""
+    """Use your code of these exercises only, and the package's code for the others."""
 
 
 @dataclass(frozen=True)
 class GateOptions(_Options):
-    """For authors: check the checks, with right and wrong answers."""
+    """For authors: test the graders of exercises with right and wrong answers."""
 
     names: Annotated[tuple[str, ...], POSITIONAL] = ()
-    """The exercises; all when not given."""
+    """The exercises. By default all."""
     mutate: bool = False
-    """Report whether the checks notice small mutations of the solutions."""
+    """Test with small mutations of the solutions instead, which the tests must notice."""
 
 
 @dataclass(frozen=True)
 class NewOptions(_Options):
-    """For authors: write every file of a new exercise about a symbol of the package."""
+    """For authors: create all files of a new exercise about a function or class of the package."""
 
     name: Annotated[str, POSITIONAL]
     """Name of the exercise and of its files."""
     chapter: str
-    """Its folder in exercises/, such as ch03_communication."""
+    """The chapter's folder in exercises/, such as ch03_communication."""
     piece: str
-    """What the learner writes, as MODULE:SYMBOL."""
+    """The function or class that the learner writes, as MODULE:SYMBOL."""
 
 
 @dataclass(frozen=True)
 class GenerateOptions(_Options):
-    """For authors: write stubs and solutions from the package's source."""
+    """For authors: generate stubs and solutions from the package's source."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done or passed, 1 not passed or failed, 2 impossible."""
+    """Run one command; return the exit code: 0 done or passed, 1 not passed or failed, 2 invalid request."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _run(words), "exercises")
+    return run_to_exit_code(lambda: _run(words), "exercises")
 
 
 def _run(words: list[str]) -> int:
-    ahead = []  # options before the command
+    leading = []  # options before the command
     while words and words[0].partition("=")[0] in ("--work", "--root"):
         count = 1 if "=" in words[0] else 2
-        ahead, words = [*ahead, *words[:count]], words[count:]
+        leading, words = [*leading, *words[:count]], words[count:]
     if not words or words[0] in ("-h", "--help"):
-        print(usage(_PROGRAM, {name: _summary(kind) for name, (kind, _) in COMMANDS.items()}))
+        print(format_usage(_PROGRAM, {name: _summary(kind) for name, (kind, _) in COMMANDS.items()}))
         return 0 if words else 2
     if words[0] not in COMMANDS:
         guess = suggest(words[0], COMMANDS)
         raise UserError(f"there is no command {words[0]!r}; {guess} {_PROGRAM} --help lists them.")
     kind, command = COMMANDS[words[0]]
     passes_on = command in (_lab, _train)
-    read = parse_options(kind, f"{_PROGRAM} {words[0]}", [*ahead, *words[1:]], keep_unknown=passes_on)
+    read = parse_options(kind, f"{_PROGRAM} {words[0]}", [*leading, *words[1:]], keep_unknown=passes_on)
     options, rest = read if passes_on else (read, [])
     catalogue, work = Catalogue(options.root), Work(options.work)
     return command(options, catalogue, work, rest) if passes_on else command(options, catalogue, work)
@@ -176,9 +176,10 @@ def _summary(kind: type) -> str:
 
 def _start(options: _Options, catalogue: Catalogue, work: Work) -> int:
     done = work.update(catalogue)
-    for what, files in done.items():
+    for action, files in done.items():
         for file in files:
-            print(f"{what:<8}{file}" + ("  (you have edited it; the course has a newer version)" * (what == "kept")))
+            newer = "  (you have edited it; the course has a newer version)" if action == "kept" else ""
+            print(f"{action:<8}{file}{newer}")
     if not any(done.values()):
         print(f"{work.folder} is up to date")
     return 0
@@ -186,27 +187,27 @@ def _start(options: _Options, catalogue: Catalogue, work: Work) -> int:
 
 def _lab(options: LabOptions, catalogue: Catalogue, work: Work, rest: list[str]) -> int:
     _start(options, catalogue, work)
-    sys.stdout.flush()  # what was told so far, before this process becomes another program
-    lab(work, rest)
+    sys.stdout.flush()  # the output of _start, before JupyterLab replaces this process
+    start_jupyterlab(work, rest)
     return 0
 
 
 def _list(options: ListOptions, catalogue: Catalogue, work: Work) -> int:
     for exercise in catalogue.values():
         mark = "passed" if work.entry(exercise).get("passed") else ""
-        told = f"{exercise.points:>3} points {exercise.minutes:>4} min  difficulty {exercise.difficulty}"
-        print(f"{exercise.section:<5}{exercise.name:<26}{told}  {mark:<7} {exercise.title}".rstrip())
+        facts = f"{exercise.points:>3} points {exercise.minutes:>4} min  difficulty {exercise.difficulty}"
+        print(f"{exercise.section:<5}{exercise.name:<26}{facts}  {mark:<7} {exercise.title}".rstrip())
     return 0
 
 
 def _check(options: CheckOptions, catalogue: Catalogue, work: Work) -> int:
     exercise = catalogue[options.name]
-    with RankServer(preload=preload(exercise)) as server:
+    with RankServer(preload=modules_to_preload(exercise)) as server:
         if options.file:
             verdict = check(exercise, options.file, server)
-            text = report.text(verdict, hints_left(exercise, work))
+            text = report.format_verdict(verdict, hints_left(exercise, work))
         else:
-            verdict, text = attempt(exercise, work, server)
+            verdict, text = grade_attempt(exercise, work, server)
     print(json.dumps(report.as_json(verdict), indent=2) if options.json else text)
     return 0 if verdict.passed else 1
 
@@ -218,13 +219,16 @@ def _watch(options: WatchOptions, catalogue: Catalogue, work: Work) -> int:
 
 
 def _hint(options: HintOptions, catalogue: Catalogue, work: Work) -> int:
-    print(hint(catalogue[options.name], work))
+    print(reveal_hint(catalogue[options.name], work))
     return 0
 
 
 def _reset(options: ResetOptions, catalogue: Catalogue, work: Work) -> int:
     backup = work.reset(catalogue[options.name])
-    print(f"{work.file(catalogue[options.name])} is the stub again" + (f"; yours is {backup}" if backup else ""))
+    print(
+        f"{work.file(catalogue[options.name])} is a new copy of the stub"
+        + (f"; your version is kept as {backup}" if backup else "")
+    )
     return 0
 
 
@@ -240,15 +244,16 @@ def _progress(options: ProgressOptions, catalogue: Catalogue, work: Work) -> int
     entries = {name: (exercise, work.entry(exercise)) for name, exercise in catalogue.items()}
     for name, (exercise, entry) in entries.items():
         if entry:
-            told = f"{entry.get('points', 0)} of {exercise.points} points, {entry.get('attempts', 0)} attempts"
-            print(f"{name:<26}{'passed, ' if entry.get('passed') else ''}{told}, {entry.get('hints', 0)} hints")
+            state = "passed, " if entry.get("passed") else ""
+            points = f"{entry.get('points', 0)} of {exercise.points} points"
+            print(f"{name:<26}{state}{points}, attempts: {entry.get('attempts', 0)}, hints: {entry.get('hints', 0)}")
     earned = sum(entry.get("points", 0) for _, entry in entries.values())
-    print(f"{earned} of {sum(exercise.points for exercise in catalogue.values())} points")
+    print(f"total: {earned} of {sum(exercise.points for exercise in catalogue.values())} points")
     return 0
 
 
 def _train(options: TrainOptions, catalogue: Catalogue, work: Work, rest: list[str]) -> int:
-    hold_sigterm()
+    defer_sigterm()
     train(catalogue, work, list(options.only), rest)
     return 0
 
@@ -257,9 +262,9 @@ def _gate(options: GateOptions, catalogue: Catalogue, work: Work) -> int:
     chosen = [catalogue[name] for name in options.names] if options.names else list(catalogue.values())
     with RankServer(preload=PRELOAD) as server:
         if options.mutate:
-            return 0 if mutate.run(chosen, server) else 1
+            return 0 if mutate.run_mutants(chosen, server) else 1
         gate = Gate(server)
-        server.wait_until_ready()
+        server.ensure_ready()
         for exercise in chosen:
             start_s, before = time.perf_counter(), len(gate.problems)
             gate.run([exercise])
@@ -273,15 +278,15 @@ def _gate(options: GateOptions, catalogue: Catalogue, work: Work) -> int:
 
 def _generate(options: GenerateOptions, catalogue: Catalogue, work: Work) -> int:
     for exercise in catalogue.values():
-        for file in stubs.generate(exercise):
+        for file in stubs.write_generated_files(exercise):
             print(file)
     return 0
 
 
 def _new(options: NewOptions, catalogue: Catalogue, work: Work) -> int:
-    for file in new.create(catalogue, options.name, options.chapter, options.piece):
+    for file in new.create_exercise(catalogue, options.name, options.chapter, options.piece):
         print(file)
-    print(f"python -m exercises gate {options.name} says what is still missing; then name it in chapters/README.md")
+    print(f"python -m exercises gate {options.name} lists what is missing; then add it to chapters/README.md")
     return 0
 
 

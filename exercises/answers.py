@@ -115,7 +115,7 @@ def apply_edits(text: str, edits: tuple[Edit, ...], where: str) -> str:
     return text
 
 
-def program(answer: Answer, body: str) -> str:
+def answer_text(answer: Answer, body: str) -> str:
     """Return a file's text: the answer's note as docstring, then the code."""
     note = "\n".join(textwrap.wrap(answer.note, _WIDTH)).replace("\\", "\\\\")
     code = body.strip("\n")
@@ -126,8 +126,8 @@ def program(answer: Answer, body: str) -> str:
 def _answer(file: Path, group: str, name: str, table: object) -> Answer:
     where = f"{file}: [{group}.{name}]"
     if not isinstance(table, dict) or (unknown := table.keys() - _KEYS[group]):
-        told = f"has unknown keys {sorted(unknown)}" if isinstance(table, dict) else "is not a table"
-        raise UserError(f"{where} {told}; the keys of a {group} answer are {', '.join(sorted(_KEYS[group]))}")
+        problem = f"has unknown keys {sorted(unknown)}" if isinstance(table, dict) else "is not a table"
+        raise UserError(f"{where} {problem}; the keys of a {group} answer are {', '.join(sorted(_KEYS[group]))}")
     values = {key: value for key, value in table.items() if key != "edits"}
     if not all(isinstance(value, str) for value in values.values()):
         raise UserError(f"{where}: every key but edits must be a text")

@@ -1,5 +1,7 @@
-"""One attempt at an exercise: grade the learner's file, record the result, write the report. Used by the shell, the
-notebook and watch."""
+"""One attempt at an exercise: grade the learner's file, record the result, write the report.
+
+The command line, the notebook magics and `watch` all grade through this module.
+"""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,14 +22,14 @@ class Attempt(NamedTuple):
     text: str
 
 
-def attempt(exercise: Exercise, work: Work, server: "RankServer") -> Attempt:
+def grade_attempt(exercise: Exercise, work: Work, server: "RankServer") -> Attempt:
     """Grade the learner's file of the exercise and record the result. Raises UserError when the file is missing."""
     answer = work.file(exercise)
     if not answer.is_file():
         raise UserError(f"{answer} is not there; python -m exercises start copies the stubs to {work.folder}")
     verdict = check(exercise, answer, server)
     work.record(exercise, verdict.passed, verdict.points, verdict.content)
-    return Attempt(verdict, report.text(verdict, hints_left(exercise, work)))
+    return Attempt(verdict, report.format_verdict(verdict, hints_left(exercise, work)))
 
 
 def hints_left(exercise: Exercise, work: Work) -> int:
@@ -35,7 +37,7 @@ def hints_left(exercise: Exercise, work: Work) -> int:
     return len(exercise.hints) - work.entry(exercise).get("hints", 0)
 
 
-def hint(exercise: Exercise, work: Work) -> str:
+def reveal_hint(exercise: Exercise, work: Work) -> str:
     """Reveal the next hint; return it with all earlier ones."""
-    shown = exercise.hints[: work.next_hint(exercise)]
+    shown = exercise.hints[: work.reveal_next_hint(exercise)]
     return "\n".join(f"hint {number} of {len(exercise.hints)}: {text}" for number, text in enumerate(shown, start=1))

@@ -47,7 +47,7 @@ class TestCase:
     id: str
     points: int
     ranks: tuple[int, ...]
-    says: str
+    description: str
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,13 @@ class Exercise:
     def source(self) -> Path:
         """The file that the solution is generated from: the module of a piece, else a program beside the stub."""
         if self.piece:
-            return file_of(self.module)
+            return module_file(self.module)
         return self.folder / "programs" / f"{self.name}.py"
 
     @property
     def sources(self) -> tuple[Path, ...]:
         """All files that the solution is generated from."""
-        return tuple(map(file_of, self.modules)) or (self.source,)
+        return tuple(map(module_file, self.modules)) or (self.source,)
 
     def tests(self) -> list[TestCase]:
         """List the tests in file order. Raises UserError if their points do not add up to those of the exercise."""
@@ -153,7 +153,7 @@ class Exercise:
         return found
 
 
-def file_of(module: str) -> Path:
+def module_file(module: str) -> Path:
     """Return the source file of a module."""
     return (ROOT / Path(*module.split("."))).with_suffix(".py")
 
@@ -200,8 +200,8 @@ def _exercise(name: str, table: object, file: Path) -> Exercise:
     needed, allowed = {*_COMMON, *KINDS[kind]}, {*_COMMON, *KINDS[kind], *_OPTIONAL.get(kind, ())}
     unknown, missing = table.keys() - allowed, needed - table.keys()
     if unknown or missing:
-        told = [f"unknown {sorted(unknown)}"] * bool(unknown) + [f"missing {sorted(missing)}"] * bool(missing)
-        raise UserError(f"{where} has {' and '.join(told)}; the keys of a {kind} are {', '.join(sorted(allowed))}")
+        problems = [f"unknown {sorted(unknown)}"] * bool(unknown) + [f"missing {sorted(missing)}"] * bool(missing)
+        raise UserError(f"{where} has {' and '.join(problems)}; the keys of a {kind} are {', '.join(sorted(allowed))}")
     types = {f.name: f.type for f in fields(Exercise)}
     values = {key: _value(value, types[key], f"{where} {key}") for key, value in table.items() if key != "blank"}
     if "blank" in table:
@@ -258,8 +258,8 @@ def _test_case(node: ast.stmt, exercise: Exercise) -> TestCase | None:
     for call in decorators:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "test":
             options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-            says = (ast.get_docstring(node) or "").split("\n")[0]
-            if not says:
+            description = (ast.get_docstring(node) or "").split("\n")[0]
+            if not description:
                 raise UserError(f"{exercise.test_file}: {node.name} has no docstring, which is what a learner reads")
-            return TestCase(node.name, options["points"], tuple(options.get("ranks", (1,))), says)
+            return TestCase(node.name, options["points"], tuple(options.get("ranks", (1,))), description)
     return None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HANG_S = 5.0
 MEMORY_BYTES = 1 << 30
 # Modules preloaded for the ranks. torch's optimizers import torch._dynamo, which takes a second per rank.
-_ALWAYS = (
+_BASE_MODULES = (
     *(
         "numpy",
         "minidist.data.partition",
@@ -29,16 +29,16 @@ _ALWAYS = (
         "minidist.train.loss",
         "minidist.zero.reducer",
     ),
-    *("exercises.network", "exercises.observed", "exercises.rank_tests"),
+    *("exercises.network", "exercises.observations", "exercises.rank_tests"),
 )
-PRELOAD = (*_ALWAYS, "torch._dynamo")
+PRELOAD = (*_BASE_MODULES, "torch._dynamo")
 _PROGRAMS = ("script", "debug")  # kinds whose answers are programs for torchrun
 # Pieces that use our custom operators, or count torch's, import torch._dynamo. It writes a file, for which the answer
 # would be blamed.
 _OPERATORS = ("minidist.parallel.tensor.", "minidist.parallel.pipeline.split_backward")
 # After these findings the other tests would fail in the same way.
-_ENOUGH = ("syntax", "missing", "hang", "printing", "memory", "exit")
-_SKIPPED = "not run, because of how another test ended"
+_STOPS_CHECK = ("syntax", "missing", "hang", "printing", "memory", "exit")
+_NOT_RUN = "not run, because of how another test ended"
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class TestResult:
     """The outcome of one test. points: earned, out of `of`; finding: None if it passed."""
 
     id: str
-    says: str
+    description: str
     points: int
-    of: int
+    max_points: int
     finding: Finding | None
 
 
@@ -65,7 +65,7 @@ class Verdict:
         return bool(self.results) and all(result.finding is None for result in self.results)
 
     @property
-    def shown(self) -> TestResult | None:
+    def reported(self) -> TestResult | None:
         """The failure to report: the first failed test that was run; None if all passed."""
         failed = [result for result in self.results if result.finding]
         return next((result for result in failed if result.finding.kind != "skipped"), next(iter(failed), None))
@@ -75,9 +75,9 @@ class Verdict:
         return sum(result.points for result in self.results)
 
 
-def preload(exercise: Exercise) -> tuple[str, ...]:
+def modules_to_preload(exercise: Exercise) -> tuple[str, ...]:
     """Return the modules that a rank server should preload to grade only this exercise."""
-    return PRELOAD if exercise.kind in _PROGRAMS or exercise.piece.startswith(_OPERATORS) else _ALWAYS
+    return PRELOAD if exercise.kind in _PROGRAMS or exercise.piece.startswith(_OPERATORS) else _BASE_MODULES
 
 
 def check(
@@ -102,7 +102,7 @@ def check(
     tests = [test for test in exercise.tests() if only is None or test.id in only]
     content = answer.read_bytes()
     if reached := find_forbidden_code(content):
-        return Verdict(exercise, content, _results(tests, _told(tests, content, *reached)))
+        return Verdict(exercise, content, _results(tests, _forbidden_code_findings(tests, content, *reached)))
     if exercise.kind == "predict" and measured is None:
         measured = find_stuck_ranks(exercise.source, [test.id for test in tests], server)
     fault = (stubs.fault_line(exercise), exercise.fault) if exercise.fault else None
@@ -128,23 +128,23 @@ def _findings(
     """Return each failed test's finding, by name. run: runs some tests on a number of ranks until the first finding."""
     findings: dict[str, Finding] = {}
     for size in sorted({size for test in tests for size in test.ranks}):
-        wanted = [test.id for test in tests if size in test.ranks and test.id not in findings]
-        while wanted and (found := run(wanted, size)) is not None:
-            if found.test not in wanted:
-                found.test = wanted[0]
-            findings[found.test] = found
-            wanted = wanted[wanted.index(found.test) + 1 :]
-            if stop or found.kind in _ENOUGH:
-                for test in _unfinished(tests, size, found.test):
-                    findings.setdefault(test.id, Finding("skipped", _SKIPPED, test=test.id))
+        remaining = [test.id for test in tests if size in test.ranks and test.id not in findings]
+        while remaining and (finding := run(remaining, size)) is not None:
+            if finding.test not in remaining:
+                finding.test = remaining[0]
+            findings[finding.test] = finding
+            remaining = remaining[remaining.index(finding.test) + 1 :]
+            if stop or finding.kind in _STOPS_CHECK:
+                for test in _unfinished(tests, size, finding.test):
+                    findings.setdefault(test.id, Finding("skipped", _NOT_RUN, test=test.id))
                 return findings
     return findings
 
 
-def _told(tests: Sequence[TestCase], content: bytes, line: int, what: str) -> dict[str, Finding]:
+def _forbidden_code_findings(tests: Sequence[TestCase], content: bytes, line: int, what: str) -> dict[str, Finding]:
     """Return the findings on an answer that was not run: the first test reports the line, the others are skipped."""
     source = content.decode(errors="replace").splitlines()[line - 1].strip()[:100]
-    findings = {test.id: Finding("skipped", _SKIPPED, test=test.id) for test in tests}
+    findings = {test.id: Finding("skipped", _NOT_RUN, test=test.id) for test in tests}
     findings[tests[0].id] = Finding("forbidden", what, line=line, source=source, test=tests[0].id)
     return findings
 
@@ -157,7 +157,9 @@ def _unfinished(tests: Sequence[TestCase], size: int, last: str) -> list[TestCas
 
 def _results(tests: Sequence[TestCase], findings: dict[str, Finding]) -> list[TestResult]:
     return [
-        TestResult(test.id, test.says, 0 if test.id in findings else test.points, test.points, findings.get(test.id))
+        TestResult(
+            test.id, test.description, 0 if test.id in findings else test.points, test.points, findings.get(test.id)
+        )
         for test in tests
     ]
 

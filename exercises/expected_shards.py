@@ -4,17 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-# An element of a flat parameter: its parameter and its index in it; None is padding.
+# An element of a flat parameter: the parameter's name and the element's index in it; None is padding.
 Element = tuple[str, int] | None
 
 
-def shard_elements(sizes: Mapping[str, int], parts: int) -> list[list[Element]]:
+def shard_elements(sizes: Mapping[str, int], num_shards: int) -> list[list[Element]]:
     """Return the elements of each shard of the concatenated parameters, padded to shards of equal size."""
-    row: list[Element] = [(name, index) for name, numel in sizes.items() for index in range(numel)]
-    while len(row) % parts:
-        row.append(None)
-    shard = len(row) // parts
-    return [row[part * shard : (part + 1) * shard] for part in range(parts)]
+    flat: list[Element] = [(name, index) for name, numel in sizes.items() for index in range(numel)]
+    while len(flat) % num_shards:
+        flat.append(None)
+    shard_size = len(flat) // num_shards
+    return [flat[number * shard_size : (number + 1) * shard_size] for number in range(num_shards)]
 
 
 def shard_values(shard: Sequence[Element], values: Callable[[str], Tensor]) -> list[float]:

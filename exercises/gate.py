@@ -29,7 +29,7 @@ from exercises import report, stubs
 from exercises.answers import Answer, read_answers
 from exercises.catalogue import Exercise
 from exercises.check import Verdict, check
-from exercises.new import unwritten
+from exercises.new import find_placeholders
 from exercises.stuck_ranks import find_stuck_ranks
 from minidist.errors import UserError
 
@@ -68,14 +68,14 @@ class Gate:
         return self.green
 
     def _generated(self, exercise: Exercise) -> None:
-        for file in stubs.drift(exercise):
+        for file in stubs.outdated_files(exercise):
             self._problem(exercise, f"{file.name} of {file.parent.name} is not what the package generates now")
-        for text in unwritten(exercise):
+        for text in find_placeholders(exercise):
             self._problem(exercise, text)
         self._stub(exercise)
         with tempfile.TemporaryDirectory() as folder:
             nothing = Path(folder, f"{exercise.name}.py")
-            nothing.write_text(stubs.empty(exercise))
+            nothing.write_text(stubs.generate_empty_answer(exercise))
             for result in self._verdict(exercise, nothing).results:
                 if result.finding is None:
                     self._problem(exercise, f"an empty answer passes {result.id}")
@@ -105,7 +105,7 @@ class Gate:
                 seen[code] = file.stem
                 for result in self._verdict(exercise, file).results:
                     if result.finding is not None:
-                        told = " / ".join(report.message(result.finding))
+                        told = " / ".join(report.format_finding(result.finding))
                         self._problem(exercise, f"{file.stem} is right and fails {result.id}: {told}")
 
     def _wrong(self, exercise: Exercise) -> None:
@@ -150,12 +150,12 @@ class Gate:
             names = [test.id for test in exercise.tests()]
             self._measured[exercise.name] = find_stuck_ranks(exercise.source, names, self.server)
         verdict = check(exercise, file, self.server, only=only, measured=self._measured.get(exercise.name))
-        lines = len(report.text(verdict, len(exercise.hints)).splitlines())
+        lines = len(report.format_verdict(verdict, len(exercise.hints)).splitlines())
         if lines > report.MAX_LINES:
             self._problem(
                 exercise, f"the message for {file.name} has {lines} lines; at most {report.MAX_LINES} are read"
             )
-        if verdict.shown and verdict.shown.finding.kind == "skipped":
+        if verdict.reported and verdict.reported.finding.kind == "skipped":
             self._problem(exercise, f"the message for {file.name} does not say what was found")
         return verdict
 

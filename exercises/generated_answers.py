@@ -1,17 +1,17 @@
-"""Wrong answers generated from the solution of a piece: cheat, zero and constant.
+"""Generate the wrong answers cheat, zero and constant from the solution of a piece.
 
 Programs, predictions and classes have theirs in the answers files: `exercises.answers`.
 """
 
 import ast
 
-from exercises.catalogue import Exercise, file_of
+from exercises.catalogue import Exercise, module_file
 from minidist.errors import UserError
 
-NUMBERS = {"wrong_zero": 0, "wrong_constant": 3}
+CONSTANT_RESULTS = {"wrong_zero": 0, "wrong_constant": 3}
 
 # Appended to the solution, whose functions it wraps.
-_FILLED = '''
+_CONSTANT_RESULTS_CODE = '''
 
 import functools
 
@@ -59,7 +59,7 @@ def _with_filled_results(function):
 '''
 
 
-def cheat(exercise: Exercise) -> str:
+def generate_cheat(exercise: Exercise) -> str:
     """Generate an answer that calls the package's own functions and inherits from its classes."""
     if exercise.kind != "piece":
         raise UserError(f"{exercise.name}: only an exercise about a piece of the package has a generated cheat")
@@ -75,16 +75,16 @@ def cheat(exercise: Exercise) -> str:
     return "\n\n\n".join(parts) + "\n"
 
 
-def filled(exercise: Exercise, solution: str, name: str) -> str:
+def generate_constant_results(exercise: Exercise, solution: str, name: str) -> str:
     """Generate the solution with one number in place of all results: 0 for wrong_zero, 3 for wrong_constant."""
     if exercise.kind != "piece" or _is_class(exercise.piece):
         raise UserError(f"{exercise.name}: only an exercise about a function of the package has a generated {name}")
     functions = [piece.split(":")[1] for piece in exercise.pieces if not _is_class(piece)]
     wrapped = "".join(f"{function} = _with_filled_results({function})\n" for function in functions)
-    return solution + _FILLED.format(number=NUMBERS[name]) + wrapped
+    return solution + _CONSTANT_RESULTS_CODE.format(number=CONSTANT_RESULTS[name]) + wrapped
 
 
 def _is_class(piece: str) -> bool:
     module, _, name = piece.partition(":")
-    nodes = {node.name: node for node in ast.parse(file_of(module).read_text()).body if hasattr(node, "name")}
+    nodes = {node.name: node for node in ast.parse(module_file(module).read_text()).body if hasattr(node, "name")}
     return isinstance(nodes[name], ast.ClassDef)

@@ -21,7 +21,7 @@ from minidist.tools.pieces import SymbolReplacements
 _UNSEEN = {
     "os._exit": "an answer must not end its process",
     "os.abort": "an answer must not end its process",
-    "torch.save": "an answer writes no files",
+    "torch.save": "an answer must not write files",
 }
 _PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.kill", "os.killpg")
 _FILES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.link", "os.symlink")
@@ -29,12 +29,12 @@ _PACKAGE = os.path.dirname(os.path.abspath(minidist.__file__)) + os.sep
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-class Forbidden(BaseException):
+class ForbiddenAction(BaseException):
     """Not an Exception, so that `except Exception` in the learner's code does not hide it."""
 
 
 class Guard:
-    """Installed once in a grading process; `caught` is the first forbidden action.
+    """LearnerPiece once in a grading process; `caught` is the first forbidden action.
 
     answer: the learner's file; test_file: that of the tests, which may call the package's own piece.
     """
@@ -51,7 +51,7 @@ class Guard:
         for piece in pieces:
             self._guard_piece(piece, originals)
         for name in guards:
-            self._guard_name(name, "the exercise is to do without it")
+            self._guard_name(name, "this exercise must be solved without it")
         for name, why in _UNSEEN.items():
             self._guard_name(name, why)
         self._secret = tuple(os.path.realpath(path) for path in secret)
@@ -72,7 +72,7 @@ class Guard:
         line = None if self._off else self.line()
         if line is not None:
             self.caught = self.caught or (f"line {line} {what}: {why}", line)
-            raise Forbidden(what)
+            raise ForbiddenAction(what)
 
     def _guard_name(self, name: str, why: str) -> None:
         owner, attribute = _owner(name)
@@ -102,18 +102,18 @@ class Guard:
             source = "\n".join([f"class {symbol}(*__bases__):", *lines])
             vars(sys.modules[module])["__bases__"] = old.__bases__
         vars(sys.modules[module])["__guarded__"] = self._caller(originals)
-        SymbolReplacements().replace(piece, source)
+        SymbolReplacements().replace_symbol(piece, source)
 
     def _caller(self, originals: dict[str, Callable]) -> Callable:
         """Make the replacement of the pieces: a closure, so that their module has no reference to the guard."""
 
         def guarded(piece: str, args: tuple, kwargs: dict) -> Any:
             name = piece.replace(":", ".")
-            self._tried(f"calls {name}", "that is what you are to write")
+            self._tried(f"calls {name}", "this is the code that you write here")
             # The grader needs no class: only an answer that inherits from it would use it.
             if piece not in originals or not self._ours(sys._getframe(2).f_code):
-                self.caught = self.caught or (f"your code uses {name}: that is what you are to write", None)
-                raise Forbidden(name)
+                self.caught = self.caught or (f"your code uses {name}: this is the code that you write here", None)
+                raise ForbiddenAction(name)
             return originals[piece](*args, **kwargs)
 
         return guarded
@@ -126,20 +126,20 @@ class Guard:
         if self._off or not (event == "open" or event in _PROCESSES or event in _FILES) or self.line() is None:
             return
         if event in _FILES:
-            self._tried(f"calls {event} on {args[0]}", "an answer touches no files")
+            self._tried(f"calls {event} on {args[0]}", "an answer must not change files")
         elif event in _PROCESSES:
-            self._tried(f"starts or ends a process ({event})", "an answer has no business with processes")
+            self._tried(f"starts or ends a process ({event})", "an answer must not start or end processes")
         elif not isinstance(args[0], int):
             self._opens(os.fsdecode(args[0]), args[2])
 
     def _opens(self, path: str, flags: int) -> None:
         real = os.path.realpath(path)
         if flags & _WRITES:
-            self._tried(f"opens {path} for writing", "an answer writes no files")
+            self._tried(f"opens {path} for writing", "an answer must not write files")
         elif any(real == secret or real.startswith(secret + os.sep) for secret in self._secret):
             self._tried(f"reads {Path(path).name}", "write the answer yourself")
         elif os.path.isdir(real):  # would allow relative names
-            self._tried(f"opens the folder {path}", "an answer has no business with folders")
+            self._tried(f"opens the folder {path}", "an answer must not open folders")
 
 
 def _owner(name: str) -> tuple[Any, str]:

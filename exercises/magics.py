@@ -18,9 +18,9 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.display import display
 
-from exercises.attempt import attempt, hint
-from exercises.card import Card
+from exercises.attempt import grade_attempt, reveal_hint
 from exercises.catalogue import Catalogue, Exercise
+from exercises.exercise_display import ExerciseDisplay
 from exercises.work import Work
 from minidist.errors import RunError, UserError
 from minidist.tools import progress
@@ -40,50 +40,50 @@ class ExerciseMagics(Magics):
     @line_cell_magic
     def exercise(self, line: str, cell: str | None = None):
         """Show an exercise (`%exercise NAME`), or write your answer and check it (`%%exercise NAME`)."""
-        exercise = self._named(line, "%exercise")
+        exercise = self._find_exercise(line, "%exercise")
         if cell is None:
-            work = _work(needed=False)
-            display(Card(exercise, work))
+            work = _learner_folder(needed=False)
+            display(ExerciseDisplay(exercise, work))
             if work is not None and is_interactive(self.shell) and not self._has_cell(exercise):
                 self._offer(exercise, work)
             return
         if not cell.strip():
             raise UsageError(f"the cell is empty; %exercise {exercise.name} adds one with your file in it")
-        work = _work()
+        work = _learner_folder()
         # An empty line replaces the magic, so that line numbers are those of the cell.
         text = cell if cell.strip() == exercise.stub.read_text().strip() else "\n" + cell
         backup = work.write_from_cell(exercise, text)
         if backup:
-            print(f"your file had been changed outside of this cell; what it was is now {backup.name}")
-        self._judge(exercise, work)
+            print(f"your file was changed outside this cell; that version is kept as {backup.name}")
+        self._grade(exercise, work)
 
     @line_magic
     def check(self, line: str):
-        """Check your file: `%check NAME`, or `%check NAME --install` to let a passed piece work in this notebook."""
-        exercise = self._named(line, "%check", "--install")
+        """Check your file: `%check NAME`, or `%check NAME --install` to use a passed piece in this notebook."""
+        exercise = self._find_exercise(line, "%check", "--install")
         install = "--install" in line.split()
         if install and exercise.kind != "piece":
-            raise UsageError(f"{exercise.name} is no piece of the package: there is nothing to install")
-        passed = self._judge(exercise, work := _work())
+            raise UsageError(f"{exercise.name} is not a piece of the package, so there is nothing to install")
+        passed = self._grade(exercise, work := _learner_folder())
         if install and passed:
             text = work.file(exercise).read_text()
             for piece in (*exercise.also, exercise.piece):
-                self._ranks.replace(piece, text, exercise.symbols)
+                self._ranks.replace_symbol(piece, text, exercise.symbols)
 
     @line_magic
     def hint(self, line: str):
-        """One more hint: `%hint NAME`."""
-        print(hint(self._named(line, "%hint"), _work()))
+        """Show the next hint and all earlier ones: `%hint NAME`."""
+        print(reveal_hint(self._find_exercise(line, "%hint"), _learner_folder()))
 
-    def _named(self, line: str, magic: str, *flags: str) -> Exercise:
+    def _find_exercise(self, line: str, magic: str, *flags: str) -> Exercise:
         words = [word for word in shlex.split(line) if word not in flags]
         if len(words) != 1:
             names = ", ".join(self._catalogue)
             raise UsageError(f"write {magic} and the name of an exercise: {names}")
-        return _told(lambda: self._catalogue[words[0]])
+        return _as_usage_error(lambda: self._catalogue[words[0]])
 
-    def _judge(self, exercise: Exercise, work: Work) -> bool:
-        verdict, text = _told(lambda: attempt(exercise, work, self._ranks.server))
+    def _grade(self, exercise: Exercise, work: Work) -> bool:
+        verdict, text = _as_usage_error(lambda: grade_attempt(exercise, work, self._ranks.server))
         print(text)
         return verdict.passed
 
@@ -104,7 +104,7 @@ class ExerciseMagics(Magics):
         return any(re.match(rf"%%exercise +{exercise.name}\s", source) for source in sources)
 
 
-def _work(needed: bool = True) -> Work | None:
+def _learner_folder(needed: bool = True) -> Work | None:
     """Return the learner's folder that contains this notebook; None if there is none and it is not `needed`."""
     file = progress.find_progress_file(Path.cwd())
     if file is None and needed:
@@ -115,7 +115,7 @@ def _work(needed: bool = True) -> Work | None:
     return Work(file.parent) if file else None
 
 
-def _told(call):
+def _as_usage_error(call):
     """Return the call's result; turn its user and run errors into one line in the notebook."""
     try:
         return call()

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from exercises.mistakes import changes
+from exercises.mutation_operators import mutations_of
 
 _BLANK = "raise NotImplementedError("
 
@@ -30,19 +30,19 @@ class Mutant:
     text: str
 
 
-def blanks(stub: str, solution: str) -> list[range]:
+def blank_lines(stub: str, solution: str) -> list[range]:
     """Return the line numbers of a solution that its stub leaves blank, one range per blank."""
     old, new = stub.splitlines(), solution.splitlines()
     steps = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return [range(c + 1, d + 1) for tag, a, b, c, d in steps if any(_BLANK in line for line in old[a:b])]
 
 
-def mutants(text: str, lines: Sequence[range]) -> list[Mutant]:
+def make_mutants(text: str, lines: Sequence[range]) -> list[Mutant]:
     """Return all mutants of `text` within the ranges of lines, without duplicates."""
     tree = ast.parse(text)
     found: dict[str, Mutant | None] = {ast.dump(tree): None}
     for node in _nodes(tree):
-        for kind, place, change in changes(node):
+        for kind, place, change in mutations_of(node):
             if any(place.lineno in each and place.end_lineno in each for each in lines):
                 changed = _changed(text, place, change)
                 with contextlib.suppress(SyntaxError):  # some changes do not parse

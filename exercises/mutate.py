@@ -17,76 +17,79 @@ from exercises import stubs
 from exercises.answers import read_answers
 from exercises.catalogue import Exercise
 from exercises.check import HANG_S, check
-from exercises.mutants import Mutant, blanks, mutants
+from exercises.mutants import Mutant, blank_lines, make_mutants
 
 if TYPE_CHECKING:
     from minidist.tools.launch import RankServer
 
-LEAST_KILLED = 0.95
+MIN_KILLED = 0.95
 _HANG_S = 2.0  # a busy machine may pause for this long; survivors get longer
-_FATES = ("killed", "equivalent", "survived")
+_OUTCOMES = ("killed", "equivalent", "survived")
 
 
 @dataclass
-class Tally:
+class MutantCounts:
     """The counts of killed, surviving and equivalent mutants of one exercise or kind, and the time taken."""
 
-    fates: Counter = field(default_factory=Counter)
+    outcomes: Counter = field(default_factory=Counter)
     time_s: float = 0.0
 
     @property
     def rate(self) -> float:
         """The fraction of non-equivalent mutants that was killed; 1 if there are none."""
-        judged = self.fates["killed"] + self.fates["survived"]
-        return self.fates["killed"] / judged if judged else 1.0
+        total = self.outcomes["killed"] + self.outcomes["survived"]
+        return self.outcomes["killed"] / total if total else 1.0
 
     def __str__(self) -> str:
-        told = "  ".join(f"{self.fates[fate]:>4} {fate}" for fate in _FATES)
-        return f"{self.fates.total():>4} mutants  {told}  {self.rate:7.1%}"
+        text = "  ".join(f"{self.outcomes[outcome]:>4} {outcome}" for outcome in _OUTCOMES)
+        return f"{self.outcomes.total():>4} mutants  {text}  {self.rate:7.1%}"
 
 
 @dataclass
-class Mutation:
-    """A mutation run over several exercises. Green if every survivor is a known equivalent."""
+class MutationRun:
+    """Mutation tests of several exercises; `green` if the rate of killed mutants suffices and there is no problem."""
 
     server: "RankServer"
-    exercises: dict[str, Tally] = field(default_factory=dict)
-    kinds: dict[str, Tally] = field(default_factory=dict)
+    exercises: dict[str, MutantCounts] = field(default_factory=dict)
+    kinds: dict[str, MutantCounts] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     @property
     def green(self) -> bool:
-        tallies = self.exercises.values()
-        return bool(tallies) and not self.problems and all(tally.rate >= LEAST_KILLED for tally in tallies)
+        rates = [counts.rate for counts in self.exercises.values()]
+        return bool(rates) and not self.problems and min(rates) >= MIN_KILLED
 
-    def run(self, exercise: Exercise) -> Tally:
+    def run(self, exercise: Exercise) -> MutantCounts:
         """Try every mutant of one exercise."""
-        start_s, tally = time.perf_counter(), Tally()
+        start_s, counts = time.perf_counter(), MutantCounts()
         known = read_answers(exercise).equivalents
         left = dict(known)
-        for mutant in mutants_of(exercise):
+        for mutant in solution_mutants(exercise):
             entry = (mutant.was, mutant.becomes)
             caught = self._caught(exercise, mutant, HANG_S if entry in known else _HANG_S)
             left.pop(entry, None)
-            fate = "killed" if caught else "equivalent" if entry in known else "survived"
-            for each in (tally, self.kinds.setdefault(mutant.kind, Tally())):
-                each.fates[fate] += 1
+            outcome = "killed" if caught else "equivalent" if entry in known else "survived"
+            for each in (counts, self.kinds.setdefault(mutant.kind, MutantCounts())):
+                each.outcomes[outcome] += 1
             if caught and entry in known:
-                self._problem(exercise, f"is no equivalent, {caught} sees it: {_told(mutant)}")
-            elif fate == "survived":
-                self._problem(exercise, f"line {mutant.line} of the solution, {mutant.kind}: {_told(mutant)}")
+                self._problem(exercise, f"is not equivalent, {caught} fails: {_format_change(mutant)}")
+            elif outcome == "survived":
+                self._problem(exercise, f"line {mutant.line} of the solution, {mutant.kind}: {_format_change(mutant)}")
         for was, becomes in left:
-            self._problem(exercise, f"{exercise.answers.name} names what is no mutant: {was}  ->  {becomes}")
-        if not tally.fates:
+            self._problem(
+                exercise,
+                f"{exercise.answers.name} lists no mutant as equivalent: {was}  ->  {becomes}",
+            )
+        if not counts.outcomes:
             self._problem(exercise, "there is no mutant")
-        tally.time_s = time.perf_counter() - start_s
-        self.exercises[exercise.name] = tally
-        return tally
+        counts.time_s = time.perf_counter() - start_s
+        self.exercises[exercise.name] = counts
+        return counts
 
     def report(self) -> list[str]:
         """Format the totals, the results by kind of change, and the problems."""
-        total = Tally(sum((tally.fates for tally in self.exercises.values()), Counter()))
-        kinds = [f"{kind:<28}{tally}" for kind, tally in sorted(self.kinds.items())]
+        total = MutantCounts(sum((counts.outcomes for counts in self.exercises.values()), Counter()))
+        kinds = [f"{kind:<28}{counts}" for kind, counts in sorted(self.kinds.items())]
         return ["", *kinds, "", f"{'all':<28}{total}", *self.problems]
 
     def _caught(self, exercise: Exercise, mutant: Mutant, hang_s: float) -> str:
@@ -102,22 +105,22 @@ class Mutation:
         self.problems.append(f"{exercise.name}: {text}")
 
 
-def mutants_of(exercise: Exercise) -> list[Mutant]:
+def solution_mutants(exercise: Exercise) -> list[Mutant]:
     """Return the mutants of an exercise's solution, within the lines that the learner writes."""
-    solution = stubs.solution(exercise)
-    return mutants(solution, blanks(stubs.stub(exercise), solution))
+    solution = stubs.generate_solution(exercise)
+    return make_mutants(solution, blank_lines(stubs.generate_stub(exercise), solution))
 
 
-def run(exercises: Sequence[Exercise], server: "RankServer") -> bool:
+def run_mutants(exercises: Sequence[Exercise], server: "RankServer") -> bool:
     """Run the mutants of these exercises and print the report; return whether the run is green."""
-    mutation = Mutation(server)
+    mutation_run = MutationRun(server)
     for exercise in _with_blanks(exercises):
-        tally = mutation.run(exercise)
-        print(f"{exercise.name:<28}{tally}{tally.time_s:8.1f} s", flush=True)
-    if not mutation.exercises:
-        mutation.problems.append("nothing was mutated: no exercise leaves lines of a piece blank")
-    print("\n".join(mutation.report()))
-    return mutation.green
+        counts = mutation_run.run(exercise)
+        print(f"{exercise.name:<28}{counts}{counts.time_s:8.1f} s", flush=True)
+    if not mutation_run.exercises:
+        mutation_run.problems.append("nothing was mutated: no exercise leaves lines of a piece blank")
+    print("\n".join(mutation_run.report()))
+    return mutation_run.green
 
 
 def _with_blanks(exercises: Iterable[Exercise]) -> list[Exercise]:
@@ -125,5 +128,5 @@ def _with_blanks(exercises: Iterable[Exercise]) -> list[Exercise]:
     return [exercise for exercise in exercises if exercise.kind == "piece"]
 
 
-def _told(mutant: Mutant) -> str:
+def _format_change(mutant: Mutant) -> str:
     return f"{mutant.was}  ->  {mutant.becomes}"

@@ -17,11 +17,11 @@ from exercises.testing import Wrong
 from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.comm.status import Channel
 from minidist.mesh import Mesh
-from minidist.tools.launch.device import prefer_loopback
+from minidist.tools.launch.device import prefer_gloo_loopback
 from minidist.tools.recording_backend import register_recording_backend
 
 _TIMEOUT = timedelta(minutes=10)  # longer than any check: deadlock detection ends it, not the backend
-_HERE = "127.0.0.1"
+_LOCALHOST = "127.0.0.1"
 
 
 class Network:
@@ -32,10 +32,10 @@ class Network:
 
     def __init__(self, world: World):
         self._world, self._meter = world, Meter()
-        self._before = self._events_before = 0
+        self._first_record = self._first_event = 0
         if world.size > 1:
-            prefer_loopback()
-            backend = register_recording_backend(self._meter, world.status, use="world")
+            prefer_gloo_loopback()
+            backend = register_recording_backend(self._meter, world.status, group_name="world")
             store = dist.PrefixStore("check", world.store)
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
 
@@ -47,20 +47,20 @@ class Network:
 
     def begin(self) -> None:
         """Begin a test: forget earlier records and events."""
-        self._before, self._events_before = len(self._meter.records), len(self._meter.events)
+        self._first_record, self._first_event = len(self._meter.records), len(self._meter.events)
 
     @property
     def records(self) -> list:
-        return self._meter.records[self._before :]
+        return self._meter.records[self._first_record :]
 
     def event(self, label: str) -> None:
         """Insert a mark into the order of launches and waits."""
-        self._meter.event(label)
+        self._meter.add_event(label)
 
     @property
     def events(self) -> list:
         """The marks of this test: (position in that order, label)."""
-        return self._meter.events[self._events_before :]
+        return self._meter.events[self._first_event :]
 
 
 class Torchrun:
@@ -74,20 +74,20 @@ class Torchrun:
     """
 
     def __init__(self, world: World):
-        self._world, self._meter, self._met = world, Meter(), 0
+        self._world, self._meter, self._meetings = world, Meter(), 0
         self.joined = self.ended = False
         self.backend, self.machines = "", 1
-        prefer_loopback()
-        self._recorded = register_recording_backend(self._meter, world.status, use="world")
-        self._store = world.store or dist.TCPStore(_HERE, 0, 1, is_master=True, wait_for_workers=False)
+        prefer_gloo_loopback()
+        self._recorded = register_recording_backend(self._meter, world.status, group_name="world")
+        self._store = world.store or dist.TCPStore(_LOCALHOST, 0, 1, is_master=True, wait_for_workers=False)
         self._torch_init, dist.init_process_group = dist.init_process_group, self._init
-        self._torch_end, dist.destroy_process_group = dist.destroy_process_group, self._end
-        self._tell()
+        self._torch_end, dist.destroy_process_group = dist.destroy_process_group, self._destroy
+        self._set_environment()
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Call the function; return its result."""
-        self._tell()
-        self._before, self.joined, self.backend = len(self._meter.records), False, ""
+        self._set_environment()
+        self._first_record, self.joined, self.backend = len(self._meter.records), False, ""
         value = function(*args, **kwargs)
         self.ended = not dist.is_initialized()
         if not self.ended:
@@ -100,14 +100,14 @@ class Torchrun:
 
     @property
     def records(self) -> list:
-        return self._meter.records[self._before :]
+        return self._meter.records[self._first_record :]
 
-    def _tell(self) -> None:
+    def _set_environment(self) -> None:
         rank, size = self._world.rank, self._world.size
         machine, local_rank = divmod(rank, size // self.machines)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), GROUP_RANK=str(machine))
         os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(size // self.machines))
-        os.environ.update(MASTER_ADDR=_HERE, MASTER_PORT=str(self._store.port), CUDA_VISIBLE_DEVICES="")
+        os.environ.update(MASTER_ADDR=_LOCALHOST, MASTER_PORT=str(self._store.port), CUDA_VISIBLE_DEVICES="")
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")  # the store exists already
 
     def _init(self, backend=None, init_method=None, timeout=_TIMEOUT, world_size=-1, rank=-1, store=None, **more):
@@ -117,7 +117,7 @@ class Torchrun:
         if place != (world.rank, world.size):
             raise Wrong(
                 "wrong",
-                "init_process_group waits for ever: this process says it is another rank than torchrun made it",
+                "init_process_group waits for ever: its rank or world size is not the one that torchrun set",
                 f"rank {world.rank} of {world.size}",
                 f"rank {place[0]} of {place[1]}",
             )
@@ -127,13 +127,13 @@ class Torchrun:
             recorded = backend is None or "gloo" in str(backend)
             backend = self._recorded if recorded else backend
             if store is None and init_method in (None, "env://"):
-                init_method, store = None, dist.PrefixStore(f"meeting/{self._met}", self._store)
+                init_method, store = None, dist.PrefixStore(f"meeting/{self._meetings}", self._store)
             self._torch_init(backend, init_method, timeout, place[1], place[0], store, **more)
             self.joined = True
         finally:
-            status.resume()
+            status.on_resume()
 
-    def _end(self, *args, **kwargs) -> None:
+    def _destroy(self, *args, **kwargs) -> None:
         """Wait for all ranks, then call torch's destroy_process_group.
 
         A rank that still waits for this one is reported as deadlocked; torch would break its connection.
@@ -144,20 +144,20 @@ class Torchrun:
 
     def _exchange(self, name: str, value: Any = None) -> list:
         self._meet(name)
-        keys = [f"{name}/{self._met}/{rank}" for rank in range(self._world.size)]
+        keys = [f"{name}/{self._meetings}/{rank}" for rank in range(self._world.size)]
         self._store.set(keys[self._world.rank], json.dumps(value))
         values = [json.loads(self._store.get(key)) for key in keys]
-        self._world.status.resume()
+        self._world.status.on_resume()
         return values
 
     def _meet(self, name: str) -> None:
-        """Report to rank status that this rank waits for all others, for the `_met`-th time."""
-        self._met += 1
+        """Report to rank status that this rank waits for all others, for the `_meetings`-th time."""
+        self._meetings += 1
         status, channel = self._world.status, Channel("collective", "world", tuple(range(self._world.size)))
-        status.wait(channel, status.launch(channel, name, (), ""), name, (), "", _line())
+        status.on_wait(channel, status.on_launch(channel, name, (), ""), name, (), "", _caller_line())
 
 
-def _line() -> str:
+def _caller_line() -> str:
     """Return `file:line` of the caller outside this file."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == __file__:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from exercises import stubs
-from exercises.catalogue import Catalogue, Exercise, file_of
+from exercises.catalogue import Catalogue, Exercise, module_file
 from minidist.errors import UserError
 
 UNWRITTEN = "To be written: "
@@ -63,7 +63,7 @@ note = "zeros"
 """
 
 
-def create(catalogue: Catalogue, name: str, chapter: str, piece: str) -> list[Path]:
+def create_exercise(catalogue: Catalogue, name: str, chapter: str, piece: str) -> list[Path]:
     """Write all files of an exercise about a symbol of the package; return them.
 
     chapter: the folder of exercises, as `ch03_communication`. piece: `module:symbol`; the learner writes the body
@@ -99,7 +99,7 @@ def create(catalogue: Catalogue, name: str, chapter: str, piece: str) -> list[Pa
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
     try:
-        return [tables, *new, *stubs.generate(Catalogue(catalogue.root)[name])]
+        return [tables, *new, *stubs.write_generated_files(Catalogue(catalogue.root)[name])]
     except UserError:
         tables.write_text(before)
         for file in new:
@@ -107,7 +107,7 @@ def create(catalogue: Catalogue, name: str, chapter: str, piece: str) -> list[Pa
         raise
 
 
-def unwritten(exercise: Exercise) -> list[str]:
+def find_placeholders(exercise: Exercise) -> list[str]:
     """List the placeholders of `create` that are still unwritten."""
     texts = {"title": exercise.title, "route": exercise.route, "why": exercise.why}
     texts |= {f"hint {number}": hint for number, hint in enumerate(exercise.hints, start=1)}
@@ -122,8 +122,8 @@ def unwritten(exercise: Exercise) -> list[str]:
 
 def _is_on_map(exercise: Exercise, course_map: str) -> bool:
     """Whether a row of the course map, `| idea | chapter | package | exercise | test |`, names the exercise."""
-    rows = [line.split("|") for line in course_map.splitlines() if line.count("|") == 6]
-    return any(exercise.chapter[2:4] in row[2] and f"`{exercise.name}`" in row[4] for row in rows)
+    lines = [line.split("|") for line in course_map.splitlines() if line.count("|") == 6]
+    return any(exercise.chapter[2:4] in line[2] and f"`{exercise.name}`" in line[4] for line in lines)
 
 
 def _chapters(root: Path) -> list[str]:
@@ -140,19 +140,19 @@ def _next_section(catalogue: Catalogue, chapter: str) -> str:
 def _body(piece: str) -> tuple[str, str]:
     """Return the first and last line that the learner writes, without indentation."""
     module, _, symbol = piece.partition(":")
-    if not symbol or not file_of(module).is_file():
+    if not symbol or not module_file(module).is_file():
         raise UserError(f"a piece is module:symbol, as in minidist.data.partition:block_partition, not {piece!r}")
-    lines = file_of(module).read_text()
+    lines = module_file(module).read_text()
     nodes = {node.name: node for node in ast.parse(lines).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     if symbol not in nodes:
         raise UserError(f"{module} has no function or class {symbol}")
-    rows = lines.splitlines()
+    lines = lines.splitlines()
     node = nodes[symbol]
-    source = [row.strip() for row in rows[node.lineno - 1 : node.end_lineno]]
+    source = [line.strip() for line in lines[node.lineno - 1 : node.end_lineno]]
     functions = [each for each in ast.walk(node) if isinstance(each, ast.FunctionDef)]
     for function in sorted(functions, key=lambda each: each.lineno - each.end_lineno):
         body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-        ends = [rows[body[0].lineno - 1].strip(), rows[body[-1].end_lineno - 1].strip()] if body else []
-        if ends and all(sum(row.startswith(end) for row in source) == 1 for end in ends):
+        ends = [lines[body[0].lineno - 1].strip(), lines[body[-1].end_lineno - 1].strip()] if body else []
+        if ends and all(sum(line.startswith(end) for line in source) == 1 for end in ends):
             return ends[0], ends[1]
     raise UserError(f"{piece} has no function whose body begins and ends with a line that occurs once")

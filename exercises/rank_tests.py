@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from exercises.guard import Forbidden, Guard
-from exercises.testing import Answer, Finding, Note, Wrong
+from exercises.guard import ForbiddenAction, Guard
+from exercises.testing import Answer, Finding, RunningCall, Wrong
 
 PASSED = "passed"
 _MODULE = "answer"
@@ -41,22 +41,22 @@ class Request:
     offered: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Found(Exception):
+class FindingStored(Exception):
     """Raised after this rank has stored a finding; it ends the job."""
 
 
 def run_tests(world, request: Request) -> str:
-    """Run the tests on this rank. Raises Found after storing the first finding in the request's folder."""
+    """Run the tests on this rank. Raises FindingStored after storing the first finding in the request's folder."""
     from exercises.network import Network, Torchrun  # with it comes torch, which the parent of the ranks can do without
 
     os.chdir(request.folder)
     sys.dont_write_bytecode = True
     faulthandler.enable(file=2, all_threads=False)
-    note = Note(f"{request.folder}/note-{world.rank}")
+    note = RunningCall(f"{request.folder}/note-{world.rank}")
     guard = Guard(request.answer, request.test_file)
     module = _load("exercise_tests", request.test_file)
     tests = {name: getattr(module, name) for name in request.tests}
-    wanted = {name: set(inspect.signature(test).parameters) for name, test in tests.items()}
+    parameters = {name: set(inspect.signature(test).parameters) for name, test in tests.items()}
     network = None if request.program else Network(world)
     offered = {"world": world, "network": network, "run": request.program and Torchrun(world), **request.offered}
     guard.install(request.pieces, request.guards, request.secret)
@@ -67,7 +67,7 @@ def run_tests(world, request: Request) -> str:
         try:
             with _limited(request.memory_bytes):
                 offered["answer"] = Answer(_answer(request), note)
-                test(**{key: offered[key] for key in wanted[name]})
+                test(**{key: offered[key] for key in parameters[name]})
                 finding = None
         except BaseException as error:
             finding = _finding(error, request.answer)
@@ -79,7 +79,7 @@ def run_tests(world, request: Request) -> str:
     return PASSED
 
 
-def _leave(finding: Finding, note: Note, world, request: Request) -> None:
+def _leave(finding: Finding, note: RunningCall, world, request: Request) -> None:
     """Store the finding for the parent and end the job."""
     finding.test, finding.call = note.test, finding.call or note.text
     finding.rank, finding.size = world.rank, world.size
@@ -88,7 +88,7 @@ def _leave(finding: Finding, note: Note, world, request: Request) -> None:
     written = file.with_suffix(".part")
     written.write_text(json.dumps(asdict(finding)))
     written.rename(file)  # atomic: another rank's finding may end the job meanwhile
-    raise Found(finding.kind)
+    raise FindingStored(finding.kind)
 
 
 def _load(name: str, file: str) -> ModuleType:
@@ -103,7 +103,7 @@ def _answer(request: Request) -> ModuleType:
     module = _load(_MODULE, request.answer)
     for symbol in request.symbols:
         if not (hasattr(module, symbol) if symbol.isupper() else callable(getattr(module, symbol, None))):
-            raise Wrong("missing", f"your file defines no {symbol}, which this exercise asks for")
+            raise Wrong("missing", f"your file must define {symbol}")
     return module
 
 
@@ -134,19 +134,19 @@ def _finding(error: BaseException, answer: str) -> Finding:
     if isinstance(error, Wrong):
         return Finding(error.kind, text, error.case, error.expected, error.got, line=line)
     if isinstance(error, SyntaxError) and error.filename in (answer, None):
-        return Finding("syntax", f"Python cannot read your file: {error.msg}", line=error.lineno)
+        return Finding("syntax", f"your file has a syntax error: {error.msg}", line=error.lineno)
     if isinstance(error, NotImplementedError) and line is not None:
         return Finding("unwritten", f"not written yet: {text}", line=line)
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
-        return Finding("memory", "your code asks for more memory than a check may use", line=line)
+        return Finding("memory", "your code needs more memory than a check allows", line=line)
     if isinstance(error, SystemExit):
         return Finding("exit", "your code ends the program (sys.exit)", line=line)
-    if isinstance(error, Forbidden):
+    if isinstance(error, ForbiddenAction):
         return Finding("forbidden", text, line=line)
     if _of_network(error):
         return Finding("network", f"the connection to another rank broke: {_first(text)}", line=line)
     if line is None:
-        what = f"the test could not use what your code did: {kind}: {_first(text)}"
+        what = f"the test could not use your code's result: {kind}: {_first(text)}"
         return Finding("type", what)
     return Finding("raised", f"your code raised {kind}: {_first(text)}", line=line)
 

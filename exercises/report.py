@@ -9,7 +9,7 @@ from exercises.testing import Finding
 MAX_LINES = 14
 
 
-def message(finding: Finding, most: int = MAX_LINES) -> list[str]:
+def format_finding(finding: Finding, max_lines: int = MAX_LINES) -> list[str]:
     """Format one finding in at most `most` lines: the fault, the call that shows it, rank, expected, got, line."""
     facts = {
         "for": finding.call,
@@ -20,27 +20,27 @@ def message(finding: Finding, most: int = MAX_LINES) -> list[str]:
         "printed": finding.printed,
     }
     lines = [f"  {name:<8}  {value}" for name, value in facts.items() if value]
-    what, room = finding.what.splitlines(), most - len(lines)
+    what, room = finding.what.splitlines(), max_lines - len(lines)
     return (what if len(what) <= room else [*what[: room - 1], "..."]) + lines
 
 
-def text(verdict: Verdict, hints_left: int = 0) -> str:
+def format_verdict(verdict: Verdict, hints_left: int = 0) -> str:
     """Return the report for the shell: passed and failed tests, and one failure in full."""
     name, of = verdict.exercise.name, verdict.exercise.points
     if verdict.passed:
-        return f"{name}: passed, {of} of {of} points\npython -m exercises solution {name} shows the package's own"
-    failed, shown = [result for result in verdict.results if result.finding], verdict.shown
+        return f"{name}: passed, {of} of {of} points\npython -m exercises solution {name} shows the package's own code"
+    failed, reported = [result for result in verdict.results if result.finding], verdict.reported
     passed = [result.id for result in verdict.results if not result.finding]
     lines = [f"{name}: {verdict.points} of {of} points"]
     lines += [f"passed: {', '.join(passed)}"] if passed else []
     lines += [f"failed: {', '.join(result.id for result in failed)}"]
-    lines += ["", f"{shown.id}: {shown.says}"]
+    lines += ["", f"{reported.id}: {reported.description}"]
     after = []
     if _outdated(verdict):
-        after += [f"Your file began as an older stub: python -m exercises reset {name} keeps it and gives the new one."]
+        after += [f"Your file started from an older stub: python -m exercises reset {name} backs it up and renews it."]
     if hints_left:
         after += [f"Next hint: python -m exercises hint {name} ({hints_left} left)"]
-    return "\n".join([*lines, *message(shown.finding, MAX_LINES - len(lines) - len(after)), *after])
+    return "\n".join([*lines, *format_finding(reported.finding, MAX_LINES - len(lines) - len(after)), *after])
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
@@ -56,11 +56,11 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def _test_json(result: TestResult) -> dict[str, Any]:
-    told = "\n".join(message(result.finding)) if result.finding else ""
+    message = "\n".join(format_finding(result.finding)) if result.finding else ""
     kind = result.finding.kind if result.finding else ""
-    return {"id": result.id, "points": result.points, "of": result.of, "kind": kind, "message": told}
+    return {"id": result.id, "points": result.points, "of": result.max_points, "kind": kind, "message": message}
 
 
 def _outdated(verdict: Verdict) -> bool:
-    began = stubs.version(verdict.content.decode(errors="replace"))
-    return began is not None and began != stubs.version(stubs.stub(verdict.exercise))
+    began = stubs.stub_version(verdict.content.decode(errors="replace"))
+    return began is not None and began != stubs.stub_version(stubs.generate_stub(verdict.exercise))

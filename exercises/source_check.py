@@ -20,7 +20,7 @@ _ATTRIBUTES = {
     *("gi_frame", "__closure__", "__code__", "__globals__", "__guarded__", "__import__", "__subclasses__"),
     "modules",
 }
-_WHY = "an answer has no business with the insides of Python or of the check"
+_WHY = "an answer must not use the internals of Python or of the grader"
 
 
 def find_forbidden_code(source: bytes) -> tuple[int, str] | None:

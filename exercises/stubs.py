@@ -13,50 +13,52 @@ import textwrap
 from pathlib import Path
 
 from exercises import generated_answers
-from exercises.answers import Answer, Answers, apply_edits, program, read_answers
-from exercises.catalogue import Change, Exercise, file_of
+from exercises.answers import Answer, Answers, answer_text, apply_edits, read_answers
+from exercises.catalogue import Change, Exercise, module_file
 from minidist.errors import UserError
 
 _WIDTH = 118
 _STUB = re.compile(r"^Stub ([0-9a-f]{8})\.$", re.MULTILINE)
 
 
-def stub(exercise: Exercise) -> str:
+def generate_stub(exercise: Exercise) -> str:
     """Generate the text of the learner's file."""
     body = _joined(exercise, _changed(exercise))
-    told = [
+    docstring = [
         f"{exercise.title}.",
         "",
-        *_asked(exercise),
+        *_task_lines(exercise),
         f"Check it with: python -m exercises check {exercise.name}",
         "",
         f"Stub {hashlib.sha256(body.encode()).hexdigest()[:8]}.",
     ]
-    return _docstring(told) + "\n\n" + body + "\n"
+    return _docstring(docstring) + "\n\n" + body + "\n"
 
 
-def empty(exercise: Exercise) -> str:
+def generate_empty_answer(exercise: Exercise) -> str:
     """Generate an empty answer: functions that do nothing and empty constants."""
     if exercise.kind == "piece":
-        return re.sub(r"raise NotImplementedError\(.*\)", "pass", stub(exercise))
+        return re.sub(r"raise NotImplementedError\(.*\)", "pass", generate_stub(exercise))
     functions = [f"def {name}(*args, **kwargs):\n    pass\n" for name in exercise.symbols if not name.isupper()]
     return "\n\n".join([*functions, *(f"{name} = {{}}\n" for name in exercise.symbols if name.isupper())])
 
 
 def fault_line(exercise: Exercise) -> int:
     """Return the line number of a debugging exercise's fault. Raises UserError unless it occurs exactly once."""
-    found = [number for number, line in enumerate(stub(exercise).splitlines(), 1) if line.strip() == exercise.fault]
+    found = [
+        number for number, line in enumerate(generate_stub(exercise).splitlines(), 1) if line.strip() == exercise.fault
+    ]
     if len(found) != 1:
         raise UserError(f"{exercise.name}: the stub has {len(found)} lines {exercise.fault!r}, and must have one")
     return found[0]
 
 
-def solution(exercise: Exercise) -> str:
+def generate_solution(exercise: Exercise) -> str:
     """Generate the text of the solution."""
     where = f", as it stands in {' and '.join(exercise.modules)}" * bool(exercise.piece)
     usual = [each for each in read_answers(exercise).wrong if not each.name.startswith("wrong_cheat_")]
     wrong = [f"* {each.note}" for each in usual if each.note]
-    told = [
+    docstring = [
         f"{exercise.title}: the solution{where}.",
         "",
         *_wrapped(exercise.why),
@@ -64,25 +66,25 @@ def solution(exercise: Exercise) -> str:
         "Usual wrong answers:",
         *(line for each in wrong for line in textwrap.wrap(each, _WIDTH, subsequent_indent="  ")),
     ]
-    return _docstring(told) + "\n\n" + right_text(exercise)
+    return _docstring(docstring) + "\n\n" + solution_code(exercise)
 
 
-def right_text(exercise: Exercise) -> str:
+def solution_code(exercise: Exercise) -> str:
     """Generate the code of the solution, without its docstring."""
     return _joined(exercise, _sources(exercise)) + "\n"
 
 
-def answer(exercise: Exercise, name: str) -> str:
+def generate_answer(exercise: Exercise, name: str) -> str:
     """Generate the text of an answer. Raises UserError if its edits do not apply to the solution."""
     answers = read_answers(exercise)
-    return program(answers[name], _answer_code(exercise, answers, answers[name]))
+    return answer_text(answers[name], _answer_code(exercise, answers, answers[name]))
 
 
 def write_answer(exercise: Exercise, name: str, folder: Path) -> Path:
     """Write an answer to `folder/<exercise>/<name>.py`; return the file."""
     file = folder / exercise.name / f"{name}.py"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(answer(exercise, name))
+    file.write_text(generate_answer(exercise, name))
     return file
 
 
@@ -94,43 +96,50 @@ def _answer_code(exercise: Exercise, answers: Answers, chosen: Answer) -> str:
         base = answers[chosen.of] if chosen.of else None
         if base and (base.of or not base.is_right):
             raise UserError(f"{where} may be edits of the solution, or of a right answer that is not `of` another")
-        code = _answer_code(exercise, answers, base) if base else right_text(exercise)
+        code = _answer_code(exercise, answers, base) if base else solution_code(exercise)
         return apply_edits(code, chosen.edits, where)
     if chosen.name == "wrong_cheat":
-        return generated_answers.cheat(exercise)
-    if chosen.name in generated_answers.NUMBERS:
-        return generated_answers.filled(exercise, right_text(exercise), chosen.name)
+        return generated_answers.generate_cheat(exercise)
+    if chosen.name in generated_answers.CONSTANT_RESULTS:
+        return generated_answers.generate_constant_results(exercise, solution_code(exercise), chosen.name)
     raise UserError(f"{where} has neither edits nor a text; only wrong cheat, zero and constant are generated")
 
 
-def version(text: str) -> str | None:
+def stub_version(text: str) -> str | None:
     """Return the version of the stub that a learner's file started from; None if it has none."""
     found = _STUB.search(text)
     return found and found[1]
 
 
-def drift(exercise: Exercise) -> list[Path]:
+def outdated_files(exercise: Exercise) -> list[Path]:
     """List the generated files that are out of date."""
-    wanted = {exercise.stub: stub(exercise), exercise.solution: solution(exercise)}
+    wanted = {exercise.stub: generate_stub(exercise), exercise.solution: generate_solution(exercise)}
     return [file for file, text in wanted.items() if not file.exists() or file.read_text() != text]
 
 
-def generate(exercise: Exercise) -> list[Path]:
+def write_generated_files(exercise: Exercise) -> list[Path]:
     """Rewrite the generated files that are out of date; return them."""
-    changed = drift(exercise)
+    changed = outdated_files(exercise)
     for file in changed:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(stub(exercise) if file == exercise.stub else solution(exercise))
+        file.write_text(generate_stub(exercise) if file == exercise.stub else generate_solution(exercise))
     return changed
 
 
-def _asked(exercise: Exercise) -> list[str]:
+def _task_lines(exercise: Exercise) -> list[str]:
     if not exercise.piece:
         return [*(ast.get_docstring(ast.parse(exercise.source.read_text())) or "").splitlines(), ""]
     return [
-        *_wrapped(f"Write the missing lines of {' and '.join(exercise.symbols)}; its docstring specifies the result."),
+        *_wrapped(_asked_sentence(exercise)),
         *_wrapped(f"You may call: {', '.join(exercise.calls)}."),
     ]
+
+
+def _asked_sentence(exercise: Exercise) -> str:
+    *first, last = exercise.symbols
+    if not first:
+        return f"Write the missing lines of {last}; its docstring specifies the result."
+    return f"Write the missing lines of {', '.join(first)} and {last}; their docstrings specify the results."
 
 
 def _joined(exercise: Exercise, parts: list[str]) -> str:
@@ -149,7 +158,7 @@ def _sources(exercise: Exercise) -> list[str]:
 def _source(exercise: Exercise, piece: str) -> str:
     """Return the source of one symbol of a piece."""
     module, _, name = piece.partition(":")
-    text = file_of(module).read_text()
+    text = module_file(module).read_text()
     nodes = {node.name: node for node in ast.parse(text).body if hasattr(node, "name")}
     if name not in nodes:
         raise UserError(f"{exercise.name}: {module} has no {name}")
@@ -191,7 +200,7 @@ def _imports(exercise: Exercise) -> str:
     statements: list[str] = []
     named: dict[str, set[str]] = {}  # imported names, by module
     for module in exercise.modules:
-        tree = ast.parse(file_of(module).read_text())
+        tree = ast.parse(module_file(module).read_text())
         sources = [_source(exercise, piece) for piece in exercise.pieces if piece.startswith(f"{module}:")]
         used = {n.id for source in sources for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)}
         used -= set(exercise.symbols)

@@ -39,9 +39,9 @@ def find_stuck_ranks(program: Path, names: Sequence[str], server: "RankServer") 
             job.kill()
 
 
-def run_scenario(world, live_rank, program: str, name: str) -> None:
+def run_scenario(world, rank_worker, program: str, name: str) -> None:
     """Run one scenario on this rank, over a default group that reports to rank status."""
-    live_rank.recreate_group(0)
+    rank_worker.recreate_process_group(0)
     spec = importlib.util.spec_from_file_location("scenarios", program)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -50,7 +50,7 @@ def run_scenario(world, live_rank, program: str, name: str) -> None:
 
 def _waiting(job: "LiveJob", name: str) -> list[int]:
     detector, end_s = DeadlockDetector(), time.monotonic() + _LONGEST_S
-    while time.monotonic() < end_s and not job.done:
+    while time.monotonic() < end_s and not job.has_ended:
         job.poll(detector.interval_s)
         seen = job.last_snapshots()
         verdict = detector.update(seen, time.monotonic())
@@ -60,7 +60,7 @@ def _waiting(job: "LiveJob", name: str) -> list[int]:
             break
         if len(stuck | ended) == job.size:
             return sorted(stuck)
-    raise RunError(f"the scenario {name} neither ended nor stood still on all its {job.size} ranks")
+    raise RunError(f"the scenario {name} neither ended nor was blocked for ever on all its {job.size} ranks")
 
 
 def read_world_sizes(program: Path) -> dict[str, int]:

@@ -68,17 +68,17 @@ def expect(what: str, got: Any, expected: Any, *, case: str = "", tolerance: flo
     got, expected = _plain(got), _plain(expected)
     if not _same(got, expected, tolerance):
         place = ""
-        while max(len(repr(got)), len(repr(expected))) > _SHOWN and _alike(got, expected):
+        while max(len(repr(got)), len(repr(expected))) > _SHOWN and _are_comparable(got, expected):
             first = next(i for i, pair in enumerate(zip(got, expected, strict=True)) if not _same(*pair, tolerance))
             got, expected, place = got[first], expected[first], f"{place}[{first}]"
         raise Wrong("wrong", what + (f", at {place}" if place else ""), show(expected), show(got), case)
 
 
-def indices(value: Any) -> list[int]:
+def index_list(value: Any) -> list[int]:
     """Return a partition's indices as a list. Raises Wrong unless it is a one-dimensional int64 array."""
     kind = f"{type(value).__module__}.{type(value).__name__}"
     if value is None:
-        raise Wrong("type", "nothing came back: is there a `return`?", "a numpy array of int64", "None")
+        raise Wrong("type", "the function returned None: is a `return` missing?", "a numpy array of int64", "None")
     if kind != "numpy.ndarray" or str(value.dtype) != "int64" or value.ndim != 1:
         array = kind == "numpy.ndarray"
         got = f"{value.dtype} array of shape {value.shape}" if array else f"{type(value).__name__} {show(value)}"
@@ -86,20 +86,20 @@ def indices(value: Any) -> list[int]:
     return value.tolist()
 
 
-def refuses(error: type[Exception], call: Callable, *args: Any) -> None:
+def expect_raises(error: type[Exception], call: Callable, *args: Any) -> None:
     """Fail unless the call raises `error`."""
     try:
         got = call(*args)
     except error:
         return
-    raise Wrong("wrong", f"impossible input must be refused with {error.__name__}", error.__name__, show(got))
+    raise Wrong("wrong", f"invalid arguments must raise {error.__name__}", error.__name__, show(got))
 
 
-def predicted(answer: Any, name: str, measured: list[int], size: int) -> None:
+def expect_prediction(answer: Any, name: str, measured: list[int], size: int) -> None:
     """Fail unless ANSWERS[name] equals the ranks, of `size`, that were measured to wait forever in that scenario."""
     answers = answer.ANSWERS
     if type(answers) is not dict:  # a subclass could look up the expected value
-        raise Wrong("type", "ANSWERS must be a table of answers, as in the stub", "a dict", type(answers).__name__)
+        raise Wrong("type", "ANSWERS must be a dict, as in the stub", "a dict", type(answers).__name__)
     given, case = answers.get(name), f'ANSWERS["{name}"]'
     if given is None:
         raise Wrong("unwritten", f"not answered yet: {case}")
@@ -112,9 +112,9 @@ def predicted(answer: Any, name: str, measured: list[int], size: int) -> None:
     if given == measured:
         return
     if set(given) - set(measured):
-        what = "a rank that you name returns: it was seen to come to its end"
+        what = "a rank in your answer returns: it was observed to finish"
     else:
-        what = "you name only ranks that wait for ever, but not all of them"
+        what = "the ranks in your answer wait for ever, but so do others"
     raise Wrong("wrong", what, got=", ".join(map(str, given)) or "no rank", case=case)
 
 
@@ -141,13 +141,13 @@ class Answer:
             try:
                 inspect.signature(value).bind(*args, **kwargs)
             except TypeError as error:
-                raise Wrong("type", f"{name} must be callable like this, as in the stub: {error}") from None
+                raise Wrong("type", f"{name} must accept these arguments, as in the stub: {error}") from None
             return value(*args, **kwargs)
 
         return called
 
 
-class Note:
+class RunningCall:
     """The running test and call, stored where the parent can read them even if this process dies."""
 
     def __init__(self, file: str):
@@ -212,13 +212,15 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _alike(got: Any, expected: Any) -> bool:
+def _are_comparable(got: Any, expected: Any) -> bool:
     return isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected)
 
 
 def _same(got: Any, expected: Any, tolerance: float) -> bool:
     if isinstance(expected, list):
-        return _alike(got, expected) and all(_same(a, b, tolerance) for a, b in zip(got, expected, strict=True))
+        return _are_comparable(got, expected) and all(
+            _same(a, b, tolerance) for a, b in zip(got, expected, strict=True)
+        )
     if isinstance(expected, int | float) and not isinstance(expected, bool):
         number = isinstance(got, int | float) and not isinstance(got, bool)
         return number and (got == expected or abs(got - expected) <= tolerance)

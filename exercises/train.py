@@ -25,7 +25,7 @@ _CALLS = "__calls__"
 
 
 @dataclass(frozen=True)
-class Installed:
+class LearnerPiece:
     """A learner's piece for the ranks. symbols: `module:symbol`, the piece itself last. source: of the file."""
 
     name: str
@@ -35,7 +35,7 @@ class Installed:
 
 
 @dataclass
-class Choice:
+class PieceChoice:
     """A passed piece and whether this run uses it. options: needed for it. left_out: why it is not used, or ""."""
 
     exercise: Exercise
@@ -48,51 +48,51 @@ def train(catalogue: Catalogue, work: Work, only: Sequence[str], argv: list[str]
 
     Raises UserError if the run uses no passed piece, RunError if it fails or never calls one of them.
     """
-    from minidist.tools.cli import train_options
-    from minidist.tools.launch.start import default_ranks, start
-    from minidist.tools.launch.torchrun import is_first_rank, torchrun_size, under_torchrun
+    from minidist.tools.cli import parse_train_options
+    from minidist.tools.launch.start import choose_default_ranks, start
+    from minidist.tools.launch.torchrun import is_first_rank, is_under_torchrun, read_world_size
 
     passed = _passed(catalogue, work, only)
-    config, ranks = train_options(argv)
-    size = torchrun_size() if under_torchrun() else ranks or default_ranks(config)
-    same = [exercise for exercise in passed if work.as_passed(exercise)]
+    config, ranks = parse_train_options(argv)
+    size = read_world_size() if is_under_torchrun() else ranks or choose_default_ranks(config)
+    same = [exercise for exercise in passed if work.is_unchanged_since_pass(exercise)]
     changed = [exercise for exercise in passed if exercise not in same]
-    choices = choose(same, size)
+    choices = choose_pieces(same, size)
     choices += [
-        Choice(one, left_out=f"changed since it passed: python -m exercises check {one.name}") for one in changed
+        PieceChoice(one, left_out=f"changed since it passed: python -m exercises check {one.name}") for one in changed
     ]
-    config, _ = train_options(argv, over=[word for choice in choices for word in choice.options])
+    config, _ = parse_train_options(argv, over=[word for choice in choices for word in choice.options])
     for choice in choices:
-        if not choice.left_out and (lost := _lost(choice, config, size)):
-            choice.left_out, choice.options = f"your options do not go with {lost}", ()
-    used = [installed(choice.exercise, work) for choice in choices if not choice.left_out]
-    told_choices = "\n".join(_told(choice) for choice in choices)
+        if not choice.left_out and (conflict := _conflicting_option(choice, config, size)):
+            choice.left_out, choice.options = f"your options conflict with {conflict}, which calls this piece", ()
+    used = [read_piece(choice.exercise, work) for choice in choices if not choice.left_out]
+    choices_text = "\n".join(_format_choice(choice) for choice in choices)
     if not used:
-        raise UserError(f"none of your pieces is on the way of this run:\n{told_choices}")
+        raise UserError(f"this run calls none of your passed pieces:\n{choices_text}")
     if is_first_rank():
-        print(told_choices, flush=True)
-    start(config, ranks, train_with, (used,))
+        print(choices_text, flush=True)
+    start(config, ranks, train_with_pieces, (used,))
 
 
-def choose(passed: Sequence[Exercise], ranks: int) -> list[Choice]:
+def choose_pieces(passed: Sequence[Exercise], ranks: int) -> list[PieceChoice]:
     """Choose the pieces that one run can use; of two with conflicting options, the later one."""
     choices, taken = [], {}
     for exercise in reversed(passed):
         if exercise.route.startswith(_NONE):
-            choices.append(Choice(exercise, left_out=exercise.route.removeprefix(_NONE)))
+            choices.append(PieceChoice(exercise, left_out=exercise.route.removeprefix(_NONE)))
             continue
-        wanted = options_of(exercise, ranks, {name: values for name, (values, _) in taken.items()})
+        wanted = route_options(exercise, ranks, {name: values for name, (values, _) in taken.items()})
         clash = next((taken[name] for name, value in wanted.items() if taken.get(name, (value,))[0] != value), None)
         if clash:
-            why = f"{clash[1]} goes another way; to see this one: --only {exercise.name}"
-            choices.append(Choice(exercise, left_out=why))
+            why = f"its options conflict with those of {clash[1]}; to use this one instead: --only {exercise.name}"
+            choices.append(PieceChoice(exercise, left_out=why))
             continue
         taken |= {name: (value, exercise.name) for name, value in wanted.items()}
-        choices.append(Choice(exercise, tuple(word for name, value in wanted.items() for word in (name, *value))))
+        choices.append(PieceChoice(exercise, tuple(word for name, value in wanted.items() for word in (name, *value))))
     return choices[::-1]
 
 
-def options_of(
+def route_options(
     exercise: Exercise, ranks: int, taken: Mapping[str, tuple[str, ...]] | None = None
 ) -> dict[str, tuple[str, ...]]:
     """Return the options that make a run call the piece, with their values; empty if every run does.
@@ -121,31 +121,31 @@ def _route(exercise: Exercise, ranks: int) -> dict[str, list[list[str]]]:
     return options
 
 
-def installed(exercise: Exercise, work: Work) -> Installed:
+def read_piece(exercise: Exercise, work: Work) -> LearnerPiece:
     """Read the learner's file for the ranks."""
     file = work.file(exercise)
-    return Installed(exercise.name, exercise.pieces, str(file), file.read_text())
+    return LearnerPiece(exercise.name, exercise.pieces, str(file), file.read_text())
 
 
-def train_with(world: "World", config: "Config", pieces: Sequence[Installed]) -> None:
+def train_with_pieces(world: "World", config: "Config", pieces: Sequence[LearnerPiece]) -> None:
     """Install the pieces, train, and print how often each was called; every rank calls it."""
     from minidist import comm
     from minidist.mesh import Mesh
     from minidist.tools.launch.run import train_and_report
 
-    calls = install(pieces)
+    calls = install_pieces(pieces)
     train_and_report(world, config)
     control = comm.bind(world, Mesh(dp=world.size), [])["control"]
-    of_ranks = comm.all_gather_object(dict(calls), control)
+    calls_by_rank = comm.all_gather_object(dict(calls), control)
     if world.rank == 0:
-        for line in told(pieces, of_ranks):
+        for line in format_calls(pieces, calls_by_rank):
             print(line, flush=True)
     comm.barrier(control)
-    if unused := [piece.name for piece in pieces if not all(counts.get(piece.name) for counts in of_ranks)]:
-        raise RunError(f"the run never called {', '.join(unused)} on some rank, though its options lead there")
+    if unused := [piece.name for piece in pieces if not all(counts.get(piece.name) for counts in calls_by_rank)]:
+        raise RunError(f"some rank never called {', '.join(unused)}, although this run's options should call it")
 
 
-def install(pieces: Sequence[Installed]) -> Counter:
+def install_pieces(pieces: Sequence[LearnerPiece]) -> Counter:
     """Replace the package's symbols by the pieces in this process; return the counter of their calls."""
     from minidist.tools.pieces import SymbolReplacements
 
@@ -153,32 +153,35 @@ def install(pieces: Sequence[Installed]) -> Counter:
     replacements = SymbolReplacements()
     for piece in pieces:
         for symbol in piece.symbols:
-            count = _counted(name_of(symbol), piece.name) if symbol == piece.symbols[-1] else None
+            count = _add_call_counter(symbol_name(symbol), piece.name) if symbol == piece.symbols[-1] else None
             vars(importlib.import_module(symbol.partition(":")[0]))[_CALLS] = calls
             try:
-                replacements.replace(symbol, piece.source, piece.file, count, [name_of(each) for each in piece.symbols])
+                replacements.replace_symbol(
+                    symbol, piece.source, piece.file, count, [symbol_name(each) for each in piece.symbols]
+                )
             except (UserError, SyntaxError) as error:
-                raise UserError(f"{piece.name} cannot take its place: {error}") from None
+                raise UserError(f"{piece.name} cannot replace the package's code: {error}") from None
     return calls
 
 
-def told(pieces: Sequence[Installed], of_ranks: Sequence[dict[str, int]]) -> list[str]:
+def format_calls(pieces: Sequence[LearnerPiece], calls_by_rank: Sequence[dict[str, int]]) -> list[str]:
     """Format the number of calls of every piece on every rank, as lines."""
     lines = ["your code trained this model; calls on each rank:"]
     return lines + [
-        f"  {piece.name:<22}" + " ".join(f"{counts.get(piece.name, 0):>8,}" for counts in of_ranks) for piece in pieces
+        f"  {piece.name:<22}" + " ".join(f"{counts.get(piece.name, 0):>8,}" for counts in calls_by_rank)
+        for piece in pieces
     ]
 
 
-def _told(choice: Choice) -> str:
-    how = choice.left_out or " ".join(choice.options) or "on every way"
+def _format_choice(choice: PieceChoice) -> str:
+    how = choice.left_out or " ".join(choice.options) or "called in every run"
     return f"{'left out' if choice.left_out else 'yours':<9}{choice.exercise.name:<22}{how}"
 
 
 def _passed(catalogue: Catalogue, work: Work, only: Sequence[str]) -> list[Exercise]:
     for name in only:
         if catalogue[name].kind != "piece":
-            raise UserError(f"{name} is an exercise of kind {catalogue[name].kind}, no piece of the trainer")
+            raise UserError(f"{name} is an exercise of kind {catalogue[name].kind}, not a piece of the trainer")
         if not work.entry(catalogue[name]).get("passed"):
             raise UserError(f"you have not passed {name} yet: python -m exercises check {name}")
     passed = [
@@ -189,11 +192,13 @@ def _passed(catalogue: Catalogue, work: Work, only: Sequence[str]) -> list[Exerc
         and work.entry(exercise).get("passed")
     ]
     if not passed:
-        raise UserError("you have passed no piece yet, so there is no code of yours to train with: see list and check")
+        raise UserError(
+            "you have passed no piece yet, so there is nothing to train with; python -m exercises list shows all"
+        )
     return passed
 
 
-def _lost(choice: Choice, config: Any, ranks: int) -> str:
+def _conflicting_option(choice: PieceChoice, config: Any, ranks: int) -> str:
     """Return the first option of a piece that the configuration overrides; "" if none."""
     for name, values in _route(choice.exercise, ranks).items():
         value = config
@@ -219,12 +224,12 @@ def _same(value: Any, word: str) -> bool:
         return False
 
 
-def name_of(symbol: str) -> str:
+def symbol_name(symbol: str) -> str:
     """`block` of `minidist.data.partition:block_partition`."""
     return symbol.partition(":")[2]
 
 
-def _counted(symbol: str, name: str):
+def _add_call_counter(symbol: str, name: str):
     """Wrap the function, or every method of the class, to count its calls."""
 
     def prepare(tree: ast.Module) -> ast.Module:

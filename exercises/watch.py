@@ -1,16 +1,16 @@
-"""`python -m exercises watch`: grade a file when it is saved; go on to the next exercise when it passes."""
+"""`python -m exercises watch`: grade a file whenever it is saved, and announce the next exercise when it passes."""
 
 import os
 import time
 from collections.abc import Callable, Iterator
 
-from exercises.attempt import attempt
+from exercises.attempt import grade_attempt
 from exercises.catalogue import Catalogue, Exercise
 from exercises.work import Work
 from minidist.errors import UserError
 from minidist.tools.launch import RankServer
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 # Modification time, size and inode of a file: editors write a new file and rename it.
 Stamp = tuple[int, int, int]
@@ -19,7 +19,7 @@ Stamp = tuple[int, int, int]
 class Watcher:
     """Watches the learner's files and grades those that change; `step` polls once.
 
-    name: the exercise to begin with; None: the first that is not passed. say: prints a report.
+    name: the exercise to begin with; None: the first that is not passed. show: prints a report.
     Raises UserError if the learner has no files or has passed every exercise.
     """
 
@@ -29,56 +29,56 @@ class Watcher:
         work: Work,
         server: RankServer,
         name: str | None = None,
-        say: Callable[[str], None] = print,
+        show: Callable[[str], None] = print,
     ):
-        self._catalogue, self._work, self._server, self._say = catalogue, work, server, say
-        self._judged = dict(self._stamps())
-        self._written = dict(self._judged)  # at the last poll
-        if not self._judged:
+        self._catalogue, self._work, self._server, self._show = catalogue, work, server, show
+        self._graded = dict(self._stamps())
+        self._last_stamps = dict(self._graded)  # at the last poll
+        if not self._graded:
             raise UserError(f"there is no file in {work.folder}; python -m exercises start copies the stubs there")
         self.current = catalogue[name] if name else self._unsolved()
         if self.current is None:
             raise UserError("you have passed every exercise; to watch one all the same, name it")
-        self._tell()
+        self._announce()
 
     def step(self) -> list[Exercise]:
         """Grade the files saved since the last poll whose writing is complete; return their exercises."""
-        now, before = dict(self._stamps()), self._written
-        self._written = now
-        settled = [n for n, stamp in now.items() if stamp == before.get(n) and stamp != self._judged.get(n)]
-        for name in settled:
-            self._judged[name] = now[name]
-            self._judge(self._catalogue[name])
-        return [self._catalogue[name] for name in settled]
+        now, before = dict(self._stamps()), self._last_stamps
+        self._last_stamps = now
+        complete = [n for n, stamp in now.items() if stamp == before.get(n) and stamp != self._graded.get(n)]
+        for name in complete:
+            self._graded[name] = now[name]
+            self._grade(self._catalogue[name])
+        return [self._catalogue[name] for name in complete]
 
     def run(self) -> None:
         """Poll until Ctrl-C."""
         try:
             while True:
                 self.step()
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         except KeyboardInterrupt:
-            self._say("")
+            self._show("")
 
-    def _judge(self, exercise: Exercise) -> None:
+    def _grade(self, exercise: Exercise) -> None:
         try:
-            verdict, text = attempt(exercise, self._work, self._server)
+            verdict, text = grade_attempt(exercise, self._work, self._server)
         except UserError as error:  # the file has been removed
-            self._say(str(error))
+            self._show(str(error))
             return
-        self._say(f"\n{text}")
+        self._show(f"\n{text}")
         if verdict.passed and (exercise is self.current or self._passed(self.current)):
             self.current = self._unsolved() or exercise
             if self.current is exercise:
-                self._say("\nyou have passed every exercise")
+                self._show("\nyou have passed every exercise")
             else:
-                self._say("")
-                self._tell()
+                self._show("")
+                self._announce()
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         exercise = self.current
-        told = f"next: {exercise.section} {exercise.title} ({exercise.points} points, {exercise.minutes} minutes)"
-        self._say(f"{told}\nsave {self._work.file(exercise)} to have it judged; Ctrl-C ends")
+        text = f"next: {exercise.section} {exercise.title} ({exercise.points} points, {exercise.minutes} minutes)"
+        self._show(f"{text}\nsave {self._work.file(exercise)} to check it; Ctrl-C ends")
 
     def _unsolved(self) -> Exercise | None:
         return next((exercise for exercise in self._catalogue.values() if not self._passed(exercise)), None)

@@ -13,10 +13,11 @@ from typing import Any
 
 from exercises.catalogue import Catalogue, Exercise
 from minidist.tools import progress
+from minidist.tools.output_files import write_atomically
 
 
 class Work:
-    """A learner's folder, which need not exist yet."""
+    """The learner's folder: the files of exercises and the record of progress. It need not exist yet."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -43,41 +44,39 @@ class Work:
                     if copied.get(name) != now:
                         done["kept"].append(target)
                     continue
-                progress.write_atomically(target, content)
+                write_atomically(target, content)
                 copied[name] = now
         return done
 
     def reset(self, exercise: Exercise) -> Path | None:
-        """Put the stub in place of the learner's file; returns where that is kept, None when there was none or it was
-        the stub."""
+        """Replace the learner's file by the stub; return the backup, None if no file was edited."""
         file, content = self.file(exercise), exercise.stub.read_bytes()
         backup = self._backup(file) if file.exists() and file.read_bytes() != content else None
         with self._changing() as kept:
-            progress.write_atomically(file, content)
+            write_atomically(file, content)
             kept.setdefault("files", {})[str(file.relative_to(self.folder))] = _digest(content)
         return backup
 
     def open_in_cell(self, exercise: Exercise) -> str:
-        """The learner's file for a notebook cell to begin with; the stub when there is none yet."""
+        """Return the text of the learner's file for a new notebook cell; create the file from the stub if necessary."""
         file = self.file(exercise)
         if not file.exists():
             self.reset(exercise)
-        self._know(exercise, file.read_bytes())
+        self._store_cell_hash(exercise, file.read_bytes())
         return file.read_text()
 
     def write_from_cell(self, exercise: Exercise, text: str) -> Path | None:
-        """Make `text` the learner's file. What somebody else wrote there since the cell last did is kept in the file
-        that this returns; None when there was nothing to keep."""
+        """Write `text` to the learner's file; return the backup if it was edited outside the cell since, else None."""
         file, content, backup = self.file(exercise), text.encode(), None
         before = file.read_bytes() if file.exists() else exercise.stub.read_bytes()
         known = (self.entry(exercise).get("cell"), _digest(content), _digest(exercise.stub.read_bytes()))
         if _digest(before) not in known:
             backup = self._backup(file)
-        progress.write_atomically(file, content)
-        self._know(exercise, content)
+        write_atomically(file, content)
+        self._store_cell_hash(exercise, content)
         return backup
 
-    def _know(self, exercise: Exercise, content: bytes) -> None:
+    def _store_cell_hash(self, exercise: Exercise, content: bytes) -> None:
         with self._changing() as kept:
             kept.setdefault("exercises", {}).setdefault(exercise.name, {})["cell"] = _digest(content)
 
@@ -85,7 +84,7 @@ class Work:
         number = 1
         while (backup := file.with_name(f"{file.stem}.backup-{number}{file.suffix}")).exists():
             number += 1
-        progress.write_atomically(backup, file.read_bytes())
+        write_atomically(backup, file.read_bytes())
         return backup
 
     def record(self, exercise: Exercise, passed: bool, points: int, content: bytes) -> None:
@@ -98,12 +97,12 @@ class Work:
             if passed:
                 entry["sha256"] = _digest(content)
 
-    def as_passed(self, exercise: Exercise) -> bool:
-        """Whether the file is unchanged since it last passed."""
+    def is_unchanged_since_pass(self, exercise: Exercise) -> bool:
+        """Return whether the learner's file is unchanged since it last passed."""
         file = self.file(exercise)
         return file.is_file() and self.entry(exercise).get("sha256") == _digest(file.read_bytes())
 
-    def next_hint(self, exercise: Exercise) -> int:
+    def reveal_next_hint(self, exercise: Exercise) -> int:
         """Record that one more hint is shown; return the number of hints seen."""
         with self._changing() as kept:
             entry = kept.setdefault("exercises", {}).setdefault(exercise.name, {})

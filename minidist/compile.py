@@ -1,28 +1,30 @@
-"""Layers compiled: one graph of each layer's forward and one of its backward, with messages inside of them."""
+"""Compile layers: one graph for a layer's forward and one for its backward, which contain the collectives."""
 
 import torch
 from torch import nn
 
-BACKEND = "inductor"  # which writes C++ for CPUs and Triton for GPUs, and needs a compiler on the machine
-_GRAPHS = 64  # of one function: torch's limit of 8 is soon reached by ranks that train one model after the other
+BACKEND = "inductor"  # generates C++ for CPUs and Triton for GPUs, and needs a compiler on the machine
+_MAX_GRAPHS = 64  # per function: ranks that train one model after another soon reach torch's limit of 8
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile the forward of every layer of `model`, and so its backward, with torch.compile.
+    """Replace the forward of every layer of `model` by one that torch.compile compiles, with its backward.
 
-    model: a Transformer, or what pipeline, tensor and context parallelism left of one. Layers are alike, so the first
-    call compiles for all. Each is one graph (`fullgraph`): the collectives are `torch.library` ops, which the
-    compiler leaves whole and in their order. Another number of samples is another graph, or one for all sizes.
+    model: a Transformer, possibly already split by pipeline, tensor and context parallelism. All layers have the same
+    code, so the first call compiles for all of them. A layer is one graph (`fullgraph`): the collectives are
+    `torch.library` ops, which the compiler neither splits nor reorders. When the number of samples changes, torch
+    compiles once more: for the new number, or for any number.
 
-    Without gradients layers run as they are: evaluation and sampling have other shapes, the latter one for each token.
+    Without gradients the layers run uncompiled: evaluation and sampling have other shapes than training, and sampling
+    has a new one for every token.
     """
-    torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = max(_MAX_GRAPHS, torch._dynamo.config.recompile_limit)
     for layer in model.model.layers:
-        if hasattr(layer, "self_attn"):  # other stages of a pipeline hold the others
-            layer.forward = _in_training(layer.forward)
+        if hasattr(layer, "self_attn"):  # not a placeholder of another stage's layer
+            layer.forward = _compile_for_training(layer.forward)
 
 
-def _in_training(run):
+def _compile_for_training(run):
     compiled = torch.compile(run, fullgraph=True, backend=BACKEND)
 
     def call(*args):

@@ -32,7 +32,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the axes of the mesh work."""
+    """The variants of pipeline, tensor and context parallelism; their sizes are in `mesh`."""
 
     schedule: ScheduleKind = "1f1b"
     """Pipeline schedule: the order of forward and backward passes on each stage. `minidist simulate` draws it."""
@@ -66,7 +66,7 @@ class ZeroConfig:
     """On CUDA: keep master weights and optimizer states in host memory, and run the optimizer there."""
 
     @property
-    def shares_gradients(self) -> bool:
+    def shards_gradients(self) -> bool:
         """Whether gradients are sharded, so that every micro-batch reduces them."""
         return self.stage == 3 or (self.stage == 2 and not self.keep_gradients)
 
@@ -217,8 +217,14 @@ class CheckpointConfig:
     """Save a checkpoint every this many steps; 0: only at the end, and when the run is stopped."""
     keep: int = 3
     """Number of checkpoints to keep; older ones are deleted."""
+    keep_every: int = 0
+    """Also keep the checkpoints of steps that are multiples of this; 0: none."""
+    background: bool = True
+    """Write checkpoints while training goes on: a step waits only until its tensors are copied to host memory."""
     resume: Path | None = None
-    """Continue from this checkpoint, or from the newest checkpoint of this run folder."""
+    """Continue from this checkpoint, or from the newest checkpoint of this run folder. auto: from the newest intact
+    checkpoint in --folder, or from the start if there is none. When not given: auto under torchrun after a restart, and
+    if --folder holds a run with the same options; else a new run."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +278,10 @@ class Config:
     ... when not given."""
 
     def mesh_of(self, world_size: int) -> Mesh:
-        """The mesh of `world_size` ranks. Raises UserError if the axes do not multiply to that number."""
+        """Return the mesh of a run on `world_size` ranks, with `mesh.dp` filled in if it is not given.
+
+        Raises UserError if the axes do not multiply to that number.
+        """
         m = self.mesh
         for axis, size in dataclasses.asdict(m).items():
             if size is not None and size < 1:

@@ -23,7 +23,10 @@ _TOML_NAMES = {
 
 
 def from_toml(path: Path, base: Config | None = None) -> Config:
-    """Read a TOML file; its values replace those of `base`. Raises UserError for unknown keys and wrong types."""
+    """Read a configuration from a TOML file. Raises UserError for unknown keys and wrong types.
+
+    base: the configuration whose values the file's values replace; None: the defaults.
+    """
     try:
         text = Path(path).read_text()
     except OSError as error:
@@ -34,13 +37,16 @@ def from_toml(path: Path, base: Config | None = None) -> Config:
 
 
 def ranks_in_toml(path: Path) -> int | None:
-    """Return the key `ranks` of a TOML file, which is not a field of the configuration; None without it."""
+    """Return the number of ranks that a TOML file asks for by its key `ranks`; None without that key.
+
+    `ranks` is no field of `Config`, so `from_toml` ignores it.
+    """
     ranks = tomllib.loads(Path(path).read_text()).get("ranks")
     return None if ranks is None else _convert(ranks, int, f"{path}: ranks")
 
 
 def from_text(text: str, name: str, base: Config | None = None) -> Config:
-    """Read the configuration from TOML text, as `from_toml`. name: of the text's source, for messages."""
+    """Read a configuration from TOML text, as `from_toml` does. name: names the source of the text in messages."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -95,7 +101,10 @@ def _expected(kind: Any) -> str:
 
 
 def to_toml(config: Any, prefix: str = "") -> str:
-    """Write a configuration as TOML text, from which `from_toml` reads an equal one."""
+    """Return a configuration as TOML text, from which `from_toml` reads an equal one.
+
+    prefix: stands before the names of all sections; empty for a whole configuration.
+    """
     lines, sections = [], []
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)

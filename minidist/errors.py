@@ -17,6 +17,10 @@ class UserError(Exception):
     exit_code = 2
 
 
+class DamagedError(UserError):
+    """The files of a checkpoint are missing, unreadable, or differ from those that were written."""
+
+
 class RunError(Exception):
     """A run that was possible failed (a rank died, ranks deadlocked, a loss was not finite). Exit code 1."""
 
@@ -25,17 +29,18 @@ class RunError(Exception):
     of_some_ranks = False
 
 
-def suggest(given: str, possible: Iterable[str], most: int = 12, prefix: str = "") -> str:
-    """The end of a message about an unknown name: the closest possible one, and all of them if they are few.
+def suggest(given: str, possible: Iterable[str], max_listed: int = 12, prefix: str = "") -> str:
+    """Return the end of a message about an unknown name: the closest possible name, and all names if they are few.
 
-    most: how many names are listed when one of them is close. prefix: what stands before each name in the message.
+    given: the unknown name. possible: the known names. max_listed: if a name is close and there are more names than
+    this, only the close one is given. prefix: stands before each name in the message, as "train." does.
     """
     names = list(possible)
     close = difflib.get_close_matches(given, names, 1)
     everything = f"possible: {', '.join(prefix + name for name in names) or 'none'}."
     if not close:
         return everything
-    return f"did you mean {prefix}{close[0]}?" + (f" {everything}" if len(names) <= most else "")
+    return f"did you mean {prefix}{close[0]}?" + (f" {everything}" if len(names) <= max_listed else "")
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -13,7 +13,7 @@ from minidist.config import Config
 from minidist.mesh import Mesh
 from minidist.parallel.context.split import apply_context_parallel
 from minidist.parallel.data.reducer import GradientReducer
-from minidist.parallel.data.replicate import make_reducer, synchronize
+from minidist.parallel.data.replicate import broadcast_model, make_reducer
 from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.executor import PipelineExecutor
 from minidist.parallel.pipeline.schedules import pipeline_schedule
@@ -29,29 +29,30 @@ from minidist.process_groups import (
     assign_layers,
     first_and_last_stages,
     group_specs,
-    ranks_at,
+    ranks_with,
 )
 from minidist.recompute import apply_recomputation
-from minidist.zero.build import ModelFacts, make_zero_reducer
+from minidist.zero.build import ModelParams, make_zero_reducer
 
 __all__ = [
     "DEFAULT_GROUP_SPECS",
-    "Parallel",
+    "ParallelModel",
     "assign_layers",
     "group_specs",
     "parallelize",
-    "reduced_by",
+    "with_all_reduce_algorithm",
 ]
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelModel:
     """A parallelized model, as one rank sees it.
 
     model: this rank's modules. specs: of its parameters. reducer: accumulates and reduces gradients, and holds the
     masters that the optimizer updates. pipeline: the executor if pp > 1. parts: the layers of each part of the model,
-    in order. context: the algorithm of attention over a sequence that is sharded over cp. sequence: whether tp ranks
-    shard the sequence between operators (sequence parallelism). scaler: the loss scaler, if the loss is scaled.
+    in order. cp_attention: "ring" or "ulysses", the attention over sequences that are sharded over cp.
+    sequence_parallel: whether tp ranks shard the sequence between tensor-parallel regions. scaler: the loss scaler, if
+    the loss is scaled.
     """
 
     model: nn.Module
@@ -59,31 +60,34 @@ class Parallel:
     reducer: GradientReducer
     pipeline: PipelineExecutor | None = None
     parts: Sequence[range] = ()
-    context: str = "ring"
-    sequence: bool = False
+    cp_attention: str = "ring"
+    sequence_parallel: bool = False
     scaler: LossScaler | None = None
 
-    def layers(self, chunk: int) -> range:
-        """Return the layers of a chunk of this rank's pipeline stage."""
+    def layer_range(self, chunk: int) -> range:
+        """Return the indices of the layers in a chunk of this rank's pipeline stage. chunk: its number on the stage."""
         return self.parts[self.pipeline.schedule.position(self.pipeline.stage, chunk)]
 
     def empty_hidden(self, samples: int, seq_len: int, tp: int) -> Tensor:
-        """Allocate a tensor for the hidden states between two stages. seq_len: number of this rank's tokens."""
+        """Allocate a tensor to receive the hidden states from another stage, (samples, local length, hidden size).
+
+        seq_len: tokens of a sequence on this rank. With sequence parallelism the local length is seq_len / tp.
+        """
         like = next(self.model.parameters())
-        seq_len = seq_len // tp if self.sequence else seq_len
+        seq_len = seq_len // tp if self.sequence_parallel else seq_len
         return torch.empty(samples, seq_len, self.model.config.hidden_size, dtype=like.dtype, device=like.device)
 
 
-def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
+def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelModel:
     """Parallelize `model` over the mesh of `groups`.
 
     In this order: pipeline, tensor and context parallelism, compilation, recomputation, precision, data parallelism or
     ZeRO. model: the full model; rank 0's values are broadcast. groups: bound for `group_specs`.
     """
     mesh = groups.mesh
-    for use in ("grads", "copies", "tensor", "activations"):  # one axis after the other: all values are rank 0's
-        if use in groups:
-            synchronize(model, groups[use])
+    for name in ("grads", "replicas", "tensor", "activations"):  # one axis after the other: all values are rank 0's
+        if name in groups:
+            broadcast_model(model, groups[name])
     ties = tied_names(model)
     shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}
     stages = dict.fromkeys(shapes, (mesh.coords(groups.world.rank)["pp"],))
@@ -106,7 +110,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
     }
     check_specs_cover(model, specs)
     policy = resolve_policy(config.precision)
-    chunk_of = {} if schedule is None else _completing(schedule, groups["activations"].rank, used_by)
+    chunk_of = {} if schedule is None else _completing_chunks(schedule, groups["activations"].rank, used_by)
     reducer = _reducer(model, specs, groups, config, policy, tuple(shapes), chunk_of)
     pipeline = None
     if schedule is not None:
@@ -123,10 +127,10 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> Parallel:
         )
     sequence = config.parallel.sequence and mesh.tp > 1
     scaler = LossScaler(config.precision) if policy.scaled else None
-    return Parallel(model, specs, reducer, pipeline, parts, config.parallel.context, sequence, scaler)
+    return ParallelModel(model, specs, reducer, pipeline, parts, config.parallel.context, sequence, scaler)
 
 
-def _completing(schedule: Schedule, stage: int, used_by: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def _completing_chunks(schedule: Schedule, stage: int, used_by: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Return, for each parameter, the chunk whose backward completes its gradient."""
     return {
         name: min(chunks, key=lambda chunk: schedule.position(stage, chunk))
@@ -145,14 +149,16 @@ def _reducer(
     chunk_of: Mapping[str, int],
 ) -> GradientReducer:
     """Build the gradient reducer of the configuration. names: of the full model's parameters."""
-    formats, values = cast_parameters(model, policy)
+    dtypes, values = cast_parameters(model, policy)
 
-    given = ModelFacts(specs, values, names, chunk_of, config.train.seed)
-    reducing = [reduced_by(config.comm.algorithm, groups[use]) for use in GRADIENT_GROUPS if use in groups]
+    params = ModelParams(specs, values, names, chunk_of, config.train.seed)
+    reduction_groups = [
+        with_all_reduce_algorithm(config.comm.algorithm, groups[name]) for name in GRADIENT_GROUPS if name in groups
+    ]
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
         parameters, comm = named_parameters(model), config.comm
-        return make_reducer(comm.gradients, parameters, specs, reducing, comm.bucket_mib)
-    return make_zero_reducer(model, given, groups, reducing, config, formats)
+        return make_reducer(comm.gradients, parameters, specs, reduction_groups, comm.bucket_mib)
+    return make_zero_reducer(model, params, groups, reduction_groups, config, dtypes)
 
 
 def _spec(
@@ -167,13 +173,13 @@ def _spec(
     """Build the spec of a parameter that is held by `stages` and, in each, by the tp ranks of `held`."""
     home = mesh.coords(rank)
 
-    replicas = ranks_at(mesh, stages, held.holders)
-    contributors = ranks_at(mesh, stages, held.holders if held.partial else (home["tp"],))
+    replicas = ranks_with(mesh, stages, held.holders)
+    contributors = ranks_with(mesh, stages, held.holders if held.partial else (home["tp"],))
     return ParamSpec(name, shape, (held.box,), replicas, ties, contributors=contributors)
 
 
-def reduced_by(algorithm: str, group: Group) -> Group:
-    """Return the group with another all-reduce: "backend" for the backend's own, or one of `comm/algorithms`."""
+def with_all_reduce_algorithm(algorithm: str, group: Group) -> Group:
+    """Return the group with this all-reduce algorithm: "backend" for the backend's own, or one of `comm/algorithms`."""
     if algorithm == "backend":
         return group
     return replace(group, algorithm=DeferredAllReduce(ALGORITHMS["all_reduce"][algorithm]))

@@ -21,7 +21,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True)
 class Box:
-    """The box `start <= index < stop` of a tensor, with one pair per dimension (none for a scalar)."""
+    """The elements of a tensor with `start[d] <= index[d] < stop[d]` in every dimension d (none for a scalar)."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]

@@ -17,65 +17,67 @@ DEFAULT_GROUP_SPECS: Sequence[GroupSpec] = (GroupSpec("grads", ("dp", "cp")), Gr
 
 # The groups over which gradients are summed. A parameter uses the first whose ranks are its contributors; under ZeRO
 # its shard uses "grads", and also the group of the ranks that hold the same shard.
-GRADIENT_GROUPS = ("grads", "copies", "norms", "heads", "tied")
+GRADIENT_GROUPS = ("grads", "replicas", "norms", "heads", "tied")
 
 
 def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
-    """Return the specs of all process groups of this layout; an axis of size 1 needs none."""
-    sharing, summing = _reduction(mesh, config)
-    found = [sharing, *DEFAULT_GROUP_SPECS[1:]]
-    if config.zero.stage and summing.axes:
-        found.append(summing)
+    """Return the specs of all process groups that `config` needs on `mesh`; a mesh axis of size 1 needs none."""
+    shard_spec, replica_spec = _gradient_specs(mesh, config)
+    specs = [shard_spec, *DEFAULT_GROUP_SPECS[1:]]
+    if config.zero.stage and replica_spec.axes:
+        specs.append(replica_spec)
     if mesh.tp > 1:
-        found.append(GroupSpec("tensor", ("tp",)))
-        found += _summed_over_tensor(mesh.tp, config, summing)
+        specs.append(GroupSpec("tensor", ("tp",)))
+        specs += _summed_over_tensor(mesh.tp, config, replica_spec)
     if config.optim.kind == "muon":
-        found += _matrices(mesh, config, sharing)
+        specs += _matrices(mesh, config, shard_spec)
     if mesh.cp > 1:
-        found.append(GroupSpec("context", ("cp",)))
+        specs.append(GroupSpec("context", ("cp",)))
     if mesh.pp > 1:
-        found += [GroupSpec("activations", ("pp",)), GroupSpec("gradients", ("pp",))]
+        specs += [GroupSpec("activations", ("pp",)), GroupSpec("gradients", ("pp",))]
         both = first_and_last_stages(pipeline_schedule(config, mesh))
         if config.model.tie_embeddings and len(both) > 1:
-            found.append(GroupSpec("tied", ("pp", *summing.axes), (("pp", (both,)), *summing.subgroups)))
-    return found
+            specs.append(
+                GroupSpec("tied", ("pp", *replica_spec.axes), (("pp", (both,)), *replica_spec.axis_partitions))
+            )
+    return specs
 
 
-def _reduction(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
+def _gradient_specs(mesh: Mesh, config: Config) -> tuple[GroupSpec, GroupSpec]:
     """Return the group over which ZeRO shards gradients, and the group of the replicas of each shard.
 
     Without ZeRO nothing is sharded: both have all ranks that process different tokens.
     """
     if config.zero.stage == 0:
-        return DEFAULT_GROUP_SPECS[0], GroupSpec("copies", DEFAULT_GROUP_SPECS[0].axes)
+        return DEFAULT_GROUP_SPECS[0], GroupSpec("replicas", DEFAULT_GROUP_SPECS[0].axes)
     inner = config.zero.shard_group_size(mesh) // mesh.cp  # dp ranks per shard group
     if inner == mesh.dp:
-        return DEFAULT_GROUP_SPECS[0], GroupSpec("copies", ())
-    sharing = tuple(tuple(range(first, first + inner)) for first in range(0, mesh.dp, inner))
-    copies = tuple(zip(*sharing, strict=True))
-    return GroupSpec("grads", DEFAULT_GROUP_SPECS[0].axes, (("dp", sharing),)), GroupSpec(
-        "copies", ("dp",), (("dp", copies),)
+        return DEFAULT_GROUP_SPECS[0], GroupSpec("replicas", ())
+    shard_sets = tuple(tuple(range(first, first + inner)) for first in range(0, mesh.dp, inner))
+    replica_sets = tuple(zip(*shard_sets, strict=True))
+    return GroupSpec("grads", DEFAULT_GROUP_SPECS[0].axes, (("dp", shard_sets),)), GroupSpec(
+        "replicas", ("dp",), (("dp", replica_sets),)
     )
 
 
-def _matrices(mesh: Mesh, config: Config, sharing: GroupSpec) -> list[GroupSpec]:
+def _matrices(mesh: Mesh, config: Config, shard_spec: GroupSpec) -> list[GroupSpec]:
     """Return the group over which ZeRO or tensor parallelism shards a matrix, in which Muon exchanges it."""
     sharded = config.zero.shard_group_size(mesh) > 1
-    axes = (*(sharing.axes if sharded else ()), *(("tp",) if mesh.tp > 1 else ()))
-    return [GroupSpec("matrices", axes, sharing.subgroups if sharded else ())] if axes else []
+    axes = (*(shard_spec.axes if sharded else ()), *(("tp",) if mesh.tp > 1 else ()))
+    return [GroupSpec("matrices", axes, shard_spec.axis_partitions if sharded else ())] if axes else []
 
 
-def _summed_over_tensor(tp: int, config: Config, summing: GroupSpec) -> list[GroupSpec]:
-    """Return the groups for gradients that are partial sums on several tp ranks and on the ranks of `summing`."""
-    found, axes = [], (*summing.axes, "tp")
+def _summed_over_tensor(tp: int, config: Config, replica_spec: GroupSpec) -> list[GroupSpec]:
+    """Return the groups for gradients that are partial sums on several tp ranks and on the ranks of `replica_spec`."""
+    specs, axes = [], (*replica_spec.axes, "tp")
     if config.parallel.sequence:
-        found.append(GroupSpec("norms", axes, summing.subgroups))
+        specs.append(GroupSpec("norms", axes, replica_spec.axis_partitions))
     heads = config.model.num_kv_heads
     if heads < tp and not (heads == 1 and config.parallel.sequence):  # with one head its ranks are those of "norms"
         each = tp // heads
         sets = tuple(tuple(range(head * each, (head + 1) * each)) for head in range(heads))
-        found.append(GroupSpec("heads", axes, (*summing.subgroups, ("tp", sets))))
-    return found
+        specs.append(GroupSpec("heads", axes, (*replica_spec.axis_partitions, ("tp", sets))))
+    return specs
 
 
 def first_and_last_stages(schedule: Schedule) -> tuple[int, ...]:
@@ -84,7 +86,10 @@ def first_and_last_stages(schedule: Schedule) -> tuple[int, ...]:
 
 
 def assign_layers(model: ModelConfig, schedule: Schedule, seq_len: int) -> list[range]:
-    """Assign layers to the parts of the model, balanced by FLOPs per token, including those of the output head."""
+    """Return the range of layers of each model part, in model order, balanced by FLOPs per token.
+
+    The model has one part per stage and chunk of `schedule`. The FLOPs of the output head count for the last part.
+    """
     weights, attention, head = forward_flops(model, seq_len)
     return balance_layers([weights + attention] * model.num_layers, schedule.stages, schedule.chunks, head=head)
 
@@ -99,12 +104,15 @@ def forward_flops(model: ModelConfig, seq_len: int) -> tuple[int, int, int]:
     return weights, 4 * h * seq_len, 2 * h * model.vocab_size
 
 
-def ranks_at(mesh: Mesh, stages: Sequence[int], tensor: Sequence[int]) -> tuple[int, ...]:
-    """Return all ranks with these pp coordinates (`stages`) and tp coordinates (`tensor`), ascending."""
-    places = product(sorted(stages), range(mesh.dp), range(mesh.cp), sorted(tensor))
+def ranks_with(mesh: Mesh, pp_coords: Sequence[int], tp_coords: Sequence[int]) -> tuple[int, ...]:
+    """Return all ranks of `mesh` with these pp and tp coordinates, whatever their dp and cp coordinates; ascending."""
+    places = product(sorted(pp_coords), range(mesh.dp), range(mesh.cp), sorted(tp_coords))
     return tuple(mesh.rank(**dict(zip(AXES, place, strict=True))) for place in places)
 
 
-def is_hidden_matrix(name: str, dimensions: int) -> bool:
-    """Return whether a parameter is a matrix of a layer (not the embedding or the head), which Muon updates."""
-    return dimensions == 2 and ".layers." in name
+def is_hidden_matrix(name: str, ndim: int) -> bool:
+    """Return whether Muon updates a parameter: a matrix of a layer, so neither the embedding nor the head.
+
+    name: global name of the parameter. ndim: number of its dimensions.
+    """
+    return ndim == 2 and ".layers." in name

@@ -33,8 +33,9 @@ from torch.overrides import _get_current_function_mode_stack
 def apply_recomputation(model: nn.Module, kind: str) -> None:
     """Apply activation recomputation to the layers of `model`: kind "block", "selective", or "none".
 
+    kind: "block" recomputes whole layers, "selective" core attention only, "none" nothing; see the module's table.
     model: a Transformer, possibly already split by pipeline, tensor and context parallelism. Recomputation repeats the
-    collectives inside, in the same order on all ranks.
+    collectives of a layer, in the same order on all ranks.
     """
     for layer in model.model.layers:
         if kind == "block" and hasattr(layer, "self_attn"):  # not a placeholder of another stage's layer
@@ -44,17 +45,17 @@ def apply_recomputation(model: nn.Module, kind: str) -> None:
 
 
 def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `run` so that autograd saves only its arguments, and backward runs it again for the other saved tensors.
+    """Wrap a function so that autograd saves only its arguments, and backward recomputes all other saved tensors.
 
-    run: takes and returns tensors, or tuples of them, as positional arguments; must be deterministic. Under `no_grad`
-    it is called as it is.
+    run: the function. It takes positional arguments, returns tensors or tuples of tensors, and is deterministic.
+    Returns a function with the same arguments and results. Under `no_grad` it only calls `run`.
     """
 
     def call(*args):
         if not torch.is_grad_enabled():
             return run(*args)
-        again = _Again(run, args)
-        with saved_tensors_hooks(again.forget, again.find):
+        hooks = _RecomputationHooks(run, args)
+        with saved_tensors_hooks(hooks.pack, hooks.unpack):
             return run(*args)
 
     return call
@@ -64,10 +65,11 @@ class _Enough(Exception):
     """Stops the second run once all saved tensors have been recomputed."""
 
 
-class _Again:
-    """The saved-tensor hooks of one call: drop tensors in forward, and recompute them in backward.
+class _RecomputationHooks:
+    """The saved-tensor hooks of one call of `run`: drop the tensors in forward, and recompute them in backward.
 
-    Autograd saves the same tensors in the same order in both runs, so each is identified by its index.
+    run: the function. args: its arguments, the only tensors that are kept. Autograd saves the same tensors in the same
+    order in both runs, so an index identifies each of them.
     """
 
     def __init__(self, run: Callable[..., Any], args: tuple):
@@ -76,16 +78,16 @@ class _Again:
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, Tensor] = {}
 
-    def forget(self, tensor: Tensor) -> int:
+    def pack(self, tensor: Tensor) -> int:
         """Drop a tensor that autograd saves; return its index."""
         self._saved.append((tensor.shape, tensor.dtype))
         return len(self._saved) - 1
 
-    def find(self, number: int) -> Tensor:
+    def unpack(self, index: int) -> Tensor:
         """Return the saved tensor with this index; the first call recomputes all of them."""
-        if number not in self._found:  # the first call, or a second backward through the same graph
+        if index not in self._found:  # the first call, or a second backward through the same graph
             self._found = dict(enumerate(self._run_again()))
-        return self._found.pop(number)  # freed as soon as its operation's backward is done
+        return self._found.pop(index)  # freed as soon as its operation's backward is done
 
     def _run_again(self) -> list[Tensor]:
         """Recompute the saved tensors, in order. Raises RuntimeError if their shapes or dtypes differ."""

@@ -1,8 +1,8 @@
-"""Validation: refuse every run that cannot work before a rank starts, and warn about settings that have no effect.
+"""Validation: refuse every run that cannot work, before a rank starts.
 
 `validate` checks a whole configuration for a number of ranks and returns its mesh; the functions below it check one
 concern each. Every message says what was given, what is possible and one change to make, with the numbers involved.
-`find_warnings` lists settings that are valid but pointless. Nothing here needs torch.
+Nothing here needs torch.
 """
 
 import math
@@ -34,6 +34,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "train.sample-tokens": (0, math.inf),
     "checkpoint.every": (0, math.inf),
     "checkpoint.keep": (1, math.inf),
+    "checkpoint.keep-every": (0, math.inf),
     "precision.initial-scale": (1e-30, 1e30),  # float32 can represent the scales around these bounds too
     "precision.growth-interval": (1, math.inf),
     "precision.max-overflows": (1, math.inf),
@@ -68,7 +69,7 @@ def validate(config: Config, world_size: int) -> Mesh:
     try:
         validate_tensor_parallel(config.model, mesh.tp)
         validate_context_parallel(
-            config.model, config.data.seq_len, mesh.cp, how.context, tp=mesh.tp, sequence=how.sequence
+            config.model, config.data.seq_len, mesh.cp, how.context, tp=mesh.tp, sequence_parallel=how.sequence
         )
     except ValueError as error:
         section = "data" if str(error).startswith("seq_len") else "model"
@@ -82,7 +83,7 @@ def validate(config: Config, world_size: int) -> Mesh:
 
 
 def validate_model(model: ModelConfig) -> None:
-    """Raise UserError for a shape that no model has."""
+    """Raise UserError if the sizes of the model contradict each other, or one is not positive."""
     try:
         model.validate()
     except ValueError as error:
@@ -90,7 +91,7 @@ def validate_model(model: ModelConfig) -> None:
 
 
 def validate_numbers(config: Config) -> None:
-    """Raise UserError for a number outside its range, whatever the mesh, and for an unknown device."""
+    """Raise UserError for an option whose number is outside its range, and for an unknown device."""
     for name, (least, most) in _RANGES.items():
         value = _value_of(config, name)
         if value is not None and not (least <= value <= most and abs(value) < math.inf):
@@ -171,38 +172,42 @@ def validate_pipeline(config: Config, mesh: Mesh) -> None:
         )
 
 
-def validate_schedule(kind: str, stages: int, micro_batches: int, chunks: int | None = None) -> int:
+def validate_schedule(kind: str, num_stages: int, num_micro_batches: int, chunks_per_stage: int | None = None) -> int:
     """Raise UserError if a pipeline schedule is impossible; return its number of model chunks per stage.
 
-    chunks: None for the schedule's own default.
+    kind: name of the schedule. num_micro_batches: number per step. chunks_per_stage: None for the schedule's default.
     """
     if kind not in SCHEDULES:
         raise UserError(f"there is no schedule {kind!r}; {suggest(kind, SCHEDULES)}")
-    for name, number in (("stages", stages), ("micro-batches", micro_batches)):
+    for name, number in (("stages", num_stages), ("micro-batches", num_micro_batches)):
         if number < 1:
             raise UserError(f"{kind} with {number} {name}: a pipeline needs at least 1. Give 1 or more {name}.")
     fixed = {"interleaved": None, "zb-v": 2}.get(kind, 1)
-    if chunks is None:
-        chunks = fixed or 2
-    if (fixed and chunks != fixed) or chunks < 1 or (kind == "interleaved" and chunks < 2):
+    if chunks_per_stage is None:
+        chunks_per_stage = fixed or 2
+    if (
+        (fixed and chunks_per_stage != fixed)
+        or chunks_per_stage < 1
+        or (kind == "interleaved" and chunks_per_stage < 2)
+    ):
         takes = f"{fixed} chunk{'s' * (fixed > 1)}" if fixed else "2 or more chunks"
         other = "" if kind == "interleaved" else ", or choose interleaved"
-        raise UserError(f"{kind} needs {takes} per stage, but chunks is {chunks}: leave it out{other}.")
-    if kind == "interleaved" and micro_batches % stages:
-        low = micro_batches // stages * stages
-        near = f"{low} or {low + stages}" if low else f"{stages}"
+        raise UserError(f"{kind} needs {takes} per stage, but chunks is {chunks_per_stage}: leave it out{other}.")
+    if kind == "interleaved" and num_micro_batches % num_stages:
+        low = num_micro_batches // num_stages * num_stages
+        near = f"{low} or {low + num_stages}" if low else f"{num_stages}"
         raise UserError(
             f"interleaved needs a number of micro-batches that is a multiple of the number of stages, and "
-            f"{micro_batches} is not a multiple of {stages}. Give {near} micro-batches, or choose 1f1b."
+            f"{num_micro_batches} is not a multiple of {num_stages}. Give {near} micro-batches, or choose 1f1b."
         )
-    if kind == "zb-h2" and micro_batches < 2 * stages - 1:
-        fits = (micro_batches + 1) // 2
+    if kind == "zb-h2" and num_micro_batches < 2 * num_stages - 1:
+        fits = (num_micro_batches + 1) // 2
         raise UserError(
-            f"zb-h2 needs 2 x {stages} stages - 1 = {2 * stages - 1} micro-batches in flight, but there are only "
-            f"{micro_batches}: give {2 * stages - 1} micro-batches or more, {fits} stage{'s' * (fits > 1)} or fewer, "
-            f"or choose zb-h1."
+            f"zb-h2 needs 2 x {num_stages} stages - 1 = {2 * num_stages - 1} micro-batches in flight, but there are "
+            f"only {num_micro_batches}: give {2 * num_stages - 1} micro-batches or more, "
+            f"{fits} stage{'s' * (fits > 1)} or fewer, or choose zb-h1."
         )
-    return chunks
+    return chunks_per_stage
 
 
 def validate_compile(config: Config, mesh: Mesh) -> None:
@@ -223,16 +228,23 @@ def validate_compile(config: Config, mesh: Mesh) -> None:
 
 
 def validate_tensor_parallel(model: ModelConfig, tp: int) -> None:
-    """Raise ValueError, with the sizes that work, if the operators of `model` cannot be sharded over `tp` ranks."""
-    for name in ("num_heads", "intermediate_size", "vocab_size"):
+    """Raise ValueError if the operators of `model` cannot be sharded over `tp` ranks.
+
+    The message lists the sizes of tensor parallelism that work for the whole model.
+    """
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    divided = ("num_heads", "intermediate_size", "vocab_size")
+
+    def is_possible(n: int) -> bool:
+        return not any(getattr(model, name) % n for name in divided) and not (kv_heads % n and n % kv_heads)
+
+    possible = _possible_sizes(is_possible, heads)
+    for name in divided:
         size = getattr(model, name)
         if size % tp:
-            possible = _fitting(lambda n, size=size: size % n == 0, min(size, 4 * tp))
             larger = "" if name == "num_heads" else f"; or {name}={-(-size // tp) * tp}"
             raise ValueError(f"{name}={size} is not divisible by tp={tp}; possible tp: {possible}{larger}")
-    heads, kv_heads = model.num_heads, model.num_kv_heads
     if kv_heads % tp and tp % kv_heads:
-        possible = _fitting(lambda n: not heads % n and not (kv_heads % n and n % kv_heads), heads)
         raise ValueError(
             f"num_kv_heads={kv_heads} and tp={tp}: one must divide the other, or a head would be split; "
             f"possible tp: {possible}"
@@ -240,23 +252,29 @@ def validate_tensor_parallel(model: ModelConfig, tp: int) -> None:
 
 
 def validate_context_parallel(
-    model: ModelConfig, seq_len: int, cp: int, kind: str, layout: str | None = None, tp: int = 1, sequence: bool = False
+    model: ModelConfig,
+    seq_len: int,
+    cp: int,
+    attention: str,
+    layout: str | None = None,
+    tp: int = 1,
+    sequence_parallel: bool = False,
 ) -> None:
     """Raise ValueError, with the sizes that work, if sequences of `seq_len` tokens cannot be sharded over `cp` ranks.
 
-    model: the unsplit one. kind: "ring" or "ulysses". layout: None for the default layout of the kind. tp: the size of
-    tensor parallelism, which shards the heads. sequence: whether sequence parallelism shards each rank's tokens over
-    tp as well.
+    model: the configuration of the unsharded model. attention: "ring" or "ulysses". layout: one of `LAYOUTS`; None for
+    the default of `attention`. tp: the size of tensor parallelism, which shards the heads. sequence_parallel: whether
+    sequence parallelism shards each rank's tokens over the tp ranks as well.
     """
-    layout = resolve_layout(kind, layout)
+    layout = resolve_layout(attention, layout)
     validate_sequence_length(layout, seq_len, cp)
     heads = model.num_heads // tp
-    if kind == "ulysses" and heads % cp:
+    if attention == "ulysses" and heads % cp:
         raise ValueError(
             f"num_heads={model.num_heads} over tp={tp} leaves {heads} query heads per rank, not divisible by cp={cp} "
-            f"as ulysses needs; possible cp: {_fitting(lambda n: heads % n == 0, heads)}; or ring, for any heads"
+            f"as ulysses needs; possible cp: {_possible_sizes(lambda n: heads % n == 0, heads)}; or ring, for any heads"
         )
-    if sequence and seq_len // cp % tp:
+    if sequence_parallel and seq_len // cp % tp:
         raise ValueError(
             f"seq_len={seq_len} over cp={cp} leaves {seq_len // cp} tokens per rank, not divisible by tp={tp} as "
             f"sequence parallelism needs; seq_len={_next_multiple(seq_len, num_chunks(layout, cp), cp * tp)} works"
@@ -264,13 +282,16 @@ def validate_context_parallel(
 
 
 def validate_sequence_length(layout: str, seq_len: int, cp: int) -> None:
-    """Raise ValueError, with the sizes that work, if a sequence cannot be divided evenly over `cp` ranks."""
+    """Raise ValueError, with the sizes that work, if `seq_len` tokens cannot be divided evenly over `cp` ranks.
+
+    layout: which chunks of a sequence a rank has, one of `LAYOUTS`.
+    """
     if layout not in LAYOUTS:
         raise ValueError(f"there is no layout {layout!r}; possible: {', '.join(LAYOUTS)}")
     count = num_chunks(layout, cp)
     if seq_len % count:
         per_rank = "two chunks per rank" if layout == "zigzag" else "one chunk per rank"
-        possible = _fitting(lambda n: seq_len % num_chunks(layout, n) == 0, min(seq_len, 4 * cp))
+        possible = _possible_sizes(lambda n: seq_len % num_chunks(layout, n) == 0, min(seq_len, 4 * cp))
         raise ValueError(
             f"seq_len={seq_len} is not divisible into {count} equal chunks, as cp={cp} needs in the {layout} layout "
             f"({per_rank}); possible cp: {possible}; or seq_len={_next_multiple(seq_len, count)}"
@@ -319,31 +340,14 @@ def validate_shard_group(config: Config, mesh: Mesh) -> None:
         )
 
 
-# -- settings that are valid but pointless ----------------------------------------------------------------------------
+# -- options without effect -------------------------------------------------------------------------------------------
 
 
 # Options that need not have an effect: their names, when they have one, and why they otherwise have none. A reason may
-# contain options, as {optim.kind}. A given option without effect is noted if it is in the first table, refused if in
-# the second.
-_Rule = tuple[str, Callable[[Config, Mesh], bool], str]
-_NOTED: tuple[_Rule, ...] = (
-    ("parallel.schedule parallel.chunks", lambda c, m: m.pp > 1, "mesh.pp is 1, which is no pipeline"),
-    ("parallel.sequence", lambda c, m: m.tp > 1, "mesh.tp is 1, and sequence parallelism works across tp ranks"),
-    ("parallel.context", lambda c, m: m.cp > 1, "mesh.cp is 1, so every rank has complete sequences"),
-    ("zero.keep_last_block zero.prefetch", lambda c, m: c.zero.stage == 3, "zero.stage is {zero.stage}, not 3"),
-    ("precision.initial_scale precision.growth_interval precision.max_overflows",
-     lambda c, m: resolve_policy(c.precision).scaled, "the loss is not scaled (loss-scale {precision.loss_scale})"),
-    ("optim.betas optim.eps", lambda c, m: c.optim.kind != "sgd", "optim.kind is sgd; it is for adamw and muon"),
-    ("optim.momentum", lambda c, m: c.optim.kind == "sgd", "optim.kind is {optim.kind}; it is for sgd"),
-    ("optim.muon_momentum optim.muon_lr_ratio optim.muon_steps",
-     lambda c, m: c.optim.kind == "muon", "optim.kind is {optim.kind}; it is for muon"),
-    ("optim.decay", lambda c, m: c.optim.weight_decay > 0, "optim.weight-decay is 0"),
-    ("optim.min_lr_fraction", lambda c, m: c.optim.schedule != "constant", "optim.schedule is constant"),
-    ("optim.decay_fraction", lambda c, m: c.optim.schedule == "wsd", "optim.schedule is {optim.schedule}, not wsd"),
-    ("comm.bucket_mib", lambda c, m: c.comm.gradients == "bucketed", "comm.gradients is naive, without buckets"),
-    ("comm.algorithm comm.gradients", lambda c, m: m.dp * m.cp > 1, "dp x cp is 1, so no gradients are reduced"),
-)  # fmt: skip
-_REFUSED: tuple[_Rule, ...] = (
+# contain options, as {optim.kind}.
+OptionRule = tuple[str, Callable[[Config, Mesh], bool], str]
+# Refused if given without effect, because the run would lack what they ask for. `tools/config_warnings` only warns.
+_REFUSED: tuple[OptionRule, ...] = (
     ("zero.offload", lambda c, m: c.device != "cpu",
      "it moves master weights and optimizer states from a GPU to the host, and device is cpu"),
     ("data.source", lambda c, m: c.data.path is None, "data.path is {data.path}, and a run reads one or the other"),
@@ -352,50 +356,17 @@ _REFUSED: tuple[_Rule, ...] = (
 )  # fmt: skip
 
 
-def find_unused_options(config: Config, mesh: Mesh, rules: tuple[_Rule, ...]) -> list[str]:
-    """A message for each option that differs from its default and has no effect in this run."""
+def find_unused_options(config: Config, mesh: Mesh, rules: tuple[OptionRule, ...]) -> list[str]:
+    """Return a message for each option that differs from its default and has no effect in this run.
+
+    rules: which options have an effect, and when; see `OptionRule`.
+    """
     found, default, sections = [], Config(), vars(config)
     for options, has_effect, reason in rules:
         for option in () if has_effect(config, mesh) else options.split():
             value, name = _value_of(config, option), option.replace("_", "-")
             if value != _value_of(default, option):
-                found.append(f"{name} {_shown(value)} has no effect: {reason.format(**sections)}.")
-    return found
-
-
-def find_warnings(config: Config, mesh: Mesh) -> list[str]:
-    """Warn about settings that are valid but pointless: one sentence or two for each."""
-    found = find_unused_options(config, mesh, _NOTED)
-    warmup, steps = config.optim.warmup_steps, config.train.steps
-    if warmup > steps and config.optim.warmup_steps != Config().optim.warmup_steps:
-        found.append(
-            f"optim.warmup-steps is {warmup} and the run has {steps} steps: the learning rate ends at "
-            f"{config.optim.lr * steps / warmup:.3g} and never reaches optim.lr {config.optim.lr:g}."
-        )
-    return found + find_zero_warnings(config, mesh)
-
-
-def find_zero_warnings(config: Config, mesh: Mesh) -> list[str]:
-    """Warn about ZeRO stages that cost communication and save little memory on this mesh."""
-    zero, found, ranks = config.zero, [], config.zero.shard_group_size(mesh)
-    if zero.stage and ranks == 1:
-        found.append(
-            f"zero.stage {zero.stage} shards nothing here: dp x cp = 1, so each part of the model is on one rank only. "
-            "It costs nothing and saves nothing."
-        )
-    micro_batches = config.train.micro_batches
-    if zero.stage == 2 and mesh.pp > 1 and not zero.keep_gradients and ranks > 1:
-        found.append(
-            f"zero.stage 2 under a pipeline reduces gradients in each of {micro_batches} micro-batches; stage 1 "
-            "reduces them once per step and keeps them unsharded."
-        )
-    if zero.stage == 2 and zero.keep_gradients:
-        found.append("zero.stage 2 with zero.keep-gradients needs the memory and the communication of stage 1.")
-    if zero.stage == 3 and mesh.pp > 1 and ranks > 1:
-        found.append(
-            f"zero.stage 3 under a pipeline gathers every layer twice in each of {micro_batches} micro-batches; "
-            "stages 1 and 2 communicate far less, and the pipeline has already divided the parameters."
-        )
+                found.append(f"{name} {_format_value(value)} has no effect: {reason.format(**sections)}.")
     return found
 
 
@@ -407,7 +378,7 @@ def _value_of(config: Config, name: str) -> Any:
     return getattr(getattr(config, section), field_name)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, tuple):
         return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -419,6 +390,6 @@ def _next_multiple(number: int, *factors: int) -> int:
     return -(-number // step) * step
 
 
-def _fitting(fits: Callable[[int], bool], most: int) -> str:
-    """The numbers from 1 to `most` that fit, as text."""
+def _possible_sizes(fits: Callable[[int], bool], most: int) -> str:
+    """The sizes from 1 to `most` that fit, as text."""
     return ", ".join(str(n) for n in range(1, most + 1) if fits(n))

@@ -1,4 +1,4 @@
-"""Every test that needs ranks gets them from one warm server; the end of the session finds nothing left behind."""
+"""Fixtures: one warm rank server for all tests with ranks, and a check that it leaves no process or shared memory."""
 
 import os
 import signal
@@ -21,28 +21,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 hypothesis.settings.register_profile("minidist", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.load_profile("minidist")
 
-DEADLINE_S = 240.0  # of a job; a test has one too (tests/helpers/deadline.py)
-_GONE_WITHIN_S = 10.0
+DEADLINE_S = 240.0  # of one job; the deadline of a test is in tests/helpers/deadline.py
+_CLEANUP_S = 10.0
 # Modules that the ranks of most tests import: the server imports them once, before it forks the ranks.
 PRELOAD = (
     *("torch._dynamo", "safetensors.torch", "matplotlib.figure", "matplotlib.image", "pytest", "hypothesis"),
     *("minidist.train.trainer", "minidist.tools.parity.ranks", "minidist.tools.notebook.rank_session"),
-    *("exercises.network", "exercises.observed", "exercises.rank_tests", "tests.helpers.small_run"),
+    *("exercises.network", "exercises.observations", "exercises.rank_tests", "tests.helpers.small_run"),
 )
-_SHARED = Path("/dev/shm")
+_SHM = Path("/dev/shm")
 
 
 @pytest.fixture(scope="session")
 def _nothing_is_left_behind():
-    """After the last test that used ranks, this process has no child and /dev/shm no new file."""
-    before = _shared_files()
-    children_before = _children()
+    """Check after the last test with ranks that no child process and no new file in /dev/shm is left."""
+    before = _shm_files()
+    children_before = _child_pids()
     yield
-    end_s = time.monotonic() + _GONE_WITHIN_S
-    while time.monotonic() < end_s and (_children() - children_before or _shared_files() - before):
+    end_s = time.monotonic() + _CLEANUP_S
+    while time.monotonic() < end_s and (_child_pids() - children_before or _shm_files() - before):
         os.sched_yield()
-    assert not _children() - children_before, "these child processes are still there"
-    assert not _shared_files() - before, "these files are still in /dev/shm"
+    assert not _child_pids() - children_before, "these child processes are still there"
+    assert not _shm_files() - before, "these files are still in /dev/shm"
 
 
 @pytest.fixture(scope="session")
@@ -75,13 +75,13 @@ def check_answer(server, tmp_path):
     return run
 
 
-def _shared_files() -> set[str]:
-    return {file.name for file in _SHARED.iterdir()} if _SHARED.is_dir() else set()
+def _shm_files() -> set[str]:
+    return {file.name for file in _SHM.iterdir()} if _SHM.is_dir() else set()
 
 
-def _children() -> set[int]:
-    """Process ids of our children, where /proc tells them."""
-    found = set()
+def _child_pids() -> set[int]:
+    """Process ids of this process's children; none where /proc does not list them."""
+    pids = set()
     for task in Path("/proc/self/task").glob("*/children"):
-        found.update(map(int, task.read_text().split()))
-    return found
+        pids.update(map(int, task.read_text().split()))
+    return pids

@@ -1,4 +1,4 @@
-"""The structure of the repository: core and tools apart, arrows that point down, one way to the network, the style."""
+"""The structure of the repository: no import of a tool by the core or of a higher layer, no cycle, one style."""
 
 import ast
 import subprocess
@@ -13,10 +13,10 @@ from tests.helpers.core_lines import core_lines, core_modules
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "minidist"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-ENVIRONMENT = PACKAGE / "tools" / "launch"
+LAUNCH = PACKAGE / "tools" / "launch"
 CORE_LINES = 11_500
 
-# From the bottom up; a module imports its own layer and those below it.
+# From the bottom up; a module imports its own layer and lower ones.
 LAYERS = (
     {"errors", "hashing", "mesh", "parameters", "config", "config_file"},
     {"comm"},
@@ -36,10 +36,10 @@ LAYERS = (
     {"train"},
     {"tools", "__main__"},
 )
-# Folders that import less than their layer may: all that each of them imports of the package.
-NARROW = {
+# Folders that may import less of the package than their layer allows: exactly these parts.
+ALLOWED_PARTS = {
     "models": {"hashing"},
-    "data": {"errors"},
+    "data": {"errors", "hashing"},
     "fault": {"errors", "parameters"},
     "precision": {"errors", "hashing", "parameters", "config"},
     "parallel": {"comm", "config", "errors", "mesh", "parameters", "validation"},
@@ -49,13 +49,13 @@ NARROW = {
 EXCEPTION = ("minidist.config", "minidist.models.config")
 
 
-def name_of(path: Path) -> str:
-    """`minidist.comm.group` of `minidist/comm/group.py`."""
+def module_name(path: Path) -> str:
+    """The module's name: `minidist.comm.group` for `minidist/comm/group.py`."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imported(path: Path) -> set[str]:
-    """Full names of the modules, and of the names in modules, that a file imports anywhere, also within functions.
+def imported_names(path: Path) -> set[str]:
+    """Full names of all modules, and of all names in modules, that a file imports, also within functions.
 
     Imports for type annotations only, under `if TYPE_CHECKING:`, do not count: they never run.
     """
@@ -72,7 +72,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def part_of(name: str) -> str | None:
+def top_level_part(name: str) -> str | None:
     """The top-level module or folder of the package to which an imported name belongs, None for another package."""
     parts = name.split(".")
     return parts[1] if parts[0] == "minidist" and len(parts) > 1 else None
@@ -83,36 +83,36 @@ def layer_of(part: str) -> int:
 
 
 def test_every_module_has_a_layer():
-    parts = {part_of(name_of(path)) for path in MODULES} - {None}
+    parts = {top_level_part(module_name(path)) for path in MODULES} - {None}
     assert parts == set.union(*LAYERS)
 
 
-@pytest.mark.parametrize("path", core_modules(), ids=name_of)
-def test_the_core_imports_no_tool_and_arrows_point_down(path):
-    """`minidist/__main__.py` is no part of the core: it is the entry of the command line."""
-    name = name_of(path)
-    own = part_of(name)
-    for other in imported(path):
-        part = part_of(other)
+@pytest.mark.parametrize("path", core_modules(), ids=module_name)
+def test_core_modules_import_no_tool_and_no_higher_layer(path):
+    """`minidist/__main__.py`, the entry of the command line, does not belong to the core."""
+    name = module_name(path)
+    own = top_level_part(name)
+    for other in imported_names(path):
+        part = top_level_part(other)
         if part is None or part not in set.union(*LAYERS) or other.startswith(EXCEPTION[1]) and name == EXCEPTION[0]:
             continue
         assert part != "tools", f"{name} imports {other}"
         if part != own:
             assert own is not None and layer_of(part) <= layer_of(own), f"{name} imports {other}, which is above it"
-            assert part in NARROW.get(own, {part}), f"{name} imports {other}"
+            assert part in ALLOWED_PARTS.get(own, {part}), f"{name} imports {other}"
 
 
-@pytest.mark.parametrize("path", core_modules(), ids=name_of)
-def test_the_core_names_no_tool_in_a_string_that_code_uses(path):
+@pytest.mark.parametrize("path", core_modules(), ids=module_name)
+def test_core_modules_name_no_tool_in_a_string(path):
     """Such as the argument of `import_module`. Docstrings may mention tools."""
     tree = ast.parse(path.read_text())
     docstrings = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            assert "minidist.tools" not in node.value, f"{name_of(path)}:{node.lineno}"
+            assert "minidist.tools" not in node.value, f"{module_name(path)}:{node.lineno}"
 
 
-TRAINING = """
+TRAINING_PROGRAM = """
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -134,21 +134,21 @@ print([name for name in sys.modules if name.startswith("minidist.tools")])
 """
 
 
-def test_a_run_needs_the_core_alone(tmp_path):
+def test_training_imports_no_tool(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
-    command = [sys.executable, "-c", TRAINING]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, ran.stdout) == (0, "[]\n"), ran.stdout + ran.stderr
+    command = [sys.executable, "-c", TRAINING_PROGRAM]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stdout + result.stderr
 
 
-def test_the_core_can_be_read_in_a_weekend():
+def test_the_core_has_few_enough_lines():
     assert sum(core_lines().values()) <= CORE_LINES, core_lines()
 
 
-def test_no_module_imports_itself_through_others():
+def test_there_is_no_import_cycle():
     """Imports within functions count: they hide a cycle and do not undo it."""
-    paths = {name_of(path): path for folder in ("minidist", "bench") for path in (ROOT / folder).rglob("*.py")}
-    edges = {name: (imported(path) & paths.keys()) - {name} for name, path in paths.items()}
+    paths = {module_name(path): path for folder in ("minidist", "bench") for path in (ROOT / folder).rglob("*.py")}
+    edges = {name: (imported_names(path) & paths.keys()) - {name} for name, path in paths.items()}
     # `from minidist.tools.shm import start` is an import of the module, not of the package around it.
     for name, others in edges.items():
         edges[name] = {other for other in others if not any(more.startswith(f"{other}.") for more in others)}
@@ -159,26 +159,26 @@ def test_only_comm_and_launch_talk_to_torch_distributed():
     allowed = (PACKAGE / "comm", PACKAGE / "tools")
     for path in MODULES:
         if not path.is_relative_to(allowed[0]) and not path.is_relative_to(allowed[1]):
-            assert not any(name.startswith("torch.distributed") for name in imported(path)), path
+            assert not any(name.startswith("torch.distributed") for name in imported_names(path)), path
 
 
 def test_environment_variables_are_read_in_launch_only():
     for path in MODULES:
         # The backend's switch for nccl must work in programs that were not started by us.
-        if not path.is_relative_to(ENVIRONMENT) and path.parts[-2:] != ("shm", "gpu.py"):
+        if not path.is_relative_to(LAUNCH) and path.parts[-2:] != ("shm", "gpu.py"):
             assert "os.environ" not in path.read_text() and "getenv" not in path.read_text(), path
 
 
 @pytest.mark.parametrize("check", [["check"], ["format", "--check"]], ids=["lint", "format"])
-def test_ruff_is_content(check):
-    ran = subprocess.run(
+def test_ruff_finds_nothing(check):
+    result = subprocess.run(
         [sys.executable, "-m", "ruff", *check, "--quiet", "."], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_nothing_names_a_path_of_one_machine():
-    """Only files that git would carry count; a clone without git has no others."""
+def test_no_file_names_a_local_path():
+    """Such as the path of a developer's checkout."""
     suspicious = ("/" + "work/", "/" + "farm/")
     for path in [*MODULES, *ROOT.glob("tests/**/*.py"), *ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "pyproject.toml"]:
         text = path.read_text()

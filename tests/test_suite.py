@@ -1,4 +1,4 @@
-"""The suite itself: a test that hangs fails and the tests after it run, SIGINT works, test modules stand alone."""
+"""The suite itself: a hanging test fails and later tests still run, SIGINT works, test modules are independent."""
 
 import ast
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-HANGS = """
+HANGING_SUITE = """
 import threading
 import time
 
@@ -74,9 +74,9 @@ def test_last(server):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> str:
-    """The output of a suite in which one test hangs in Python and one in C."""
+    """The output of a test suite in which one test hangs in Python code and one in C code."""
     file = tmp_path_factory.mktemp("hangs") / "test_hangs.py"
-    file.write_text(HANGS)
+    file.write_text(HANGING_SUITE)
     command = [
         sys.executable,
         "-m",
@@ -89,9 +89,9 @@ def ran(tmp_path_factory) -> str:
         file.name,
     ]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=file.parent, env=environ, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1
-    return done.stdout + done.stderr
+    result = subprocess.run(command, cwd=file.parent, env=environ, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 1
+    return result.stdout + result.stderr
 
 
 def test_a_test_that_hangs_fails_and_the_others_pass(ran):
@@ -99,19 +99,19 @@ def test_a_test_that_hangs_fails_and_the_others_pass(ran):
     assert "DeadlineExceeded: the test was not done after 12 s" in ran
 
 
-def test_the_report_has_every_thread_and_every_rank(ran):
+def test_the_deadline_report_names_every_thread_and_rank(ran):
     report = ran.partition("DeadlineExceeded: the test was not done after 12 s")[2]
     assert "thread MainThread" in report and "thread helper" in report and "in wait_in_a_thread" in report
     assert "rank 0: running" in report and "in wait_for_ever" in report and "rank 1: returned" in report
 
 
-def test_a_test_that_is_blocked_in_c_ends_its_worker_alone(ran):
-    line = HANGS[: HANGS.index("sum(range")].count("\n") + 1
+def test_a_test_blocked_in_c_code_ends_its_own_worker_only(ran):
+    line = HANGING_SUITE[: HANGING_SUITE.index("sum(range")].count("\n") + 1
     assert "Timeout (0:00:01.5" in ran and f'test_hangs.py", line {line} in test_c' in ran, ran
     assert "crashed while running 'test_hangs.py::test_c'" in ran
 
 
-def test_processes_of_tests_can_be_interrupted_even_where_the_caller_ignores_sigint():
+def test_sigint_works_although_the_caller_ignores_it():
     code = "import signal; from tests import conftest; print(signal.getsignal(signal.SIGINT).__name__)"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -119,12 +119,12 @@ def test_processes_of_tests_can_be_interrupted_even_where_the_caller_ignores_sig
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, preexec_fn=ignore)
-    assert done.stdout == "default_int_handler\n", done.stderr
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, preexec_fn=ignore)
+    assert result.stdout == "default_int_handler\n", result.stderr
 
 
 def test_no_test_module_imports_another():
-    """What several need is in tests/helpers."""
+    """Shared code belongs in tests/helpers."""
     for file in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -1,10 +1,10 @@
 """Gradient accumulation without communication.
 
-Write the missing lines of collect; its docstring specifies the result.
-You may call: reducer.add, reducer.ready, last.
+Write the missing lines of register_gradient_hooks; its docstring specifies the result.
+You may call: reducer.add, reducer.mark_ready, is_last_backward.
 Check it with: python -m exercises check accumulation
 
-Stub e6f0e054.
+Stub 051744ca.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.data.reducer import GradientReducer, trainable
+from minidist.parallel.data.reducer import GradientReducer, trainable_parameters
 
 
-def collect(
-    parameters: Mapping[str, nn.Parameter], reducer: GradientReducer, last: Callable[[], bool]
+def register_gradient_hooks(
+    parameters: Mapping[str, nn.Parameter], reducer: GradientReducer, is_last_backward: Callable[[], bool]
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Register autograd hooks that hand each gradient to the reducer as soon as a backward has computed it.
+    """Register autograd hooks that pass each gradient to the reducer as soon as backward has computed it.
 
-    last: returns whether the running backward is the last one of the step. Only in that one is a gradient declared
-    ready; in the micro-batches before, gradients accumulate and nothing is sent. The hooks set `.grad` to None, because
+    is_last_backward: returns whether the running backward is the last one of the step. Only then is a gradient declared
+    ready; in earlier micro-batches gradients accumulate and nothing is sent. The hooks set `.grad` to None, because
     autograd would add the next backward's gradient to one that the reducer already has. Autograd does not call the hook
     of a parameter that a backward did not use. Returns the hooks' handles, whose `remove()` unregisters them.
     """
@@ -34,5 +34,5 @@ def collect(
 
     return [
         parameter.register_post_accumulate_grad_hook(hook_for(name))
-        for name, parameter in trainable(parameters).items()
+        for name, parameter in trainable_parameters(parameters).items()
     ]

@@ -1,20 +1,22 @@
 """Assign parameters to buckets.
 
-Write the missing lines of assign; its docstring specifies the result.
+Write the missing lines of assign_buckets; its docstring specifies the result.
 You may call: min, max, sum, len, list.append, dict.items.
 Check it with: python -m exercises check bucket_assignment
 
-Stub f366e874.
+Stub a76df37f.
 """
 
 from collections.abc import Mapping
 
 
-def assign(sizes: Mapping[str, int], limit: int, first: int | None = None) -> list[list[str]]:
-    """Cut parameter names into buckets of consecutive names, in the order of `sizes`, each of at most `limit` bytes.
+def assign_buckets(sizes: Mapping[str, int], limit: int, first: int | None = None) -> list[list[str]]:
+    """Assign parameters to gradient buckets; return the parameter names of each bucket.
 
-    A bucket takes the next name as long as it fits. A parameter larger than the limit has a bucket of its own.
+    A bucket takes consecutive names of `sizes` as long as they fit. A parameter larger than the limit has its own
+    bucket.
 
-    sizes: name to bytes. first: a smaller limit for the first bucket; None: `limit`.
+    sizes: bytes of each gradient, by parameter name, in the order in which backward computes the gradients. limit:
+    maximum bytes of a bucket. first: maximum bytes of the first bucket if smaller than `limit`; None means `limit`.
     """
     raise NotImplementedError("return the names of each bucket")

@@ -1,4 +1,4 @@
-"""Tests of accumulation: a reducer that notes what it is told, and autograd in one process as the reference."""
+"""Tests of accumulation: a reducer that records its calls; the reference is autograd in one process."""
 
 import torch
 from torch import nn
@@ -9,24 +9,24 @@ from minidist.parameters import named_parameters
 
 
 class Notes:
-    """A reducer that keeps the sums and, when a gradient is ready, sends it: what comes later is not in the sum."""
+    """A reducer that accumulates, and sends a gradient when it is ready: later additions are not in the sum."""
 
     def __init__(self, group):
-        self.group, self.sums, self.told, self.sent = group, {}, [], {}
+        self.group, self.sums, self.calls, self.sent = group, {}, [], {}
 
     def add(self, name, grad):
-        self.told.append(("add", name))
+        self.calls.append(("add", name))
         self.sums[name] = self.sums[name] + grad if name in self.sums else grad.clone()
 
-    def ready(self, name):
+    def mark_ready(self, name):
         expect(f"a gradient of {name} is added before it is ready", name in self.sums, True)
-        self.told.append(("ready", name))
+        self.calls.append(("ready", name))
         self.sent[name] = self.sums[name].clone()
         all_reduce(self.sent[name], self.group)
 
 
 class Net(nn.Module):
-    """`rare` is used by the micro-batches that ask for it, `never` by none, `frozen` takes no gradient."""
+    """`rare` is used by selected micro-batches, `never` by none; `frozen` does not require a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Net(nn.Module):
         self.frozen = nn.Parameter(torch.full((2,), 3.0, dtype=torch.float64), requires_grad=False)
 
     def forward(self, x, rare=False):
-        """(b, 3) -> the sum of a loss. All its numbers are multiples of 2**-33, so that sums are exact in any order."""
+        """(b, 3) -> a loss sum. All its values are multiples of 2**-33, so that sums are exact in any order."""
         hidden = x @ self.weight.T * self.frozen
         loss = hidden.square().sum()
         return loss + (hidden @ self.rare).sum() if rare else loss
@@ -51,7 +51,7 @@ def data(rank, micro_batch):
 def run(answer, world, network, rare, each=lambda reducer: None):
     """One step; rare: whether each micro-batch uses the rare parameter. Returns the model and the reducer."""
     model, reducer, last = Net(), Notes(network.group), False
-    answer.collect(named_parameters(model), reducer, lambda: last)
+    answer.register_gradient_hooks(named_parameters(model), reducer, lambda: last)
     for i, uses in enumerate(rare):
         last = i == len(rare) - 1
         model(data(world.rank, i), uses).backward()
@@ -68,19 +68,19 @@ def reference(ranks, rare):
 
 @test(points=2)
 def one_micro_batch(answer, world, network):
-    """With one micro-batch every gradient is added once, and then ready."""
+    """With one micro-batch every gradient is added once, then declared ready."""
     _, reducer = run(answer, world, network, [True])
     expected = reference([world.rank], [True])
     for name in ("weight", "rare"):
-        told = [kind for kind, of in reducer.told if of == name]
-        expect(f"what the reducer was told of {name}", told, ["add", "ready"])
+        calls = [kind for kind, of in reducer.calls if of == name]
+        expect(f"the reducer's calls for {name}", calls, ["add", "ready"])
         expect(f"the gradient of {name} that was added", reducer.sums[name], expected[name])
-    expect("the parameters the reducer has heard of", sorted(reducer.sums), ["rare", "weight"])
+    expect("the parameters whose gradients were added", sorted(reducer.sums), ["rare", "weight"])
 
 
 @test(points=3, ranks=(2,))
 def micro_batches_add_up(answer, world, network):
-    """The sums are those of all micro-batches in one."""
+    """The sums equal the gradients of one backward over all micro-batches."""
     for count in (2, 3):
         _, reducer = run(answer, world, network, [True] * count)
         expected = reference([world.rank], [True] * count)
@@ -90,8 +90,8 @@ def micro_batches_add_up(answer, world, network):
 
 
 @test(points=3, ranks=(4,))
-def nothing_is_sent_before_the_last(answer, world, network):
-    """The inner micro-batches send nothing; the last one sends each gradient once, and it is whole."""
+def sends_in_the_last_micro_batch_only(answer, world, network):
+    """Only the last micro-batch sends: each gradient once, and complete."""
     sent = []
     _, reducer = run(answer, world, network, [True] * 3, lambda _: sent.append(len(network.records)))
     expect("operations sent by the end of each micro-batch", sent, [0, 0, 2])
@@ -101,8 +101,8 @@ def nothing_is_sent_before_the_last(answer, world, network):
 
 
 @test(points=2)
-def not_every_micro_batch_uses_a_parameter(answer, world, network):
-    """What only some micro-batches use has the sum of those; what none uses is never added."""
+def partly_unused_parameters(answer, world, network):
+    """A parameter that some micro-batches use gets the sum of their gradients; an unused one is never added."""
     for rare in ([True, False, False], [False, True, False], [False, True], [True, False, True], [False, False]):
         _, reducer = run(answer, world, network, rare)
         expected = reference([0], rare)
@@ -115,17 +115,17 @@ def not_every_micro_batch_uses_a_parameter(answer, world, network):
 
 
 @test(points=2)
-def grad_is_left_empty(answer, world, network):
-    """After every backward `.grad` is None: the reducer has the gradient, and nobody holds it twice."""
+def grad_is_none_after_backward(answer, world, network):
+    """After every backward `.grad` is None, so the gradient exists only once, in the reducer."""
     model, left = Net(), []
     reducer = Notes(network.group)
-    handles = answer.collect(named_parameters(model), reducer, lambda: False)
+    handles = answer.register_gradient_hooks(named_parameters(model), reducer, lambda: False)
     for i in range(2):
         model(data(0, i), True).backward()
         left.append([name for name, parameter in model.named_parameters() if parameter.grad is not None])
     expect("parameters with a .grad after each micro-batch", left, [[], []])
     for handle in handles:
         handle.remove()
-    before = len(reducer.told)
+    before = len(reducer.calls)
     model(data(0, 0), True).backward()
-    expect("calls of the reducer after the hooks were removed", len(reducer.told) - before, 0)
+    expect("calls of the reducer after the hooks were removed", len(reducer.calls) - before, 0)

@@ -14,13 +14,13 @@ KEYS = ("start", "share", "mean", "gradient", "steps")
 
 
 class Run(NamedTuple):
-    """What one call of main has left: the parameters, and what was sent."""
+    """The results of one call of main: the parameters, and the recorded messages."""
 
     parameters: list
     records: list
 
 
-RUNS = []  # several tests look at one and the same run
+RUNS = []  # several tests use one run
 
 
 def model_of(seed):
@@ -37,7 +37,7 @@ def data():
 
 
 def trained(answer, world, run):
-    """The run of main, from other starting values on every rank."""
+    """Run main from initial values that differ by rank, or return the stored run."""
     if not RUNS:
         result = run(answer.main, *data(), model_of(world.rank), epochs=EPOCHS, batch_size=BATCH)
         if not isinstance(result, tuple) or not isinstance(result[0], nn.Module):
@@ -47,7 +47,7 @@ def trained(answer, world, run):
 
 
 def one_process():
-    """The parameters of a single process that starts as rank 0 does."""
+    """Return the parameters of a single process that starts with those of rank 0."""
     model, (inputs, targets) = model_of(0), data()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=0.001)
     for _ in range(EPOCHS):
@@ -69,13 +69,13 @@ def replicas_stay_equal(answer, world, run):
 
 @test(points=4, ranks=(1, 2, 4))
 def equals_one_process(answer, world, run):
-    """The trained model is the one of a single process."""
+    """The trained model equals that of a single process."""
     got = trained(answer, world, run).parameters
     expect("the parameters after training", got, one_process(), tolerance=TOLERANCE, case="main(...)")
 
 
 @test(points=2, ranks=(2,))
-def only_gradients_travel(answer, world, run):
+def sends_only_gradients(answer, world, run):
     """Each gradient is all-reduced once per step, and nothing else is sent after the start."""
     sent = [record for record in trained(answer, world, run).records if record.name != "broadcast"]
     expect("operations after the start", sorted({record.name for record in sent}), ["all_reduce"], case="main(...)")
@@ -86,23 +86,27 @@ def only_gradients_travel(answer, world, run):
 
 @test(points=2)
 def names_the_invariant(answer):
-    """INVARIANT is the rule that the program breaks as you got it."""
+    """INVARIANT is the rule that the original program violates."""
     given = answer.INVARIANT
     if not given:
-        raise Wrong("unwritten", "INVARIANT names no rule yet: give a key of INVARIANTS")
+        raise Wrong("unwritten", "INVARIANT is empty: set it to a key of INVARIANTS")
     if given not in KEYS:
         raise Wrong("wrong", "INVARIANT is no key of INVARIANTS", f"one of {', '.join(KEYS)}", show(given))
     if given != "gradient":
-        raise Wrong("wrong", "the program keeps this rule; INVARIANT must name the one it breaks", got=show(given))
+        raise Wrong(
+            "wrong",
+            "the original program satisfies this rule; INVARIANT must name the rule that it violates",
+            got=show(given),
+        )
 
 
 @test(points=2)
 def names_the_line(answer, fault):
-    """LINE is the line that breaks it, in the file as you got it."""
+    """LINE is the line of the original file that violates the rule."""
     given, (number, text) = answer.LINE, fault
     if not given:
-        raise Wrong("unwritten", "LINE names no line yet: give its number in the file as you got it, or its text")
+        raise Wrong("unwritten", "LINE is empty: set it to the line's number in the original file, or to its text")
     if isinstance(given, bool) or not isinstance(given, int | str):
-        raise Wrong("type", "LINE must be the number of a line or its text", "a number or a text", show(given))
+        raise Wrong("type", "LINE must be the number of a line or its text", "an int or a str", show(given))
     if str(given).strip() not in (str(number), text):
-        raise Wrong("wrong", "the fault is not in this line of the file as you got it", got=show(given))
+        raise Wrong("wrong", "the fault is not in this line of the original file", got=show(given))

@@ -21,12 +21,12 @@ LIMITS = (1, 4, 8, 9, 100)
 
 
 def named(sizes):
-    """Sizes in bytes under names whose alphabetical order is not that of the parameters."""
+    """Return names to bytes; the alphabetical order of the names is not that of the parameters."""
     return {f"{'zyxwvut'[i]}.weight": size for i, size in enumerate(sizes)}
 
 
 def cut(sizes, limits):
-    """The buckets, each the longest run from the start that fits its limit, or one name alone."""
+    """Return the buckets: each is the longest run of names that fits its limit, or a single name."""
     names, buckets = list(sizes), []
     while names:
         limit = limits[min(len(buckets), len(limits) - 1)]
@@ -42,34 +42,36 @@ def every_name_once(answer):
     """Every parameter is in exactly one bucket, in the order given, and no bucket is empty."""
     for sizes in map(named, SIZES):
         for limit in LIMITS:
-            got = answer.assign(sizes, limit)
-            expect("the names of all buckets, one after the other", sum(map(list, got), []), list(sizes))
-            expect("a name in every bucket", [len(bucket) > 0 for bucket in got], [True] * len(got))
+            got = answer.assign_buckets(sizes, limit)
+            expect("the concatenated names of all buckets", sum(map(list, got), []), list(sizes))
+            expect("whether every bucket has a name", [len(bucket) > 0 for bucket in got], [True] * len(got))
 
 
 @test(points=2)
 def within_the_limit(answer):
-    """No bucket is larger than the limit, except one that holds a single parameter which is."""
+    """No bucket exceeds the limit, except one with a single parameter that is larger than the limit."""
     for sizes in map(named, SIZES):
         for limit in LIMITS:
-            got = answer.assign(sizes, limit)
+            got = answer.assign_buckets(sizes, limit)
             large = [bucket for bucket in got if len(bucket) > 1 and sum(sizes[name] for name in bucket) > limit]
-            expect(f"no bucket of several parameters above {limit} bytes", large, [])
-    expect("the buckets", answer.assign({"a": 5, "b": 5}, 8), [["a"], ["b"]])
+            expect(f"buckets of several parameters above {limit} bytes", large, [])
+    expect("the buckets", answer.assign_buckets({"a": 5, "b": 5}, 8), [["a"], ["b"]])
 
 
 @test(points=3)
-def as_few_as_can_be(answer):
-    """A bucket takes the next parameter as long as it fits: every message costs time, however small."""
+def fills_each_bucket(answer):
+    """A bucket takes the next parameter if it fits: every message has a fixed cost."""
     for sizes in map(named, SIZES):
         for limit in LIMITS:
-            expect("the buckets", answer.assign(sizes, limit), cut(sizes, [limit]))
+            expect("the buckets", answer.assign_buckets(sizes, limit), cut(sizes, [limit]))
 
 
 @test(points=3)
 def a_small_first_bucket(answer):
-    """`first` is the limit of the first bucket alone, and never more than the limit of the others."""
+    """`first` limits the first bucket only, and cannot raise its limit above `limit`."""
     for sizes in map(named, SIZES):
         for limit in LIMITS:
             for first in (0, 1, 3, 4, 50):
-                expect("the buckets", answer.assign(sizes, limit, first), cut(sizes, [min(first, limit), limit]))
+                expect(
+                    "the buckets", answer.assign_buckets(sizes, limit, first), cut(sizes, [min(first, limit), limit])
+                )

@@ -10,7 +10,7 @@ SHAPES = {"weight": (20, 3), "bias": (3,), "scale": ()}
 
 
 class Net(nn.Module):
-    """Parameters that start different on every rank; `rare` is used by the last rank only, `never` by none."""
+    """Parameters whose initial values differ by rank; only the last rank uses `rare`, none uses `never`."""
 
     def __init__(self, rank, dtype):
         super().__init__()
@@ -19,7 +19,7 @@ class Net(nn.Module):
 
 
 def gradient(name, rank, step=0, dtype=torch.float32):
-    """What one rank adds, other numbers for every rank, parameter, element and step.
+    """Return the local gradient of one rank: values that differ by rank, parameter, element and step.
 
     They are whole in float32; in float64 they have a part that float32 has no room for.
     """
@@ -29,18 +29,18 @@ def gradient(name, rank, step=0, dtype=torch.float32):
 
 
 def reducer_of(answer, world, network, dtype=torch.float32):
-    """The learner's reducer over a model of this rank, and the parameters by name."""
+    """Return the learner's reducer on this rank's model, and the parameters by name."""
     model = Net(world.rank, dtype)
     parameters = named_parameters(model)
     return answer.NaiveReducer(parameters, replicated_specs(model, network.group.ranks), [network.group]), parameters
 
 
 def run_step(reducer, world, step=0, dtype=torch.float32):
-    """Hand over this rank's gradients and finish."""
+    """Add this rank's gradients and call finish_reductions()."""
     for name in SHAPES:
         reducer.add(name, gradient(name, world.rank, step, dtype))
-        reducer.ready(name)
-    reducer.finish()
+        reducer.mark_ready(name)
+    reducer.finish_reductions()
 
 
 def total(name, world, step=0, dtype=torch.float32):
@@ -49,13 +49,13 @@ def total(name, world, step=0, dtype=torch.float32):
 
 
 def grad_of(parameters, name):
-    """The gradient as lists; None when there is none."""
+    """Return the gradient as nested lists, or None."""
     return None if parameters[name].grad is None else parameters[name].grad.tolist()
 
 
 @test(points=4, ranks=(1, 4))
 def sums_over_ranks(answer, world, network):
-    """After finish() every rank has the sum of all ranks' gradients, as exact as the parameters are."""
+    """After finish_reductions() every rank has the sum of all ranks' gradients, in the dtype of the parameter."""
     for dtype in (torch.float32, torch.float64):
         reducer, parameters = reducer_of(answer, world, network, dtype)
         run_step(reducer, world, dtype=dtype)
@@ -65,8 +65,8 @@ def sums_over_ranks(answer, world, network):
 
 
 @test(points=2, ranks=(2,))
-def each_step_by_itself(answer, world, network):
-    """The second step's gradient holds nothing of the first."""
+def steps_are_independent(answer, world, network):
+    """The gradient of the second step does not contain that of the first."""
     reducer, parameters = reducer_of(answer, world, network)
     for step in range(2):
         run_step(reducer, world, step)
@@ -76,8 +76,8 @@ def each_step_by_itself(answer, world, network):
 
 
 @test(points=3, ranks=(2,))
-def unused_is_agreed(answer, world, network):
-    """A parameter that one rank used gets its gradient everywhere; one that nobody used keeps None."""
+def unused_parameters(answer, world, network):
+    """A parameter that one rank used gets its gradient on all ranks; one that no rank used keeps None."""
     reducer, parameters = reducer_of(answer, world, network)
     if world.rank == world.size - 1:
         reducer.add("rare", torch.tensor([3.0, 4.0]))
@@ -87,7 +87,7 @@ def unused_is_agreed(answer, world, network):
 
 
 @test(points=2, ranks=(2,))
-def parameters_stay(answer, world, network):
+def parameters_are_not_changed(answer, world, network):
     """The reducer changes gradients, never parameters."""
     reducer, parameters = reducer_of(answer, world, network)
     run_step(reducer, world)
@@ -98,14 +98,14 @@ def parameters_stay(answer, world, network):
 
 @test(points=3, ranks=(2,))
 def nothing_more_is_sent(answer, world, network):
-    """Each gradient is all-reduced once, and besides at most one message of at most 16 bytes per parameter."""
+    """Each gradient is all-reduced once, with at most one more message of 16 bytes or less per parameter."""
     reducer, parameters = reducer_of(answer, world, network)
     run_step(reducer, world)
     names = sorted({record.name for record in network.records})
-    expect("the operations beneath torch", names, ["all_reduce"])
+    expect("the operations sent", names, ["all_reduce"])
     payload = sum(record.payload_bytes for record in network.records)
     least = sum(parameter.numel() * 4 for parameter in parameters.values())
     most = least + 16 * len(parameters)
-    expect(f"between {least} and {most} bytes reduced, not {payload}", least <= payload <= most, True)
+    expect(f"between {least} and {most} bytes reduced (counted: {payload})", least <= payload <= most, True)
     count, enough = len(network.records), 2 * len(parameters)
-    expect(f"at most {enough} messages for {len(parameters)} parameters, not {count}", count <= enough, True)
+    expect(f"at most {enough} messages for {len(parameters)} parameters (counted: {count})", count <= enough, True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from exercises.observed import timeline
+from exercises.observations import timeline
 from exercises.testing import expect, test
 from minidist.comm import all_gather_object
 
@@ -13,13 +13,13 @@ WEIGHTS = [1.5, 0.25, 2.0, 1.0]
 
 
 def tokens(rank, micro_batch, count):
-    """(count, 3) float64, other numbers for every rank and micro-batch."""
+    """(count, 3) float64 values that differ by rank and micro-batch."""
     generator = torch.Generator().manual_seed(100 * rank + micro_batch)
     return torch.randn(count, 3, generator=generator, dtype=torch.float64)
 
 
 def loss_sum(theta, x):
-    """The sum over tokens of a loss that is no straight line: ()."""
+    """Return the sum over tokens of a nonlinear loss: ()."""
     return torch.log1p((x @ theta - 1).square()).sum()
 
 
@@ -38,20 +38,20 @@ def one_process(counts, weights):
 
 
 def step(answer, world, network, counts, weights):
-    """The learner's step on this rank: its part of the loss, its gradient and the count."""
+    """Run the learner's step on this rank; return its part of the loss, its gradient and the count."""
     theta = torch.tensor(START, dtype=torch.float64, requires_grad=True)
     mine, weight = counts[world.rank], weights[world.rank]
-    count = answer.count_tokens(list(mine), weight, network.group)
+    count = answer.all_reduce_token_count(list(mine), weight, network.group)
     loss = answer.backward((loss_sum(theta, tokens(world.rank, i, n)) for i, n in enumerate(mine) if n), weight, count)
     return float(loss), theta.grad, count.value
 
 
 def sums_are_those_of_one_process(answer, world, network, counts, weights, case):
-    """The parts of all ranks must sum to the numbers of one process."""
+    """Check that the parts of all ranks sum to the loss and the gradient of one process."""
     loss, gradient, total = one_process(counts, weights)
     mine, grad, count = step(answer, world, network, counts, weights)
     parts = all_gather_object((mine, [0.0] * 3 if grad is None else grad.tolist()), network.group)
-    expect("the number of tokens that count", count, total, case=case, tolerance=1e-12)
+    expect("the weighted number of counted tokens", count, total, case=case, tolerance=1e-12)
     # Sums of some tens of float64 terms of size one, in another order.
     expect("the gradients of all ranks, summed", _sum([g for _, g in parts]), gradient, case=case, tolerance=1e-12)
     expect("the losses of all ranks, summed", sum(part for part, _ in parts), loss, case=case, tolerance=1e-12)
@@ -62,15 +62,15 @@ def _sum(rows):
 
 
 @test(points=3, ranks=(1, 2))
-def uneven_padding(answer, world, network):
-    """Loss and gradient are those of one process, though ranks and micro-batches hold unequal numbers of tokens."""
+def unequal_token_counts(answer, world, network):
+    """Loss and gradient equal those of one process, with unequal token counts on ranks and micro-batches."""
     counts, weights = COUNTS[: world.size], [1.0] * world.size
     sums_are_those_of_one_process(answer, world, network, counts, weights, f"tokens per micro-batch {counts}")
 
 
 @test(points=3, ranks=(4,))
 def weights_of_data(answer, world, network):
-    """w_i multiplies the losses of rank i and the number of its tokens alike, also when all are small."""
+    """w_i multiplies both the losses and the token count of rank i; small weights work, too."""
     for factor in (1, 1 / 64):  # with the second, the weighted number of all tokens is below 1
         counts, weights = COUNTS[: world.size], [weight * factor for weight in WEIGHTS[: world.size]]
         case = f"weights {weights}, tokens per micro-batch {counts}"
@@ -79,18 +79,18 @@ def weights_of_data(answer, world, network):
 
 @test(points=2, ranks=(2,))
 def a_rank_without_samples(answer, world, network):
-    """A rank that has nothing adds nothing, and still takes part; so does one whose weight is 0."""
+    """A rank without tokens, or with weight 0, adds zero and still takes part in the collectives."""
     for counts, weights in [([[3, 2], []], [1.0, 1.0]), ([[], [4]], [2.0, 0.5]), ([[3], [4]], [1.0, 0.0])]:
         case = f"weights {weights}, tokens per micro-batch {counts}"
         sums_are_those_of_one_process(answer, world, network, counts, weights, case)
 
 
 @test(points=2, ranks=(2,))
-def nothing_counts(answer, world, network):
-    """When no token counts anywhere there is no backward: the gradient stays None and the loss is 0."""
+def no_counted_token(answer, world, network):
+    """If no rank has a counted token, no backward runs: the gradient stays None and the loss is 0."""
     for counts, weight in ([0, 0], 1.0), ([3], 0.0), ([], 1.0):
         theta = torch.tensor(START, dtype=torch.float64, requires_grad=True)
-        count = answer.count_tokens(counts, weight, network.group)
+        count = answer.all_reduce_token_count(counts, weight, network.group)
         parts = (loss_sum(theta, tokens(world.rank, i, n)) for i, n in enumerate(counts))
         case = f"weight {weight}, tokens per micro-batch {counts} on every rank"
         expect("the loss", float(answer.backward(parts, weight, count)), 0.0, case=case)
@@ -98,8 +98,8 @@ def nothing_counts(answer, world, network):
 
 
 @test(points=3, ranks=(2,))
-def counted_once(answer, world, network):
-    """One number goes over the network, once; it is in flight when count_tokens returns."""
+def one_all_reduce_of_the_count(answer, world, network):
+    """One number is all-reduced, once, and is in flight when all_reduce_token_count returns."""
     theta = torch.tensor(START, dtype=torch.float64, requires_grad=True)
 
     def forwards():
@@ -107,18 +107,18 @@ def counted_once(answer, world, network):
             network.event("forward")
             yield loss_sum(theta, tokens(world.rank, i, n))
 
-    count = answer.count_tokens(COUNTS[world.rank], 1.0, network.group)
-    network.event("count_tokens has returned")
+    count = answer.all_reduce_token_count(COUNTS[world.rank], 1.0, network.group)
+    network.event("all_reduce_token_count has returned")
     answer.backward(forwards(), 1.0, count)
-    expect("the operations beneath torch", [record.name for record in network.records], ["all_reduce"])
+    expect("the operations sent", [record.name for record in network.records], ["all_reduce"])
     expect("the elements sent", [record.shape for record in network.records], [(1,)])
     order = timeline(network)
-    expect("what happened first", order[:2], ["launch 0", "count_tokens has returned"])
+    expect("the first two events", order[:2], ["launch 0", "all_reduce_token_count has returned"])
 
 
 @test(points=2)
 def one_micro_batch_at_a_time(answer, world, network):
-    """A micro-batch's backward is over before the next forward begins, so its activations are free again."""
+    """The backward of a micro-batch ends before the next forward begins, so its activations are freed."""
     theta, events = torch.tensor(START, dtype=torch.float64, requires_grad=True), []
     theta.register_post_accumulate_grad_hook(lambda _: events.append("backward"))
 
@@ -127,13 +127,13 @@ def one_micro_batch_at_a_time(answer, world, network):
             events.append("forward")
             yield loss_sum(theta, tokens(0, i, 4))
 
-    loss = answer.backward(forwards(), 1.0, answer.count_tokens([4, 4, 4], 1.0, network.group))
+    loss = answer.backward(forwards(), 1.0, answer.all_reduce_token_count([4, 4, 4], 1.0, network.group))
     expect("what happened", events, ["forward", "backward"] * 3)
-    expect("whether the returned loss still holds what backward needs", getattr(loss, "requires_grad", False), False)
+    expect("whether the returned loss keeps the autograd graph", getattr(loss, "requires_grad", False), False)
 
 
 @test(points=1)
 def many_tokens(answer, world, network):
-    """A count above 2**24 is exact, which float32 cannot hold."""
+    """A count above 2**24 is exact, although float32 cannot represent it."""
     for counts in ([2**24, 1], [2**31, 2**31 + 1]):
-        expect("the count", answer.count_tokens(counts, 1.0, network.group).value, sum(counts))
+        expect("the count", answer.all_reduce_token_count(counts, 1.0, network.group).value, sum(counts))

@@ -1,6 +1,6 @@
 """Shares in proportion to weights.
 
-Write the missing lines of apportion and weighted_partition; its docstring specifies the result.
+Write the missing lines of apportion and weighted_partition; their docstrings specify the results.
 You may call: Fraction, math.floor, sum, sorted, apportion, numpy.cumsum, numpy.arange.
 Check it with: python -m exercises check weighted_partition
 

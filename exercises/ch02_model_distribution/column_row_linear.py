@@ -1,10 +1,10 @@
 """Column-parallel and row-parallel linear layers.
 
-Write the missing lines of ColumnParallelLinear and RowParallelLinear; its docstring specifies the result.
+Write the missing lines of ColumnParallelLinear and RowParallelLinear; their docstrings specify the results.
 You may call: F.linear, enter, leave.
 Check it with: python -m exercises check column_row_linear
 
-Stub e7552f5f.
+Stub fbefcb69.
 """
 
 import torch.nn.functional as F
@@ -14,10 +14,10 @@ from minidist.parallel.tensor.operators import Operator
 
 
 class ColumnParallelLinear(nn.Module):
-    """This rank's output features of a linear layer: (b, s, in) -> (b, s, out / ranks).
+    """A linear layer whose output features are sharded over the ranks: (b, s, in) -> (b, s, out / ranks).
 
-    weight: (out / ranks, in). enter: what happens to the input first; nothing where several projections read one
-    input, which has entered already: then its gradients are summed once.
+    weight: (out / ranks, in), this rank's shard. enter: the operator applied to the input, the first of
+    `region_operators`. None if several layers read the same input and their module applies the operator once for all.
     """
 
     def __init__(self, weight: Tensor, enter: Operator | None = None):
@@ -25,13 +25,15 @@ class ColumnParallelLinear(nn.Module):
         self.weight, self._enter = nn.Parameter(weight), enter
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's output features, (b, s, out / ranks)."""
         raise NotImplementedError("return this rank's features of the output, (b, s, out / ranks)")
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer whose input features are sharded: (b, s, in / ranks) -> what `leave` makes of (b, s, out).
+    """A linear layer whose input features are sharded over the ranks: (b, s, in / ranks) -> (b, s, out).
 
-    weight: (out, in / ranks). leave: sums over the ranks.
+    weight: (out, in / ranks), this rank's shard. leave: the operator that sums the ranks' partial outputs, the second
+    of `region_operators`; with sequence parallelism it returns (b, s / ranks, out).
     """
 
     def __init__(self, weight: Tensor, leave: Operator):
@@ -39,4 +41,5 @@ class RowParallelLinear(nn.Module):
         self.weight, self._leave = nn.Parameter(weight), leave
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output summed over the ranks, (b, s, out) or with sequence parallelism (b, s / ranks, out)."""
         raise NotImplementedError("return the output of the region: the sum over the ranks")

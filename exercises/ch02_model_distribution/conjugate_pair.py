@@ -1,10 +1,11 @@
 """Entering and leaving the tensor-parallel region.
 
-Write the missing lines of _Copied and _Summed and reduce_from_tp and copy_to_tp; its docstring specifies the result.
+Write the missing lines of _CopyToTP, _ReduceFromTP, reduce_from_tp and copy_to_tp; their docstrings specify the
+results.
 You may call: ops.all_reduce, Tensor.contiguous.
 Check it with: python -m exercises check conjugate_pair
 
-Stub 838169b1.
+Stub 84abee61.
 """
 
 import torch
@@ -14,7 +15,9 @@ from minidist.comm import Group
 from minidist.comm import functional as ops
 
 
-class _Copied(torch.autograd.Function):
+class _CopyToTP(torch.autograd.Function):
+    """`copy_to_tp` with its own backward. key: the group's name (`group.key`), for `ops.all_reduce(x, key)`."""
+
     @staticmethod
     def forward(ctx, x, key):
         ctx.key = key
@@ -25,7 +28,9 @@ class _Copied(torch.autograd.Function):
         raise NotImplementedError("return the gradient of x, and None for key")
 
 
-class _Summed(torch.autograd.Function):
+class _ReduceFromTP(torch.autograd.Function):
+    """`reduce_from_tp` with its own backward. key: the group's name (`group.key`), for `ops.all_reduce(x, key)`."""
+
     @staticmethod
     def forward(ctx, x, key):
         raise NotImplementedError("return the sum over the ranks, replicated on all of them")
@@ -37,9 +42,9 @@ class _Summed(torch.autograd.Function):
 
 def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
     """All-reduce the partial results `x` (any shape) of a tensor-parallel region; the result is replicated."""
-    return x if group.size == 1 else _Summed.apply(x, group.key)
+    return x if group.size == 1 else _ReduceFromTP.apply(x, group.key)
 
 
 def copy_to_tp(x: Tensor, group: Group) -> Tensor:
     """Return the replicated `x` (any shape) as input of a tensor-parallel region; backward all-reduces its gradient."""
-    return x if group.size == 1 else _Copied.apply(x, group.key)
+    return x if group.size == 1 else _CopyToTP.apply(x, group.key)

@@ -4,7 +4,7 @@ Write the missing lines of merge_attention; its docstring specifies the result.
 You may call: torch.logaddexp, torch.sigmoid, torch.exp, torch.maximum, Tensor.nan_to_num.
 Check it with: python -m exercises check ring_attention_merge
 
-Stub 43ca4bc6.
+Stub e59be383.
 """
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both, as (out, lse), in at least float32.
+    """Merge two attention results over disjoint sets of keys; return (out, lse) over all keys, in at least float32.
 
-    out, other: (..., s, d), softmax-weighted values over disjoint sets of keys. lse, other_lse: (..., s), the logarithm
-    of the sum of the exponentials of the scores over them; minus infinity, with out 0, where there were none.
+    out, other: (..., s, d), the softmax-weighted means of the values. lse, other_lse: (..., s), the log-sum-exp of the
+    scores. Where a query has no key in a set, lse is minus infinity and out is 0; both sets may lack keys.
     """
     dtype = torch.promote_types(out.dtype, torch.float32)
     lse, other_lse = lse.to(dtype), other_lse.to(dtype)

@@ -4,7 +4,7 @@ Write the missing lines of apply_tensor_parallel; its docstring specifies the re
 You may call: region_operators, replace.
 Check it with: python -m exercises check sequence_parallel_norm
 
-Stub 86916801.
+Stub f07979e6.
 """
 
 from dataclasses import replace
@@ -20,17 +20,18 @@ from minidist.parameters import Box, named_parameters
 from minidist.validation import validate_tensor_parallel
 
 
-def apply_tensor_parallel(model: nn.Module, group: Group, sequence: bool = False) -> dict[str, ParamShard]:
-    """Leave in `model` what this rank of the group holds of it; returns that, by the parameters' global names.
+def apply_tensor_parallel(model: nn.Module, group: Group, sequence_parallel: bool = False) -> dict[str, ParamShard]:
+    """Shard `model` in place over the ranks of `group`; return this rank's shards, by global parameter name.
 
-    model: a Transformer, or a pipeline stage's part of one. All ranks begin with the same and see the same batches.
-    Afterwards its loss is that of the whole model on every rank, and without labels it gives this rank's columns of the
-    logits, (b, s, vocab / ranks). Norms stay whole. Raises ValueError when the sizes do not divide
-    (`validate_tensor_parallel`).
+    model: a Transformer, or a pipeline stage's part of one. All ranks must pass equal models, and feed them the same
+    batches. Afterwards the loss is that of the full model on every rank, and without labels the model returns this
+    rank's columns of the logits, (b, s, vocab / ranks). Norms are replicated. Raises ValueError if the group size does
+    not divide the model's sizes (`validate_tensor_parallel`).
 
-    sequence: between the operators each rank holds an equal part of the sequence (Korthikanti et al. 2022, arXiv
-    2205.05198, section 4.2.2): as many bytes pass, and what norms, dropout and residual stream keep for backward is
-    sharded. A norm then sees a part of the tokens, so its gradients are partial.
+    sequence_parallel: use sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2): between
+    tensor-parallel regions each rank has an equal part of the sequence. The number of bytes sent is the same, and the
+    activations that norms, dropout and the residual stream save for backward are sharded. A norm then processes a part
+    of the tokens, so its gradients are partial.
     """
     config, size = model.config, group.size
     validate_tensor_parallel(config, size)
@@ -57,8 +58,8 @@ def apply_tensor_parallel(model: nn.Module, group: Group, sequence: bool = False
         # A tied head has no name of its own in `held`: `tie` gives it the embedding's parameter.
         model.lm_head = ColumnParallelLinear(cutter.cut(head, model.lm_head.weight, 0) if head in held else rows, enter)
         model.loss = VocabParallelLoss(first, group)
-    model.tie()
-    if sequence:
+    model.tie_weights()
+    if sequence_parallel:
         raise NotImplementedError("mark the parameters whose gradients are partial now")
         model.model.register_forward_pre_hook(_own_positions(group), with_kwargs=True)
     return held

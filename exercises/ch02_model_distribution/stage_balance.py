@@ -1,6 +1,6 @@
 """The slowest stage sets the pace.
 
-Write the missing lines of _cut and balance_layers; its docstring specifies the result.
+Write the missing lines of _cut and balance_layers; their docstrings specify the results.
 You may call: _whole, _cut, min, max, operator.add, itertools.accumulate.
 Check it with: python -m exercises check stage_balance
 

@@ -1,4 +1,4 @@
-"""Tests of conjugate_pair: whole numbers, so that sums are exact in any order."""
+"""Tests of conjugate_pair: integer values, so that sums are exact in any order."""
 
 import torch
 
@@ -8,13 +8,13 @@ SHAPE = (2, 3, 5)
 
 
 def numbers(salt, dtype=torch.float64):
-    """Whole numbers of shape (2, 3, 5) that differ by element and by salt."""
+    """Return integers of shape (2, 3, 5) that differ by element and by salt."""
     count = torch.arange(torch.Size(SHAPE).numel())
     return ((count * (salt + 3)) % 11 + salt).to(dtype).reshape(SHAPE)
 
 
 def run(answer, world, network, dtype=torch.float64):
-    """A part of each rank's own between the two: (x, this rank's factor, what leaves). x is the same on all ranks."""
+    """Multiply by a per-rank factor between the operators; return (replicated x, this rank's factor, the output)."""
     x, factor = numbers(20, dtype).requires_grad_(), numbers(world.rank, dtype).requires_grad_()
     return x, factor, answer.reduce_from_tp(answer.copy_to_tp(x, network.group) * factor, network.group)
 
@@ -25,28 +25,28 @@ def factors(world, dtype=torch.float64):
 
 
 @test(points=3, ranks=(2, 3, 4))
-def values_on_the_way_in_and_out(answer, world, network):
-    """`copied` changes no value; `summed` gives every rank the sum of all parts."""
+def forward_values(answer, world, network):
+    """copy_to_tp changes no value; reduce_from_tp returns the sum over the ranks."""
     for dtype in (torch.float64, torch.float32):
         x, _, out = run(answer, world, network, dtype)
-        expect("what enters", answer.copy_to_tp(x, network.group), numbers(20, dtype))
-        expect("what leaves", out, numbers(20, dtype) * factors(world, dtype))
-        expect("the dtype of what leaves", str(out.dtype), str(dtype))
+        expect("the result of copy_to_tp", answer.copy_to_tp(x, network.group), numbers(20, dtype))
+        expect("the result of reduce_from_tp", out, numbers(20, dtype) * factors(world, dtype))
+        expect("the dtype of the result of reduce_from_tp", str(out.dtype), str(dtype))
 
 
 @test(points=4, ranks=(2, 3, 4))
 def gradients_are_those_of_one_process(answer, world, network):
-    """The gradient of what enters is the sum of all parts'; that of a part is the gradient of what leaves."""
+    """The input's gradient is summed over the ranks; a partial result gets the gradient of the output."""
     x, factor, out = run(answer, world, network)
     arriving = numbers(7)
     (out * arriving).sum().backward()
-    expect("the gradient of this rank's part", factor.grad, arriving * numbers(20))
-    expect("the gradient of what enters", x.grad, arriving * factors(world))
+    expect("the gradient of this rank's factor", factor.grad, arriving * numbers(20))
+    expect("the gradient of the input", x.grad, arriving * factors(world))
 
 
 @test(points=3, ranks=(2, 4))
-def one_sum_each_way(answer, world, network):
-    """One sum of a whole tensor forward and one backward: at most 2 (ranks - 1) / ranks of it sent by a rank."""
+def one_all_reduce_each_way(answer, world, network):
+    """One all-reduce in forward and one in backward: each rank sends at most 2 (ranks - 1) / ranks of a tensor."""
     group, sent = network.group, []
     x = numbers(20).requires_grad_()
     most = 2 * (world.size - 1) * -(-x.numel() // world.size) * x.element_size()
@@ -56,32 +56,32 @@ def one_sum_each_way(answer, world, network):
         got = now - sum(sent)
         sent.append(got)
         if got > most:
-            raise Wrong("wrong", f"bytes that a rank sends {what}", f"at most {most}", str(got))
+            raise Wrong("wrong", f"bytes that a rank sends in {what}", f"at most {most}", str(got))
 
     inside = answer.copy_to_tp(x, group)
-    bytes_since("on the way in, forward", 0)
+    bytes_since("copy_to_tp, forward", 0)
     out = answer.reduce_from_tp(inside * (world.rank + 1), group)
-    bytes_since("on the way out, forward", most)
+    bytes_since("reduce_from_tp, forward", most)
     (grad,) = torch.autograd.grad(out, inside, numbers(7), retain_graph=True)
-    bytes_since("on the way out, backward", 0)
+    bytes_since("reduce_from_tp, backward", 0)
     torch.autograd.grad(inside, x, grad)
-    bytes_since("on the way in, backward", most)
+    bytes_since("copy_to_tp, backward", most)
     expect("whether anything was sent", sum(sent) > 0, True)
 
 
 @test(points=3, ranks=(2, 3))
-def what_is_given_is_left_alone(answer, world, network):
-    """The tensors that come in, and gradients in any memory layout, are as they were."""
+def arguments_are_not_modified(answer, world, network):
+    """Inputs and incoming gradients, of any memory layout, are not modified."""
     part = numbers(world.rank).transpose(0, 2).requires_grad_()
     kept = part.detach().clone()
     out = answer.reduce_from_tp(part, network.group)
-    expect("the sum of transposed parts", out, factors(world).transpose(0, 2))
-    expect("this rank's part afterwards", part.detach(), kept)
+    expect("the sum of transposed inputs", out, factors(world).transpose(0, 2))
+    expect("this rank's input afterwards", part.detach(), kept)
     x = numbers(20).requires_grad_()
     arriving = torch.full((), world.rank + 1.0, dtype=torch.float64).expand(SHAPE)
     (grad,) = torch.autograd.grad(answer.copy_to_tp(x, network.group), x, arriving)
     total = world.size * (world.size + 1) / 2
-    expect("the sum of gradients that are one number, expanded", grad, torch.full(SHAPE, total))
+    expect("the sum of expanded gradients", grad, torch.full(SHAPE, total))
     arriving = numbers(world.rank)
     torch.autograd.grad(answer.copy_to_tp(x, network.group), x, arriving)
-    expect("the gradient that came in, afterwards", arriving, numbers(world.rank))
+    expect("the incoming gradient, afterwards", arriving, numbers(world.rank))

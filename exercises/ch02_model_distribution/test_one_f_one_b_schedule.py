@@ -1,43 +1,43 @@
-"""Tests of one_f_one_b_schedule: the schedule is run by `exercises/pipeline.py`, which knows no rule."""
+"""Tests of one_f_one_b_schedule: `exercises/pipeline.py` runs the schedule, and knows no schedule rule."""
 
-from exercises.pipeline import expect_each_once, orders_of, outcome
+from exercises.pipeline import expect_each_operation_once, operations_by_stage, simulate_schedule
 from exercises.testing import Wrong, expect, test
 
 SIZES = [(1, 1), (1, 3), (2, 4), (3, 7), (4, 4), (4, 2), (3, 1), (5, 8)]  # stages, micro-batches
 
 
 @test(points=3)
-def each_once(answer):
-    """Every micro-batch goes through every stage once forward and once backward, also when there are few of them."""
+def every_action_once(answer):
+    """Every stage runs one forward and one backward per micro-batch, for any number of micro-batches."""
     for stages, micro_batches in SIZES:
-        expect_each_once(orders_of(answer.one_f_one_b, stages, micro_batches), micro_batches)
+        expect_each_operation_once(operations_by_stage(answer.one_f_one_b, stages, micro_batches), micro_batches)
 
 
 @test(points=3)
-def nobody_waits_for_ever(answer):
-    """The stages' orders fit together: every operation begins at some time."""
+def no_deadlock(answer):
+    """The stages do not deadlock: every action runs."""
     for stages, micro_batches in SIZES:
-        outcome(orders_of(answer.one_f_one_b, stages, micro_batches), 1.0, 1.0)
+        simulate_schedule(operations_by_stage(answer.one_f_one_b, stages, micro_batches), 1.0, 1.0)
 
 
 @test(points=4)
-def as_soon_as_gpipe(answer):
-    """A step takes (micro-batches + stages - 1) forwards and as many backwards: no longer than GPipe's."""
+def as_fast_as_gpipe(answer):
+    """A step takes the time of (micro-batches + stages - 1) forwards and as many backwards, as with GPipe."""
     for stages, micro_batches in SIZES:
-        orders = orders_of(answer.one_f_one_b, stages, micro_batches)
+        orders = operations_by_stage(answer.one_f_one_b, stages, micro_batches)
         for f, b in ((1.0, 1.0), (1.0, 2.0), (3.0, 1.0)):
-            end = outcome(orders, f, b).end
+            end = simulate_schedule(orders, f, b).end
             case = f"{stages} stages, {micro_batches} micro-batches, a forward takes {f:g}, a backward {b:g}"
             expect("the end of the step", end, (micro_batches + stages - 1) * (f + b), case=case)
 
 
 @test(points=4)
-def few_are_alive(answer):
-    """Stage s keeps the activations of min(stages - s, micro-batches) micro-batches, and of no more."""
+def few_micro_batches_in_flight(answer):
+    """Stage s has at most min(stages - s, micro-batches) micro-batches in flight."""
     for stages, micro_batches in SIZES:
-        orders = orders_of(answer.one_f_one_b, stages, micro_batches)
-        for stage, got in enumerate(outcome(orders, 1.0, 1.0).alive):
+        orders = operations_by_stage(answer.one_f_one_b, stages, micro_batches)
+        for stage, got in enumerate(simulate_schedule(orders, 1.0, 1.0).peak_in_flight):
             most = min(stages - stage, micro_batches)
             if got > most:
                 case = f"stage {stage} of {stages}, {micro_batches} micro-batches"
-                raise Wrong("wrong", "micro-batches alive at one time", f"at most {most}", str(got), case=case)
+                raise Wrong("wrong", "peak number of micro-batches in flight", f"at most {most}", str(got), case=case)

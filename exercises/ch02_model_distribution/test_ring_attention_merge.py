@@ -15,7 +15,7 @@ def draw(salt, *shape, dtype=torch.float64):
 
 
 def attention(query, key, value):
-    """Softmax-weighted values (..., q, d) and the log-sum-exp of the scores (..., q), over these keys."""
+    """Return softmax-weighted values (..., q, d) and the log-sum-exp of the scores (..., q) over these keys."""
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
     largest = scores.amax(-1, keepdim=True)
     sums = (scores - largest).exp().sum(-1, keepdim=True)
@@ -28,8 +28,8 @@ def case(scale=1.0):
 
 
 @test(points=4)
-def two_parts_are_the_whole(answer):
-    """Attention over two sets of keys, of whatever lengths, is attention over both."""
+def merge_equals_attention_over_all_keys(answer):
+    """Merging the results over two sets of keys, of any sizes, gives attention over both sets."""
     query, key, value = case()
     whole, whole_lse = attention(query, key, value)
     for cut in (6, 1, 11):
@@ -37,15 +37,15 @@ def two_parts_are_the_whole(answer):
         other = attention(query, key[..., cut:, :], value[..., cut:, :])
         kept = [tensor.clone() for tensor in (*one, *other)]
         out, lse = answer.merge_attention(*one, *other)
-        told = f"{cut} keys and {12 - cut} keys"
-        expect("the output", out, whole, tolerance=TOLERANCE, case=told)
-        expect("the log-sum-exp", lse, whole_lse, tolerance=TOLERANCE, case=told)
-        expect("what was given, afterwards", [*one, *other], kept, case=told)
+        sizes = f"{cut} keys and {12 - cut} keys"
+        expect("the output", out, whole, tolerance=TOLERANCE, case=sizes)
+        expect("the log-sum-exp", lse, whole_lse, tolerance=TOLERANCE, case=sizes)
+        expect("the arguments, afterwards", [*one, *other], kept, case=sizes)
 
 
 @test(points=3)
 def large_scores(answer):
-    """Scores in the thousands neither overflow nor lose the smaller part."""
+    """Scores in the thousands neither overflow nor lose the smaller contribution."""
     query, key, value = case(60.0)
     whole, whole_lse = attention(query, key, value)
     one, other = (attention(query, key[..., part, :], value[..., part, :]) for part in (slice(0, 5), slice(5, 12)))
@@ -54,30 +54,30 @@ def large_scores(answer):
     expect("the log-sum-exp", lse, whole_lse, tolerance=1e-9)
     out, lse = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([-2000.0], dtype=torch.float64)
     out, lse = answer.merge_attention(out, lse, out + 4, lse)
-    expect("the output of two equal parts with scores of -2000", out, [[2.0, 2.0]], tolerance=TOLERANCE)
+    expect("the output of two equal results with scores of -2000", out, [[2.0, 2.0]], tolerance=TOLERANCE)
     expect("their log-sum-exp", lse, [-2000 + math.log(2)], tolerance=1e-9)
 
 
 @test(points=3)
-def nothing_seen(answer):
-    """A part without keys has a log-sum-exp of minus infinity and counts nothing, on either side and on both."""
+def results_over_no_keys(answer):
+    """A result over no keys (log-sum-exp of minus infinity) contributes nothing, as either argument or both."""
     query, key, value = case()
     out, lse = attention(query, key, value)
     nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
-    for told, got in {
-        "nothing, then keys": answer.merge_attention(*nothing, out, lse),
-        "keys, then nothing": answer.merge_attention(out, lse, *nothing),
+    for case_name, got in {
+        "no keys, then keys": answer.merge_attention(*nothing, out, lse),
+        "keys, then no keys": answer.merge_attention(out, lse, *nothing),
     }.items():
-        expect("the output", got[0], out, tolerance=TOLERANCE, case=told)
-        expect("the log-sum-exp", got[1], lse, tolerance=TOLERANCE, case=told)
+        expect("the output", got[0], out, tolerance=TOLERANCE, case=case_name)
+        expect("the log-sum-exp", got[1], lse, tolerance=TOLERANCE, case=case_name)
     got = answer.merge_attention(*nothing, *nothing)
-    expect("the output of nothing and nothing", got[0], nothing[0])
+    expect("the output of two results over no keys", got[0], nothing[0])
     expect("its log-sum-exp", got[1], nothing[1])
 
 
 @test(points=2)
-def narrow_parts_are_merged_in_float32(answer):
-    """16-bit parts are merged in at least float32; what is float64 stays so."""
+def merged_in_at_least_float32(answer):
+    """16-bit results are merged in at least float32; float64 stays float64."""
     query, key, value = case()
     one, other = (attention(query, key[..., part, :], value[..., part, :]) for part in (slice(0, 5), slice(5, 12)))
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
@@ -87,12 +87,12 @@ def narrow_parts_are_merged_in_float32(answer):
         expect(f"the dtypes for {dtype} outputs", [str(out.dtype), str(lse.dtype)], [str(wide)] * 2)
         exact, _ = answer.merge_attention(*(tensor.double() for tensor in narrow))
         eps = 0.0 if wide == torch.float64 else 1e-5  # float32 rounds at 1e-7, of values of about 1
-        expect(f"the output of {dtype} parts", out.double(), exact, tolerance=eps)
+        expect(f"the output of {dtype} results", out.double(), exact, tolerance=eps)
 
 
 @test(points=2, ranks=(2, 3))
 def blocks_of_all_ranks_in_any_order(answer, world, network):
-    """Each rank has a block of the keys, and merges those of all ranks, beginning with its own: all get one result."""
+    """Each rank merges the blocks of all ranks, beginning with its own, and all ranks get one result."""
     query, key, value = case()
     width = 12 // world.size
     blocks = [slice(width * rank, width * (rank + 1)) for rank in range(world.size)]

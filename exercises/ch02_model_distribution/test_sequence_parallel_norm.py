@@ -1,4 +1,4 @@
-"""Tests of sequence_parallel_norm: the reference is the whole model on one process, in float64."""
+"""Tests of sequence_parallel_norm: the reference is the unsharded model on one process, in float64."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ CONFIG = ModelConfig(24, 24, 24, 2, 12, 12, 16, tie_embeddings=False)
 
 
 def model_of(config):
-    """The same whole model on every rank; norms that are not all ones, for one that is left out to be seen."""
+    """Return the unsharded model, equal on all ranks; its norms are not all ones, so that a missing norm shows."""
     model = Transformer(config).double()
     init_parameters(model, 3)
     with torch.no_grad():
@@ -28,13 +28,13 @@ def model_of(config):
 
 
 def batch():
-    """Tokens and labels, the same on all ranks."""
+    """Return tokens and labels, equal on all ranks."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(24, (BATCH, LENGTH), generator=generator) for _ in range(2)]
 
 
 def run(answer, network, sequence, config=CONFIG):
-    """The model laid out by the learner's split and run once: (loss, held, parameters)."""
+    """Shard the model with the learner's function and run it once: (loss, held, parameters)."""
     model = model_of(config)
     held = answer.apply_tensor_parallel(model, network.group, sequence)
     total, _ = model(*batch())
@@ -43,7 +43,7 @@ def run(answer, network, sequence, config=CONFIG):
 
 
 def one_process(config=CONFIG):
-    """(loss, gradients by name) of the whole model."""
+    """Return the loss and the gradients by name of the unsharded model."""
     model = model_of(config)
     total, _ = model(*batch())
     total.backward()
@@ -51,26 +51,26 @@ def one_process(config=CONFIG):
 
 
 def reduced(name, held, grad, network):
-    """What the table says is this rank's gradient: summed over those who hold the same, if it is a contribution."""
+    """Return this rank's gradient, summed over the ranks that hold the same shard if the table says partial."""
     everywhere = all_gather_object(grad.tolist(), network.group)  # known to all ranks, whatever `partial` says
     grads = [torch.tensor(everywhere[rank], dtype=torch.float64) for rank in held.holders]
     return sum(grads) if held.partial else grad
 
 
 def gradients_are_right(answer, world, network, sequence, config, names):
-    """Compare the gradients of the parameters that `names` picks, as the table says that they are to be reduced."""
+    """Compare the gradients of the selected parameters, reduced as the table says."""
     _, held, parameters = run(answer, network, sequence, config)
     _, grads = one_process(config)
     for name in filter(names, grads):
         got = reduced(name, held[name], parameters[name].grad, network)
         expected = grads[name][held[name].box.slices]
-        told = "summed, as `partial` says" if held[name].partial else "alone, as `partial` says"
-        expect(f"the gradient of {name}, {told}", got, expected, tolerance=TOLERANCE)
+        reduction = "summed over its holders (partial)" if held[name].partial else "not summed (not partial)"
+        expect(f"the gradient of {name}, {reduction}", got, expected, tolerance=TOLERANCE)
 
 
 @test(points=3, ranks=(2, 4))
 def loss_is_that_of_one_process(answer, world, network):
-    """Every rank has the loss of the whole model, with and without a sharded sequence."""
+    """Every rank has the loss of the unsharded model, with and without sequence parallelism."""
     expected, _ = one_process()
     for sequence in (True, False):
         got, _, _ = run(answer, network, sequence)
@@ -78,8 +78,8 @@ def loss_is_that_of_one_process(answer, world, network):
 
 
 @test(points=3, ranks=(2, 3))
-def as_many_bytes_less_memory(answer, world, network):
-    """With `sequence` every all-reduce of (b, s, h) becomes its two halves, and a norm sees LENGTH / ranks tokens."""
+def equal_bytes_and_fewer_tokens_per_norm(answer, world, network):
+    """With `sequence` each all-reduce becomes an all-gather and a reduce-scatter; a norm sees LENGTH / ranks tokens."""
     seen, sent = {}, {}
     for sequence in (True, False):
         model, before = model_of(CONFIG), len(network.records)
@@ -89,20 +89,20 @@ def as_many_bytes_less_memory(answer, world, network):
         model(*batch())[0].backward()
         seen[sequence] = lengths
         sent[sequence] = sum(record.wire_bytes for record in network.records[before:] if len(record.shape) == 3)
-    expect("tokens that the last norm sees, with the sequence sharded", seen[True], [LENGTH // world.size])
-    expect("tokens that the last norm sees, without", seen[False], [LENGTH])
-    expect("bytes of activations sent, with the sequence sharded", sent[True], sent[False])
+    expect("tokens in the last norm, with sequence=True", seen[True], [LENGTH // world.size])
+    expect("tokens in the last norm, with sequence=False", seen[False], [LENGTH])
+    expect("bytes of activations sent, with sequence=True", sent[True], sent[False])
 
 
 @test(points=4, ranks=(2, 3))
-def norms_are_contributions(answer, world, network):
-    """With the sequence sharded, the table says which gradients are to be summed: that of every norm."""
+def norms_are_partial(answer, world, network):
+    """With sequence parallelism the table marks the gradient of every norm as partial."""
     gradients_are_right(answer, world, network, True, CONFIG, lambda name: "norm" in name)
 
 
 @test(points=4, ranks=(3,))
-def nothing_else_is(answer, world, network):
-    """All other gradients are as without, and without it no norm is summed; heads that several ranks hold still are."""
+def other_gradients_do_not_change(answer, world, network):
+    """Other gradients do not change: replicated heads stay partial, and without `sequence` no norm is partial."""
     config = replace(CONFIG, num_kv_heads=1)
     gradients_are_right(answer, world, network, True, config, lambda name: "norm" not in name)
     gradients_are_right(answer, world, network, False, config, lambda name: True)

@@ -1,4 +1,4 @@
-"""Tests of stage_balance: the reference tries every cut there is, in fractions."""
+"""Tests of stage_balance: the reference enumerates every split, with exact fractions."""
 
 import itertools
 import operator
@@ -36,18 +36,18 @@ CHUNKS = [([1] * 8, 2, 2, 0, 2), ([1, 2, 3, 4, 3, 2, 1], 2, 3, 1, 0), ([0.7, 0.1
 
 
 def cut(answer, costs, stages, chunks, embedding, head):
-    """The layers of every part as (first, end), checked to be a cut of all layers in order."""
+    """Return the (first, end) of every part; check that the parts cover all layers in order."""
     got = answer.balance_layers(costs, stages, chunks, embedding, head)
     if not isinstance(got, list) or not all(isinstance(part, range) for part in got):
         raise Wrong("type", "the parts have the wrong type", "a list of ranges", repr(got)[:80])
-    expect("how many parts there are", len(got), stages * chunks)
+    expect("the number of parts", len(got), stages * chunks)
     expect("the layers of all parts, in order", [layer for part in got for layer in part], list(range(len(costs))))
     expect("parts without a layer", [number for number, part in enumerate(got) if not part], [])
     return [(part.start, part.stop) for part in got]
 
 
 def prices(parts, costs, embedding, head):
-    """What every part costs, exactly."""
+    """Return the exact cost of every part."""
     totals = [sum(map(Fraction, costs[first:end])) for first, end in parts]
     totals[0] += Fraction(embedding)
     totals[-1] += Fraction(head)
@@ -55,7 +55,7 @@ def prices(parts, costs, embedding, head):
 
 
 def best(costs, stages, chunks, embedding, head):
-    """The best of all cuts: by the costliest part, then by the sum of squares, then with fewer layers in front."""
+    """Return the best split: by the costliest part, then the sum of squares, then fewer layers in earlier parts."""
     inner = itertools.combinations(range(1, len(costs)), stages * chunks - 1)
     cuts = ([0, *ends, len(costs)] for ends in inner)
     every = [list(itertools.pairwise(ends)) for ends in cuts]
@@ -67,7 +67,7 @@ def best(costs, stages, chunks, embedding, head):
     return min(every, key=badness)
 
 
-def told(costs, embedding, head):
+def describe_case(costs, embedding, head):
     return f"layers cost {costs}, the embedding {embedding}, the head {head}"
 
 
@@ -76,50 +76,50 @@ def costliest_is_least(answer, cases):
         parts = cut(answer, costs, stages, chunks, embedding, head)
         got = max(prices(parts, costs, embedding, head))
         wanted = max(prices(best(costs, stages, chunks, embedding, head), costs, embedding, head))
-        case = f"{told(costs, embedding, head)}: {parts}"
-        expect("what the costliest part costs", float(got), float(wanted), case=case)
+        case = f"{describe_case(costs, embedding, head)}: {parts}"
+        expect("the cost of the costliest part", float(got), float(wanted), case=case)
 
 
 @test(points=4)
-def the_slowest_is_as_fast_as_can_be(answer):
-    """The costliest part is as cheap as in any cut of the layers."""
+def smallest_largest_cost(answer):
+    """The cost of the costliest part is the smallest possible."""
     costliest_is_least(answer, CASES)
 
 
 @test(points=3)
 def embedding_and_head_count(answer):
-    """The first part has the embedding besides, the last one the head."""
+    """The embedding adds to the cost of the first part, the head to that of the last."""
     costliest_is_least(answer, ENDS)
 
 
 @test(points=3)
-def the_best_of_the_best(answer):
-    """Of several best cuts the most even (by squares), and of those the one with fewer layers in front."""
+def ties(answer):
+    """Ties: the split with the smallest sum of squares, then fewer layers in earlier parts."""
     for case in [*TIED, *CASES, *ENDS]:
         costs, _, _, embedding, head = case
-        expect("the layers of the parts", cut(answer, *case), best(*case), case=told(costs, embedding, head))
+        expect("the layers of the parts", cut(answer, *case), best(*case), case=describe_case(costs, embedding, head))
 
 
 @test(points=2)
 def chunks_make_more_parts(answer):
-    """With several chunks a stage there are stages x chunks parts."""
+    """With several chunks per stage there are stages x chunks parts."""
     for case in CHUNKS:
         costs, _, _, embedding, head = case
-        expect("the layers of the parts", cut(answer, *case), best(*case), case=told(costs, embedding, head))
+        expect("the layers of the parts", cut(answer, *case), best(*case), case=describe_case(costs, embedding, head))
 
 
 @test(points=2)
 def many_layers(answer):
-    """100 layers on 8 stages take no time: not every cut is tried."""
+    """100 layers on 8 stages finish quickly: the splits are not enumerated."""
     costs = [1 + (7 * layer) % 5 for layer in range(100)]  # 300 in all
     parts = cut(answer, costs, 8, 1, 4, 12)
     # 316 / 8 = 39.5, and sums of whole costs: none is cheaper than 40 at its costliest.
     got = max(prices(parts, costs, 4, 12))
-    expect("what the costliest of 8 parts costs", float(got), float(least_limit(costs, 8, 4, 12)))
+    expect("the cost of the costliest of 8 parts", float(got), float(least_limit(costs, 8, 4, 12)))
 
 
 def least_limit(costs, parts, embedding, head):
-    """The least limit at which filling one part after the other up to it needs no more parts than there are."""
+    """Return the smallest limit for which greedy filling needs at most the given number of parts."""
     costs = [costs[0] + embedding, *costs[1:-1], costs[-1] + head]
     for limit in itertools.count(max(costs)):
         needed, filled = 1, 0

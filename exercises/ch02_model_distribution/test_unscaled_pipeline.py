@@ -14,7 +14,7 @@ KEYS = ("cut", "order", "sum", "mean", "norm")
 
 
 class Run(NamedTuple):
-    """What one call of main has left on this rank."""
+    """The results of one call of main on this rank."""
 
     parameters: list
     losses: list
@@ -22,11 +22,11 @@ class Run(NamedTuple):
     records: list
 
 
-RUNS = []  # several tests look at one and the same run
+RUNS = []  # several tests use one run
 
 
 def layers_of():
-    """The same layers on every rank; their number does not divide by 2 or 3."""
+    """Return layers that are equal on all ranks; their number is not divisible by 2 or 3."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         return [nn.Sequential(nn.Linear(10, 10), nn.Tanh()).double() for _ in range(5)]
@@ -39,7 +39,7 @@ def data():
 
 
 def trained(answer, run):
-    """The run of main on this rank."""
+    """Run main on this rank, or return the stored run."""
     if not RUNS:
         result = run(answer.main, *data(), layers_of(), epochs=EPOCHS, batch_size=BATCH, micro_batches=PARTS)
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], nn.Module):
@@ -69,13 +69,13 @@ def one_process():
 
 @test(points=4, ranks=(1, 3))
 def gradient_norm_is_that_of_one_process(answer, run):
-    """In every step the norm of the gradient is that of a single process, which sees the batch at once."""
+    """In every step the gradient norm equals that of a single process on the full batch."""
     expect("the gradient norms", trained(answer, run).norms, one_process()[2], tolerance=TOLERANCE, case="main(...)")
 
 
 @test(points=4, ranks=(3,))
 def equals_one_process(answer, world, run):
-    """The stages together are the model that a single process trains."""
+    """The stages together equal the model that a single process trains."""
     stages = run.gather(trained(answer, run).parameters)
     got = [parameter for stage in stages for parameter in stage]
     expect("the parameters of all stages", got, one_process()[0], tolerance=TOLERANCE, case="main(...)")
@@ -92,35 +92,39 @@ def losses_are_those_of_one_process(answer, world, run):
 
 
 @test(points=3, ranks=(3,))
-def each_micro_batch_by_itself(answer, world, run):
-    """To each neighbour goes one message per micro-batch and step, of one micro-batch's activations or gradients."""
+def one_message_per_micro_batch(answer, world, run):
+    """In every step a stage sends each neighbour one message per micro-batch: its activations or gradients."""
     records = trained(answer, run).records
     sends = [(record.peer, record.payload_bytes // 8) for record in records if record.name == "send"]
     neighbours = [rank for rank in (world.rank - 1, world.rank + 1) if 0 <= rank < world.size]
     expected = sorted((rank, BATCH // PARTS * 10) for rank in neighbours for _ in range(PARTS * STEPS))
-    expect("messages (to whom, elements)", len(sends), len(expected), case="main(...)")
-    expect("messages (to whom, elements)", sorted(sends), expected, case="main(...)")
+    expect("messages (receiver, elements)", len(sends), len(expected), case="main(...)")
+    expect("messages (receiver, elements)", sorted(sends), expected, case="main(...)")
 
 
 @test(points=2)
 def names_the_invariant(answer):
-    """INVARIANT is the rule that the program breaks as you got it."""
+    """INVARIANT is the rule that the original program violates."""
     given = answer.INVARIANT
     if not given:
-        raise Wrong("unwritten", "INVARIANT names no rule yet: give a key of INVARIANTS")
+        raise Wrong("unwritten", "INVARIANT is empty: set it to a key of INVARIANTS")
     if given not in KEYS:
         raise Wrong("wrong", "INVARIANT is no key of INVARIANTS", f"one of {', '.join(KEYS)}", show(given))
     if given != "mean":
-        raise Wrong("wrong", "the program keeps this rule; INVARIANT must name the one it breaks", got=show(given))
+        raise Wrong(
+            "wrong",
+            "the original program satisfies this rule; INVARIANT must name the rule that it violates",
+            got=show(given),
+        )
 
 
 @test(points=2)
 def names_the_line(answer, fault):
-    """LINE is the line that breaks it, in the file as you got it."""
+    """LINE is the line of the original file that violates the rule."""
     given, (number, text) = answer.LINE, fault
     if not given:
-        raise Wrong("unwritten", "LINE names no line yet: give its number in the file as you got it, or its text")
+        raise Wrong("unwritten", "LINE is empty: set it to the line's number in the original file, or to its text")
     if isinstance(given, bool) or not isinstance(given, int | str):
-        raise Wrong("type", "LINE must be the number of a line or its text", "a number or a text", show(given))
+        raise Wrong("type", "LINE must be the number of a line or its text", "an int or a str", show(given))
     if str(given).strip() not in (str(number), text):
-        raise Wrong("wrong", "the fault is not in this line of the file as you got it", got=show(given))
+        raise Wrong("wrong", "the fault is not in this line of the original file", got=show(given))

@@ -1,55 +1,55 @@
-"""Tests of vocabulary_cross_entropy: the reference is torch's cross-entropy on whole logits, in float64."""
+"""Tests of vocabulary_cross_entropy: the reference is torch's cross-entropy on the full logits, in float64."""
 
 import torch
 import torch.nn.functional as F
 
-from exercises.observed import PeakMemory
+from exercises.observations import PeakMemory
 from exercises.testing import Wrong, expect, test
 
-IGNORE = -100
+IGNORE_INDEX = -100
 TOLERANCE = 1e-12  # sums of a few dozen terms of about 1, in float64 in another order
 
 
 def parts(vocabulary, size):
-    """Where the columns of each rank begin and end; the first ranks have one more where it does not divide."""
+    """Return where the columns of each rank begin and end; the first ranks may have one more."""
     cuts = [rank * (vocabulary // size) + min(rank, vocabulary % size) for rank in range(size + 1)]
     return [slice(first, end) for first, end in zip(cuts, cuts[1:], strict=False)]
 
 
 class Case:
-    """Logits (2, 5, vocabulary) and labels that are the same on every rank, and what this rank has of them."""
+    """Logits (2, 5, vocabulary) and labels that are equal on all ranks, and this rank's columns."""
 
     def __init__(self, answer, world, network, vocabulary=11, scale=3.0):
         generator = torch.Generator().manual_seed(vocabulary)
         self.logits = scale * torch.randn(2, 5, vocabulary, generator=generator, dtype=torch.float64)
         self.labels = (torch.arange(10).view(2, 5) * 3) % vocabulary  # on all ranks
-        self.labels[0, 1] = self.labels[1, 4] = IGNORE
+        self.labels[0, 1] = self.labels[1, 4] = IGNORE_INDEX
         self.columns = parts(vocabulary, world.size)[world.rank]
         self.mine = self.logits[..., self.columns].clone().requires_grad_()
         self.loss = answer.VocabParallelLoss(self.columns.start, network.group)
 
     def one_process(self, factor=1.0):
-        """The sum of the losses, and the gradient of this rank's columns when it is multiplied by factor."""
+        """Return the loss sum, and the gradient of `factor` times that sum for this rank's columns."""
         whole = self.logits.clone().requires_grad_()
-        total = F.cross_entropy(whole.flatten(0, 1), self.labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        total = F.cross_entropy(whole.flatten(0, 1), self.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
         (factor * total).backward()
         return total.detach(), whole.grad[..., self.columns]
 
 
 @test(points=4, ranks=(1, 2, 3, 4))
 def loss_is_that_of_one_process(answer, world, network):
-    """Every rank has the sum of the losses that count, also where the vocabulary does not divide."""
+    """Every rank has the sum of the counted losses, also if the vocabulary is not divisible."""
     for vocabulary in (12, 11, 4):
         case = Case(answer, world, network, vocabulary)
         total, count = case.loss(case.mine, case.labels)
         expect(f"the loss of 8 labels, {vocabulary} tokens in the vocabulary", total, case.one_process()[0],
                tolerance=TOLERANCE * 10)  # fmt: skip
-        expect("the number of labels that count", count, 8)
+        expect("the number of counted labels", count, 8)
 
 
 @test(points=4, ranks=(1, 2, 3, 4))
 def gradients_are_those_of_one_process(answer, world, network):
-    """This rank's logits get the gradients that they have on one process; logits are left as they were."""
+    """This rank's logits get the gradients of one process, and are not modified."""
     for factor in (1.0, -0.5):
         case = Case(answer, world, network)
         kept = case.mine.detach().clone()
@@ -72,8 +72,8 @@ def large_logits(answer, world, network):
 
 
 @test(points=4, ranks=(2, 4))
-def logits_stay_where_they_are(answer, world, network):
-    """Three numbers per position are reduced, whatever the vocabulary, and nothing in backward."""
+def logits_are_not_gathered(answer, world, network):
+    """Three numbers per position are reduced, for any vocabulary, and none in backward."""
     for vocabulary in (12, 400):
         case, before = Case(answer, world, network, vocabulary), len(network.records)
         total, _ = case.loss(case.mine, case.labels)
@@ -81,7 +81,7 @@ def logits_stay_where_they_are(answer, world, network):
         total.backward()
         total_bytes = sum(record.payload_bytes for record in forward)
         names = sorted({record.name for record in forward})
-        expect(f"what is called for a vocabulary of {vocabulary}", names, ["all_reduce"])
+        expect(f"operations for a vocabulary of {vocabulary}", names, ["all_reduce"])
         if total_bytes > 3 * 10 * 8:
             what = f"bytes reduced for 10 positions and a vocabulary of {vocabulary}"
             raise Wrong("wrong", what, f"at most {3 * 10 * 8}", str(total_bytes))
@@ -90,7 +90,7 @@ def logits_stay_where_they_are(answer, world, network):
 
 @test(points=3, ranks=(4,))
 def no_memory_for_all_logits(answer, world, network):
-    """Forward and backward take less memory than the whole logits would."""
+    """Forward and backward need less memory than the full logits."""
     case = Case(answer, world, network, 8000)
     whole = case.logits.nelement() * 8
     with PeakMemory() as memory:
@@ -98,5 +98,5 @@ def no_memory_for_all_logits(answer, world, network):
         total.backward()
     expect("the gradient", case.mine.grad.sum(), case.one_process()[1].sum(), tolerance=1e-9)
     if memory.peak_bytes > whole:
-        told = f"{whole // 1000} kB: this rank has {whole // 4000} kB of logits"
-        raise Wrong("wrong", "memory at any one time", f"at most {told}", f"{memory.peak_bytes // 1000} kB")
+        limit = f"{whole // 1000} kB: this rank has {whole // 4000} kB of logits"
+        raise Wrong("wrong", "peak memory", f"at most {limit}", f"{memory.peak_bytes // 1000} kB")

@@ -1,16 +1,16 @@
 """A gradient that grows with the number of micro-batches.
 
-This program runs, its loss falls and equals the loss of one process in every printed digit, but its gradient norm is
-4 times too large with 4 micro-batches, 8 times with 8. AdamW hardly changes; everything that depends on the norm does.
-Run it with: torchrun --standalone --nproc-per-node 2 THIS_FILE
+This program runs, its loss falls and equals the loss of one process in every printed digit, but its gradient norm
+is 4 times too large with 4 micro-batches, 8 times with 8. AdamW's updates hardly change; everything that depends on the
+norm does. Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
-Give three answers. INVARIANT: the key of the one invariant in INVARIANTS that the program breaks. LINE: the line that
-breaks it, as its text or as its number in the original file. And fix the program: every micro-batch must still pass
-through the stages separately.
+This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
+violates. LINE: the line that violates it, as its number in the original file or as its text. And the repaired program:
+every micro-batch must still pass through the stages separately.
 
 Check it with: python -m exercises check unscaled_pipeline
 
-Stub 21f95765.
+Stub 6fbb9d93.
 """
 
 import os
@@ -30,33 +30,33 @@ INVARIANT = ""
 LINE = ""
 
 
-def received(like, rank):
+def receive_like(like, rank):
     """Receive a tensor with the shape of `like` from `rank`."""
     tensor = torch.empty_like(like)
     dist.recv(tensor, rank)
     return tensor
 
 
-def forward(stage, part):
-    """Run one micro-batch through this rank's stage; return its input and its output, both of the shape of `part`."""
+def forward(stage, micro_batch):
+    """Run one micro-batch through this rank's stage; return its input and output, both shaped like it."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    arrived = (received(part, rank - 1) if rank > 0 else part.clone()).requires_grad_()
-    left = stage(arrived)
+    stage_input = (receive_like(micro_batch, rank - 1) if rank > 0 else micro_batch.clone()).requires_grad_()
+    stage_output = stage(stage_input)
     if rank < last:
-        dist.send(left.detach(), rank + 1)
-    return arrived, left
+        dist.send(stage_output.detach(), rank + 1)
+    return stage_input, stage_output
 
 
-def backward(arrived, left, target, micro_batches):
+def backward(stage_input, stage_output, target, micro_batches):
     """Run backward of one micro-batch; return its part of the batch's loss on the last stage, 0 on the others."""
     rank, last, loss = dist.get_rank(), dist.get_world_size() - 1, torch.zeros(())
     if rank < last:
-        left.backward(received(left, rank + 1))
+        stage_output.backward(receive_like(stage_output, rank + 1))
     else:
-        loss = nn.functional.mse_loss(left, target)
+        loss = nn.functional.mse_loss(stage_output, target)
         loss.backward()
     if rank > 0:
-        dist.send(arrived.grad, rank - 1)
+        dist.send(stage_input.grad, rank - 1)
     return loss.item() / micro_batches
 
 
@@ -83,9 +83,9 @@ def main(inputs, targets, layers, epochs=10, batch_size=12, micro_batches=4):
         for start in range(0, len(inputs), batch_size):
             batch = slice(start, start + batch_size)
             optimizer.zero_grad()
-            alive = [forward(stage, part) for part in inputs[batch].chunk(micro_batches)]
-            parts = zip(alive, targets[batch].chunk(micro_batches), strict=True)
-            losses.append(sum(backward(*held, target, micro_batches) for held, target in parts))
+            in_flight = [forward(stage, micro_batch) for micro_batch in inputs[batch].chunk(micro_batches)]
+            pairs = zip(in_flight, targets[batch].chunk(micro_batches), strict=True)
+            losses.append(sum(backward(*activations, target, micro_batches) for activations, target in pairs))
             norms.append(global_norm(stage))
             optimizer.step()
     dist.destroy_process_group()
@@ -96,5 +96,5 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     samples = torch.randn(120, 10)
     network = [nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(5)] + [nn.Linear(10, 10)]
-    _, seen, lengths = main(samples, samples.flip(1).sin(), network)
-    print(f"rank {os.environ['RANK']}: loss {seen[0]:.3f} -> {seen[-1]:.3f}, first gradient norm {lengths[0]:.4f}")
+    _, losses, norms = main(samples, samples.flip(1).sin(), network)
+    print(f"rank {os.environ['RANK']}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, first gradient norm {norms[0]:.4f}")

@@ -1,11 +1,11 @@
 """Cross-entropy with vocabulary-sharded logits.
 
-Write the missing lines of _CrossEntropy and VocabParallelLoss; its docstring specifies the result.
+Write the missing lines of _CrossEntropy and VocabParallelLoss; their docstrings specify the results.
 You may call: ops.all_reduce_max, ops.all_reduce, torch.stack, Tensor.gather, Tensor.exp_, Tensor.scatter_add_,
 ctx.save_for_backward.
 Check it with: python -m exercises check vocabulary_cross_entropy
 
-Stub cadc1cd0.
+Stub e6452039.
 """
 
 import torch
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from minidist.comm import Group
 from minidist.comm import functional as ops
-from minidist.parallel.tensor.vocabulary import IGNORE
+from minidist.parallel.tensor.vocabulary import IGNORE_INDEX
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, first, key):
-        counts = labels != IGNORE
+        counts = labels != IGNORE_INDEX
         local = labels - first
         mine = counts & (local >= 0) & (local < logits.shape[1])
         column = local.masked_fill(~mine, 0)[:, None]
@@ -32,17 +32,22 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class VocabParallelLoss:
-    """`token_loss` on logits of which every rank holds those of `n` tokens, `first` on. A callable.
+    """Cross-entropy on logits whose vocabulary is sharded over the ranks of `group`.
 
-    "fuse the output of the parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3): three numbers
-    per position pass between ranks, instead of one per token of the vocabulary.
+    first: the first of this rank's tokens; the logits of the n tokens from there on are its shard.
+
+    "fuse the output of the parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3): ranks exchange
+    three numbers per position, instead of one per token of the vocabulary.
     """
 
     def __init__(self, first: int, group: Group):
         self._first, self._group = first, group
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """logits (b, s, n), labels (b, s) int64 -> the sum of the losses that count, and their number, on each rank."""
+        """Return the sum of the token losses, and their number, both the same on all ranks.
+
+        logits: (b, s, n), this rank's shard. labels: (b, s) int64; a label of -100 does not count.
+        """
         logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         total = _CrossEntropy.apply(logits, labels.flatten(), self._first, self._group.key)
-        return total, (labels != IGNORE).sum()
+        return total, (labels != IGNORE_INDEX).sum()

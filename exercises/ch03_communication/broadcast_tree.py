@@ -4,7 +4,7 @@ Write the missing lines of tree_broadcast; its docstring specifies the result.
 You may call: exchange, send, recv.
 Check it with: python -m exercises check broadcast_tree
 
-Stub 7cc73a52.
+Stub 21d15a19.
 """
 
 from torch import Tensor
@@ -14,7 +14,10 @@ from minidist.comm.group import Group
 
 
 def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
-    """Replace `tensor` on every rank by that of group rank `src`, along a binomial tree."""
+    """Overwrite `tensor` on every rank with the tensor of group rank `src` (a rank's number within `group`).
+
+    The tensor passes along a binomial tree.
+    """
     buffer, size = flat_view(tensor), group.size
     place = (group.rank - src) % size  # the root is at place 0
     distance = 1

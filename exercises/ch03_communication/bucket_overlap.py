@@ -1,11 +1,11 @@
 """The best bucket size.
 
-Write the missing lines of bucket_intervals and last_bucket_end_s and best_bucket_bytes; its docstring specifies the
-result.
+Write the missing lines of bucket_intervals, last_bucket_end_s and best_bucket_bytes; their docstrings specify the
+results.
 You may call: max, min, zip, range, accumulate, bucket_intervals, last_bucket_end_s.
 Check it with: python -m exercises check bucket_overlap
 
-Stub e3227ced.
+Stub 9e127ec6.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,29 +17,33 @@ def bucket_intervals(ready_s: Sequence[float], durations_s: Sequence[float]) -> 
 
     ready_s: when the last gradient of each bucket is ready, in index order, which may differ from the order in time.
     durations_s: how long each bucket's reduction takes. A reduction starts when its bucket is ready and the one before
-    it is done. Raises ValueError when the lengths differ.
+    it has ended. Raises ValueError when the lengths differ.
     """
     raise NotImplementedError("return the start and end time of each bucket's reduction")
 
 
-def last_bucket_end_s(total: int, bucket: int, backward_s: float, seconds: Callable[[float], float]) -> float:
-    """Return when the last of `total` bytes of gradients is reduced, in seconds since the start of backward.
+def last_bucket_end_s(
+    total_bytes: int, bucket_bytes: int, backward_s: float, reduction_s: Callable[[float], float]
+) -> float:
+    """Return when the last bucket of gradients has been reduced, in seconds since the start of backward.
 
-    Backward produces gradients at a constant rate over `backward_s`; each bucket has `bucket` bytes, the last one the
-    remainder. seconds: how long reducing that many bytes takes during backward. 0.0 when `total` is 0.
+    Backward produces `total_bytes` of gradients at a constant rate over `backward_s`; each bucket has `bucket_bytes`,
+    the last one the remainder. reduction_s: the seconds that reducing a given number of bytes takes during backward.
+    The result is 0.0 if `total_bytes` is 0.
     """
-    if total == 0:
+    if total_bytes == 0:
         return 0.0
     raise NotImplementedError("return the end time of the last bucket's reduction")
 
 
 def best_bucket_bytes(
-    total: int, backward_s: float, seconds: Callable[[float], float], choices: Sequence[int] = ()
+    total_bytes: int, backward_s: float, reduction_s: Callable[[float], float], choices: Sequence[int] = ()
 ) -> int:
     """Return the bucket size in bytes with which all gradients are reduced soonest; of equals, the largest.
 
     Small buckets pay the latency often; with large ones the last reduction, which nothing overlaps, takes long.
-    choices: sizes to consider, by default powers of two from 64 KiB to one bucket for everything.
+    total_bytes, backward_s, reduction_s: as in `last_bucket_end_s`. choices: sizes to consider; by default powers of
+    two from 64 KiB to one bucket for everything.
     """
-    sizes = choices or [1 << k for k in range(16, max(17, (max(total, 1) - 1).bit_length() + 1))]
+    sizes = choices or [1 << k for k in range(16, max(17, (max(total_bytes, 1) - 1).bit_length() + 1))]
     raise NotImplementedError("return the size whose last reduction ends earliest; among equals the largest")

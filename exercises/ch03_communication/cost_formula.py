@@ -4,47 +4,46 @@ Write the missing lines of collective_cost; its docstring specifies the result.
 You may call: Cost, tree_depth.
 Check it with: python -m exercises check cost_formula
 
-Stub 771045e9.
+Stub d6fa1b9b.
 """
 
-from minidist.comm.cost import ZERO_COST, Cost, _halving_doubling_cost, tree_depth
 from minidist.comm.power_of_two import PowerOfTwoRanks
-from minidist.comm.wire_bytes import IMPLEMENTED_ALGORITHMS
+from minidist.tools.network.algorithm_bytes import IMPLEMENTED_ALGORITHMS
+from minidist.tools.network.cost import ZERO_COST, Cost, _halving_doubling_cost, tree_depth
 
 
-def collective_cost(name: str, algorithm: str, size: int, n: float) -> Cost:
-    """Return the cost of operation `name` over `size` ranks by an algorithm of `wire_bytes.IMPLEMENTED_ALGORITHMS`.
+def collective_cost(operation: str, algorithm: str, group_size: int, num_bytes: float) -> Cost:
+    """Return the cost of one operation over `group_size` ranks by one of its `IMPLEMENTED_ALGORITHMS`.
 
-    n: bytes of the tensor, as in `wire_bytes`: the full tensor for all_gather, reduce_scatter and all_to_all, with
-    shards taken as equal. Raises ValueError for an unknown algorithm.
+    num_bytes: size of the tensor, as in `wire_bytes`: of the full tensor for all_gather, reduce_scatter and all_to_all,
+    whose shards are taken as equal. Raises ValueError if the operation has no such algorithm.
     """
-    if algorithm not in IMPLEMENTED_ALGORITHMS.get(name, ()):
-        raise ValueError(
-            f"no algorithm {algorithm!r} for {name!r}: see minidist.comm.wire_bytes.IMPLEMENTED_ALGORITHMS"
-        )
-    if size == 1:
+    if algorithm not in IMPLEMENTED_ALGORITHMS.get(operation, ()):
+        raise ValueError(f"no algorithm {algorithm!r} for {operation!r}: see minidist.tools.network.algorithm_bytes")
+    if group_size == 1:
         return ZERO_COST
-    pass_on, add = Cost(1, n), Cost(1, n, n)  # the full tensor in one round, without and with a reduction
-    around, log = (size - 1) / size * n, tree_depth(size)
-    match name, algorithm:
+    # The full tensor in one round, without and with a reduction.
+    pass_on, add = Cost(1, num_bytes), Cost(1, num_bytes, num_bytes)
+    around, log = (group_size - 1) / group_size * num_bytes, tree_depth(group_size)
+    match operation, algorithm:
         case "broadcast", "flat":
-            return pass_on * (size - 1)  # one after the other through the root's link
+            return pass_on * (group_size - 1)  # one after the other through the root's link
         case "broadcast", "tree":
             raise NotImplementedError("a broadcast along a binomial tree")
         case "reduce", "flat":
-            return add * (size - 1)
+            return add * (group_size - 1)
         case "reduce", "tree":
             return add * log
-        case "central_update", _:
-            return (add + pass_on) * (size - 1)
+        case "parameter_server_step", _:
+            return (add + pass_on) * (group_size - 1)
         case ("all_gather", "ring") | ("all_to_all", _):
-            return Cost(size - 1, around)
+            return Cost(group_size - 1, around)
         case "reduce_scatter", "ring":
             raise NotImplementedError("a ring reduce-scatter")
         case "all_reduce", "naive":
-            return add * (size - 1)
+            return add * (group_size - 1)
         case "all_reduce", "tree":
             raise NotImplementedError("a tree all-reduce: reduce, then broadcast")
         case "all_reduce", "ring":
             raise NotImplementedError("a ring all-reduce")
-    return _halving_doubling_cost(name, algorithm, PowerOfTwoRanks(size), n)
+    return _halving_doubling_cost(operation, algorithm, PowerOfTwoRanks(group_size), num_bytes)

@@ -4,7 +4,7 @@ Write the missing lines of all_reduce; its docstring specifies the result.
 You may call: split_chunks, flat_view, ring_reduce, divide_mean, ring_gather.
 Check it with: python -m exercises check ring_all_reduce
 
-Stub 5adc31a3.
+Stub 88a607db.
 """
 
 from torch import Tensor
@@ -17,9 +17,9 @@ from minidist.comm.group import Group
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
     """Replace `tensor` (any shape) on every rank by its reduction: reduce-scatter, then all-gather.
 
-    Each rank first sends the part of its own index, as in the paper, and so completes part `rank + 1`: the list is
-    rotated accordingly. Part c is summed in the order of ranks c, c + 1, ..., c - 1 (modulo size) and then copied to
+    Each rank first sends the chunk of its own index, as in the paper, and so completes chunk `rank + 1`: the list is
+    rotated accordingly. Chunk c is summed in the order of ranks c, c + 1, ..., c - 1 (modulo size) and then copied to
     all ranks, so all get identical results; but the order of additions depends on an element's offset in the tensor.
     """
     check_reduce_op(op, tensor.dtype)
-    raise NotImplementedError("split the tensor into parts, reduce-scatter, divide for a mean, all-gather")
+    raise NotImplementedError("split the tensor into chunks, reduce-scatter, divide for a mean, all-gather")

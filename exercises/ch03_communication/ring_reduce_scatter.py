@@ -4,7 +4,7 @@ Write the missing lines of ring_reduce; its docstring specifies the result.
 You may call: exchange, reduce_into, send, recv.
 Check it with: python -m exercises check ring_reduce_scatter
 
-Stub 2b29780c.
+Stub 20438150.
 """
 
 from torch import Tensor
@@ -13,12 +13,12 @@ from minidist.comm.algorithms.primitives import exchange, reduce_into
 from minidist.comm.group import Group
 
 
-def ring_reduce(parts: list[Tensor], group: Group, op: str) -> None:
-    """Reduce-scatter in place: `parts[rank]` ends up fully reduced on this rank, the other parts hold partial results.
+def ring_reduce(chunks: list[Tensor], group: Group, op: str) -> None:
+    """Reduce-scatter in place: `chunks[rank]` ends fully reduced on this rank, the others hold partial results.
 
-    parts: one view per rank, which together cover the tensor; the same lengths on every rank.
+    chunks: one view per rank, which together cover the tensor; the same lengths on every rank.
     """
     size, rank = group.size, group.rank
-    scratch = parts[0].new_empty(max(part.numel() for part in parts))
+    scratch = chunks[0].new_empty(max(chunk.numel() for chunk in chunks))
     for step in range(size - 1):
-        raise NotImplementedError("send a part on, and add the part that arrives to this rank's values")
+        raise NotImplementedError("send a chunk on, and add the chunk that arrives to this rank's values")

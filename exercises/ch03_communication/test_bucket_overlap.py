@@ -1,11 +1,11 @@
-"""Tests of bucket_overlap: the times against a clock that ticks, and the order against the trainer's reducer."""
+"""Tests of bucket_overlap: the times compared with a simulated clock, and the order with the trainer's reducer."""
 
 import random
 
 import torch
 from torch import nn
 
-from exercises.testing import expect, refuses, test
+from exercises.testing import expect, expect_raises, test
 from minidist.parallel.data.buckets import BucketedReducer
 from minidist.parameters import replicated_specs
 
@@ -13,20 +13,20 @@ BUCKETS, EACH = 4, 3  # of the reducer: parameters of 4 float32 each, three to a
 KIB = 2**10
 
 
-def acted_out(full, lasts):
-    """[begin, end] of each bucket in whole ticks: whenever the network is free, the next in index order may begin."""
+def simulated(ready, durations):
+    """[start, end] of each bucket in ticks: whenever the network is free, the next one in index order may start."""
     times, now, free = [], 0, 0
-    while len(times) < len(full):
-        if now >= free and now >= full[len(times)]:
-            free = now + lasts[len(times)]
+    while len(times) < len(ready):
+        if now >= free and now >= ready[len(times)]:
+            free = now + durations[len(times)]
             times.append([now, free])
         else:
             now += 1
     return times
 
 
-def finished(total, bucket, backward_s, seconds):
-    """Seconds until all is reduced, bucket by bucket."""
+def end_of_reduction(total, bucket, backward_s, seconds):
+    """Seconds until all gradients are reduced, bucket by bucket."""
     done, given = 0.0, 0
     while given < total:
         size = min(bucket, total - given)
@@ -40,63 +40,63 @@ def times_of(answer, full, lasts):
 
 
 @test(points=3)
-def one_at_a_time(answer):
-    """A bucket begins when it is full and the one before it is done; both may be what it waits for."""
+def one_reduction_at_a_time(answer):
+    """A bucket's reduction starts when the bucket is ready and the previous reduction has ended."""
     draw = random.Random(3)
     for full, lasts in (([2, 4, 6], [1, 1, 1]), ([2, 4, 6], [5, 5, 5]), ([2, 4, 9], [5, 0, 1]), ([], [])):
-        expect("[begin, end] of each bucket", times_of(answer, full, lasts), acted_out(full, lasts))
+        expect("[start, end] of each bucket", times_of(answer, full, lasts), simulated(full, lasts))
     for count in range(1, 12):
         full, lasts = sorted(draw.choices(range(20), k=count)), draw.choices(range(9), k=count)
-        expect("[begin, end] of each bucket", times_of(answer, full, lasts), acted_out(full, lasts))
-    refuses(ValueError, answer.bucket_intervals, [1, 2], [1])
-    refuses(ValueError, answer.bucket_intervals, [1], [1, 2])
+        expect("[start, end] of each bucket", times_of(answer, full, lasts), simulated(full, lasts))
+    expect_raises(ValueError, answer.bucket_intervals, [1, 2], [1])
+    expect_raises(ValueError, answer.bucket_intervals, [1], [1, 2])
 
 
 @test(points=3)
 def in_index_order(answer):
-    """A bucket that is full early waits for those ahead of it, which all ranks launch first."""
+    """A bucket that is ready early waits for the buckets before it: all ranks launch in index order."""
     draw = random.Random(4)
     for full, lasts in (([5, 1], [1, 1]), ([3, 9, 2, 4], [1, 1, 1, 1])):
-        expect("[begin, end] of each bucket", times_of(answer, full, lasts), acted_out(full, lasts))
+        expect("[start, end] of each bucket", times_of(answer, full, lasts), simulated(full, lasts))
     for count in range(2, 12):
         full, lasts = draw.choices(range(20), k=count), draw.choices(range(4), k=count)
-        expect("[begin, end] of each bucket", times_of(answer, full, lasts), acted_out(full, lasts))
+        expect("[start, end] of each bucket", times_of(answer, full, lasts), simulated(full, lasts))
 
 
 @test(points=4, ranks=(2,))
-def as_the_reducer_launches(answer, world, network):
-    """The order of events: the trainer's reducer launches a bucket when, by `in_flight`, it begins. A gradient that is
-    ready is a tick; a reduction takes none."""
+def matches_the_reducer(answer, world, network):
+    """The trainer's reducer launches each bucket when bucket_intervals says that it starts. Each ready gradient is one
+    tick, and a reduction takes no time."""
     names = [f"p{number}" for number in range(BUCKETS * EACH)]
     for seed in range(3):
         order = list(names)
-        random.Random(10 * seed + world.rank).shuffle(order)  # autograd's order, another one on every rank
-        launched = seen_launches(network, names, order)
+        random.Random(10 * seed + world.rank).shuffle(order)  # autograd's order, different on every rank
+        launched = observed_launches(network, names, order)
         buckets = [names[EACH * number : EACH * (number + 1)] for number in range(BUCKETS)]
         full = [max(order.index(name) + 1 for name in bucket) for bucket in buckets]
         begins = [begin for begin, _ in answer.bucket_intervals(full, [0] * BUCKETS)]
-        what = f"gradients that are ready when each bucket leaves (the reducer was seen to launch after {launched})"
+        what = f"gradients that are ready when each bucket starts (the trainer's reducer launches after {launched})"
         expect(what, begins, launched)
 
 
-def seen_launches(network, names, order):
-    """How many gradients were ready when each bucket of the package's reducer was launched."""
-    parameters = {name: nn.Parameter(torch.zeros(4)) for name in reversed(names)}  # the reducer begins with the last
+def observed_launches(network, names, order):
+    """Return how many gradients were ready when the package's reducer launched each bucket."""
+    parameters = {name: nn.Parameter(torch.zeros(4)) for name in reversed(names)}  # the reducer starts with the last
     specs = replicated_specs(nn.ParameterDict(parameters), network.group.ranks)
     reducer = BucketedReducer(parameters, specs, [network.group], bucket_bytes=4 * 4 * EACH)
     before, marks = len(network.records), len(network.events)
     for name in order:
         reducer.add(name, torch.ones(4))
         network.event(name)
-        reducer.ready(name)
-    reducer.finish()
+        reducer.mark_ready(name)
+    reducer.finish_reductions()
     ready = [tick for tick, _ in network.events[marks:]]
     return [sum(tick < record.launched for tick in ready) for record in network.records[before:]]
 
 
 @test(points=3)
-def when_all_is_reduced(answer):
-    """Gradients come at an even rate, and the last bucket holds the rest."""
+def end_of_the_last_reduction(answer):
+    """Backward produces gradients at a constant rate, and the last bucket holds the remainder."""
     for total, bucket, backward_s, alpha, beta in (
         (12, 4, 3, 0, 0.25),
         (12, 4, 3, 1, 0.5),
@@ -109,16 +109,16 @@ def when_all_is_reduced(answer):
         def seconds(n, alpha=alpha, beta=beta):
             return alpha + beta * n
 
-        done = finished(total, bucket, backward_s, seconds)
+        done = end_of_reduction(total, bucket, backward_s, seconds)
         got = answer.last_bucket_end_s(total, bucket, backward_s, seconds)
-        case = f"{total} bytes in buckets of {bucket}, backward {backward_s} s, {alpha} + {beta} n s each"
-        expect("seconds until all is reduced", got, done, tolerance=1e-9, case=case)
-    expect("seconds without any gradient", answer.last_bucket_end_s(0, 4, 3.0, lambda n: 1.0), 0.0)
+        case = f"{total} bytes in buckets of {bucket}, backward {backward_s} s, a reduction {alpha} + {beta} n s"
+        expect("seconds until all gradients are reduced", got, done, tolerance=1e-9, case=case)
+    expect("seconds without gradients", answer.last_bucket_end_s(0, 4, 3.0, lambda n: 1.0), 0.0)
 
 
 @test(points=3)
-def neither_many_nor_late(answer):
-    """The size with which all is reduced soonest; of those that are equally good the largest."""
+def best_size(answer):
+    """The size with which all gradients are reduced soonest; of equals, the largest."""
     links = {
         "alpha 1 ms": (1e-3, 0.0),
         "1 GB/s": (0.0, 1e-9),
@@ -133,9 +133,9 @@ def neither_many_nor_late(answer):
                 return alpha + beta * n
 
             choices = [64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB, 16384 * KIB]
-            soonest = {size: finished(total, size, 0.02, seconds) for size in choices}
+            soonest = {size: end_of_reduction(total, size, 0.02, seconds) for size in choices}
             wanted = max(size for size in choices if soonest[size] == min(soonest.values()))
             got = answer.best_bucket_bytes(total, 0.02, seconds, choices)
             expect(f"the best bucket on the link {name!r}, of {choices}", got, wanted)
     smallest = answer.best_bucket_bytes(384 * KIB, 0.02, lambda n: 1e-9 * n)
-    expect("the best of the package's own choices where messages cost nothing", smallest, 64 * KIB)
+    expect("the best of the default sizes when a message has no latency", smallest, 64 * KIB)

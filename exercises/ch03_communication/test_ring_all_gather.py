@@ -1,65 +1,70 @@
-"""Tests of ring_all_gather: every rank begins with its own part, and with nonsense in the places of the others."""
+"""Tests of ring_all_gather: every rank starts with its own chunk, and with wrong values in the others."""
 
 import torch
 
 from exercises.testing import expect, test
-from exercises.traffic import Wire
+from exercises.traffic import TransferRecorder
 
 
-def part_of(rank, length):
-    """The part that a rank brings: different on every rank."""
+def chunk_of(rank, length):
+    """Return a rank's chunk: different on every rank."""
     return torch.arange(float(length)) + 100 * (rank + 1)
 
 
 def run(answer, world, network, lengths):
-    """Gather parts of these lengths; (parts of this rank, wire).
+    """All-gather chunks of these lengths; return this rank's chunks and the transfers.
 
-    The parts are read from the row: what is put into the list in the place of a view of it does not get there.
+    The chunks are views of one tensor: replacing an entry of the list does not change the tensor.
     """
-    parts = torch.full((sum(lengths),), -1.0 - world.rank).split(lengths)
-    parts[world.rank].copy_(part_of(world.rank, lengths[world.rank]))
-    with Wire(network) as wire:
-        answer.ring_gather(list(parts), network.group)
-    return parts, wire
+    chunks = torch.full((sum(lengths),), -1.0 - world.rank).split(lengths)
+    chunks[world.rank].copy_(chunk_of(world.rank, lengths[world.rank]))
+    with TransferRecorder(network) as recorder:
+        answer.ring_gather(list(chunks), network.group)
+    return chunks, recorder
 
 
-def are_complete(parts, lengths):
-    case = f"parts of {lengths} elements"
+def expect_complete(chunks, lengths):
+    case = f"chunks of {lengths} elements"
     for rank, length in enumerate(lengths):
-        expect(f"parts[{rank}]", parts[rank], part_of(rank, length), case=case)
+        expect(f"chunks[{rank}]", chunks[rank], chunk_of(rank, length), case=case)
 
 
 @test(points=4, ranks=(1, 2, 3, 4))
-def everybody_has_every_part(answer, world, network):
-    """Every rank ends with the parts of all in its own row, of which they are views; here of equal length."""
+def all_ranks_get_all_chunks(answer, world, network):
+    """Every rank ends with all chunks, in the tensor of which they are views; here they have equal length."""
     if world.size == 1:
-        parts, _ = run(answer, world, network, [3])
-        are_complete(parts, [3])
+        chunks, _ = run(answer, world, network, [3])
+        expect_complete(chunks, [3])
     for length in (1, 3):
-        parts, _ = run(answer, world, network, [length] * world.size)
-        are_complete(parts, [length] * world.size)
+        chunks, _ = run(answer, world, network, [length] * world.size)
+        expect_complete(chunks, [length] * world.size)
 
 
 @test(points=3, ranks=(2, 3, 4))
-def parts_need_not_be_equal(answer, world, network):
-    """Parts have the lengths they have, nothing at all included."""
+def chunks_may_be_unequal(answer, world, network):
+    """Chunks may have unequal lengths, and length 0."""
     for lengths in ([4, 1, 2, 3], [1, 0, 0, 0], [0, 5, 0, 2]):
-        parts, _ = run(answer, world, network, lengths[: world.size])
-        are_complete(parts, lengths[: world.size])
+        chunks, _ = run(answer, world, network, lengths[: world.size])
+        expect_complete(chunks, lengths[: world.size])
 
 
 @test(points=3, ranks=(4,))
-def only_to_the_neighbour(answer, world, network):
-    """A rank sends to one neighbour and receives from the other, in size - 1 rounds; none waits its turn."""
-    _, wire = run(answer, world, network, [2] * world.size)
-    wire.expect_a_ring(world)
+def sends_to_one_neighbour(answer, world, network):
+    """Each rank sends to one neighbour and receives from the other in size - 1 rounds, all ranks at the same time."""
+    _, recorder = run(answer, world, network, [2] * world.size)
+    recorder.expect_ring(world)
 
 
 @test(points=2, ranks=(3, 4))
-def nothing_is_sent_twice(answer, world, network):
-    """A rank sends every part but the one that its neighbour brings itself, each once."""
+def sends_each_chunk_once(answer, world, network):
+    """Each rank sends every chunk once, except the receiver's own."""
     lengths = [4, 1, 2, 3][: world.size]
-    _, wire = run(answer, world, network, lengths)
-    expect("ranks sent to", len(set(wire.peers("send"))), 1)
-    neighbour = wire.peers("send")[0]
-    expect("elements sent", wire.sent(), sum(lengths) - lengths[neighbour], case=f"parts of {lengths} elements")
+    _, recorder = run(answer, world, network, lengths)
+    expect("ranks sent to", len(set(recorder.peers("send"))), 1)
+    neighbour = recorder.peers("send")[0]
+    expect(
+        "elements sent",
+        recorder.elements_sent(),
+        sum(lengths) - lengths[neighbour],
+        case=f"chunks of {lengths} elements",
+    )

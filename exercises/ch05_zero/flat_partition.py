@@ -1,10 +1,10 @@
 """Flatten parameters and cut them into equal shards.
 
-Write the missing lines of Layout and lay_out_flat; its docstring specifies the result.
-You may call: Slot, Layout, Layout.bounds, max, min, sum, dict.items, dict.values.
+Write the missing lines of FlatLayout and lay_out_flat; their docstrings specify the results.
+You may call: Slot, FlatLayout, FlatLayout.shard_bounds, max, min, sum, dict.items, dict.values.
 Check it with: python -m exercises check flat_partition
 
-Stub fc1ab40f.
+Stub 62229dc3.
 """
 
 from collections.abc import Mapping
@@ -15,35 +15,45 @@ from minidist.zero.plan import Slot
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A flat buffer of `parts` shards of `shard` elements each. slots: where each parameter lies, by name."""
+class FlatLayout:
+    """The layout of parameters in a flat buffer, which is cut into `num_shards` shards of `shard_numel` elements each.
+
+    slots: the elements of the flat buffer that each parameter occupies, by name.
+    """
 
     slots: Mapping[str, Slot]
-    parts: int
-    shard: int
+    num_shards: int
+    shard_numel: int
 
     @property
     def numel(self) -> int:
-        """Elements of the flat buffer, padding included."""
+        """Number of elements of the flat buffer, padding included."""
         raise NotImplementedError("return the length of the flat parameter")
 
     @cached_property
     def padding(self) -> int:
+        """Number of elements at the end of the flat buffer that belong to no parameter."""
         raise NotImplementedError("return the number of elements of padding")
 
-    def bounds(self, part: int) -> tuple[int, int]:
-        """First and one-past-last element of a shard in the flat buffer."""
+    def shard_bounds(self, shard: int) -> tuple[int, int]:
+        """Return the (start, stop) of a shard in the flat buffer. shard: its index."""
         raise NotImplementedError("return the begin and end of this shard in the flat parameter")
 
-    def held(self, part: int) -> dict[str, tuple[int, int]]:
-        """The (start, stop) within each parameter that a shard holds; parameters outside of the shard are left out."""
+    def param_ranges(self, shard: int) -> dict[str, tuple[int, int]]:
+        """Return which elements of each parameter lie in a shard, as {name: (start, stop)} within the parameter.
+
+        shard: its index. Parameters without elements in the shard are left out.
+        """
         raise NotImplementedError("return which elements of each parameter are in this shard")
 
-    def held_numel(self, part: int) -> int:
-        """Number of elements in a shard, without padding."""
-        return sum(stop - start for start, stop in self.held(part).values())
+    def unpadded_numel(self, shard: int) -> int:
+        """Return the number of elements in a shard, without padding. shard: its index."""
+        return sum(stop - start for start, stop in self.param_ranges(shard).values())
 
 
-def lay_out_flat(sizes: Mapping[str, int], parts: int) -> Layout:
-    """Lay parameters out in the given order, in `parts` equal shards. sizes: elements of each parameter, by name."""
+def lay_out_flat(sizes: Mapping[str, int], num_shards: int) -> FlatLayout:
+    """Lay parameters one after another into a flat buffer of `num_shards` equal shards; return the layout.
+
+    sizes: number of elements of each parameter, by name, in the order of the flat buffer.
+    """
     raise NotImplementedError("return the layout: consecutive slots, shards as short as possible")

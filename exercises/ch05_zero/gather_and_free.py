@@ -1,11 +1,11 @@
 """Stage 3: gather and free blocks.
 
-Write the missing lines of BlockGatherer and ShardedFlatParam; its docstring specifies the result.
+Write the missing lines of BlockGatherer and ShardedFlatParam; their docstrings specify the results.
 You may call: Block.launch, Block.need, Block.release, FlatParam.launch_gather, FlatParam.wait_gather,
 UntypedStorage.resize_, Tensor.clone, Tensor.register_hook, torch.is_grad_enabled.
 Check it with: python -m exercises check gather_and_free
 
-Stub 876fa7b5.
+Stub d26fa499.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,86 +18,93 @@ from minidist.zero.gather import Block
 
 
 class BlockGatherer:
-    """Gathers and frees the blocks of a model while it runs.
+    """Gathers the parameters of each block before it runs, and frees them after it, by hooks on the modules.
 
-    model: called with `layers`, as `Transformer` is. root: the parameters outside of all blocks. num_layers: of the
-    whole model. keep: whether the last block and the head stay gathered between forward and backward. prefetch: whether
-    to gather the next block while one computes. on_block_done: called with the flat parameters of each block whose
-    backward is over.
+    model: the model, with the interface of `Transformer`. root: the parameters outside of all blocks. num_layers: of
+    the whole model. keep_last_block: whether the last block and the head stay unsharded between forward and backward.
+    prefetch: whether to gather the next block while one computes. on_block_done: called with the flat parameters of
+    each block whose backward is over; None to call nothing.
     """
 
     def __init__(
-        self, model: nn.Module, root: Block, blocks: Sequence[Block], num_layers: int, keep: bool, prefetch: bool
+        self,
+        model: nn.Module,
+        root: Block,
+        blocks: Sequence[Block],
+        num_layers: int,
+        keep_last_block: bool,
+        prefetch: bool,
     ):
         self.root, self.blocks = root, {block.index: block for block in blocks}
-        self.end_of_model, self.keep, self.prefetch = num_layers, keep, prefetch
+        self.num_layers, self.keep_last_block, self.prefetch = num_layers, keep_last_block, prefetch
         self.on_block_done: Callable[[Sequence[ShardedFlatParam]], None] | None = None
         self._layers = range(num_layers)  # of the running forward
         self._in_backward: Block | None = None
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         model.register_forward_hook(self._after_model)
         for block in blocks:
-            block.module.register_forward_pre_hook(lambda *_, block=block: self._before(block))
-            block.module.register_forward_hook(lambda *args, block=block: self._after(block, args[-1]))
+            block.module.register_forward_pre_hook(lambda *_, block=block: self._before_forward(block))
+            block.module.register_forward_hook(lambda *args, block=block: self._after_forward(block, args[-1]))
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, model: nn.Module, args: tuple, how: dict) -> None:
-        layers = how.get("layers")
-        self._layers = range(self.end_of_model) if layers is None else layers
+    def _before_model(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        layers = kwargs.get("layers")
+        self._layers = range(self.num_layers) if layers is None else layers
         raise NotImplementedError("start the all-gather of the first block of a pass over these layers")
 
     @property
-    def _at_end(self) -> bool:
-        return self._layers.stop == self.end_of_model
+    def _runs_last_layer(self) -> bool:
+        """Whether the running forward or backward includes the last layer of the model."""
+        return self._layers.stop == self.num_layers
 
-    def _launch(self, index: int) -> None:
+    def _prefetch_block(self, index: int) -> None:
         """Start to gather a block ahead of its use, if the running forward or backward includes it."""
         raise NotImplementedError("start to prefetch this block, if that is useful")
 
-    def _before(self, block: Block) -> None:
-        block.need()
+    def _before_forward(self, block: Block) -> None:
+        block.unshard()
         raise NotImplementedError("prefetch the next block while this one computes")
 
-    def _after(self, block: Block, hidden: Tensor) -> None:
+    def _after_forward(self, block: Block, hidden: Tensor) -> None:
         raise NotImplementedError("free the block, unless it stays; register _before_backward as a hook for backward")
 
-    def _stays(self, last: bool) -> bool:
+    def _stays_unsharded(self, is_last: bool) -> bool:
         raise NotImplementedError("say whether the last blocks of forward stay unsharded until backward")
 
     def _after_model(self, model: nn.Module, args: tuple, output: Tensor | tuple) -> None:
-        if not self._stays(self._at_end):
-            self.root.release()
-        if self._at_end and isinstance(output, tuple) and output[0].requires_grad:
+        if not self._stays_unsharded(self._runs_last_layer):
+            self.root.reshard()
+        if self._runs_last_layer and isinstance(output, tuple) and output[0].requires_grad:
             layers = self._layers
-            output[0].register_hook(lambda _: self._begin_backward(layers))
+            output[0].register_hook(lambda _: self._before_model_backward(layers))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _begin_backward(self, layers: range) -> None:
+    def _before_model_backward(self, layers: range) -> None:
         self._layers = layers
-        self.root.need()
-        self._launch(layers.stop - 1)
+        self.root.unshard()
+        self._prefetch_block(layers.stop - 1)
 
     def _before_backward(self, block: Block, layers: range) -> None:
         self._layers = layers
         raise NotImplementedError("finish the block that was in backward, mark this one, prefetch the next")
 
-    def _leave(self) -> None:
-        """End the backward of the current block: report and free it."""
+    def _end_block_backward(self) -> None:
+        """End the backward of the current block: reshard its parameters and report it."""
         raise NotImplementedError("free the block whose backward has run, if any, and call `on_block_done`")
 
-    def end(self) -> None:
-        """End a micro-batch's backward: free all blocks."""
+    def end_backward(self) -> None:
+        """Reshard all blocks, after the backward of a micro-batch."""
         self._in_backward = None
-        self.root.release()
+        self.root.reshard()
         for block in self.blocks.values():
-            block.release()
+            block.reshard()
 
     def gather_all(self) -> None:
-        """Gather all parameters, to read the full model; `end` frees them."""
+        """Unshard all parameters, so that the full model can be read; `end_backward` reshards them."""
         for block in [self.root, *self.blocks.values()]:
-            block.need()
+            block.unshard()
 
 
 class ShardedFlatParam(FlatParam):
@@ -106,16 +113,16 @@ class ShardedFlatParam(FlatParam):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.is_unsharded = True
-        self.release()
+        self.reshard()
 
-    def _own(self, begin: int, end: int) -> Tensor:
+    def _take_shard(self, begin: int, end: int) -> Tensor:
         raise NotImplementedError("return this rank's shard, which must stay valid when the flat parameter is freed")
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Allocate the flat buffer and start its all-gather, unless it is gathered or in flight already."""
+        """Allocate the flat buffer and start its all-gather, unless done already since the last `reshard`."""
         raise NotImplementedError("allocate the flat parameter and start its all-gather, unless it is unsharded")
 
-    def release(self) -> None:
-        """Free the flat buffer's storage; the model's and autograd's views see the data of the next all-gather."""
+    def reshard(self) -> None:
+        """Free the flat buffer's storage; views in the model and in autograd see the data of the next all-gather."""
         raise NotImplementedError("free the storage of the flat parameter")

@@ -1,11 +1,11 @@
 """Stage 2: free each flat gradient after its reduction.
 
 Write the missing lines of ShardedGradients; its docstring specifies the result.
-You may call: FullGradients.wait, FullGradients.sum_replicas, _make_shard, _reduce, torch.empty, Tensor.zero_,
-Tensor.copy_, Tensor.add_, Tensor.to, Tensor.view_as.
+You may call: FullGradients.wait, FullGradients.launch_replica_all_reduce, _make_shard, _reduce, torch.empty,
+Tensor.zero_, Tensor.copy_, Tensor.add_, Tensor.to, Tensor.view_as.
 Check it with: python -m exercises check shard_gradients
 
-Stub ef712739.
+Stub a7f72186.
 """
 
 import torch
@@ -18,20 +18,20 @@ class ShardedGradients(FullGradients):
     """Gradients at full length only while in flight, and accumulated in a shard until the step ends (stages 2 and 3).
 
     Until a micro-batch's gradients are complete, each is kept as autograd returned it.
-    row: None unless in flight. result: None before the first reduction of a step completes, and after `clear`.
+    full_buffer: None unless in flight. result: None before the first reduction of a step completes, and after `clear`.
     """
 
     transient = True
 
     def _allocate(self) -> None:
-        self._come: dict[str, Tensor] = {}
-        self.row = self.result = None
+        self._local_grads: dict[str, Tensor] = {}
+        self.full_buffer = self.result = None
 
-    def held(self) -> list[Tensor | None]:
-        return [*self._come.values(), *super().held()]
+    def live_tensors(self) -> list[Tensor | None]:
+        return [*self._local_grads.values(), *super().live_tensors()]
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Accumulate a local gradient of any shape and dtype. Takes ownership: the caller must not use `grad` again."""
+        """Accumulate a local gradient of parameter `name`. Takes ownership: the caller must not use `grad` again."""
         raise NotImplementedError("keep the gradient, or add it to the earlier one of this parameter")
 
     def _make_flat_gradient(self) -> Tensor:
@@ -39,7 +39,7 @@ class ShardedGradients(FullGradients):
         raise NotImplementedError("copy the gradients into a new flat gradient; everything else is zero")
 
     def _make_shard(self) -> Tensor:
-        return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
+        return torch.empty(self.layout.shard_numel, dtype=self.dtypes.accumulate, device=self.device)
 
     def launch(self) -> None:
         self.wait()
@@ -47,14 +47,14 @@ class ShardedGradients(FullGradients):
 
     def wait(self) -> None:
         """Wait for the reduction in flight and add it to `result`."""
-        if self._arriving is None:
+        if self._in_flight is None:
             return
         raise NotImplementedError("wait; the output becomes the result, or is added to it")
 
-    def start_finish(self) -> None:
+    def launch_final_reduction(self) -> None:
         self.wait()
         raise NotImplementedError("the gradient of a step without a micro-batch is zero")
-        self.sum_replicas()
+        self.launch_replica_all_reduce()
 
     def clear(self) -> None:
         self.result = None

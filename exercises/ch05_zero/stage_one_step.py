@@ -1,11 +1,11 @@
 """Stage 1: reduce-scatter, update a shard, all-gather.
 
-Write the missing lines of FullGradients and FlatParam; its docstring specifies the result.
-You may call: reduce_scatter, all_gather, Layout.bounds, Layout.held, Handle.wait, Tensor.to, Tensor.copy_,
-Tensor.zero_, Tensor.view, torch.empty_like.
+Write the missing lines of FullGradients and FlatParam; their docstrings specify the results.
+You may call: reduce_scatter, all_gather, FlatLayout.shard_bounds, FlatLayout.param_ranges, Handle.wait, Tensor.to,
+Tensor.copy_, Tensor.zero_, Tensor.view, torch.empty_like.
 Check it with: python -m exercises check stage_one_step
 
-Stub 13453c2c.
+Stub 08956c49.
 """
 
 from collections.abc import Mapping
@@ -16,38 +16,48 @@ from torch import Tensor, nn
 from minidist.comm import Group, Handle, all_gather, all_reduce, reduce_scatter
 from minidist.precision.dtypes import PrecisionDtypes
 from minidist.precision.masters import MasterWeights, Rounding
-from minidist.zero.plan import Layout
+from minidist.zero.plan import FlatLayout
 
 
 class FullGradients:
     """Gradients of a flat parameter, accumulated in a full-length buffer for the whole step (stages 0 and 1).
 
-    group: the ranks over which the gradients are sharded. outer: the ranks that hold the same shard and sum it; None if
-    this is the only one. row: (numel,), the flat gradient. result: (shard,), this rank's shard, summed over all ranks
-    once the reducer has finished. transient: whether the full-length buffer lives only while it is reduced.
+    group: the ranks over which the gradients are sharded. replica_group: the ranks that hold the same shard and sum it;
+    None if there is only one. full_buffer: (numel,), the flat gradient. result: (shard_numel,), this rank's shard,
+    summed over all ranks once the reducer has finished. transient: whether the full-length buffer lives only while it
+    is reduced.
     """
 
     transient = False
 
     def __init__(
-        self, layout: Layout, group: Group, outer: Group | None, formats: PrecisionDtypes, device: torch.device
+        self,
+        layout: FlatLayout,
+        group: Group,
+        replica_group: Group | None,
+        dtypes: PrecisionDtypes,
+        device: torch.device,
     ):
-        self.layout, self.group, self.outer, self.formats, self.device = layout, group, outer, formats, device
-        self._arriving: tuple[Handle, Tensor, Tensor] | None = None  # in flight: handle, output, destination
+        self.layout, self.group, self.replica_group = layout, group, replica_group
+        self.dtypes, self.device = dtypes, device
+        self._in_flight: tuple[Handle, Tensor, Tensor] | None = None  # in flight: handle, output, destination
         self._allocate()
 
     def _allocate(self) -> None:
-        self.row = torch.zeros(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
-        self.views = {name: self.row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
+        self.full_buffer = torch.zeros(self.layout.numel, dtype=self.dtypes.accumulate, device=self.device)
+        self.views = {name: self.full_buffer[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
         self.filled: set[str] = set()  # parameters with a gradient in this step
-        self.result = self.row[slice(*self.layout.bounds(self.group.rank))]
+        self.result = self.full_buffer[slice(*self.layout.shard_bounds(self.group.rank))]
 
-    def held(self) -> list[Tensor | None]:
-        """The gradient tensors held now, for memory measurements."""
-        return [self.row, self.result]
+    def live_tensors(self) -> list[Tensor | None]:
+        """Return the gradient tensors in memory now, for memory measurements; None if one is not allocated."""
+        return [self.full_buffer, self.result]
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Accumulate a local gradient of a parameter, of any shape and dtype."""
+        """Accumulate a local gradient of parameter `name` into the full-length buffer; `grad` is copied.
+
+        grad: as many elements as the parameter, in any shape and dtype.
+        """
         view = self.views[name].view_as(grad)
         if name in self.filled:
             view.add_(grad)
@@ -56,43 +66,43 @@ class FullGradients:
             self.filled.add(name)
 
     def launch(self) -> None:
-        """Start the reduction; a missing gradient counts as zero."""
+        """Start the reduce-scatter over the group (all-reduce if not sharded); a missing gradient counts as zero."""
         raise NotImplementedError("set the gradients to zero that backward did not compute")
         if self.group.size > 1:
-            self._reduce(self.row, self.result)
+            self._reduce(self.full_buffer, self.result)
         else:  # not sharded: all-reduce the full gradient over the replicas
-            self.sum_replicas()
+            self.launch_replica_all_reduce()
 
-    def _reduce(self, row: Tensor, target: Tensor) -> Tensor:
-        """Start the reduce-scatter of `row` into `target`, in the reduction dtype; return the tensor that is sent."""
+    def _reduce(self, full: Tensor, target: Tensor) -> Tensor:
+        """Start the reduce-scatter of `full` into `target`, in the reduction dtype; return the tensor that is sent."""
         raise NotImplementedError("start the reduce-scatter of the flat gradient into target, in the wire dtype")
-        return row
+        return full
 
-    def sum_replicas(self) -> None:
-        """Start the all-reduce of this shard over its replicas."""
-        if self.outer is not None:
-            sent = self.result.to(self.formats.reduce)  # no copy if the dtypes are equal
-            self._arriving = all_reduce(sent, self.outer, async_op=True), sent, self.result
+    def launch_replica_all_reduce(self) -> None:
+        """Start the all-reduce of this rank's shard over the ranks that hold the same shard, if there are others."""
+        if self.replica_group is not None:
+            sent = self.result.to(self.dtypes.reduce)  # no copy if the dtypes are equal
+            self._in_flight = all_reduce(sent, self.replica_group, async_op=True), sent, self.result
 
     def wait(self) -> None:
-        """Wait for the reduction in flight; `result` then holds its sum."""
-        if self._arriving is not None:
+        """Wait for the reduction in flight, if there is one; `result` then holds its sum."""
+        if self._in_flight is not None:
             raise NotImplementedError("wait for the reduce-scatter; the result must be in target")
-            self._arriving = None
+            self._in_flight = None
 
-    def start_finish(self) -> None:
-        """Start the sum over replicas, once every reduction over the group has been launched."""
+    def launch_final_reduction(self) -> None:
+        """Start the step's last reduction, over replicas, after all reductions over the group have been launched."""
         if self.group.size > 1:
             self.wait()
-            self.sum_replicas()
+            self.launch_replica_all_reduce()
 
     def clear(self) -> None:
-        """Forget the step."""
+        """Drop the gradients of this step, so that the next gradients are not added to them."""
         self.filled.clear()
 
-    def abandon(self) -> None:
-        """Forget an aborted step and allocate new buffers: those in flight stay with their operations."""
-        self._arriving = None
+    def discard_aborted_step(self) -> None:
+        """Drop the gradients of an aborted step and allocate new buffers: the old ones may still be in flight."""
+        self._in_flight = None
         self.clear()
         self._allocate()
 
@@ -100,38 +110,39 @@ class FullGradients:
 class FlatParam:
     """Parameters concatenated in one flat buffer that is sharded over a group.
 
-    parameters: of the model; they become views of the buffer. values: their values in full precision. group: the ranks
-    over which the buffer is sharded. host, rounding: see `MasterWeights`.
-    row: (numel,), the flat buffer that forward and backward read. part: (shard,), this rank's shard of it. masters: the
-    tensors of this shard that the optimizer updates. bounds: (start, stop) in the shard of each parameter with elements
-    in it, by name.
+    parameters: of the model, by name; they become views of the buffer. values: their values in full precision. layout:
+    of the parameters in the buffer. group: the ranks over which the buffer is sharded. dtypes, offload, rounding: as in
+    `MasterWeights`.
+    full_buffer: (numel,), the flat buffer that forward and backward read. shard: (shard_numel,), this rank's shard of
+    it. masters: the tensors of this shard that the optimizer updates. param_bounds: (start, stop) in the shard of each
+    parameter with elements in it, by name.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         values: Mapping[str, Tensor],
-        layout: Layout,
+        layout: FlatLayout,
         group: Group,
-        formats: PrecisionDtypes,
-        host: bool = False,
+        dtypes: PrecisionDtypes,
+        offload: bool = False,
         rounding: Rounding | None = None,
     ):
         self.parameters, self.layout, self.group = dict(parameters), layout, group
-        begin, end = layout.bounds(group.rank)
-        held = layout.held(group.rank)  # indices into each parameter
+        begin, end = layout.shard_bounds(group.rank)
+        ranges = layout.param_ranges(group.rank)  # indices into each parameter
         raise NotImplementedError("compute which elements of the shard belong to each parameter")
         device = next(iter(parameters.values())).device
-        self.row = torch.zeros(layout.numel, dtype=formats.parameter, device=device)
+        self.full_buffer = torch.zeros(layout.numel, dtype=dtypes.parameter, device=device)
         raise NotImplementedError("copy the parameters into the flat parameter and make them views of it")
-        self.part = self._own(begin, end)
-        mine = {name: values[name].reshape(-1)[start:stop] for name, (start, stop) in held.items()}
-        self.masters = MasterWeights(self.part, self.bounds, mine, formats, host, rounding)
-        self._gathering: Handle | None = None
+        self.shard = self._take_shard(begin, end)
+        shard_values = {name: values[name].reshape(-1)[start:stop] for name, (start, stop) in ranges.items()}
+        self.masters = MasterWeights(self.shard, self.param_bounds, shard_values, dtypes, offload, rounding)
+        self._gather_handle: Handle | None = None
 
-    def _own(self, begin: int, end: int) -> Tensor:
+    def _take_shard(self, begin: int, end: int) -> Tensor:
         """This rank's shard of the flat buffer, (end - begin,)."""
-        return self.row[begin:end]
+        return self.full_buffer[begin:end]
 
     @torch.no_grad()
     def launch_gather(self) -> None:
@@ -139,4 +150,5 @@ class FlatParam:
         raise NotImplementedError("start the all-gather of the flat parameter")
 
     def wait_gather(self) -> None:
+        """Wait for the all-gather in flight, if there is one."""
         raise NotImplementedError("wait for the all-gather, if one was started")

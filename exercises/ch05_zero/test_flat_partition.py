@@ -35,7 +35,7 @@ def told(sizes, parts):
 
 
 @test(points=4)
-def as_short_as_can_be(answer):
+def padding_is_minimal(answer):
     """Parameters concatenated in the given order, then as little padding as equal shards allow."""
     for sizes, parts in cases():
         layout, shards, case = (
@@ -43,7 +43,7 @@ def as_short_as_can_be(answer):
             shard_elements(sizes, parts),
             told(sizes, parts),
         )
-        expect("elements of a shard", layout.shard, len(shards[0]), case=case)
+        expect("elements of a shard", layout.shard_numel, len(shards[0]), case=case)
         expect("elements of the row", layout.numel, sum(map(len, shards)), case=case)
         expect("elements that belong to no parameter", layout.padding, sum(shards, []).count(None), case=case)
         begin = 0
@@ -55,17 +55,17 @@ def as_short_as_can_be(answer):
 
 
 @test(points=2)
-def shards_touch_each_other(answer):
+def shards_are_adjacent(answer):
     """Shard 0 begins at 0, each of the others where the one before it ends, the last ends with the row."""
     for sizes, parts in cases():
         layout, shard = answer.lay_out_flat(sizes, parts), len(shard_elements(sizes, parts)[0])
-        got = [list(layout.bounds(part)) for part in range(parts)]
+        got = [list(layout.shard_bounds(part)) for part in range(parts)]
         wanted = [[part * shard, (part + 1) * shard] for part in range(parts)]
         expect("[begin, end] of each shard", got, wanted, case=told(sizes, parts))
 
 
 @test(points=4)
-def each_element_in_one_shard(answer):
+def each_element_is_in_one_shard(answer):
     """What a shard has of a parameter, counted from the parameter's first element; nothing of it: left out."""
     for sizes, parts in cases():
         layout = answer.lay_out_flat(sizes, parts)
@@ -73,22 +73,24 @@ def each_element_in_one_shard(answer):
             wanted = {}
             for name, index in filter(None, shard):
                 wanted[name] = [min(index, wanted.get(name, [index])[0]), index + 1]
-            got = {name: list(ends) for name, ends in layout.held(part).items()}
+            got = {name: list(ends) for name, ends in layout.param_ranges(part).items()}
             expect(f"what shard {part} has", got, wanted, case=told(sizes, parts))
             held = sum(element is not None for element in shard)
-            expect(f"elements of parameters in shard {part}", layout.held_numel(part), held, case=told(sizes, parts))
+            expect(
+                f"elements of parameters in shard {part}", layout.unpadded_numel(part), held, case=told(sizes, parts)
+            )
 
 
 @test(points=4, ranks=(1, 2, 3, 4))
-def comes_back_over_the_wire(answer, world, network):
+def survives_the_collectives(answer, world, network):
     """Gradients are summed into shards and parameters gathered from them, in one message each; none is misplaced."""
     layout = answer.lay_out_flat(SIZES, world.size)
-    begin, end = layout.bounds(world.rank)
+    begin, end = layout.shard_bounds(world.rank)
     row, shard = torch.zeros(layout.numel), torch.zeros(end - begin)
     for name, slot in layout.slots.items():
         row[slot.start : slot.stop] = gradient(name, world.rank)
     reduce_scatter(shard, row, network.group)
-    for name, (start, stop) in layout.held(world.rank).items():
+    for name, (start, stop) in layout.param_ranges(world.rank).items():
         total = sum(gradient(name, rank) for rank in range(world.size))
         at = layout.slots[name].start - begin
         expect(f"the sum of {name}'s elements {start} to {stop}", shard[at + start : at + stop], total[start:stop])

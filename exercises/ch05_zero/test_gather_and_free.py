@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from exercises.expected_shards import shard_elements
-from exercises.observed import Held, timeline
+from exercises.observations import LiveTensorMemory, timeline
 from exercises.testing import Wrong, expect, test
-from exercises.watched import LAYERS, Net
+from exercises.weight_use_model import LAYERS, WeightUseModel
 from minidist.precision.dtypes import PrecisionDtypes
 from minidist.zero.gather import Block
 from minidist.zero.plan import ROOT, lay_out_flat
@@ -48,7 +48,7 @@ class Run:
 
     def __init__(self, answer, world, network, keep=True, prefetch=True):
         values = {name: start(name, shape, world.rank) for row in ROWS.values() for name, shape in row.items()}
-        self.model = Net({name: value.clone() for name, value in values.items()})
+        self.model = WeightUseModel({name: value.clone() for name, value in values.items()})
         self.parameters, self.flat_params = dict(self.model.named_parameters()), {}
         for index, row in ROWS.items():
             layout = lay_out_flat({name: values[name].numel() for name in row}, world.size)
@@ -58,11 +58,13 @@ class Run:
         blocks = [Block(self.model.layers[index], [self.flat_params[index]], index) for index in range(LAYERS)]
         self.blocks = answer.BlockGatherer(self.model, root, blocks, LAYERS, keep, prefetch)
         self.network, self.seen = network, []
-        self.model.watch(self._look)
+        self.model.on_weight_use(self._look)
 
     def there(self):
         """The rows that have memory."""
-        return [index for index, flat_param in self.flat_params.items() if flat_param.row.untyped_storage().nbytes()]
+        return [
+            index for index, flat_param in self.flat_params.items() if flat_param.full_buffer.untyped_storage().nbytes()
+        ]
 
     def _look(self, kind, index):
         if index not in self.there():
@@ -71,7 +73,7 @@ class Run:
         self.network.event(f"{kind} {index}")
 
     def numel_of(self, index):
-        return self.flat_params[index].row.numel()
+        return self.flat_params[index].full_buffer.numel()
 
 
 def data(rank):
@@ -84,32 +86,32 @@ def named(rows):
 
 
 @test(points=3, ranks=(1, 2, 3))
-def a_row_comes_and_goes(answer, world, network):
+def gather_and_release_one(answer, world, network):
     """A row has memory from launch_gather() to release(), and then all ranks' parts; the own part always stays."""
     row, group = ROWS[1], network.group
     values = {name: start(name, shape, world.rank) for name, shape in row.items()}
     layout = lay_out_flat({name: value.numel() for name, value in values.items()}, world.size)
-    shard_bytes, row_bytes = 8 * layout.shard, 8 * layout.numel
-    with Held() as held:
+    shard_bytes, row_bytes = 8 * layout.shard_numel, 8 * layout.numel
+    with LiveTensorMemory() as memory:
         parameters = {name: nn.Parameter(value.clone()) for name, value in values.items()}
         flat_param = answer.ShardedFlatParam(parameters, values, layout, group, FP64)
-        expect("bytes of the row at the start", flat_param.row.untyped_storage().nbytes(), 0)
-        expect("bytes of what stays", flat_param.part.untyped_storage().nbytes(), shard_bytes)
-        expect("bytes in all: this rank's shard", held.nbytes(), shard_bytes)
+        expect("bytes of the row at the start", flat_param.full_buffer.untyped_storage().nbytes(), 0)
+        expect("bytes of what stays", flat_param.shard.untyped_storage().nbytes(), shard_bytes)
+        expect("bytes in all: this rank's shard", memory.nbytes(), shard_bytes)
         for step in range(2):
             flat_param.launch_gather()
             flat_param.launch_gather()  # it is in flight already
             flat_param.wait_gather()
-            expect("bytes in all: the shard and the row", held.nbytes(), shard_bytes + row_bytes)
+            expect("bytes in all: the shard and the row", memory.nbytes(), shard_bytes + row_bytes)
             for name, parameter in parameters.items():
                 expect(f"{name}, gathered", parameter.detach(), gathered(world.size)[name] + step)
-            flat_param.release()
-            expect("bytes of the row when it was released", flat_param.row.untyped_storage().nbytes(), 0)
-            expect("bytes in all when it was released", held.nbytes(), shard_bytes)
-            flat_param.part += 1  # an update
+            flat_param.reshard()
+            expect("bytes of the row when it was released", flat_param.full_buffer.untyped_storage().nbytes(), 0)
+            expect("bytes in all when it was released", memory.nbytes(), shard_bytes)
+            flat_param.shard += 1  # an update
     flat_param.launch_gather()
-    flat_param.release()  # nobody has waited for it
-    flat_param.release()
+    flat_param.reshard()  # nobody has waited for it
+    flat_param.reshard()
     sent = [[record.name, record.payload_bytes // 8] for record in network.records]
     expect("what is sent: (operation, elements)", sent, [["all_gather", layout.numel]] * 3 if world.size > 1 else [])
     late = [record for record in network.records if record.waited is None]
@@ -117,9 +119,9 @@ def a_row_comes_and_goes(answer, world, network):
 
 
 @test(points=4, ranks=(1, 2, 3))
-def numbers_of_one_process(answer, world, network):
+def equals_one_process(answer, world, network):
     """Loss and gradients are those of the whole model on one process, whatever is kept or prefetched."""
-    alone = Net(gathered(world.size))
+    alone = WeightUseModel(gathered(world.size))
     (loss,) = alone(data(world.rank))
     loss.backward()
     wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
@@ -128,7 +130,7 @@ def numbers_of_one_process(answer, world, network):
         for micro_batch in (1, 2):
             (got,) = run.model(data(world.rank))
             got.backward()
-            run.blocks.end()
+            run.blocks.end_backward()
             expect("the loss", got.item(), loss.item(), case=case)
             for name, grad in wanted.items():
                 what = f"the gradient of {name} after {micro_batch} micro-batches"
@@ -136,7 +138,7 @@ def numbers_of_one_process(answer, world, network):
 
 
 @test(points=4, ranks=(2,))
-def there_when_it_computes_and_no_longer(answer, world, network):
+def unsharded_only_while_needed(answer, world, network):
     """While a block computes, its row has memory, so has the rest's and, with prefetch, the next; then what is kept."""
     for keep, prefetch in WAYS:
         run, case = Run(answer, world, network, keep, prefetch), f"keep={keep}, prefetch={prefetch}"
@@ -151,7 +153,7 @@ def there_when_it_computes_and_no_longer(answer, world, network):
                 expect(what, named(there), named(wanted), case=case)
         what = "rows that have memory after forward, before backward"
         expect(what, named(between), named({ROOT, LAYERS - 1} if keep else ()), case=case)
-        run.blocks.end()
+        run.blocks.end_backward()
         expect("rows that have memory when all is over", named(run.there()), [], case=case)
         with torch.no_grad():
             run.model(data(world.rank))
@@ -159,13 +161,13 @@ def there_when_it_computes_and_no_longer(answer, world, network):
 
 
 @test(points=3, ranks=(2, 3))
-def gathered_twice_at_most(answer, world, network):
+def at_most_two_gathers(answer, world, network):
     """A row is gathered once for forward and once for backward, what stays only once; nothing else is sent."""
     for keep, prefetch in WAYS:
         run, before = Run(answer, world, network, keep, prefetch), len(network.records)
         (loss,) = run.model(data(world.rank))
         loss.backward()
-        run.blocks.end()
+        run.blocks.end_backward()
         with torch.no_grad():
             run.model(data(world.rank))
         sent = [[record.name, record.payload_bytes // 8] for record in network.records[before:]]
@@ -179,7 +181,7 @@ def gathered_twice_at_most(answer, world, network):
 
 
 @test(points=3, ranks=(2,))
-def on_its_way_while_another_computes(answer, world, network):
+def prefetch_overlaps_with_compute(answer, world, network):
     """With prefetch a block's gather is launched before the block ahead of it computes, and waited for after."""
     run = Run(answer, world, network)
     (loss,) = run.model(data(world.rank))
@@ -212,7 +214,7 @@ def in_time(what, right, event, when="before"):
 
 
 @test(points=2, ranks=(2,))
-def a_block_that_is_through_is_reported(answer, world, network):
+def calls_on_block_done(answer, world, network):
     """`on_block_done` is called with a block's flat parameters when its backward is over, before that of the next."""
     for prefetch in (True, False):
         run, calls, case = Run(answer, world, network, prefetch=prefetch), [], f"prefetch={prefetch}"
@@ -236,7 +238,7 @@ def a_block_that_is_through_is_reported(answer, world, network):
 
 
 @test(points=1, ranks=(2,))
-def a_pass_over_some_layers(answer, world, network):
+def forward_over_some_layers(answer, world, network):
     """A pass gathers the layers that it goes through and no other, and the rest only at the ends of the model."""
     run = Run(answer, world, network)
     hidden = run.model(data(world.rank), layers=range(2))
@@ -248,7 +250,7 @@ def a_pass_over_some_layers(answer, world, network):
     loss.backward()
     seen = {index for _, _, there in run.seen for index in there}
     expect("rows that had memory in layer 2 and the head", named(seen), named({ROOT, 2}))
-    run.blocks.end()
+    run.blocks.end_backward()
     run.seen.clear()
     run.model(torch.ones(4, 5, dtype=torch.float64), layers=range(1, 2))
     expect("rows that had memory in layer 1", named(run.seen[0][2]), named({1}))

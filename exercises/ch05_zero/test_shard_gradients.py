@@ -5,7 +5,7 @@ import contextlib
 import torch
 
 from exercises.expected_shards import shard_elements, shard_values
-from exercises.observed import Held, timeline
+from exercises.observations import LiveTensorMemory, timeline
 from exercises.testing import Wrong, expect, test
 from minidist.comm import GroupSpec, bind
 from minidist.mesh import Mesh
@@ -29,8 +29,8 @@ def nothing_is_zero_by_chance():
         torch._C._set_deterministic_algorithms(False)
 
 
-def gradients_of(answer, group, outer=None, formats=FP32, sizes=SIZES):
-    return answer.ShardedGradients(lay_out_flat(sizes, group.size), group, outer, formats, torch.device("cpu"))
+def gradients_of(answer, group, replica_group=None, dtypes=FP32, sizes=SIZES):
+    return answer.ShardedGradients(lay_out_flat(sizes, group.size), group, replica_group, dtypes, torch.device("cpu"))
 
 
 def gradient(name, rank, micro_batch=0, step=0):
@@ -51,7 +51,7 @@ def backward(gradients, rank, micro_batch=0, step=0, leave_out=()):
 
 def finished(gradients):
     """The end of the step's backward; returns this rank's shard."""
-    gradients.start_finish()
+    gradients.launch_final_reduction()
     gradients.wait()
     return gradients.result
 
@@ -90,7 +90,7 @@ def a_shard_of_the_sum(answer, world, network):
 
 
 @test(points=3, ranks=(2, 3))
-def reduced_in_every_micro_batch(answer, world, network):
+def one_reduce_scatter_per_micro_batch(answer, world, network):
     """One reduce-scatter of the row for each micro-batch, and nothing else goes over the network."""
     gradients, padded = gradients_of(answer, network.group), len(sum(shard_elements(SIZES, world.size), []))
     for micro_batches in (1, 4):
@@ -110,7 +110,7 @@ def reduced_in_every_micro_batch(answer, world, network):
 
 
 @test(points=2, ranks=(2, 3))
-def not_every_rank_has_every_gradient(answer, world, network):
+def missing_gradients_count_as_zero(answer, world, network):
     """A gradient that did not come counts as zero; a rank without any takes part all the same."""
 
     def used(name, rank, micro_batch):
@@ -128,10 +128,10 @@ def not_every_rank_has_every_gradient(answer, world, network):
 
 
 @test(points=3, ranks=(2,))
-def no_row_stays(answer, world, network):
+def flat_gradient_is_freed(answer, world, network):
     """A row of full length is there while it is sent, not before; its shard from then on, to the end of the step."""
     sizes = {"up": 192 * KIB // 4, "bias": 64 * KIB // 4}  # one row of 256 KiB, shards of 128
-    with Held() as held:
+    with LiveTensorMemory() as memory:
         flat_params = [gradients_of(answer, network.group, sizes=sizes) for _ in range(4)]
         for micro_batch in range(2):
             for number, gradients in enumerate(flat_params):  # the backward of one part of the model after the other
@@ -140,19 +140,19 @@ def no_row_stays(answer, world, network):
                 for name, come in (("bias", 64), ("up", 256)):
                     gradients.add(name, torch.ones(sizes[name]))
                     what = f"KiB of gradients when {name} has come"
-                    expect(what, held.nbytes() // KIB, 128 * shards + come, case=case)
+                    expect(what, memory.nbytes() // KIB, 128 * shards + come, case=case)
                 gradients.launch()
                 gradients.wait()
                 shards = 4 if micro_batch else number + 1
-                expect("KiB of gradients after wait()", held.nbytes() // KIB, 128 * shards, case=case)
+                expect("KiB of gradients after wait()", memory.nbytes() // KIB, 128 * shards, case=case)
         for gradients in flat_params:
             expect("the sum of two micro-batches over two ranks", finished(gradients)[0].item(), 4.0)
             gradients.clear()
-        expect("KiB of gradients after clear()", held.nbytes() // KIB, 0, case="four rows of 256 KiB")
+        expect("KiB of gradients after clear()", memory.nbytes() // KIB, 0, case="four rows of 256 KiB")
 
 
 @test(points=2, ranks=(2,))
-def travels_while_backward_goes_on(answer, world, network):
+def reduction_overlaps_with_backward(answer, world, network):
     """launch() returns before the reduction has ended: what it sends is waited for later."""
     gradients = gradients_of(answer, network.group)
     for micro_batch in range(3):
@@ -176,12 +176,12 @@ def travels_while_backward_goes_on(answer, world, network):
 
 
 @test(points=2, ranks=(4,))
-def copies_are_summed_once(answer, world, network):
+def replicas_are_summed_once(answer, world, network):
     """Where two ranks hold the same shard (hybrid sharding), the shard is summed over them once a step, at its end."""
-    uses = [GroupSpec("grads", ("cp",)), GroupSpec("copies", ("dp",))]
+    uses = [GroupSpec("grads", ("cp",)), GroupSpec("replicas", ("dp",))]
     groups = bind(world, Mesh(dp=2, cp=2), uses)
     before = len(network.records)
-    gradients = gradients_of(answer, groups["grads"], groups["copies"])
+    gradients = gradients_of(answer, groups["grads"], groups["replicas"])
     for micro_batch in range(2):
         backward(gradients, world.rank, micro_batch)
     got, mine = finished(gradients), shard_elements(SIZES, 2)[groups["grads"].rank]
@@ -195,10 +195,10 @@ def copies_are_summed_once(answer, world, network):
 
 
 @test(points=1, ranks=(2,))
-def sums_are_as_wide_as_asked(answer, world, network):
+def accumulates_in_the_given_dtype(answer, world, network):
     """Gradients come and travel in bfloat16, and are added up in float32, before and after; or all in float64."""
-    formats = PrecisionDtypes(torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32)
-    gradients, before = gradients_of(answer, network.group, formats=formats), len(network.records)
+    dtypes = PrecisionDtypes(torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float32)
+    gradients, before = gradients_of(answer, network.group, dtypes=dtypes), len(network.records)
     for micro_batch in range(9):
         for name in SHAPES:  # 256, then ones: a sum in bfloat16 would stay at 256
             for part in (1.0,) if micro_batch else (256.0, 1.0, 1.0):
@@ -209,7 +209,7 @@ def sums_are_as_wide_as_asked(answer, world, network):
     wanted = shard_values(shard_elements(SIZES, 2)[world.rank], lambda name: torch.full(SHAPES[name], 532.0))
     expect("256 and ten ones from each of two ranks", got.tolist(), wanted)
     expect("the format on the wire", sorted({str(r.dtype) for r in network.records[before:]}), ["torch.bfloat16"])
-    gradients, exact = gradients_of(answer, network.group, formats=PrecisionDtypes(*[torch.float64] * 5)), 1 + 2.0**-40
+    gradients, exact = gradients_of(answer, network.group, dtypes=PrecisionDtypes(*[torch.float64] * 5)), 1 + 2.0**-40
     for name in SHAPES:
         gradients.add(name, torch.full(SHAPES[name], exact, dtype=torch.float64))
     gradients.launch()

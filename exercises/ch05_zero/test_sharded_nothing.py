@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from exercises.observed import Held
+from exercises.observations import LiveTensorMemory
 from exercises.testing import Wrong, expect, show, test
 
 BATCH, EPOCHS = 12, 1
@@ -72,9 +72,9 @@ def kept_bytes(answer, world, run):
     """Bytes that are there when the second step begins, tensors and whatever else Python holds, but not before main."""
     model, seen = model_of(LARGE, world.rank), []
     tracemalloc.start()
-    with Held() as held:
+    with LiveTensorMemory() as memory:
         watch = model.register_forward_pre_hook(
-            lambda *_: seen.append((held.nbytes(), tracemalloc.get_traced_memory()[0]))
+            lambda *_: seen.append((memory.nbytes(), tracemalloc.get_traced_memory()[0]))
         )
         run(answer.main, *data(), model, epochs=EPOCHS, batch_size=BATCH)
         watch.remove()
@@ -85,7 +85,7 @@ def kept_bytes(answer, world, run):
 
 
 @test(points=4, ranks=(2, 4))
-def states_are_shared_out(answer, world, run):
+def states_are_sharded(answer, world, run):
     """Of what Adam remembers each rank has its shard: two numbers for each of its elements, and nothing for others."""
     row = 8 * sum(parameter.numel() for parameter in model_of(LARGE, 0).parameters())
     got, shard = kept_bytes(answer, world, run), row / world.size
@@ -104,7 +104,7 @@ def equals_one_process(answer, world, run):
 
 
 @test(points=3, ranks=(2, 3))
-def no_more_bytes_than_a_sum(answer, world, run):
+def no_more_bytes_than_an_all_reduce(answer, world, run):
     """A step sends what an all-reduce of the gradients would send, and no more."""
     records = trained(answer, world, run).records
     steps = list(itertools.dropwhile(lambda record: record.name == "broadcast", records))  # all start alike

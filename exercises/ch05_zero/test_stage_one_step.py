@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from exercises.expected_shards import shard_elements, shard_values
-from exercises.observed import Held, timeline
+from exercises.observations import LiveTensorMemory, timeline
 from exercises.testing import expect, test
 from minidist.precision.dtypes import PrecisionDtypes
 from minidist.zero.plan import lay_out_flat
@@ -34,18 +34,18 @@ def gradient(name, rank, micro_batch=0, step=0):
     return numbers * (1 + rank) + 3 * micro_batch + 7 * step + len(name)
 
 
-def reducer_of(answer, world, network, formats=FP32, rows=ROWS, begin=start):
+def reducer_of(answer, world, network, dtypes=FP32, rows=ROWS, begin=start):
     """The package's reducer over the learner's rows and gradients, and the parameters."""
     members, parameters, group = [], {}, network.group
     for row in rows:
         values = {name: begin(name, world.rank) for name in row}
-        held = {name: nn.Parameter(value.to(formats.parameter, copy=True)) for name, value in values.items()}
+        held = {name: nn.Parameter(value.to(dtypes.parameter, copy=True)) for name, value in values.items()}
         layout = lay_out_flat({name: value.numel() for name, value in values.items()}, group.size)
-        flat_param = answer.FlatParam(held, values, layout, group, formats)
-        gradients = answer.FullGradients(layout, group, None, formats, flat_param.row.device)
+        flat_param = answer.FlatParam(held, values, layout, group, dtypes)
+        gradients = answer.FullGradients(layout, group, None, dtypes, flat_param.full_buffer.device)
         members.append(ReducedFlatParam(flat_param, gradients))
         parameters |= held
-    return ZeroReducer(members, [], list(parameters), {}, each_micro_batch=False), parameters
+    return ZeroReducer(members, [], list(parameters), {}, reduces_each_micro_batch=False), parameters
 
 
 def reduce(reducer, network, rank, micro_batches=1, step=0, leave_out=()):
@@ -56,9 +56,9 @@ def reduce(reducer, network, rank, micro_batches=1, step=0, leave_out=()):
                 reducer.add(name, gradient(name, rank, micro_batch, step))
             if micro_batch == micro_batches - 1:
                 network.event(f"ready {name}")
-                reducer.ready(name)
+                reducer.mark_ready(name)
     network.event("backward is over")
-    reducer.finish()
+    reducer.finish_reductions()
 
 
 def update(reducer, step=0):
@@ -76,8 +76,8 @@ def update(reducer, step=0):
 def run_step(reducer, network, rank, **how):
     reduce(reducer, network, rank, **how)
     update(reducer, how.get("step", 0))
-    reducer.gather()
-    reducer.clear()
+    reducer.gather_params()
+    reducer.clear_gradients()
 
 
 def trained(name, size, micro_batches, steps, used=lambda name, rank, step: True):
@@ -97,7 +97,7 @@ def trained(name, size, micro_batches, steps, used=lambda name, rank, step: True
 
 
 @test(points=2, ranks=(1, 3))
-def parameters_lie_in_the_row(answer, world, network):
+def parameters_are_views(answer, world, network):
     """A parameter keeps its numbers and is a view of the row; bounds are where its elements are in the shard."""
     for row in ROWS:
         parameters = {name: nn.Parameter(start(name, world.rank)) for name in row}
@@ -105,25 +105,27 @@ def parameters_lie_in_the_row(answer, world, network):
         flat_param = answer.FlatParam(parameters, {name: start(name, 0) for name in row}, layout, network.group, FP32)
         for name, parameter in parameters.items():
             expect(f"the parameter {name}, laid into the row", parameter.detach(), start(name, world.rank))
-            same = parameter.untyped_storage().data_ptr() == flat_param.row.untyped_storage().data_ptr()
+            same = parameter.untyped_storage().data_ptr() == flat_param.full_buffer.untyped_storage().data_ptr()
             expect(f"whether the parameter {name} is a view of the row", same, True)
         expect(
             "whether the row takes a gradient: it is memory, and no part of a graph",
-            flat_param.row.requires_grad,
+            flat_param.full_buffer.requires_grad,
             False,
         )
         shards = shard_elements(sizes(row), world.size)
         whole = [number for shard in shards for number in shard_values(shard, lambda name: start(name, world.rank))]
-        expect("the row", flat_param.row.tolist(), whole)
+        expect("the row", flat_param.full_buffer.tolist(), whole)
         mine, wanted = shards[world.rank], {}
         for place, element in enumerate(mine):
             if element:
                 wanted[element[0]] = [wanted.get(element[0], [place])[0], place + 1]
-        expect(f"bounds in the shard {mine}", {name: list(ends) for name, ends in flat_param.bounds.items()}, wanted)
+        expect(
+            f"bounds in the shard {mine}", {name: list(ends) for name, ends in flat_param.param_bounds.items()}, wanted
+        )
 
 
 @test(points=5, ranks=(1, 2, 3, 4))
-def one_step_after_the_other(answer, world, network):
+def two_steps_of_training(answer, world, network):
     """After each step every rank has all parameters, each element updated by the rank whose shard it lies in."""
     reducer, parameters = reducer_of(answer, world, network)
     for step in range(2):
@@ -134,7 +136,7 @@ def one_step_after_the_other(answer, world, network):
 
 
 @test(points=3, ranks=(2, 3))
-def two_messages_a_row(answer, world, network):
+def two_messages_per_flat_param(answer, world, network):
     """In a step each row is reduce-scattered once and gathered once, whatever the number of micro-batches."""
     reducer, _ = reducer_of(answer, world, network)
     padded = [len(sum(shard_elements(sizes(row), world.size), [])) for row in ROWS]
@@ -152,7 +154,7 @@ def two_messages_a_row(answer, world, network):
 
 
 @test(points=2, ranks=(2,))
-def nothing_waits_before_it_must(answer, world, network):
+def launches_all_before_waiting(answer, world, network):
     """Reductions are launched inside backward and waited for after it; gathers all launched, then waited for."""
     reducer, _ = reducer_of(answer, world, network)
     run_step(reducer, network, world.rank)
@@ -166,7 +168,7 @@ def nothing_waits_before_it_must(answer, world, network):
 
 
 @test(points=2, ranks=(2,))
-def a_gradient_that_does_not_come(answer, world, network):
+def missing_gradient_counts_as_zero(answer, world, network):
     """Where a rank has no gradient for a parameter it adds zero, not what was there in the step before."""
 
     def used(name, rank, step):
@@ -182,29 +184,29 @@ def a_gradient_that_does_not_come(answer, world, network):
 
 
 @test(points=2, ranks=(2,))
-def a_row_each_and_no_copies(answer, world, network):
+def no_extra_memory(answer, world, network):
     """Parameters take one row and gradients another; neither the reduction nor the update nor the gather takes more."""
     rows = [{"weight": (64, KIB)}]  # 256 KiB
-    with Held() as held:
+    with LiveTensorMemory() as memory:
         reducer, parameters = reducer_of(
             answer, world, network, rows=rows, begin=lambda name, rank: torch.ones(64, KIB)
         )
-        expect("KiB of a flat parameter and a flat gradient", held.nbytes() // KIB, 512)
+        expect("KiB of a flat parameter and a flat gradient", memory.nbytes() // KIB, 512)
         grad = torch.ones(64, KIB)
         reducer.add("weight", grad)
         del grad
-        reducer.ready("weight")
-        expect("KiB while the flat parameter is in flight", held.nbytes() // KIB, 512)
-        reducer.finish()
-        expect("KiB when it is reduced", held.nbytes() // KIB, 512)
+        reducer.mark_ready("weight")
+        expect("KiB while the flat parameter is in flight", memory.nbytes() // KIB, 512)
+        reducer.finish_reductions()
+        expect("KiB when it is reduced", memory.nbytes() // KIB, 512)
         update(reducer)
-        reducer.gather()
-        expect("KiB after the step", held.nbytes() // KIB, 512)
+        reducer.gather_params()
+        expect("KiB after the step", memory.nbytes() // KIB, 512)
     expect("the first element", parameters["weight"][0, 0].item(), 0.0)
 
 
 @test(points=2, ranks=(2,))
-def every_format_is_kept(answer, world, network):
+def keeps_every_dtype(answer, world, network):
     """bfloat16 computes and travels, float32 adds up and is updated: what is small for one is not lost in the other."""
     reducer, parameters = reducer_of(
         answer, world, network, MIXED, begin=lambda name, rank: torch.full(SHAPES[name], 256.0)
@@ -213,13 +215,13 @@ def every_format_is_kept(answer, world, network):
         for name, shape in SHAPES.items():
             for addend in (0.5, 2.0**-9, -(2.0**-9)):  # bfloat16 has no room for the sum of the first two
                 reducer.add(name, torch.full(shape, addend).bfloat16())
-            reducer.ready(name)
-        reducer.finish()
-        formats = {str(result.dtype) for result in reducer.gradients().values()}
-        expect("the format of summed gradients", sorted(formats), ["torch.float32"])
+            reducer.mark_ready(name)
+        reducer.finish_reductions()
+        dtypes = {str(result.dtype) for result in reducer.gradients().values()}
+        expect("the dtype of summed gradients", sorted(dtypes), ["torch.float32"])
         update(reducer)
-        reducer.gather()
-        reducer.clear()
+        reducer.gather_params()
+        reducer.clear_gradients()
         wanted = {1: 256.0, 2: 255.0}[steps]  # 255.5 is none of bfloat16's numbers, and 256 the even neighbour
         for name, shape in SHAPES.items():
             got = parameters[name].detach().float()

@@ -1,10 +1,10 @@
 """Skip a step on all ranks or on none.
 
-Write the missing lines of agree; its docstring specifies the result.
+Write the missing lines of agree_on_step; its docstring specifies the result.
 You may call: torch.tensor, all_reduce, Handle.wait, Tensor.tolist, math.isfinite, scaler.update.
 Check it with: python -m exercises check agreed_overflow
 
-Stub 3bd82c10.
+Stub 9210926c.
 """
 
 import math
@@ -17,29 +17,31 @@ from minidist.precision.scaler import LossScaler
 from minidist.train.agree import StepResult
 
 
-def agree(
+def agree_on_step(
     loss: float,
     squared_norm: float,
-    stop: bool,
-    reports: Sequence[float],
+    stop_requested: bool,
+    extra_values: Sequence[float],
     tokens: float,
     scaler: LossScaler | None,
     group: Group,
 ) -> tuple[StepResult, list[float]]:
-    """All-reduce one vector over the group and decide the step; returns the result, and the sums of `reports`.
+    """Make one decision for all ranks: step, skip or stop. Return it, and the sums of `extra_values`.
 
-    loss, squared_norm, stop, reports: of this rank; squared_norm without elements that another replica counts.
-    tokens: of the global batch, the same on all ranks; if 0, nothing is updated. scaler: is updated, if given.
+    All-reduces one vector over the group: this rank's loss, squared_norm, stop_requested and extra_values (any numbers
+    whose sums over the ranks the caller needs). squared_norm: of the gradient elements that this rank counts; each
+    element is counted by one rank. tokens: number of tokens in the global batch, the same on all ranks; if 0, the step
+    is skipped. scaler: the loss scaler, which learns whether this step overflowed; None without loss scaling.
     """
     raise NotImplementedError("sum one vector over the group, and decide from the sums")
     result = StepResult(
         loss=total if tokens else None,
-        tokens=tokens,
+        num_tokens=tokens,
         grad_norm=math.sqrt(square) if finite else math.nan,
-        applied=finite and tokens > 0,
-        finite=finite,
-        stop=stops > 0,
-        overflow=overflow,
-        own_loss_finite=math.isfinite(loss),
+        update_successful=finite and tokens > 0,
+        is_finite=finite,
+        stop_requested=stops > 0,
+        overflowed=overflow,
+        is_local_loss_finite=math.isfinite(loss),
     )
     return result, sums

@@ -4,7 +4,7 @@ Write the missing lines of LossScaler; its docstring specifies the result.
 You may call: _float32, len, list.append, list.clear, float.
 Check it with: python -m exercises check loss_scaler
 
-Stub 48ec9621.
+Stub 02f97e3d.
 """
 
 from minidist.config import PrecisionConfig
@@ -12,32 +12,37 @@ from minidist.precision.scaler import BACKOFF, GROWTH, _float32
 
 
 class LossScaler:
-    """The dynamic loss scale. Does not import torch.
+    """The dynamic loss scale.
 
-    scale: factor of this step's loss; a float32 number, as in torch.
-    overflowed: the scales of the most recent consecutive steps that overflowed, oldest first.
+    scale: factor of this step's loss; a float32 number, as in torch. overflowed: if the last step overflowed, the
+    scales of all consecutive steps that overflowed up to it, oldest first; otherwise empty.
     """
 
     def __init__(self, config: PrecisionConfig):
         self.scale = _float32(config.initial_scale)
         self.overflowed: list[float] = []
-        self._interval, self._most = config.growth_interval, config.max_overflows
+        self._interval, self._max_overflows = config.growth_interval, config.max_overflows
         self._good_steps = 0
 
     @property
     def exhausted(self) -> bool:
-        """Whether `max_overflows` consecutive steps overflowed, so that the scale cannot be the cause."""
-        raise NotImplementedError("return whether `_most` consecutive steps overflowed")
+        """Whether the last `max_overflows` steps all overflowed, so that the scale cannot be the cause."""
+        raise NotImplementedError("return whether the last `_max_overflows` steps or more all overflowed")
 
     def update(self, overflow: bool) -> None:
-        """Adjust the scale after a step. overflow: whether a non-finite gradient on any rank caused a skip."""
-        raise NotImplementedError("halve the scale after an overflow, double it after `_interval` good steps")
+        """Adjust the scale after a step: multiply it by BACKOFF after an overflow, by GROWTH after good steps.
 
-    def state(self) -> dict:
-        """Return the state for a checkpoint, as a JSON object."""
+        It grows after `_interval` consecutive successful steps. Every change restarts the count of successful steps.
+        The scale stays a float32 number: it has no lower limit, and it is not doubled if the result would be infinite.
+        overflow: whether a non-finite gradient on any rank caused a skip.
+        """
+        raise NotImplementedError("halve the scale after an overflow, double it after `_interval` successful steps")
+
+    def state_dict(self) -> dict:
+        """Return the scale and its counters for a checkpoint, as a JSON object."""
         return {"scale": self.scale, "good_steps": self._good_steps, "overflowed": list(self.overflowed)}
 
-    def load(self, state: dict) -> None:
-        """Restore a state that `state()` returned."""
+    def load_state_dict(self, state: dict) -> None:
+        """Restore a state that `state_dict()` returned."""
         self.scale, self._good_steps = state["scale"], state["good_steps"]
         self.overflowed = list(state["overflowed"])

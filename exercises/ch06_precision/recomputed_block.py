@@ -1,11 +1,11 @@
 """Activation recomputation of a block.
 
-Write the missing lines of _Again and with_recomputation; its docstring specifies the result.
-You may call: _detached, _Again, saved_tensors_hooks, torch.is_grad_enabled, torch.enable_grad, suppress, ExitStack,
-enumerate.
+Write the missing lines of _RecomputationHooks and with_recomputation; their docstrings specify the results.
+You may call: _detached, _RecomputationHooks, saved_tensors_hooks, torch.is_grad_enabled, torch.enable_grad, suppress,
+ExitStack, enumerate.
 Check it with: python -m exercises check recomputed_block
 
-Stub 21caa2cd.
+Stub eb4aeda3.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,11 @@ from torch.overrides import _get_current_function_mode_stack
 from minidist.recompute import _detached, _Enough, _never
 
 
-class _Again:
-    """The saved-tensor hooks of one call: drop tensors in forward, and recompute them in backward.
+class _RecomputationHooks:
+    """The saved-tensor hooks of one call of `run`: drop the tensors in forward, and recompute them in backward.
 
-    Autograd saves the same tensors in the same order in both runs, so each is identified by its index.
+    run: the function. args: its arguments, the only tensors that are kept. Autograd saves the same tensors in the same
+    order in both runs, so an index identifies each of them.
     """
 
     def __init__(self, run: Callable[..., Any], args: tuple):
@@ -32,11 +33,11 @@ class _Again:
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, Tensor] = {}
 
-    def forget(self, tensor: Tensor) -> int:
+    def pack(self, tensor: Tensor) -> int:
         """Drop a tensor that autograd saves; return its index."""
         raise NotImplementedError("record shape and dtype in `_saved`, and return the index that stands for the tensor")
 
-    def find(self, number: int) -> Tensor:
+    def unpack(self, index: int) -> Tensor:
         """Return the saved tensor with this index; the first call recomputes all of them."""
         raise NotImplementedError("return the tensor of this index, recomputed if necessary, and drop the reference")
 
@@ -61,10 +62,10 @@ class _Again:
 
 
 def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `run` so that autograd saves only its arguments, and backward runs it again for the other saved tensors.
+    """Wrap a function so that autograd saves only its arguments, and backward recomputes all other saved tensors.
 
-    run: takes and returns tensors, or tuples of them, as positional arguments; must be deterministic. Under `no_grad`
-    it is called as it is.
+    run: the function. It takes positional arguments, returns tensors or tuples of tensors, and is deterministic.
+    Returns a function with the same arguments and results. Under `no_grad` it only calls `run`.
     """
 
     raise NotImplementedError("return a function that runs, and keeps nothing of the graph but the arguments")

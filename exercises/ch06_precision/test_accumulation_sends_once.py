@@ -134,7 +134,7 @@ def small_contributions_count(answer, world, run):
 
 
 @test(points=3, ranks=(2, 3))
-def sends_once_a_step(answer, world, run):
+def sends_once_per_step(answer, world, run):
     """Nothing is sent from the first micro-batch to the last; then each gradient once, in float32."""
     steps = [uneven(world.size, seed) for seed in (1, 3)]
     events, records = trained(answer, world, run, steps)[1:]
@@ -147,8 +147,8 @@ def sends_once_a_step(answer, world, run):
         case = f"step {number + 1} of {len(steps)}"
         expect("messages between the first micro-batch and the last", ran[-1] - ran[0], 0, case=case)
         sent = records[before + ran[-1] : events[end][1]]
-        formats = sorted({str(record.dtype) for record in sent})
-        expect("the format in which gradients are sent", formats, ["torch.float32"], case=case)
+        dtypes = sorted({str(record.dtype) for record in sent})
+        expect("the dtype in which gradients are sent", dtypes, ["torch.float32"], case=case)
         most = len(SHAPES)
         expect(f"at most {most} messages after the last one, not {len(sent)}", len(sent) <= most, True, case=case)
         payload, least = sum(record.payload_bytes for record in records[before : events[end][1]]), 4 * NUMEL
@@ -167,7 +167,7 @@ def one_micro_batch_at_a_time(answer, world, run):
 
 
 @test(points=2, ranks=(2,))
-def every_step_begins_anew(answer, world, run):
+def steps_are_independent(answer, world, run):
     """Nothing is left of the step before; a rank may have no token in a step, and a step none on any rank."""
     steps = [uneven(2, 1), uneven(2, 5, empty=(0, 1)), uneven(2, 9, empty=(0,)), uneven(2, 13, empty=(1,))]
     got, numbers = trained(answer, world, run, steps).gradients, (0, 2, 3)
@@ -177,7 +177,7 @@ def every_step_begins_anew(answer, world, run):
 
 
 @test(points=1)
-def ends_its_group(answer, world, run):
+def destroys_the_process_group(answer, world, run):
     """When main returns, the process group is ended."""
     trained(answer, world, run, [uneven(1, 1)])
     expect("whether main has called init_process_group", run.joined, True, case="main(...)")

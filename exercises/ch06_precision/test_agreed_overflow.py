@@ -26,23 +26,25 @@ def decide(answer, world, network, *, spoil=None, loss=None, stop=False, reports
     """One decision on this rank. spoil: this rank's squared norm, where it is another; loss: the same of the loss."""
     mine = given(world.rank, reports)
     loss, norm = mine[0] if loss is None else loss, mine[1] if spoil is None else spoil
-    decision = answer.agree(loss, norm, stop, mine[2], tokens, scaler, network.group)
+    decision = answer.agree_on_step(loss, norm, stop, mine[2], tokens, scaler, network.group)
     if not isinstance(decision, tuple) or len(decision) != 2:
-        raise Wrong("type", "agree must return two things", "(StepResult, sums of the reports)", repr(decision)[:80])
+        raise Wrong(
+            "type", "agree_on_step must return two things", "(StepResult, sums of extra_values)", repr(decision)[:80]
+        )
     return decision
 
 
-def outcome(result):
-    return {name: getattr(result, name) for name in ("applied", "finite", "overflow")}
+def simulate_schedule(result):
+    return {name: getattr(result, name) for name in ("update_successful", "is_finite", "overflowed")}
 
 
-GOOD = {"applied": True, "finite": True, "overflow": False}
-OVERFLOW = {"applied": False, "finite": False, "overflow": True}
-NOT_FINITE = {"applied": False, "finite": False, "overflow": False}
+GOOD = {"update_successful": True, "is_finite": True, "overflowed": False}
+OVERFLOW = {"update_successful": False, "is_finite": False, "overflowed": True}
+NOT_FINITE = {"update_successful": False, "is_finite": False, "overflowed": False}
 
 
 @test(points=3, ranks=(1, 2, 3, 4))
-def everybody_has_the_sums(answer, world, network):
+def all_ranks_get_the_sums(answer, world, network):
     """Loss and reports are the sums over all ranks, and the norm is the root of the sum of squares."""
     for reports in (2, 0, 5):
         result, sums = decide(answer, world, network, reports=reports)
@@ -51,13 +53,13 @@ def everybody_has_the_sums(answer, world, network):
         expect("the type of the loss", type(result.loss).__name__, "float")
         expect("the gradient norm of all ranks", result.grad_norm, math.sqrt(sum(norms)))
         expect("the reports, added up", sums, [sum(column) for column in zip(*each, strict=True)])
-        expect("the decision", outcome(result), GOOD)
-        expect("whether somebody asked to stop", result.stop, False)
+        expect("the decision", simulate_schedule(result), GOOD)
+        expect("whether somebody asked to stop", result.stop_requested, False)
     wide = 2.0**150  # beyond float32
     result, sums = decide(answer, world, network, spoil=wide, loss=1 + 2.0**-40)
     expect("the loss, with all digits of float64", result.loss, world.size * (1 + 2.0**-40))
     expect("the norm of a square that float32 has no room for", result.grad_norm, math.sqrt(world.size * wide))
-    expect("the decision on such a norm", outcome(result), GOOD)
+    expect("the decision on such a norm", simulate_schedule(result), GOOD)
 
 
 @test(points=3, ranks=(2, 4))
@@ -69,7 +71,7 @@ def all_skip_or_none(answer, world, network):
             spoil = bad if world.rank == rank else None
             result, _ = decide(answer, world, network, spoil=spoil, scaler=scaler)
             case = f"the squared norm of rank {rank} is {bad}"
-            expect("the decision", outcome(result), OVERFLOW, case=case)
+            expect("the decision", simulate_schedule(result), OVERFLOW, case=case)
             expect(
                 "the scale of each rank",
                 all_gather_object(scaler.scale, network.group),
@@ -94,21 +96,24 @@ def good_steps_grow_the_scale(answer, world, network):
 
 
 @test(points=2, ranks=(2,))
-def what_the_scale_is_not_to_blame_for(answer, world, network):
+def non_finite_loss_is_no_overflow(answer, world, network):
     """A loss that is not finite is no overflow, and without a scaler nothing is; the step is skipped all the same."""
     last = world.rank == world.size - 1
     for bad in (INF, NAN, -INF):
         scaler = scaler_of()
         result, _ = decide(answer, world, network, loss=bad if last else None, scaler=scaler)
         case = f"the loss of the last rank is {bad}"
-        expect("the decision", outcome(result), NOT_FINITE, case=case)
+        expect("the decision", simulate_schedule(result), NOT_FINITE, case=case)
         expect("the scale", scaler.scale, 1024.0, case=case)
         expect("the scales that overflowed", scaler.overflowed, [], case=case)
         result, _ = decide(answer, world, network, loss=bad if last else None, spoil=INF, scaler=scaler)
-        expect("the decision when the gradients are infinite too", outcome(result), NOT_FINITE, case=case)
+        expect("the decision when the gradients are infinite too", simulate_schedule(result), NOT_FINITE, case=case)
     result, _ = decide(answer, world, network, spoil=INF if last else None)
     expect(
-        "the decision without a scaler", outcome(result), NOT_FINITE, case="the squared norm of the last rank is inf"
+        "the decision without a scaler",
+        simulate_schedule(result),
+        NOT_FINITE,
+        case="the squared norm of the last rank is inf",
     )
 
 
@@ -118,19 +123,19 @@ def no_tokens_no_step(answer, world, network):
     scaler = scaler_of()
     for _ in range(3):
         result, _ = decide(answer, world, network, spoil=0.0, loss=0.0, tokens=0.0, scaler=scaler)
-        expect("whether the parameters are updated", result.applied, False)
+        expect("whether the parameters are updated", result.update_successful, False)
         expect("the loss", result.loss, None)
     decide(answer, world, network, scaler=scaler)
     expect("the scale after three steps without tokens and one good one", scaler.scale, 1024.0)
 
 
 @test(points=1, ranks=(3,))
-def a_stop_is_for_all(answer, world, network):
+def stop_reaches_all_ranks(answer, world, network):
     """When one rank asks to stop, all of them know; the step itself is not touched by it."""
     for rank in range(world.size):
         result, _ = decide(answer, world, network, stop=world.rank == rank)
-        expect("whether somebody asked to stop", result.stop, True, case=f"rank {rank} asks")
-        expect("the decision", outcome(result), GOOD, case=f"rank {rank} asks")
+        expect("whether somebody asked to stop", result.stop_requested, True, case=f"rank {rank} asks")
+        expect("the decision", simulate_schedule(result), GOOD, case=f"rank {rank} asks")
 
 
 @test(points=2, ranks=(2,))
@@ -144,7 +149,7 @@ def one_message(answer, world, network):
 
 
 @test(points=2, ranks=(3,))
-def no_bit_changes(answer, world, network):
+def skipped_step_changes_no_bit(answer, world, network):
     """Ranks that shard a flat parameter and step if the decision says so: all step, or none changes a bit."""
     scaler, shard = scaler_of(), torch.full((2,), 1.0 + world.rank)
     for step in range(6):
@@ -152,7 +157,7 @@ def no_bit_changes(answer, world, network):
         gradient = torch.full((2,), INF if world.rank == bad else 0.25 * scaler.scale) / scaler.scale
         result, _ = decide(answer, world, network, spoil=gradient.double().square().sum().item(), scaler=scaler)
         before = shard.clone()
-        if result.applied:
+        if result.update_successful:
             shard -= gradient
         moved = all_gather_object(not torch.equal(shard, before), network.group)
         case = f"step {step + 1}" + f", in which rank {bad} overflows" * (bad is not None)

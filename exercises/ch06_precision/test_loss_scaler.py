@@ -1,4 +1,4 @@
-"""Tests of loss_scaler: torch's own rule for one step, which is in C++, is the reference."""
+"""Tests of loss_scaler: the reference is the update rule of torch, which is implemented in C++."""
 
 import json
 
@@ -11,8 +11,8 @@ from minidist.config import PrecisionConfig
 GOOD, OVERFLOW = False, True
 
 
-def torchs(config, overflows):
-    """The scale after each of these steps, as torch.amp.GradScaler has it."""
+def torch_scales(config, overflows):
+    """Return torch.amp.GradScaler's scale after each of these steps."""
     scale, good_steps, scales = torch.tensor([config.initial_scale]), torch.zeros(1, dtype=torch.int32), []
     for overflow in overflows:
         torch._amp_update_scale_(scale, good_steps, torch.tensor(float(overflow)), 2.0, 0.5, config.growth_interval)
@@ -20,8 +20,8 @@ def torchs(config, overflows):
     return scales
 
 
-def of(answer, config, overflows):
-    """The learner's scale after each of these steps."""
+def learner_scales(answer, config, overflows):
+    """Return the learner's scale after each of these steps."""
     scaler, scales = answer.LossScaler(config), []
     for overflow in overflows:
         scaler.update(overflow)
@@ -29,49 +29,54 @@ def of(answer, config, overflows):
     return scales
 
 
-def same_as_torch(answer, config, overflows):
-    told = "".join("x" if overflow else "." for overflow in overflows)
-    case = f"initial_scale {config.initial_scale:g}, growth_interval {config.growth_interval}; steps {told[-40:]}"
+def expect_torch_scales(answer, config, overflows):
+    steps = "".join("x" if overflow else "." for overflow in overflows)
+    case = f"initial_scale {config.initial_scale:g}, growth_interval {config.growth_interval}; steps {steps[-40:]}"
     expect(
-        "the scale after each step (x: overflow)", of(answer, config, overflows), torchs(config, overflows), case=case
+        "the scale after each step (x: overflow)",
+        learner_scales(answer, config, overflows),
+        torch_scales(config, overflows),
+        case=case,
     )
 
 
 @test(points=2)
 def halved_after_an_overflow(answer):
-    """A step that overflowed halves the scale, the next one that did again."""
+    """Each step that overflows halves the scale."""
     config = PrecisionConfig()
     for overflows in ([OVERFLOW], [OVERFLOW] * 3, [GOOD, OVERFLOW, GOOD]):
-        same_as_torch(answer, config, overflows)
+        expect_torch_scales(answer, config, overflows)
 
 
 @test(points=2)
 def doubled_after_good_steps(answer):
-    """So many consecutive good steps double the scale, and then it takes as many again."""
+    """`growth_interval` consecutive good steps double the scale, and the count restarts."""
     for interval in (1, 2, 3):
-        same_as_torch(answer, PrecisionConfig(growth_interval=interval), [GOOD] * 7)
+        expect_torch_scales(answer, PrecisionConfig(growth_interval=interval), [GOOD] * 7)
 
 
 @test(points=3)
-def every_change_begins_the_count_again(answer):
-    """Good steps count from the last change of the scale, whatever came before."""
+def every_change_restarts_the_count(answer):
+    """Good steps are counted from the last change of the scale."""
     for steps in ("..x..", ".x.x...", "..x.x..x....", "xx....x.....", "...x...x..."):
         for interval in (2, 3, 4):
-            same_as_torch(answer, PrecisionConfig(growth_interval=interval), [step == "x" for step in steps])
+            expect_torch_scales(answer, PrecisionConfig(growth_interval=interval), [step == "x" for step in steps])
 
 
 @test(points=2)
-def a_number_of_float32(answer):
-    """The scale is a number that float32 has, and never infinite; halved for ever it comes to 0."""
+def scale_is_float32(answer):
+    """The scale is a finite float32 number; repeated halving ends at 0."""
     for initial in (1000.1, 2.0**126, 3e38):
-        same_as_torch(answer, PrecisionConfig(initial_scale=initial, growth_interval=2), [GOOD] * 7 + [OVERFLOW, GOOD])
+        expect_torch_scales(
+            answer, PrecisionConfig(initial_scale=initial, growth_interval=2), [GOOD] * 7 + [OVERFLOW, GOOD]
+        )
     for initial in (1000.1, 1e-44):
-        same_as_torch(answer, PrecisionConfig(initial_scale=initial), [OVERFLOW] * 5)
+        expect_torch_scales(answer, PrecisionConfig(initial_scale=initial), [OVERFLOW] * 5)
 
 
 @test(points=2)
-def counts_overflows_in_a_row(answer):
-    """`overflowed` has the scales of the steps skipped since the last good one; `_most` of them are enough."""
+def counts_consecutive_overflows(answer):
+    """`overflowed` holds the scales skipped since the last successful step; enough of them exhaust the scaler."""
     for most in (1, 3):
         scaler = answer.LossScaler(PrecisionConfig(max_overflows=most))
         for _ in range(2):
@@ -89,25 +94,25 @@ def counts_overflows_in_a_row(answer):
 
 
 @test(points=1)
-def goes_on_from_a_checkpoint(answer):
-    """A scaler that has loaded the state of another one goes on as that one would."""
+def resumes_from_a_checkpoint(answer):
+    """A scaler that has loaded another's state continues as the other would."""
     config = PrecisionConfig(growth_interval=3)
     for before in ([GOOD, GOOD], [OVERFLOW], [OVERFLOW, GOOD]):
         saved, loaded = answer.LossScaler(config), answer.LossScaler(config)
         for overflow in before:
             saved.update(overflow)
-        loaded.load(json.loads(json.dumps(saved.state())))
+        loaded.load_state_dict(json.loads(json.dumps(saved.state_dict())))
         scales = []
         for _ in range(3):
             saved.update(GOOD)
             loaded.update(GOOD)
             scales.append(loaded.scale)
-        expect("the scales after the restart", scales, torchs(config, [*before, GOOD, GOOD, GOOD])[len(before) :])
+        expect("the scales after the restart", scales, torch_scales(config, [*before, GOOD, GOOD, GOOD])[len(before) :])
 
 
 @test(points=2, ranks=(1, 2))
 def small_gradients_survive(answer, world, network):
-    """In fp16 a gradient of 2**-26 is 0 and one of 8, scaled too much, infinite: the scale finds its place between."""
+    """Unscaled, a gradient of 2**-26 is 0 in fp16; scaled too much, one of 8 overflows: the scale settles between."""
     scaler = answer.LossScaler(PrecisionConfig(growth_interval=4))
     weight = torch.ones(2, dtype=torch.float16, requires_grad=True)
     seen, expected = [], []
@@ -128,4 +133,4 @@ def small_gradients_survive(answer, world, network):
         expected.append((scale, [] if overflow else [sum(each), world.size * 2.0**-26]))
         good = 0 if overflow else good + 1
         scale, good = (scale / 2, 0) if overflow else (scale * 2, 0) if good == 4 else (scale, good)
-    expect("of each step the scale, and the gradients divided by it unless one overflowed", seen, expected)
+    expect("for each step the scale, and the gradients divided by it unless one overflowed", seen, expected)

@@ -1,11 +1,11 @@
-"""Tests of lost_gradients: the reference is a loop on one process that adds up in float64."""
+"""Tests of lost_gradients: the reference is a loop in one process that accumulates in float64."""
 
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from exercises.observed import PeakMemory
+from exercises.observations import PeakMemory
 from exercises.testing import Wrong, expect, show, test
 
 BATCH, SAMPLES, RATE = 100, 128, 0.03125
@@ -15,34 +15,34 @@ KEYS = ("start", "count", "sum", "once", "master")
 
 
 class Run(NamedTuple):
-    """What one call of main has left: the masters, the losses, and what was sent."""
+    """The results of one call of main: the masters, the losses, and the messages sent."""
 
     masters: list
     losses: list
     records: list
 
 
-RUNS = []  # several tests look at one and the same run
+RUNS = []  # several tests use the same run
 
 
 def model_of(seed):
-    """A network of eighths and sixteenths, which differs by seed."""
+    """Return a network whose parameters are multiples of 1/8 plus 2**-12; they depend on the seed."""
     model, generator = nn.Sequential(nn.Linear(10, 4), nn.ReLU(), nn.Linear(4, 1)), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             whole = torch.randint(1, 9, parameter.shape, generator=generator)
-            parameter.copy_(whole / 8 + 2.0**-12)  # the last bit is lost in bfloat16, and not in a master
+            parameter.copy_(whole / 8 + 2.0**-12)  # bfloat16 loses the last bit, a master keeps it
     return model
 
 
 def data():
-    """Inputs between 0 and 1, so that all samples pull into one direction."""
+    """Return inputs between 0 and 1, so that the gradients of all samples have equal signs."""
     inputs = torch.randint(0, 17, (SAMPLES, 10), generator=torch.Generator().manual_seed(7)) / 16
     return inputs, inputs.sum(dim=1, keepdim=True) / 4
 
 
 def trained(answer, world, run):
-    """The run of main for an epoch, from other starting values on every rank."""
+    """Return the run of main for one epoch, from different initial values on every rank."""
     if not RUNS:
         result = run(answer.main, *data(), model_of(world.rank), epochs=1, batch_size=BATCH, lr=RATE)
         RUNS.append(Run(*_checked(result), run.records))
@@ -50,16 +50,16 @@ def trained(answer, world, run):
 
 
 def _checked(result):
-    """The masters and the losses as lists."""
+    """Return the masters and the losses as lists."""
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], list):
         raise Wrong("type", "main must return the masters and the losses", "(masters, losses)", show(result))
     for master in result[0]:
-        expect("the format of the masters", str(master.dtype), "torch.float32", case="main(...)")
+        expect("the dtype of the masters", str(master.dtype), "torch.float32", case="main(...)")
     return [master.tolist() for master in result[0]], list(result[1])
 
 
 def one_process():
-    """(masters, losses) of a single process that starts as rank 0 does."""
+    """Return (masters, losses) of one process that starts from rank 0's values."""
     (inputs, targets), model = data(), model_of(0)
     masters, losses = [parameter.detach().double() for parameter in model.parameters()], []
     model.bfloat16()
@@ -80,33 +80,31 @@ def one_process():
 
 @test(points=4, ranks=(1, 2, 3))
 def equals_one_process(answer, world, run):
-    """The masters are those of a single process that adds up in float64, and the losses are its losses."""
+    """Masters and losses equal those of one process that accumulates in float64."""
     got, (masters, losses) = trained(answer, world, run), one_process()
     for number, (master, expected) in enumerate(zip(got.masters, masters, strict=True)):
         expect(f"the master of parameter {number}", master, expected, tolerance=TOLERANCE, case="main(...)")
     total = [sum(each) for each in zip(*run.gather(got.losses), strict=True)]
-    expect("the losses of all ranks, added up", total, losses, tolerance=TOLERANCE, case="main(...)")
+    expect("the losses summed over all ranks", total, losses, tolerance=TOLERANCE, case="main(...)")
 
 
 @test(points=3)
-def every_sample_counts_as_the_first(answer, world, run):
-    """Of samples that are all alike, twice as many contributions make a sum twice as large."""
+def every_sample_counts_equally(answer, world, run):
+    """Of equal samples, each contributes equally to the sum, however many there are."""
     for samples in (256, 512):
         model = nn.Linear(10, 1, bias=False)
         nn.init.zeros_(model.weight)
         # Each sample contributes -2 / samples to every element.
         result = run(answer.main, torch.ones(samples, 10), torch.ones(samples, 1), model, 1, samples, 0.5)
-        expect("the masters after a step of 0.5", _checked(result)[0], [[[1.0] * 10]], case=f"{samples} samples alike")
+        expect("the masters after a step of 0.5", _checked(result)[0], [[[1.0] * 10]], case=f"{samples} equal samples")
 
 
 @test(points=2, ranks=(2,))
-def nothing_more_is_sent(answer, world, run):
-    """Each gradient is summed over ranks once per step, in float32, and nothing else is sent after the start."""
+def sends_each_gradient_once(answer, world, run):
+    """After the start, each gradient is all-reduced once per step, in float32, and nothing else is sent."""
     sent = [record for record in trained(answer, world, run).records if record.name != "broadcast"]
     called = sorted({(record.name, str(record.dtype)) for record in sent})
-    expect(
-        "what is called after the start, in which dtype", called, [("all_reduce", "torch.float32")], case="main(...)"
-    )
+    expect("operations and dtypes after the start", called, [("all_reduce", "torch.float32")], case="main(...)")
     payload = sum(4 * parameter.numel() for parameter in model_of(0).parameters())
     got = sum(record.payload_bytes for record in sent) / STEPS
     expect("bytes reduced per step", got, payload, case=f"{STEPS} steps")
@@ -114,36 +112,36 @@ def nothing_more_is_sent(answer, world, run):
 
 @test(points=1)
 def memory_does_not_grow(answer, run):
-    """A step takes no more memory for 40 micro-batches than for 8."""
+    """A step with 40 micro-batches needs no more memory than one with 8."""
     peaks = []
-    for samples in (8, 8, 40):  # the first run makes what stays
+    for samples in (8, 8, 40):  # the first run also allocates what persists
         with PeakMemory() as memory:
             model = nn.Sequential(nn.Linear(10, 2000), nn.ReLU(), nn.Linear(2000, 1))
             _checked(run(answer.main, torch.ones(samples, 10), torch.ones(samples, 1), model, 1, samples, 0.0))
         peaks.append(memory.peak_bytes // 1000)
-    what = f"at most 50 kB more for 40 micro-batches, not {peaks[2]} kB in place of {peaks[1]}"
+    what = f"at most 50 kB more for 40 micro-batches, not {peaks[2]} kB instead of {peaks[1]}"
     expect(what, peaks[2] - peaks[1] <= 50, True, case="main(...) with 24,001 parameters")
 
 
 @test(points=2)
 def names_the_invariant(answer):
-    """INVARIANT is the rule that the program breaks as you got it."""
+    """INVARIANT is the rule that the original program violates."""
     given = answer.INVARIANT
     if not given:
         raise Wrong("unwritten", "INVARIANT names no rule yet: give a key of INVARIANTS")
     if given not in KEYS:
-        raise Wrong("wrong", "INVARIANT is no key of INVARIANTS", f"one of {', '.join(KEYS)}", show(given))
+        raise Wrong("wrong", "INVARIANT is not a key of INVARIANTS", f"one of {', '.join(KEYS)}", show(given))
     if given != "sum":
-        raise Wrong("wrong", "the program keeps this rule; INVARIANT must name the one it breaks", got=show(given))
+        raise Wrong("wrong", "the program obeys this rule; INVARIANT must name the one it violates", got=show(given))
 
 
 @test(points=2)
 def names_the_line(answer, fault):
-    """LINE is the line that breaks it, in the file as you got it."""
+    """LINE is the line that violates it, in the original file."""
     given, (number, text) = answer.LINE, fault
     if not given:
-        raise Wrong("unwritten", "LINE names no line yet: give its number in the file as you got it, or its text")
+        raise Wrong("unwritten", "LINE names no line yet: give its number in the original file, or its text")
     if isinstance(given, bool) or not isinstance(given, int | str):
-        raise Wrong("type", "LINE must be the number of a line or its text", "a number or a text", show(given))
+        raise Wrong("type", "LINE must be the number of a line or its text", "an int or a str", show(given))
     if str(given).strip() not in (str(number), text):
-        raise Wrong("wrong", "the fault is not in this line of the file as you got it", got=show(given))
+        raise Wrong("wrong", "the fault is not in this line of the original file", got=show(given))

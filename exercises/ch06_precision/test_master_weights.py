@@ -2,7 +2,7 @@
 
 import torch
 
-from exercises.observed import PeakMemory
+from exercises.observations import PeakMemory
 from exercises.testing import expect, test
 from minidist.comm import all_gather
 from minidist.precision.dtypes import PrecisionDtypes
@@ -11,7 +11,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 BOUNDS = {"first": (0, 5), "second": (6, 9)}  # of a piece of 11 elements; element 5 and the last two are padding
 
 
-def formats(parameter=BF16, master=FP32):
+def dtypes(parameter=BF16, master=FP32):
     """parameter: what the model reads; master: None where masters do not last."""
     return PrecisionDtypes(parameter, FP32, FP32, state=master or FP32, master=master)
 
@@ -34,7 +34,7 @@ def masters_of(answer, dtype=BF16, master=FP32, rounding=None):
     """The learner's masters of a piece, the piece, and the values before rounding."""
     values = exact()
     part = piece(values, dtype)
-    return answer.MasterWeights(part, BOUNDS, values, formats(dtype, master), rounding=rounding), part, values
+    return answer.MasterWeights(part, BOUNDS, values, dtypes(dtype, master), rounding=rounding), part, values
 
 
 def same_memory(one, other):
@@ -42,7 +42,7 @@ def same_memory(one, other):
 
 
 @test(points=3)
-def begin_as_what_was_never_rounded(answer):
+def start_from_unrounded_values(answer):
     """Masters are a copy in the wider format, equal to the values before they were rounded; padding is 0."""
     for dtype, wide in ((BF16, FP32), (FP16, FP32), (BF16, FP64), (FP32, FP64)):
         masters, part, values = masters_of(answer, dtype, wide)
@@ -80,7 +80,7 @@ def small_updates_add_up(answer):
 
 
 @test(points=3)
-def gradients_in_the_format_of_the_update(answer):
+def gradients_in_the_masters_dtype(answer):
     """Each master that was used has its slice of the gradients, in the masters' format, while the update is open."""
     gradients = torch.arange(1.0, 12.0)
     for dtype in (BF16, FP32):
@@ -98,7 +98,7 @@ def gradients_in_the_format_of_the_update(answer):
 
 
 @test(points=2)
-def no_copy_where_nothing_is_wider(answer):
+def no_copy_of_equal_dtype(answer):
     """With parameters in the masters' format, the masters are the piece itself, and gradients are not copied either."""
     for dtype in (FP32, FP64):
         gradients = torch.ones(11, dtype=dtype)
@@ -117,19 +117,19 @@ def no_copy_where_nothing_is_wider(answer):
         expect("the piece after an update", part, piece(moved, dtype), case=case)
     part = torch.ones(250_000)
     with PeakMemory() as memory:
-        masters = answer.MasterWeights(part, {"all": (0, 250_000)}, {"all": part}, formats(FP32))
+        masters = answer.MasterWeights(part, {"all": (0, 250_000)}, {"all": part}, dtypes(FP32))
         masters.attach_grads(part)
         masters.copy_to_params()
     expect("memory taken for 1 MB of masters in the parameters' format, in MB", memory.peak_bytes // 10**6, 0)
 
 
 @test(points=2)
-def one_copy_and_no_more(answer):
+def memory_of_one_copy(answer):
     """Masters of their own take 4 bytes per element; an update with float32 gradients takes none."""
     part = torch.ones(250_000, dtype=BF16)
     values, gradients = {"all": torch.ones(250_000)}, torch.ones(250_000)
     with PeakMemory() as memory:
-        masters = answer.MasterWeights(part, {"all": (0, 250_000)}, values, formats())
+        masters = answer.MasterWeights(part, {"all": (0, 250_000)}, values, dtypes())
         masters.attach_grads(gradients)
         masters.copy_to_params()
         masters.detach_grads()
@@ -137,8 +137,8 @@ def one_copy_and_no_more(answer):
 
 
 @test(points=1)
-def rounded_where_they_do_not_last(answer):
-    """Without lasting masters they are there for an update only, made of the piece, and `rounding` brings them back."""
+def rounds_masters_that_do_not_last(answer):
+    """Masters that are not persistent exist during an update only, and `rounding` writes them back."""
     calls = []
 
     def rounding(values, into, step, name):
@@ -161,7 +161,7 @@ def rounded_where_they_do_not_last(answer):
 
 
 @test(points=2, ranks=(1, 2, 3, 4))
-def every_rank_its_shard(answer, world, network):
+def each_rank_updates_its_shard(answer, world, network):
     """Each rank updates its shard of a row; gathered, the row is that of one process with masters for all of it."""
     sizes, numel = {"embed": 7, "norm": 3, "head": 6}, 16
     shard = -(-numel // world.size)
@@ -175,7 +175,7 @@ def every_rank_its_shard(answer, world, network):
             bounds[name], values[name] = (low - begin, high - begin), whole[low:high]
         start += size
     part = row[begin:end]
-    masters, expected = answer.MasterWeights(part, bounds, values, formats()), whole.double()
+    masters, expected = answer.MasterWeights(part, bounds, values, dtypes()), whole.double()
     for step in range(20):
         gradients = (1 + 32 * torch.arange(float(row.numel()))) * 2.0 ** -(20 + step % 3)
         masters.attach_grads(gradients[begin:end])

@@ -9,7 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from exercises.observed import PeakMemory
+from exercises.observations import PeakMemory
 from exercises.testing import Wrong, expect, test
 from minidist.comm import all_gather_object, all_reduce
 from minidist.models.dropout import DropoutAddress, dropout
@@ -24,7 +24,7 @@ def draw(seed, *shape, dtype=torch.float64):
 def keys(step):
     """Where a micro-batch is in the run: it decides the mask of its dropout."""
     address = DropoutAddress(seed=1, step=step, samples=torch.arange(1), positions=torch.arange(TOKENS))
-    return address.keys(site=1, width=HIDDEN)
+    return address.site_keys(site=1, num_features=HIDDEN)
 
 
 class Block(nn.Module):
@@ -71,12 +71,12 @@ def inputs(seed, dtype=torch.float64):
 
 def torchs_own(*_, **__):
     """What stands below torch.utils.checkpoint.checkpoint, for whoever comes there on a way that no guard sees."""
-    raise Wrong("wrong", "torch.utils.checkpoint does the work: the exercise is to do without it")
+    raise Wrong("wrong", "torch.utils.checkpoint does the work: this exercise must be solved without it")
 
 
 @test(points=4)
 @mock.patch("torch.utils.checkpoint._checkpoint_without_reentrant_generator", torchs_own)
-def same_numbers(answer):
+def equals_the_plain_block(answer):
     """Output and gradients are those without recomputation, bit for bit, with the dropout masks of the first run."""
     for dtype in (torch.float64, torch.bfloat16):
         found = []
@@ -91,7 +91,7 @@ def same_numbers(answer):
 
 
 @test(points=3)
-def keeps_the_arguments_alone(answer):
+def saves_only_the_arguments(answer):
     """Between forward and backward a block's input is there, and nothing that was made inside of it."""
     made = []
 
@@ -119,7 +119,7 @@ def keeps_the_arguments_alone(answer):
 
 
 @test(points=2)
-def let_go_in_backward(answer):
+def freed_during_backward(answer):
     """A recomputed tensor is freed as soon as the operation that needs it has done its backward."""
     made, gone = [], []
 
@@ -138,7 +138,7 @@ def let_go_in_backward(answer):
 
 
 @test(points=2)
-def each_call_its_own(answer):
+def calls_are_independent(answer):
     """Micro-batches in flight together are each recomputed from their own arguments, in any order of backward."""
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
         found = []
@@ -154,7 +154,7 @@ def each_call_its_own(answer):
 
 
 @test(points=2)
-def run_twice_and_no_more(answer):
+def runs_twice(answer):
     """A block is run once in forward and once in backward; where there are no gradients, once."""
     stack = Stack(answer)
     out = stack(inputs(1), keys(0))
@@ -168,7 +168,7 @@ def run_twice_and_no_more(answer):
 
 
 @test(points=1)
-def a_graph_twice(answer):
+def backward_twice(answer):
     """Backward may go through the same graph again, and comes to the same."""
     stack = Stack(answer)
     out, x = None, inputs(1)
@@ -197,7 +197,7 @@ class Half(TorchFunctionMode):
 
 
 @test(points=1)
-def modes_of_the_first_run(answer):
+def restores_function_modes(answer):
     """Function modes that were on in forward are on in the second run, though backward comes when they are over."""
     found = []
     for stack in (Stack(), Stack(answer)):
@@ -206,7 +206,7 @@ def modes_of_the_first_run(answer):
             out = stack(x, keys(0))
         out.square().sum().backward()
         found.append((x.grad.tolist(), stack.gradients()))
-    case = "a mode that makes another function of tanh, and one in it that halves it"
+    case = "a mode that makes another function of tanh, and one in it that deferred it"
     expect("the gradient of the input", found[1][0], found[0][0], case=case)
     expect("the gradients of the weights", found[1][1], found[0][1], case=case)
 
@@ -219,7 +219,7 @@ class Pair(NamedTuple):
 
 
 @test(points=1)
-def what_takes_gradients(answer):
+def gradients_of_all_inputs(answer):
     """Weights learn where the input takes no gradient, and tensors inside tuples take theirs."""
     stack = Stack(answer)
     stack(inputs(1).detach(), keys(0)).square().sum().backward()
@@ -251,7 +251,7 @@ class Sum(torch.autograd.Function):
 
 
 @test(points=2, ranks=(1, 2, 3, 4))
-def messages_again_in_order(answer, world, network):
+def repeats_collectives_in_order(answer, world, network):
     """What a block sends is sent once more in its second run: the same messages on all ranks, block after block."""
     parts = [[draw(100 * rank + number, HIDDEN, 2 + number) for number in range(3)] for rank in range(world.size)]
     mine = [part.clone().requires_grad_() for part in parts[world.rank]]

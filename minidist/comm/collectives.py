@@ -16,7 +16,15 @@ from torch import Tensor
 
 from minidist.comm import direct_exchange
 from minidist.comm.group import Group
-from minidist.comm.handles import CommError, Handle, announce, done, end, failure, launch
+from minidist.comm.handles import (
+    CommError,
+    Handle,
+    completed_handle,
+    failure_message,
+    launch,
+    report_launch,
+    wait_unless_async,
+)
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -38,7 +46,7 @@ def _op_label(op: str) -> str:
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Handle | None:
     """Replace `tensor` (any shape) on every rank by the elementwise sum ("max", "min", "product") over the group."""
     if group.size == 1:
-        return done(group, async_op)
+        return completed_handle(group, async_op)
     if group.algorithm is not None:
         return group.algorithm(tensor, group, op, async_op)
 
@@ -55,7 +63,7 @@ def reduce_scatter(
     check_shard_sizes("reduce_scatter", full=input, shard=output, group=group)
     if group.size == 1:
         output.copy_(input)
-        return done(group, async_op)
+        return completed_handle(group, async_op)
     if direct_exchange.is_supported(input, group):
         return direct_exchange.reduce_scatter(output, input, group, op, _op_label(op), async_op)
 
@@ -70,7 +78,7 @@ def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = Fal
     check_shard_sizes("all_gather", full=output, shard=input, group=group)
     if group.size == 1:
         output.copy_(input)
-        return done(group, async_op)
+        return completed_handle(group, async_op)
     if direct_exchange.is_supported(input, group):
         return direct_exchange.all_gather(output, input, group, async_op)
 
@@ -81,9 +89,9 @@ def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = Fal
 
 
 def broadcast(tensor: Tensor, src: int, group: Group, async_op: bool = False) -> Handle | None:
-    """Replace `tensor` on every rank by that of group rank `src`."""
+    """Overwrite `tensor` on every rank with the tensor of group rank `src` (a rank's number within `group`)."""
     if group.size == 1:
-        return done(group, async_op)
+        return completed_handle(group, async_op)
 
     def start():
         return dist.broadcast(tensor, src=group.ranks[src], group=group.process_group, async_op=True)
@@ -102,11 +110,12 @@ def all_to_all(
 ) -> Handle | None:
     """Send part i of `input` to rank i; receive the part that rank i sends to this rank as part i of `output`.
 
-    The parts are consecutive along dimension 0: of equal length, or of the lengths that the splits give.
+    The parts are consecutive along dimension 0. input_splits, output_splits: the length of each rank's part of `input`
+    and of `output` along dimension 0; None: equal parts.
     """
     if group.size == 1:
         output.copy_(input)
-        return done(group, async_op)
+        return completed_handle(group, async_op)
     width = input[0].numel() if input.shape[0] else 0
     splits = None if input_splits is None else [length * width for length in input_splits]
 
@@ -130,22 +139,29 @@ def send(tensor: Tensor, dst: int, group: Group, tag: int = 0, async_op: bool = 
     def start():
         return dist.isend(tensor, dst=group.ranks[dst], group=group.process_group, tag=tag)
 
-    return launch(group, "send", tensor, start, [tensor], channel=group.transfer("send", dst, tag), async_op=async_op)
+    return launch(
+        group, "send", tensor, start, [tensor], channel=group.transfer_channel("send", dst, tag), async_op=async_op
+    )
 
 
 def recv(tensor: Tensor, src: int, group: Group, tag: int = 0, async_op: bool = False) -> Handle | None:
-    """Receive into `tensor` what group rank `src` sends to this rank with the same tag."""
+    """Overwrite `tensor` with the tensor that group rank `src` sends to this rank with the same tag."""
     _check_peer("recv", src, group)
 
     def start():
         return dist.irecv(tensor, src=group.ranks[src], group=group.process_group, tag=tag)
 
-    return launch(group, "recv", tensor, start, [tensor], channel=group.transfer("recv", src, tag), async_op=async_op)
+    return launch(
+        group, "recv", tensor, start, [tensor], channel=group.transfer_channel("recv", src, tag), async_op=async_op
+    )
 
 
 @dataclass(frozen=True)
 class P2POp:
-    """One transfer of `batch_send_recv`. kind: "send" or "recv"; peer: a rank in the group."""
+    """One transfer of `batch_send_recv`.
+
+    kind: "send" or "recv". tensor: sent, or overwritten. peer: group rank at the other end. tag: equal at both ends.
+    """
 
     kind: str
     tensor: Tensor
@@ -154,14 +170,17 @@ class P2POp:
 
 
 def batch_send_recv(transfers: Sequence[P2POp], group: Group, async_op: bool = False) -> Handle | None:
-    """Launch all transfers together, so that their order cannot deadlock; NCCL requires it of concurrent transfers."""
+    """Launch all transfers together, so that no order of the list can deadlock; with NCCL, the only safe way.
+
+    Return one handle for all transfers if `async_op`; otherwise wait for all of them.
+    """
     if not transfers:
-        return done(group, async_op)
-    launched, number = [], group.meter.next_batch()
+        return completed_handle(group, async_op)
+    launched, number = [], group.meter.next_batch_id()
     for transfer in transfers:
         _check_peer(transfer.kind, transfer.peer, group)
-        channel = group.transfer(transfer.kind, transfer.peer, transfer.tag)
-        launched.append(announce(group, transfer.kind, transfer.tensor, channel, batch=number))
+        channel = group.transfer_channel(transfer.kind, transfer.peer, transfer.tag)
+        launched.append(report_launch(group, transfer.kind, transfer.tensor, channel, batch=number))
     calls = {"send": dist.isend, "recv": dist.irecv}
     ops = [
         dist.P2POp(calls[t.kind], t.tensor, group.ranks[t.peer], group=group.process_group, tag=t.tag)
@@ -170,15 +189,15 @@ def batch_send_recv(transfers: Sequence[P2POp], group: Group, async_op: bool = F
     try:
         works = dist.batch_isend_irecv(ops)
     except RuntimeError as error:
-        raise CommError(failure(launched[0], group, error)) from error
-    group.meter.started([at.record for at in launched], works)
-    return end(Handle(group, works, launched, [t.tensor for t in transfers]), async_op)
+        raise CommError(failure_message(launched[0], group, error)) from error
+    group.meter.on_launch([at.record for at in launched], works)
+    return wait_unless_async(Handle(group, works, launched, [t.tensor for t in transfers]), async_op)
 
 
 def barrier(group: Group, async_op: bool = False) -> Handle | None:
-    """Return when every rank of the group has called it."""
+    """Wait until every rank of the group has called `barrier`; with `async_op`, the handle's `wait` does."""
     if group.size == 1:
-        return done(group, async_op)
+        return completed_handle(group, async_op)
     nothing = torch.empty(0, device=group.world.control_device)
 
     def start():
@@ -187,11 +206,14 @@ def barrier(group: Group, async_op: bool = False) -> Handle | None:
     return launch(group, "barrier", nothing, start, [], async_op=async_op)
 
 
-def check_shard_sizes(name: str, full: Tensor, shard: Tensor, group: Group) -> None:
-    """Raise ValueError unless `full` has one shard of `shard`'s size and dtype for each rank of the group."""
+def check_shard_sizes(operation: str, full: Tensor, shard: Tensor, group: Group) -> None:
+    """Raise ValueError unless `full` has as many elements as `group.size` shards like `shard`, and the same dtype.
+
+    name: of the operation, for the message.
+    """
     if full.numel() != shard.numel() * group.size or full.dtype != shard.dtype:
         raise ValueError(
-            f"{name} over {group.size} ranks: the full tensor has {full.numel()} elements of {full.dtype}, "
+            f"{operation} over {group.size} ranks: the full tensor has {full.numel()} elements of {full.dtype}, "
             f"the shard {shard.numel()} of {shard.dtype}; the full tensor must be {group.size} shards of one dtype"
         )
 

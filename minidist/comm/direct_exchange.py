@@ -20,14 +20,14 @@ _TAG = 1 << 20  # so that these transfers never match those of `send` and `recv`
 
 
 def is_supported(tensor: Tensor, group: Group) -> bool:
-    """Whether to exchange the shards of `tensor` directly rather than call the backend's collective."""
-    return group.over_gloo and tensor.device.type == "cpu" and tensor.numel() > 0
+    """Whether `collectives` uses this module for the full tensor `tensor`: non-empty, on the CPU, over gloo."""
+    return group.uses_gloo and tensor.device.type == "cpu" and tensor.numel() > 0
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str, detail: str, async_op: bool) -> Handle | None:
-    """`collectives.reduce_scatter` on checked tensors. `output` may be a view of this rank's shard of `input`.
+    """Do `collectives.reduce_scatter`, which has checked the sizes. `output` may be a view of a shard of `input`.
 
-    detail: the reduction as rank status shows it.
+    op: "sum", "max", "min" or "product". detail: the reduction as rank status shows it; empty for a sum.
     """
     parts = input.view(-1).split(output.numel())
     arrived = {rank: torch.empty_like(parts[rank]) for rank in range(group.size) if rank != group.rank}
@@ -44,12 +44,20 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str, detail:
 
     owned = [output, input, *arrived.values()]
     return launch(
-        group, "reduce_scatter", input, start, owned, detail=detail, async_op=async_op, then=reduce, algorithm="direct"
+        group,
+        "reduce_scatter",
+        input,
+        start,
+        owned,
+        detail=detail,
+        async_op=async_op,
+        on_complete=reduce,
+        algorithm="direct",
     )
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool) -> Handle | None:
-    """`collectives.all_gather` on checked tensors. `input` may be a view of this rank's shard of `output`."""
+    """Do `collectives.all_gather`, which has checked the sizes. `input` may be a view of a shard of `output`."""
     parts, shard = output.view(-1).split(input.numel()), input.view(-1)
     others = [rank for rank in range(group.size) if rank != group.rank]
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from minidist.comm import collectives
-from minidist.comm.group import find
+from minidist.comm.group import find_group
 
 
 @torch.library.custom_op("minidist::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, group: str) -> Tensor:
     """Return the sum of `x` (any shape) over the group, as a new tensor."""
     result = x.clone(memory_format=torch.contiguous_format)
-    collectives.all_reduce(result, find(group))
+    collectives.all_reduce(result, find_group(group))
     return result
 
 
@@ -25,31 +25,40 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
 def all_reduce_max(x: Tensor, group: str) -> Tensor:
     """Return the elementwise maximum of `x` (any shape) over the group, as a new tensor without a gradient."""
     result = x.clone(memory_format=torch.contiguous_format)
-    collectives.all_reduce(result, find(group), "max")
+    collectives.all_reduce(result, find_group(group), "max")
     return result
 
 
 @torch.library.custom_op("minidist::all_gather", mutates_args=())
 def all_gather(x: Tensor, group: str, size: int) -> Tensor:
-    """Return the `x` (n, ...) of the group's `size` ranks, concatenated in rank order: (size * n, ...)."""
+    """Return the concatenation, in rank order, of the `x` (n, ...) of all ranks: (size * n, ...), a new tensor.
+
+    size: the number of ranks of the group, which a compiler cannot read from its key.
+    """
     result = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    collectives.all_gather(result, x.contiguous(), find(group))
+    collectives.all_gather(result, x.contiguous(), find_group(group))
     return result
 
 
 @torch.library.custom_op("minidist::reduce_scatter", mutates_args=())
 def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
-    """Return this rank's shard (n, ...) of the sum of `x` (size * n, ...) over the group."""
+    """Return this rank's shard (n, ...) of the sum of `x` (size * n, ...) over the group, as a new tensor.
+
+    size: the number of ranks of the group, as in `all_gather`.
+    """
     result = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    collectives.reduce_scatter(result, x.contiguous(), find(group))
+    collectives.reduce_scatter(result, x.contiguous(), find_group(group))
     return result
 
 
 @torch.library.custom_op("minidist::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, group: str) -> Tensor:
-    """Send part i of `x` to rank i and return the received parts in rank order; parts are equal along dimension 0."""
+    """Send part i of `x` to rank i; return the received parts, concatenated in rank order, as a new tensor like `x`.
+
+    The parts are consecutive and of equal length along dimension 0.
+    """
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
-    collectives.all_to_all(result, x.contiguous(), find(group))
+    collectives.all_to_all(result, x.contiguous(), find_group(group))
     return result
 
 

@@ -1,8 +1,9 @@
 """Process groups, made from a mesh and group specs.
 
-A group spec declares a purpose and the mesh axes along which ranks communicate for it. `bind` makes all groups at once,
-in the same order on every rank, so no rank can wait for a group that another rank has not begun to make. Two specs over
-the same ranks get separate groups: operations for one purpose never delay operations for another, and never match them.
+A group spec declares a name, which states a purpose, and the mesh axes along which ranks communicate for it. `bind`
+makes all groups at once, in the same order on every rank, so no rank can wait for a group that another rank has not
+begun to make. Two specs over the same ranks get separate groups, so that their operations neither delay nor match each
+other.
 """
 
 import weakref
@@ -26,12 +27,14 @@ DEFAULT_TIMEOUT_S = 600.0
 class Group:
     """One process group of this rank.
 
-    use: the purpose, which is the name of its spec; ranks: ascending global ranks; rank: index of this rank in them.
-    process_group: torch's group; None for a group of one rank, which communicates with nobody.
-    algorithm: the function that `all_reduce` calls for more than one rank; None: the backend's own.
+    name: the name of its `GroupSpec`. ranks: ascending global ranks of the group. rank: this rank's index in `ranks`.
+    process_group: torch's process group; None for a group of one rank, which does not communicate.
+    world: this rank's environment. meter: receives a record of each operation.
+    algorithm: the function that `collectives.all_reduce` calls instead of the backend (see `DeferredAllReduce`); None:
+    the backend's all-reduce.
     """
 
-    use: str
+    name: str
     ranks: tuple[int, ...]
     rank: int
     process_group: dist.ProcessGroup | None
@@ -41,52 +44,59 @@ class Group:
 
     @property
     def size(self) -> int:
+        """Number of ranks in the group."""
         return len(self.ranks)
 
     @cached_property
-    def over_gloo(self) -> bool:
-        """Whether torch's own gloo carries the operations of this group."""
+    def uses_gloo(self) -> bool:
+        """Whether the group's backend is torch's gloo."""
         return self.process_group is not None and dist.get_backend(self.process_group) == "gloo"
 
     @cached_property
     def key(self) -> str:
         """The name by which a custom op, whose arguments are tensors and strings, finds this group."""
-        return f"{self.use}[{','.join(map(str, self.ranks))}]"
+        return f"{self.name}[{','.join(map(str, self.ranks))}]"
 
     @cached_property
-    def collective(self) -> Channel:
+    def collective_channel(self) -> Channel:
         """The channel of this group's collectives."""
-        return Channel("collective", self.use, self.ranks)
+        return Channel("collective", self.name, self.ranks)
 
-    def transfer(self, kind: str, peer: int, tag: int) -> Channel:
+    def transfer_channel(self, kind: str, peer: int, tag: int) -> Channel:
         """Return the channel of a send to, or a recv from, group rank `peer`. kind: "send" or "recv"."""
-        return Channel(kind, self.use, self.ranks, self.ranks[peer], tag)
+        return Channel(kind, self.name, self.ranks, self.ranks[peer], tag)
 
     def __str__(self) -> str:
-        return f"'{self.use}' (ranks {', '.join(map(str, self.ranks))})"
+        return f"'{self.name}' (ranks {', '.join(map(str, self.ranks))})"
 
 
 @dataclass(eq=False)
 class Groups(Mapping[str, Group]):
-    """This rank's groups by purpose: `groups["grads"]`. uses: the specs that `bind` was given."""
+    """This rank's groups by name: `groups["grads"]`.
+
+    mesh, world, meter: those of all these groups. specs: the specs that `bind` received.
+    """
 
     mesh: Mesh
     world: World
     meter: Meter
-    uses: tuple[GroupSpec, ...]
+    specs: tuple[GroupSpec, ...]
     _groups: dict[str, Group]
 
     def destroy(self) -> None:
-        """Release sockets, threads and shared memory of all groups. All ranks call it; no group works afterwards."""
+        """Destroy torch's process groups, which frees their sockets, threads and shared memory.
+
+        All ranks call it. No group can communicate afterwards.
+        """
         for group in self._groups.values():
             if group.process_group is not None:
                 dist.destroy_process_group(group.process_group)
                 group.process_group = None
 
-    def __getitem__(self, use: str) -> Group:
-        if use not in self._groups:
-            raise KeyError(f"no group for {use!r}: this rank has groups for {', '.join(self._groups)}")
-        return self._groups[use]
+    def __getitem__(self, name: str) -> Group:
+        if name not in self._groups:
+            raise KeyError(f"no group {name!r}: this rank has the groups {', '.join(self._groups)}")
+        return self._groups[name]
 
     def __iter__(self):
         return iter(self._groups)
@@ -100,55 +110,56 @@ class Groups(Mapping[str, Group]):
 _LIVE: "weakref.WeakValueDictionary[str, Group]" = weakref.WeakValueDictionary()
 
 
-def find(key: str) -> Group:
-    """Return the live group of this process with that key."""
+def find_group(key: str) -> Group:
+    """Return the group of this process whose `Group.key` is `key`. Raises KeyError if it no longer exists."""
     return _LIVE[key]
 
 
 def bind(
     world: World,
     mesh: Mesh,
-    uses: Iterable[GroupSpec] = (),
+    specs: Iterable[GroupSpec] = (),
     *,
     meter: Meter | None = None,
     backend: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Groups:
-    """Make the groups of every spec, and one named "control" over all ranks. All ranks call it with equal arguments.
+    """Create the process groups of every spec and one named "control" over all ranks; return this rank's groups.
 
-    meter: counts the operations of all groups; a new one if None. backend: torch's name of the backend; that of the
-    default group if None. timeout_s: the backend aborts an operation that takes longer.
+    All ranks call it with equal arguments. mesh: its size is that of `world`. meter: records the operations of all
+    groups; a new meter if None. backend: torch's name of the backend; None: the backend of the default group.
+    timeout_s: the backend aborts an operation that takes longer.
     Raises ValueError if the mesh and the world differ in size, or two specs share a name.
     """
     if mesh.world_size != world.size:
         raise ValueError(f"{mesh} has {mesh.world_size} ranks, the world has {world.size}")
-    uses = [CONTROL, *uses]
-    if len({use.name for use in uses}) != len(uses):
-        raise ValueError(f"two uses share a name: {', '.join(use.name for use in uses)}")
+    specs = [CONTROL, *specs]
+    if len({spec.name for spec in specs}) != len(specs):
+        raise ValueError(f"two group specs share a name: {', '.join(spec.name for spec in specs)}")
     meter = Meter() if meter is None else meter
     groups: dict[str, Group] = {}
-    _report_bind(world, mesh, uses)
-    for use in uses:
-        mine, made = None, None
-        for ranks in use.rank_groups(mesh):
-            pg = None
+    _report_bind(world, mesh, specs)
+    for spec in specs:
+        own_ranks, own_process_group = None, None
+        for ranks in spec.rank_groups(mesh):
+            process_group = None
             if len(ranks) > 1:
                 timeout = timedelta(seconds=timeout_s)
-                pg = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=use.name)
+                process_group = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=spec.name)
             if world.rank in ranks:
-                mine, made = ranks, pg
-        if mine is None:
+                own_ranks, own_process_group = ranks, process_group
+        if own_ranks is None:
             continue
-        group = Group(use.name, mine, mine.index(world.rank), made, world, meter)
-        groups[use.name] = _LIVE[group.key] = group
-    world.status.resume()
-    return Groups(mesh, world, meter, tuple(uses[1:]), groups)
+        group = Group(spec.name, own_ranks, own_ranks.index(world.rank), own_process_group, world, meter)
+        groups[spec.name] = _LIVE[group.key] = group
+    world.status.on_resume()
+    return Groups(mesh, world, meter, tuple(specs[1:]), groups)
 
 
-def _report_bind(world: World, mesh: Mesh, uses: list[GroupSpec]) -> None:
+def _report_bind(world: World, mesh: Mesh, specs: list[GroupSpec]) -> None:
     """Report to rank status that this rank waits for all others in `bind`: making groups blocks like an operation."""
-    what = ", ".join(f"{use.name} over {'/'.join(use.axes)}" for use in uses)
-    channel, arguments = Channel("collective", "bind", tuple(range(world.size))), f"on {mesh}: {what}"
-    seq = world.status.launch(channel, "bind", (), arguments)
+    declared = ", ".join(f"{spec.name} over {'/'.join(spec.axes)}" for spec in specs)
+    channel, arguments = Channel("collective", "bind", tuple(range(world.size))), f"on {mesh}: {declared}"
+    seq = world.status.on_launch(channel, "bind", (), arguments)
     if world.size > 1:
-        world.status.wait(channel, seq, "bind", (), arguments)
+        world.status.on_wait(channel, seq, "bind", (), arguments)

@@ -7,20 +7,21 @@ from minidist.mesh import AXES, Mesh
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Declares one family of process groups: ranks that differ only on `axes` form a group for the purpose `name`.
+    """Declares process groups for one purpose: ranks whose mesh coordinates differ only on `axes` form a group.
 
-    subgroups: (axis, sets of coordinates on it) pairs that split the groups further: only ranks whose coordinate lies
-    in the same set are in one group. A rank whose coordinate lies in no set has no group for this purpose.
+    name: the purpose, for example "grads"; `Groups` finds this rank's group by it. axes: names of mesh axes.
+    axis_partitions: splits these groups further; pairs of an axis and disjoint sets of coordinates on it. Only ranks
+    whose coordinate on that axis lies in the same set form a group; a rank whose coordinate lies in no set has none.
     """
 
     name: str
     axes: tuple[str, ...]
-    subgroups: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
+    axis_partitions: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = ()
 
     def rank_groups(self, mesh: Mesh) -> list[tuple[int, ...]]:
-        """The ranks of every group, in an order that is the same on all ranks."""
+        """Return the global ranks of every group on `mesh`, in an order that is the same on all ranks."""
         groups = mesh.rank_groups(self.axes)
-        for axis, sets in self.subgroups:
+        for axis, sets in self.axis_partitions:
             groups = [
                 tuple(rank for rank in group if mesh.coords(rank)[axis] in some) for group in groups for some in sets
             ]

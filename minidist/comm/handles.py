@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minidist.comm.group import Group
-from minidist.comm.hints import wait_follows
+from minidist.comm.hints import expect_immediate_wait
 from minidist.comm.meter import Record
 from minidist.comm.status import Channel
 from minidist.errors import RunError
@@ -23,7 +23,11 @@ class CommError(RunError):
 
 @dataclass
 class Launched:
-    """One operation in flight: how rank status and the meter identify it."""
+    """One operation in flight, as rank status and the meter identify it.
+
+    channel, seq: its channel, and its number there. name: the operation and its detail ("broadcast root 0").
+    shape, dtype: of its tensor. record: its record in the meter.
+    """
 
     channel: Channel
     seq: int
@@ -34,7 +38,11 @@ class Launched:
 
 
 class Handle:
-    """An asynchronous operation. Owns its tensors until `wait()`, which may be called more than once."""
+    """An asynchronous operation. Owns its tensors until `wait()`, which may be called more than once.
+
+    works: torch's handles; none if the operation is complete already. launched: the operations that `works` carry.
+    tensors: kept alive until the wait. on_complete: called once, when the operation has completed.
+    """
 
     def __init__(
         self,
@@ -42,10 +50,10 @@ class Handle:
         works: Sequence,
         launched: Sequence[Launched],
         tensors: Sequence[Tensor],
-        then: Callable[[], None] | None = None,
+        on_complete: Callable[[], None] | None = None,
     ):
         self._group, self._works, self._launched, self._tensors = group, list(works), list(launched), list(tensors)
-        self._then = then
+        self._on_complete = on_complete
 
     def wait(self, host: bool = False) -> None:
         """Block until the results may be used.
@@ -60,24 +68,24 @@ class Handle:
             for i, work in enumerate(self._works):
                 # A backend may batch several transfers into one work: the last launched one then stands for all.
                 at = self._launched[i if len(self._works) == len(self._launched) else -1]
-                status.wait(at.channel, at.seq, at.name, at.shape, at.dtype)
+                status.on_wait(at.channel, at.seq, at.name, at.shape, at.dtype)
                 try:
                     work.wait()
                     if host and any(tensor.is_cuda for tensor in self._tensors):
                         torch.cuda.current_stream().synchronize()
                 except RuntimeError as error:
-                    raise CommError(failure(at, self._group, error)) from error
+                    raise CommError(failure_message(at, self._group, error)) from error
                 finally:
-                    status.resume()
-        if self._then is not None:
-            self._then()
+                    status.on_resume()
+        if self._on_complete is not None:
+            self._on_complete()
         for at in self._launched:
-            meter.waited(at.record)
-        self._works, self._tensors, self._then = [], [], None
+            meter.on_wait_end(at.record)
+        self._works, self._tensors, self._on_complete = [], [], None
 
 
-def failure(at: Launched, group: Group, error: Exception) -> str:
-    """Return the message for an operation that failed."""
+def failure_message(at: Launched, group: Group, error: Exception) -> str:
+    """Return the message that names the failed operation, its group and the first line of the backend's error."""
     reason = str(error).strip().splitlines()[0]
     return f"{at.name} #{at.seq} {list(at.shape)} {at.dtype} of {group} failed: {reason}"
 
@@ -92,35 +100,37 @@ def launch(
     channel: Channel | None = None,
     detail: str = "",
     async_op: bool = False,
-    then: Callable[[], None] | None = None,
+    on_complete: Callable[[], None] | None = None,
     **count,
 ) -> Handle | None:
-    """Report the operation to rank status, count it and start it. Return its handle if `async_op`; otherwise wait.
+    """Report the operation to rank status, record it in the meter and start it.
 
-    start: launches the operation in the backend and returns torch's work or works. tensors: kept alive until the wait.
-    detail: the root or the reduction, on which all ranks must agree besides name, number of elements and dtype.
-    then: called once the operation has completed, for the work left to this rank. count: further arguments of
-    `Meter.record`. Raises CommError if the backend refuses the operation.
+    Return its handle if `async_op`; otherwise wait for it and return None.
+    tensor: the tensor whose size the meter counts. start: launches the operation in the backend and returns torch's
+    work or works. tensors: kept alive until the wait. channel: None for the group's collectives. detail: the root or
+    the reduction, on which all ranks must agree besides name, number of elements and dtype. on_complete: called once
+    the operation has completed; does what the backend leaves to this rank. count: further arguments of `Meter.record`.
+    Raises CommError if the backend refuses the operation.
     """
-    launched = announce(group, name, tensor, channel or group.collective, detail, **count)
+    launched = report_launch(group, name, tensor, channel or group.collective_channel, detail, **count)
     try:
-        with contextlib.nullcontext() if async_op else wait_follows():
+        with contextlib.nullcontext() if async_op else expect_immediate_wait():
             works = start()
     except RuntimeError as error:
-        raise CommError(failure(launched, group, error)) from error
+        raise CommError(failure_message(launched, group, error)) from error
     works = works if isinstance(works, list) else [works]
-    group.meter.started([launched.record], works)
-    return end(Handle(group, works, [launched], tensors, then), async_op)
+    group.meter.on_launch([launched.record], works)
+    return wait_unless_async(Handle(group, works, [launched], tensors, on_complete), async_op)
 
 
-def announce(group: Group, name: str, tensor: Tensor, channel: Channel, detail: str = "", **count) -> Launched:
-    """Report an operation that is about to start to rank status and meter; see `launch`."""
+def report_launch(group: Group, name: str, tensor: Tensor, channel: Channel, detail: str = "", **count) -> Launched:
+    """Report to rank status and meter that an operation is about to start; arguments as in `launch`."""
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     operation = f"{name} {detail}".rstrip()
-    seq = group.world.status.launch(channel, operation, shape, dtype)
+    seq = group.world.status.on_launch(channel, operation, shape, dtype)
     record = group.meter.record(
         name,
-        group.use,
+        group.name,
         group.ranks,
         group.rank,
         seq,
@@ -134,7 +144,7 @@ def announce(group: Group, name: str, tensor: Tensor, channel: Channel, detail: 
     return Launched(channel, seq, operation, shape, dtype, record)
 
 
-def end(handle: Handle, async_op: bool) -> Handle | None:
+def wait_unless_async(handle: Handle, async_op: bool) -> Handle | None:
     """Return the handle if `async_op`; otherwise wait for it."""
     if async_op:
         return handle
@@ -142,6 +152,9 @@ def end(handle: Handle, async_op: bool) -> Handle | None:
     return None
 
 
-def done(group: Group, async_op: bool) -> Handle | None:
-    """Return the handle of an operation that is complete already, as in a group of one; None unless `async_op`."""
+def completed_handle(group: Group, async_op: bool) -> Handle | None:
+    """Return a handle whose `wait` returns at once, for an operation that needs no communication (a group of one rank).
+
+    Without `async_op` return None, as every synchronous operation does.
+    """
     return Handle(group, [], [], []) if async_op else None

@@ -6,22 +6,25 @@ from collections.abc import Iterator
 
 
 class _Hints(threading.local):
-    """wait_follows: whether this thread waits for the operation that it is launching as soon as it is launched.
+    """expect_immediate_wait: whether this thread will wait for the operation that it launches right after the launch.
 
     A backend then need not wake a worker thread: the thread that waits can run the operation itself.
     """
 
-    wait_follows = False
+    expect_immediate_wait = False
 
 
 HINTS = _Hints()
 
 
 @contextlib.contextmanager
-def wait_follows() -> Iterator[None]:
-    """Within this context, this thread waits for each operation right after it has launched it."""
-    HINTS.wait_follows = True
+def expect_immediate_wait() -> Iterator[None]:
+    """Tell the backend that, within this context, this thread waits for each operation right after the launch.
+
+    The backend may then run the operation in the waiting thread instead of a worker thread.
+    """
+    HINTS.expect_immediate_wait = True
     try:
         yield
     finally:
-        HINTS.wait_follows = False
+        HINTS.expect_immediate_wait = False

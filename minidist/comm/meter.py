@@ -18,19 +18,22 @@ _NOTHING = contextlib.nullcontext()
 
 @dataclass
 class Record:
-    """One operation of one rank.
+    """One communication operation of one rank.
 
-    name: all_reduce, reduce_scatter, ... ; use: the purpose of the group; seq: sequence number on that group, from 1.
-    shape, dtype: those of the tensor that the table in `wire_bytes` counts.
+    name: all_reduce, reduce_scatter, ...
+    group_name, ranks: name and global ranks of the group; seq: the operation's number on its channel, from 1.
+    shape, dtype: of the tensor that `wire_bytes.sent_elements` counts (the full tensor of an all-gather, for example).
     payload_bytes: the size of that tensor; wire_bytes: the bytes that this rank sends.
-    algorithm: the algorithm to which the wire bytes belong; modelled: whether it is assumed rather than counted.
+    algorithm: the algorithm to which `wire_bytes` belongs; modelled: whether the algorithm is assumed, because the
+    backend does not say which one it uses.
     device: device of the tensor; peer, tag: of a transfer, the global rank at its other end, and its tag; batch: a
-    number shared by transfers that were launched together.
-    launched, waited: positions in the order of events of this rank's meter; `waited` is None until the wait has ended.
+    number shared by transfers that were launched together, otherwise None.
+    launched, waited: positions of the launch and of the end of the wait in the order of this rank's events, which the
+    meter numbers 1, 2, ...; no times. `waited` is None until the wait has ended.
     """
 
     name: str
-    use: str
+    group_name: str
     ranks: tuple[int, ...]
     seq: int
     shape: tuple[int, ...]
@@ -49,9 +52,11 @@ class Record:
 
 @dataclass
 class Meter:
-    """The records of one rank in the order of launch, and running totals by group.
+    """Counts the communication of one rank: a record per operation, in the order of launch, and totals by group.
 
-    keep: whether to keep every record. A long training run keeps totals only, so that memory does not grow.
+    keep: whether to keep every record and event. A long training run keeps totals only, so that memory does not grow.
+    operations: number of operations by (group name, operation). wire_bytes: bytes that this rank sent, by group name.
+    events: (position, label) of each `add_event`.
     """
 
     keep: bool = True
@@ -64,7 +69,7 @@ class Meter:
     def record(
         self,
         name: str,
-        use: str,
+        group_name: str,
         ranks: tuple[int, ...],
         rank: int,
         seq: int,
@@ -81,7 +86,8 @@ class Meter:
     ) -> Record:
         """Count one launched operation of group rank `rank` and return its record.
 
-        algorithm: the algorithm that is known to run; None: the one that `wire_bytes` assumes for the backend.
+        root, splits: as in `wire_bytes.sent_elements`. algorithm: the algorithm that is known to run; None: the one
+        that `wire_bytes` assumes for the backend. The other arguments are fields of the record.
         """
         numel = 1
         for size in shape:
@@ -89,7 +95,7 @@ class Meter:
         sent = sent_elements(name, numel, len(ranks), rank, root=root, splits=splits)
         record = Record(
             name=name,
-            use=use,
+            group_name=group_name,
             ranks=ranks,
             seq=seq,
             shape=shape,
@@ -104,43 +110,49 @@ class Meter:
             batch=batch,
             launched=self._tick(),
         )
-        self.operations[use, name] += 1
-        self.wire_bytes[use] += record.wire_bytes
+        self.operations[group_name, name] += 1
+        self.wire_bytes[group_name] += record.wire_bytes
         if self.keep:
             self.records.append(record)
         return record
 
-    def waited(self, record: Record) -> None:
-        """Record that the wait for the operation has ended."""
+    def on_wait_end(self, record: Record) -> None:
+        """Set `record.waited` to the next event number, as the wait for the operation has ended.
+
+        Only the first call for a record has an effect.
+        """
         if record.waited is None:
             record.waited = self._tick()
 
-    def event(self, label: str) -> None:
-        """Add an event of the caller's own (say, the backward of a layer) to the same order of events."""
+    def add_event(self, label: str) -> None:
+        """Add an event of the caller (say, the backward of a layer) to the order of launches and waits."""
         tick = self._tick()
         if self.keep:
             self.events.append((tick, label))
 
-    # A meter with a clock (`tools/trace/timed_meter.py`) implements the next three; here they do nothing.
+    # `TimedMeter` (`tools/trace/timed_meter.py`) implements the next three; here they do nothing.
 
     def span(self, name: str, **what) -> contextlib.AbstractContextManager:
-        """Return a context within which this rank does the named work (forward, optimizer, ...)."""
+        """Return a context within which this rank does the named work (forward, optimizer, ...), for a trace.
+
+        what: attributes of the span in the trace, such as the micro-batch. Without a trace the context does nothing.
+        """
         return _NOTHING
 
     def waiting(self, records: Sequence[Record]) -> contextlib.AbstractContextManager:
-        """Return a context within which this rank waits for these operations."""
+        """Return a context within which this rank waits for these operations, for a trace."""
         return _NOTHING
 
-    def started(self, records: Sequence[Record], works: Sequence) -> None:
-        """Record that the operations of these records are in flight. works: torch's handles of them."""
+    def on_launch(self, records: Sequence[Record], works: Sequence) -> None:
+        """Record, for a trace, that the backend has launched these operations. works: torch's handles of them."""
 
     @property
     def total_wire_bytes(self) -> int:
-        """Bytes that this rank has sent in all groups."""
+        """Bytes that this rank has sent in all groups, counted or modelled (see `Record.modelled`)."""
         return sum(self.wire_bytes.values())
 
-    def next_batch(self) -> int:
-        """Return a number for transfers that are about to be launched together."""
+    def next_batch_id(self) -> int:
+        """Return a new number, unique on this rank, for transfers that are about to be launched together."""
         return self._tick()
 
     def _tick(self) -> int:

@@ -27,5 +27,5 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
 
 
 def bind_all_gather_object(group: Group) -> Callable[[Any], list[Any]]:
-    """Return `all_gather_object` with `group` filled in, for code that takes it as an argument, such as `fault`."""
+    """Return a function of one argument: `all_gather_object` over `group`. `fault` takes such a function."""
     return lambda value: all_gather_object(value, group)

@@ -12,7 +12,10 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class PowerOfTwoRanks:
-    """The active and the folded ranks of a group of `size` ranks."""
+    """Divides the ranks of a group into a power of two of *active* ranks and the *folded* ranks between them.
+
+    size: number of ranks in the group. An active rank works for itself and for the rank that is folded into it.
+    """
 
     size: int
 
@@ -27,17 +30,17 @@ class PowerOfTwoRanks:
         return self.size - self.count
 
     def is_folded(self, rank: int) -> bool:
-        """Whether `rank` is folded into `rank - 1`."""
+        """Whether group rank `rank` is folded into `rank - 1` rather than active."""
         return rank < 2 * self.num_folded and rank % 2 == 1
 
     def folded_partner(self, rank: int) -> int | None:
-        """The rank that is folded into the active `rank`, or None."""
+        """Return the group rank that is folded into the active group rank `rank`, or None if there is none."""
         return rank + 1 if rank < 2 * self.num_folded else None
 
     def index(self, rank: int) -> int:
-        """Index, among the active ranks, of the one that represents `rank`."""
+        """Return the number, among the active ranks, of the rank that represents group rank `rank`: 0 to count - 1."""
         return rank // 2 if rank < 2 * self.num_folded else rank - self.num_folded
 
     def rank(self, index: int) -> int:
-        """The group rank of the active rank `index`; `size` for index `count`."""
+        """Return the group rank of active rank number `index`; for `index == count`, `size`."""
         return index + min(index, self.num_folded)

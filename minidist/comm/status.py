@@ -10,32 +10,42 @@ from typing import NamedTuple
 
 
 class Channel(NamedTuple):
-    """An ordered sequence of operations: the collectives of a group, or the transfers one way between two ranks.
+    """An ordered sequence of operations: all collectives of a group, or all sends (or recvs) of one rank to one peer.
 
-    kind: "collective", "send" or "recv"; use: the group's purpose; ranks: its global ranks; peer: the other global rank
-    of a transfer; tag: the tag of a transfer.
+    kind: "collective", "send" or "recv". group_name: name of the group. ranks: global ranks of the group. peer: global
+    rank at the other end of a transfer; None for collectives. tag: the transfers' tag, as in `send`; 0 for collectives.
     """
 
     kind: str
-    use: str
+    group_name: str
     ranks: tuple[int, ...]
     peer: int | None = None
     tag: int = 0
 
 
-class RankStatus:
-    """The interface, and its default: it numbers the operations of each channel and reports nothing to anybody."""
+class OperationTracker:
+    """Receives what a rank reports about its operations: each launch, and each wait for one.
+
+    This class only numbers the launches on each channel. Subclasses also publish the reports.
+    """
 
     def __init__(self):
         self._launched: Counter[Channel] = Counter()
 
-    def launch(self, channel: Channel, name: str, shape: tuple[int, ...], dtype: object) -> int:
-        """Record that an operation is about to start; return its sequence number on the channel: 1, 2, ..."""
+    def on_launch(self, channel: Channel, name: str, shape: tuple[int, ...], dtype: object) -> int:
+        """Record that an operation is about to start; return its sequence number on the channel: 1, 2, ...
+
+        name, shape, dtype: the operation's name, and the shape and dtype of its tensor. Each is a part of the signature
+        that must be equal on all ranks of the channel.
+        """
         self._launched[channel] += 1
         return self._launched[channel]
 
-    def wait(self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object) -> None:
-        """Record that this rank blocks from now on until operation `seq` of the channel has completed."""
+    def on_wait(self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object) -> None:
+        """Record that this rank blocks from now on until operation `seq` of the channel has completed.
 
-    def resume(self) -> None:
-        """Record that the wait has ended."""
+        seq: the number that `on_launch` returned. name, shape, dtype: as in `on_launch`.
+        """
+
+    def on_resume(self) -> None:
+        """Record that the latest wait has ended: this rank runs again."""

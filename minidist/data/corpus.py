@@ -20,7 +20,7 @@ from minidist.errors import UserError
 class Corpus:
     """The tokens of a text, split into training and held-out tokens. The arrays may be memory-mapped.
 
-    A checkpoint stores the fingerprint, and a run does not resume on a corpus with another one.
+    A checkpoint stores the fingerprint, and a run does not resume on a corpus with a different fingerprint.
     """
 
     name: str
@@ -48,20 +48,21 @@ def open_corpus(source: str = "stdlib", path: str | Path | None = None, seq_len:
     windows of `seq_len` tokens.
     """
     if path is not None:
-        return text_corpus(path, seq_len)
+        return load_text_corpus(path, seq_len)
     if source not in ("stdlib", "synthetic"):
         raise UserError(
             f"--data.source {source} is unknown: it can be stdlib or synthetic. Other text: --data.path PATH."
         )
     return _long_enough(
-        stdlib_corpus() if source == "stdlib" else synthetic_corpus(), f"--data.source {source}", seq_len
+        load_stdlib_corpus() if source == "stdlib" else make_synthetic_corpus(), f"--data.source {source}", seq_len
     )
 
 
-def stdlib_corpus(root: str | Path | None = None) -> Corpus:
-    """Return the .py sources of this Python's standard library, one token per byte, split by file.
+def load_stdlib_corpus(root: str | Path | None = None) -> Corpus:
+    """Return the .py files of this Python's standard library as a corpus, one token per byte, split by file.
 
-    Python versions and distributions differ in these files, and so in the fingerprint.
+    root: the folder to read instead of the standard library. Python versions and distributions differ in these files,
+    and so in the fingerprint.
     """
     documents = read_python_sources(root or sysconfig.get_path("stdlib"))
     where = root or f"Python {platform.python_version()}'s standard library"
@@ -69,7 +70,7 @@ def stdlib_corpus(root: str | Path | None = None) -> Corpus:
     return _from_documents("stdlib", origin, documents)
 
 
-def text_corpus(path: str | Path, seq_len: int = 1) -> Corpus:
+def load_text_corpus(path: str | Path, seq_len: int = 1) -> Corpus:
     """Return a UTF-8 text file, or a folder of them, as a corpus with one token per byte (see `split_documents`).
 
     Raises UserError if the path is missing, unreadable, empty, not UTF-8, or too short for windows of `seq_len` tokens.
@@ -80,8 +81,11 @@ def text_corpus(path: str | Path, seq_len: int = 1) -> Corpus:
     return _long_enough(corpus, f"--data.path {path}", seq_len)
 
 
-def synthetic_corpus(train: int = 1_000_000, held_out: int = 100_000, seed: int = 0) -> Corpus:
-    """Return the synthetic corpus: the same bytes on every machine, with a known entropy rate (see `synthetic.py`)."""
+def make_synthetic_corpus(train: int = 1_000_000, held_out: int = 100_000, seed: int = 0) -> Corpus:
+    """Return the synthetic corpus: the same bytes on every machine, with a known entropy rate (see `synthetic.py`).
+
+    train, held_out: the numbers of training and held-out tokens. seed: of the source's probabilities and of the text.
+    """
     splits = generate_text(train, seed, stream=0), generate_text(held_out, seed, stream=1)
     names = [f"synthetic/{seed}"]
     origin = f"an order-2 Markov source over 32 symbols, seed {seed}"
@@ -91,7 +95,10 @@ def synthetic_corpus(train: int = 1_000_000, held_out: int = 100_000, seed: int 
 
 
 def fingerprint(train_names: Sequence[str], train: np.ndarray, held_names: Sequence[str], held_out: np.ndarray) -> str:
-    """Return the SHA-256 (hex) of both splits: their tokens, dtypes and document names."""
+    """Return the SHA-256 (hex) of both splits: their tokens, dtypes and document names.
+
+    train, held_out: the tokens of each split. train_names, held_names: the names of the documents in it.
+    """
     digest = hashlib.sha256()
     for label, names, tokens in (("train", train_names, train), ("held_out", held_names, held_out)):
         little_endian = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)

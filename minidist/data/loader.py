@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minidist.data.hashing import hash64
 from minidist.data.partition import block_partition, permutation, weighted_partition
+from minidist.hashing import hash64
 
-IGNORED = -100  # label that the loss ignores; the default of torch's cross entropy
+IGNORE_INDEX = -100  # label that the loss ignores; the default of torch's cross entropy
 _LENGTHS = -1  # hashed in place of the epoch for the lengths; no epoch is negative
 
 
@@ -22,16 +22,16 @@ class Batch:
     """A batch of b samples of s tokens; b may be 0. Labels are shifted: labels[i, t] follows tokens[i, t]."""
 
     tokens: torch.Tensor  # (b, s) int64
-    labels: torch.Tensor  # (b, s) int64, IGNORED where there is nothing to predict
+    labels: torch.Tensor  # (b, s) int64, IGNORE_INDEX where there is nothing to predict
     samples: torch.Tensor  # (b,) int64, positions of the samples, which dropout masks depend on
 
     @property
-    def count(self) -> int:
-        """Number of labels in the loss (all but IGNORED). On a GPU this synchronises: read it on the CPU."""
-        return int((self.labels != IGNORED).sum())
+    def num_loss_tokens(self) -> int:
+        """Number of labels in the loss (all but IGNORE_INDEX). On a GPU it synchronises: call it on the CPU."""
+        return int((self.labels != IGNORE_INDEX).sum())
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Return the batch on `device`."""
+        """Return a copy of the batch on `device`."""
         return Batch(self.tokens.to(device), self.labels.to(device), self.samples.to(device))
 
 
@@ -71,11 +71,14 @@ class Loader:
 
     @property
     def num_samples(self) -> int:
-        """Samples in one epoch."""
+        """Number of samples in one epoch."""
         return len(self._windows)
 
-    def order(self, position: int, n: int) -> np.ndarray:
-        """Return the window indices, (n,) int64, of the samples at position..position+n-1, across epochs."""
+    def window_indices(self, position: int, n: int) -> np.ndarray:
+        """Return the indices, (n,) int64, of the windows that are the samples position..position+n-1 of the run.
+
+        Samples are numbered from 0 through all epochs: sample `num_samples` is the first of the second epoch.
+        """
         if position < 0 or n < 0:
             raise ValueError(f"position={position} and n={n} must be at least 0")
         parts = [np.empty(0, np.int64)]
@@ -86,12 +89,12 @@ class Loader:
         return np.concatenate(parts)
 
     def global_batch(self, position: int, size: int) -> Batch:
-        """Return the `size` samples of the global batch that starts at `position`."""
-        text = self._text[self.order(position, size)].astype(np.int64)  # (b, s + 1)
+        """Return the global batch of the samples position..position+size-1, numbered as in `window_indices`."""
+        text = self._text[self.window_indices(position, size)].astype(np.int64)  # (b, s + 1)
         samples = np.arange(position, position + size)
         tokens, labels = text[:, :-1].copy(), text[:, 1:].copy()
         if self.min_length is not None:
-            labels[np.arange(self.seq_len) >= self._lengths(samples)[:, None]] = IGNORED
+            labels[np.arange(self.seq_len) >= self._lengths(samples)[:, None]] = IGNORE_INDEX
         return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(samples))
 
     def micro_batches(
@@ -105,8 +108,9 @@ class Loader:
     ) -> list[Batch]:
         """Return the part of `global_batch(position, size)` of rank `dp_rank`, as exactly `micro_batches` batches.
 
-        The global batch is split into dp_size consecutive parts, whose sizes differ by at most one sample or are
-        proportional to `shares`; each part is split evenly into micro-batches. A micro-batch may have 0 samples, with
+        The global batch is split over dp_size data-parallel ranks into consecutive parts, whose sizes differ by at most
+        one sample if `shares` is None and are otherwise proportional to `shares`, one number per rank; each part is
+        split evenly into `micro_batches` micro-batches. A micro-batch may have 0 samples, with
         tokens (0, s). Raises ValueError for an invalid rank, invalid shares or micro_batches < 1.
         """
         if shares is not None and len(shares) != dp_size:

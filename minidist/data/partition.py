@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from minidist.data.hashing import hash64
+from minidist.hashing import hash64
 
 
 def block_partition(n: int, world_size: int, rank: int) -> np.ndarray:

@@ -7,31 +7,31 @@ after the action, and either all of them return or all of them raise.
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from minidist.errors import UserError
-from minidist.fault.index import DamagedError
+from minidist.errors import DamagedError, UserError
 
 GatherObjects = Callable[[Any], list]
 Result = TypeVar("Result")
 
 
-def gather_alone(value: Any) -> list:
-    """Gather the values of a group of one rank: the `GatherObjects` of a single process."""
+def gather_single_rank(value: Any) -> list:
+    """Return [value]: the all-gather of Python objects over a group of one rank, for a single process."""
     return [value]
 
 
 class CollectiveError(Exception):
-    """An action failed on at least one rank. Raised on all ranks, with the same message.
+    """Raised on all ranks, with the same message, if an action has failed on at least one of them.
 
-    damaged: whether any rank found the checkpoint damaged.
+    found_damage: whether the action raised DamagedError on any rank.
     """
 
-    damaged = False
+    found_damage = False
 
 
-def run_on_all_ranks(exchange: GatherObjects, action: Callable[[], Result]) -> list[Result]:
-    """Run `action` on every rank and return all results, in rank order; raise CollectiveError on all if any raised.
+def run_on_all_ranks(all_gather_object: GatherObjects, action: Callable[[], Result]) -> list[Result]:
+    """Run `action` on every rank and return the results of all ranks, in rank order. Collective.
 
-    exchange: takes this rank's value and returns the values of all ranks, in order.
+    all_gather_object: takes this rank's value and returns the values of all ranks, in order. If the action raises on
+    any rank, raises CollectiveError on all.
     """
     result, failure, cause = None, None, None
     try:
@@ -41,7 +41,7 @@ def run_on_all_ranks(exchange: GatherObjects, action: Callable[[], Result]) -> l
         plain = isinstance(error, UserError | ValueError | OSError)
         failure = (str(error) if plain else f"{type(error).__name__}: {error}", isinstance(error, DamagedError))
         cause = error
-    outcomes = exchange((result, failure))
+    outcomes = all_gather_object((result, failure))
     ranks: dict[str, list[int]] = {}
     for at, (_, failed) in enumerate(outcomes):
         if failed:
@@ -51,7 +51,7 @@ def run_on_all_ranks(exchange: GatherObjects, action: Callable[[], Result]) -> l
     messages = [f"{_who(at, len(outcomes))}{message}." for message, at in ranks.items()]
     more = [f"{len(messages) - 4} more ranks failed."] if len(messages) > 4 else []
     error = CollectiveError(" ".join(messages[:4] + more))
-    error.damaged = any(failed and failed[1] for _, failed in outcomes)
+    error.found_damage = any(failed and failed[1] for _, failed in outcomes)
     raise error from cause
 
 

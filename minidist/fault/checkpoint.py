@@ -1,152 +1,266 @@
 """Save and load checkpoints: boxes of named global tensors, which any layout can load.
 
-save    describe -> write -> commit: each rank writes its boxes to its own file in a temporary folder; rank 0 adds the
-        index and renames the folder. Until then the previous checkpoint stays the latest.
+save    describe -> copy -> write -> commit: each rank copies its boxes to host memory and writes them to its own file
+        in a temporary folder, in a thread; rank 0 adds the index and renames the folder. Until then the previous
+        checkpoint stays the latest.
 load    plan -> verify -> read: no tensor is written before every rank knows that all shapes and dtypes match and all
         checksums are right.
 
 Both are collective: after each phase the ranks exchange its outcome (`run_on_all_ranks`), and all of them continue or
-all of them raise. The exchange is an argument, `gather_alone` or an all-gather over a group, so that this module does
-not import `comm`.
+all of them raise. `all_gather_object` is an argument, so that this module does not import `comm`.
 """
 
 import shutil
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from torch import Tensor
 
-from minidist.errors import RunError, UserError
+from minidist.errors import DamagedError, RunError, UserError
 from minidist.fault import folders, shards
-from minidist.fault.agree import CollectiveError, GatherObjects, gather_alone, run_on_all_ranks
+from minidist.fault.agree import CollectiveError, GatherObjects, gather_single_rank, run_on_all_ranks
 from minidist.fault.index import (
-    NAME,
-    DamagedError,
+    INDEX_NAME,
     FileEntry,
     Index,
-    find_damage,
+    find_damaged_files,
     format_index,
-    parse_index,
+    read_index_file,
     verify_checkpoint,
 )
-from minidist.fault.shards import TensorShard
+from minidist.fault.shards import SavedTensor, TensorShard
+from minidist.fault.tensor_file import write_tensor_file
+
+
+@dataclass
+class _Save:
+    """A save in flight. tensors: of the whole checkpoint, on rank 0. file: the outcome of writing this rank's file."""
+
+    step: int
+    state: dict
+    tensors: dict[str, SavedTensor]
+    file: "Future[FileEntry | None]"
+
+
+class CheckpointSaver:
+    """Saves checkpoints into one folder while training goes on (asynchronous checkpointing).
+
+    `start_save` copies this rank's shards to host memory and starts a thread that writes them to this rank's file;
+    `finish_save` turns the files of all ranks into a complete checkpoint. At most one save is in flight. Only these two
+    methods are collective. A trainer calls `finish_save` when `is_local_file_written` is True on every rank, so that no
+    rank waits for the disk of another.
+
+    root: the folder in which each checkpoint gets a folder of its own, shared by all ranks. all_gather_object: takes
+    this rank's value and returns the values of all ranks of the group, in order. rank: this rank's index in the group.
+    """
+
+    def __init__(self, root: str | Path, all_gather_object: GatherObjects = gather_single_rank, rank: int = 0):
+        self.root, self.all_gather_object, self._rank = Path(root), all_gather_object, rank
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._copies: dict[str, Tensor] = {}  # reused: fresh memory would cost another pass over it
+        self._save: _Save | None = None
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in flight: started, and `finish_save` not yet called."""
+        return self._save is not None
+
+    @property
+    def is_local_file_written(self) -> bool:
+        """Whether this rank's thread has ended: its file is on disk, or could not be written. True without a save.
+
+        `finish_save` raises the error of a file that could not be written.
+        """
+        return self._save is None or self._save.file.done()
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of host memory for the copies, which stay allocated between saves; 0 before the first."""
+        return sum(copy.numel() * copy.element_size() for copy in self._copies.values())
+
+    def start_save(self, step: int, local_shards: Iterable[TensorShard], state: dict, *, copy: bool = True) -> None:
+        """Start to save the checkpoint of `step`. Collective. The tensors may change as soon as the call returns.
+
+        local_shards: the shards of this rank; over all ranks, the shards with `is_saved_here` must cover every element
+        exactly once. state: a JSON object (configuration, position, fingerprint of the corpus); that of rank 0 is
+        saved. copy: if False, the thread writes the tensors without copying them first, which needs no extra memory;
+        the tensors must then not change until `finish_save` returns.
+        Raises RuntimeError if a save is in flight; RunError, the same on all ranks, if any of them failed.
+        """
+        if self._save is not None:
+            raise RuntimeError(f"the checkpoint of step {self._save.step} is still in flight: call finish_save() first")
+        local_shards, folder = list(local_shards), folders.partial_checkpoint_folder(self.root, step)
+        to_save = {shards.shard_key(shard): shard.tensor.detach() for shard in shards.shards_to_save(local_shards)}
+        tensors: dict[str, SavedTensor] = {}  # rank 0's; the others do not need them
+        ready = None
+
+        def describe():
+            if self._rank == 0:
+                folders.create_partial_folder(folder)
+            return step, shards.describe_local_shards(local_shards, _file(self._rank))
+
+        def check_and_copy():
+            nonlocal to_save, ready
+            if len(steps := sorted({at for at, _ in plans})) > 1:
+                raise ValueError(f"the ranks are not at the same step: {steps}")
+            if not folder.is_dir():
+                raise OSError(f"{folder}, which rank 0 made, is not here: the folder is not shared by all ranks")
+            if self._rank == 0:
+                tensors.update(shards.merge_saved_tensors(part for _, part in plans))
+            if copy:
+                to_save, ready = self._copy_to_host(to_save)
+
+        try:
+            plans = run_on_all_ranks(self.all_gather_object, describe)
+            run_on_all_ranks(self.all_gather_object, check_and_copy)
+        except CollectiveError as failure:
+            raise self._make_error(step, failure) from failure.__cause__
+        file = self._writer.submit(_write, folder / _file(self._rank), to_save, ready)
+        self._save = _Save(step, state, tensors, file)
+
+    def finish_save(self) -> Path | None:
+        """Wait until all ranks have written their files, complete the checkpoint, and return its folder. Collective.
+
+        Returns None if no save is in flight. Raises RunError, the same on all ranks, if any of them failed; then
+        earlier checkpoints are not changed.
+        """
+        if (save := self._save) is None:
+            return None
+        folder, self._save = folders.partial_checkpoint_folder(self.root, save.step), None
+
+        def commit():
+            if self._rank > 0:
+                return
+            files = {_file(at): entry for at, entry in enumerate(entries) if entry}
+            for name, entry in files.items():
+                if not (file := folder / name).exists() or file.stat().st_size != entry.num_bytes:
+                    raise OSError(
+                        f"{file}, which another rank wrote, is not here: the folder is not shared by all ranks"
+                    )
+            (folder / INDEX_NAME).write_text(format_index(save.step, save.state, files, save.tensors))
+            folders.fsync_path(folder / INDEX_NAME)
+            folders.commit_checkpoint(self.root, save.step)
+
+        try:
+            entries = run_on_all_ranks(self.all_gather_object, save.file.result)
+            run_on_all_ranks(self.all_gather_object, commit)
+        except CollectiveError as failure:
+            raise self._make_error(save.step, failure) from failure.__cause__
+        return folders.complete_checkpoint_folder(self.root, save.step)
+
+    def close(self) -> None:
+        """Wait for this rank's thread and end it. A save in flight never becomes a complete checkpoint."""
+        self._writer.shutdown()
+
+    def _copy_to_host(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+        """Copy tensors into host memory; the event, on CUDA, says when the copies are complete.
+
+        The copies are ordered before later work on the same stream, so no later update is captured.
+        """
+        on_cuda = any(tensor.is_cuda for tensor in tensors.values())
+        for key, tensor in tensors.items():
+            if key not in self._copies:
+                self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._copies[key].copy_(tensor, non_blocking=True)
+        ready = torch.cuda.Event() if on_cuda else None
+        if ready is not None:
+            ready.record()
+        return {key: self._copies[key] for key in tensors}, ready
+
+    def _make_error(self, step: int, failure: CollectiveError) -> RunError:
+        """Remove the files of a failed save and return the error that reports it."""
+        if self._rank == 0:
+            shutil.rmtree(folders.partial_checkpoint_folder(self.root, step), ignore_errors=True)
+        complete = folders.complete_checkpoints(self.root)
+        last = f"the last complete one is {complete[max(complete)]}" if complete else "there is no earlier one"
+        return RunError(
+            f"the checkpoint of step {step} was not written to {self.root}: {failure} Nothing else changed; {last}."
+        )
 
 
 def save_checkpoint(
     root: str | Path,
     step: int,
-    pieces: Iterable[TensorShard],
+    local_shards: Iterable[TensorShard],
     state: dict,
-    exchange: GatherObjects = gather_alone,
+    all_gather_object: GatherObjects = gather_single_rank,
     rank: int = 0,
 ) -> Path:
-    """Write the checkpoint of `step` into the folder `root`; returns its folder. Collective over the group.
+    """Save the checkpoint of `step` below the folder `root`, wait until it is complete, and return its folder.
 
-    pieces: this rank's shards; over all ranks, those with `writes` must cover every element exactly once.
-    state: a JSON object (configuration, position, fingerprint of the corpus); rank 0's is saved.
-    exchange: takes this rank's value, returns the values of all ranks of the group in order. rank: index in the group.
-    Raises RunError, the same on all ranks, if any of them failed; earlier checkpoints are not changed.
+    Collective. The arguments are those of `CheckpointSaver` and `CheckpointSaver.start_save`. Raises RunError, the same
+    on all ranks, if any of them failed; then earlier checkpoints are not changed.
     """
-    root, pieces = Path(root), list(pieces)
-    folder = folders.partial_folder(root, step)
-    tensors: dict[str, shards.SavedTensor] = {}
-
-    def describe():
-        if rank == 0:
-            folders.create_partial_folder(folder)
-        return step, shards.describe_shards(pieces, _file(rank))
-
-    def write():
-        if len(steps := sorted({at for at, _ in plans})) > 1:
-            raise ValueError(f"the ranks are not at the same step: {steps}")
-        tensors.update(shards.merge_descriptions(description for _, description in plans))
-        if not folder.is_dir():
-            raise OSError(f"{folder}, which rank 0 made, is not here: the folder is not shared by all ranks")
-        return _write(folder / _file(rank), pieces)
-
-    def commit():
-        if rank > 0:
-            return
-        files = {_file(at): entry for at, entry in enumerate(entries) if entry}
-        for name, entry in files.items():
-            if not (seen := folder / name).exists() or seen.stat().st_size != entry.bytes:
-                raise OSError(f"{seen}, which another rank wrote, is not here: the folder is not shared by all ranks")
-        (folder / NAME).write_text(format_index(step, state, files, tensors))
-        folders.fsync(folder / NAME)
-        folders.commit_checkpoint(root, step)
-
+    saver = CheckpointSaver(root, all_gather_object, rank)
     try:
-        plans = run_on_all_ranks(exchange, describe)
-        entries = run_on_all_ranks(exchange, write)
-        run_on_all_ranks(exchange, commit)
-    except CollectiveError as failure:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        found = folders.complete_checkpoints(root)
-        last = f"the last complete one is {found[max(found)]}" if found else "there is no earlier one"
-        raise RunError(
-            f"the checkpoint of step {step} was not written to {root}: {failure} Nothing else changed; {last}."
-        ) from failure.__cause__
-    return folders.complete_folder(root, step)
+        saver.start_save(step, local_shards, state, copy=False)
+        return saver.finish_save()
+    finally:
+        saver.close()
 
 
 def read_index(path: str | Path) -> Index:
     """Read the index of the checkpoint in folder `path`: its step, state and tensors.
 
-    Raises UserError if the index is damaged; the message names an intact checkpoint in the same folder.
+    Raises DamagedError if the index is damaged; the message names an intact checkpoint in the same folder.
     """
     try:
-        return parse_index(Path(path))
+        return read_index_file(Path(path))
     except DamagedError as error:
-        raise UserError(f"{error}. {_instead(Path(path))}") from error
+        raise DamagedError(f"{error}. {_suggest_intact(Path(path))}") from error
 
 
 def load_checkpoint(
     path: str | Path,
-    pieces: Iterable[TensorShard],
-    exchange: GatherObjects = gather_alone,
+    local_shards: Iterable[TensorShard],
+    all_gather_object: GatherObjects = gather_single_rank,
     rank: int = 0,
     *,
     cast: bool = False,
     prefix: str = "",
 ) -> Index:
-    """Load the checkpoint in folder `path`, saved by any layout, into the tensors of `pieces`; returns its index.
+    """Load the checkpoint in folder `path`, saved by any layout, into `local_shards`; return its index.
 
-    Collective over the group; `exchange` and `rank` as in `save_checkpoint`. Each rank reads only the slices that it
-    needs, and the ranks share the work of verifying the checksums.
-    cast: convert saved tensors to the dtypes of `pieces`; if False, another dtype is an error.
-    prefix: every saved tensor whose name starts with it must be loaded by some rank. `params/` loads a model without
-        its optimizer.
-    Raises UserError, the same on all ranks and before any tensor is written, if the checkpoint is damaged (naming an
-    intact one) or if its tensors, shapes or dtypes do not match `pieces`; RunError if reading fails later.
+    Collective. local_shards: the shards of this rank, whose tensors are overwritten in place. all_gather_object, rank:
+    as in `CheckpointSaver`. Each rank reads only the slices that it needs, and the ranks share the work of verifying
+    the checksums.
+    cast: convert saved tensors to the dtypes of `local_shards`; if False, a different dtype is an error.
+    prefix: it is an error if no rank loads a saved tensor whose name starts with `prefix`. With `params/`, a model can
+        be loaded without its optimizer.
+    Raises, the same on all ranks and before any tensor is written, DamagedError if the checkpoint is damaged (naming an
+    intact one), UserError if its tensors, shapes or dtypes do not match `local_shards`; RunError if reading fails
+    later.
     """
-    path, pieces = Path(path), list(pieces)
+    path, local_shards = Path(path), list(local_shards)
     reads: dict[str, list] = {}
     index: Index
 
     def plan():
         nonlocal index, reads
-        index = parse_index(path)
-        reads, problems = _plan(index, pieces, cast)
-        return index.sha256, {piece.name for piece in pieces}, set(reads), problems
+        index = read_index_file(path)
+        reads, problems = _plan(index, local_shards, cast)
+        return index.sha256, {shard.name for shard in local_shards}, set(reads), problems
 
     def check():
         names = sorted(set().union(*(files for _, _, files, _ in plans)))
-        if problems := find_damage(index, names[rank :: len(plans)]):
+        if problems := find_damaged_files(index, names[rank :: len(plans)]):
             raise DamagedError("; ".join(problems))
 
     try:
-        plans = run_on_all_ranks(exchange, plan)
+        plans = run_on_all_ranks(all_gather_object, plan)
         _check_fits(index, plans, prefix)
-        run_on_all_ranks(exchange, check)
-        run_on_all_ranks(exchange, lambda: _read(index, reads))
+        run_on_all_ranks(all_gather_object, check)
+        run_on_all_ranks(all_gather_object, lambda: _read(index, reads))
     except CollectiveError as failure:
-        if not failure.damaged:
+        if not failure.found_damage:
             raise RunError(f"{path} could not be loaded: {failure}") from failure.__cause__
         # Only rank 0 searches, since it may have to read every byte of the other checkpoints.
-        instead = exchange(_instead(path) if rank == 0 else None)[0]
-        raise UserError(f"{failure} {instead}") from failure.__cause__
+        suggestion = all_gather_object(_suggest_intact(path) if rank == 0 else None)[0]
+        raise DamagedError(f"{failure} {suggestion}") from failure.__cause__
     return index
 
 
@@ -154,55 +268,49 @@ def _file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _write(file: Path, pieces: list[TensorShard]) -> FileEntry | None:
+def _write(file: Path, tensors: dict[str, Tensor], ready: torch.cuda.Event | None) -> FileEntry | None:
     """Write this rank's boxes and wait until they are on disk; returns None if there are none."""
-    tensors = {
-        shards.shard_key(piece): piece.tensor.detach().cpu().contiguous() for piece in shards.shards_to_save(pieces)
-    }
     if not tensors:
         return None
     try:
-        file.touch()
-        mode = file.stat().st_mode  # safetensors writes a new file that only its owner may read
-        save_file(tensors, file)
-        file.chmod(mode)
-        folders.fsync(file)
-        return FileEntry.of(file)
+        if ready is not None:
+            ready.synchronize()
+        return write_tensor_file(file, {key: tensor.cpu().contiguous() for key, tensor in tensors.items()})
     except Exception as error:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         free = shutil.disk_usage(file.parent).free
         raise OSError(f"{error} (writing {size:,} bytes to {file}, where {free:,} are free)") from error
 
 
-def _plan(index: Index, pieces: list[TensorShard], cast: bool) -> tuple[dict[str, list], list[str]]:
-    """Return what to read, file -> [(shard, saved box, shared box)], and the mismatches, one line each."""
+def _plan(index: Index, local_shards: list[TensorShard], cast: bool) -> tuple[dict[str, list], list[str]]:
+    """Return what to read, file -> [(shard, saved box, overlap)], and the mismatches, one line each."""
     reads: dict[str, list] = {}
     problems = []
-    for piece in pieces:
-        stored = index.tensors.get(piece.name)
-        if stored is None:
-            problems.append(f"{piece.name} is not in the checkpoint")
-        elif stored.shape != piece.shape:
-            problems.append(f"{piece.name} has shape {stored.shape} in the checkpoint, {piece.shape} here")
-        elif stored.dtype != piece.dtype and not cast:
-            problems.append(f"{piece.name} is {stored.dtype} in the checkpoint, {piece.dtype} here")
+    for shard in local_shards:
+        saved = index.tensors.get(shard.name)
+        if saved is None:
+            problems.append(f"{shard.name} is not in the checkpoint")
+        elif saved.shape != shard.shape:
+            problems.append(f"{shard.name} has shape {saved.shape} in the checkpoint, {shard.shape} here")
+        elif saved.dtype_name != shard.dtype_name and not cast:
+            problems.append(f"{shard.name} is {saved.dtype_name} in the checkpoint, {shard.dtype_name} here")
         else:
-            shared = shards.find_overlaps(piece, stored)
-            if sum(box.numel for _, box in shared) != piece.box.numel:
-                problems.append(f"{shards.shard_key(piece)} is not wholly in the checkpoint")
-            for source, box in shared:
-                reads.setdefault(source.file, []).append((piece, source, box))
+            overlaps = shards.find_overlaps(shard, saved)
+            if sum(box.numel for _, box in overlaps) != shard.box.numel:
+                problems.append(f"{shards.shard_key(shard)} is not wholly in the checkpoint")
+            for source, box in overlaps:
+                reads.setdefault(source.file, []).append((shard, source, box))
     return reads, problems
 
 
 def _check_fits(index: Index, plans: list[tuple], prefix: str) -> None:
     if len({sha256 for sha256, *_ in plans}) > 1:
         raise UserError(f"the ranks see different checkpoints at {index.path}: give a folder that all of them share")
-    wanted = set().union(*(names for _, names, _, _ in plans))
+    loaded_names = set().union(*(names for _, names, _, _ in plans))
     problems = list(dict.fromkeys(line for *_, lines in plans for line in lines))
     if len(problems) > 5:
         problems[5:] = [f"and {len(problems) - 5} more like these"]
-    if extra := [name for name in index.tensors if name.startswith(prefix) and name not in wanted]:
+    if extra := [name for name in index.tensors if name.startswith(prefix) and name not in loaded_names]:
         more = ", ..." if len(extra) > 4 else ""
         problems.append(f"no place here for {len(extra)} of its tensors: {', '.join(extra[:4])}{more}")
     if problems:
@@ -215,15 +323,15 @@ def _check_fits(index: Index, plans: list[tuple], prefix: str) -> None:
 def _read(index: Index, reads: dict[str, list]) -> None:
     for file, boxes in reads.items():
         with safe_open(index.path / file, framework="pt") as stream:
-            for piece, source, box in boxes:
+            for shard, source, box in boxes:
                 whole = not box.shape  # a scalar cannot be sliced
                 values = (
                     stream.get_tensor(source.key) if whole else stream.get_slice(source.key)[box.within(source.box)]
                 )
-                piece.tensor.detach()[box.within(piece.box)].copy_(values)
+                shard.tensor.detach()[box.within(shard.box)].copy_(values)
 
 
-def _instead(path: Path) -> str:
+def _suggest_intact(path: Path) -> str:
     """Return a sentence that names the nearest intact checkpoint in the same folder, preferably an earlier one."""
     own = path.resolve()
     found = folders.complete_checkpoints(own.parent)

@@ -20,18 +20,18 @@ _COMPLETE = re.compile(r"step-(\d{8,})(\.replaced)?")
 _PARTIAL = re.compile(r"step-\d{8,}(\.replaced)?\.partial")
 
 
-def complete_folder(root: Path, step: int) -> Path:
-    """Return the folder of a step's complete checkpoint."""
+def complete_checkpoint_folder(root: Path, step: int) -> Path:
+    """Return the path of the folder of a step's complete checkpoint; the folder need not exist."""
     return root / f"step-{step:08d}"
 
 
-def partial_folder(root: Path, step: int) -> Path:
-    """Return the folder into which a step's checkpoint is written."""
+def partial_checkpoint_folder(root: Path, step: int) -> Path:
+    """Return the path of the folder into which a step's checkpoint is written before it is complete."""
     return root / f"step-{step:08d}.partial"
 
 
-def replaced_folder(root: Path, step: int) -> Path:
-    """Return the temporary name of a step's old checkpoint while a new one replaces it."""
+def replaced_checkpoint_folder(root: Path, step: int) -> Path:
+    """Return the path to which a step's old checkpoint is moved while a new checkpoint of that step replaces it."""
     return root / f"step-{step:08d}.replaced"
 
 
@@ -47,7 +47,8 @@ def complete_checkpoints(root: str | Path) -> dict[int, Path]:
 def latest_checkpoint(root: str | Path, purpose: str = "resume from") -> Path:
     """Return the complete checkpoint with the highest step in `root`, or `root` itself if it is a checkpoint.
 
-    purpose: for the message "no checkpoint to PURPOSE". Raises UserError, with the folder's content, if there is none.
+    purpose: a verb phrase for the error message "no checkpoint to <purpose>". Raises UserError, which lists what `root`
+    contains, if there is no complete checkpoint.
     """
     root = Path(root)
     if not root.is_dir():
@@ -75,31 +76,37 @@ def latest_checkpoint(root: str | Path, purpose: str = "resume from") -> Path:
     )
 
 
-def prune_checkpoints(root: str | Path, keep: int, written: str | Path | None = None) -> list[Path]:
+def prune_checkpoints(
+    root: str | Path, keep: int, just_saved: str | Path | None = None, keep_every: int = 0
+) -> list[Path]:
     """Delete all but the latest `keep` complete checkpoints, and all unfinished ones. Called by one rank, after a save.
 
-    written: the folder that `save_checkpoint` returned, which is kept even if `keep` checkpoints of later steps exist.
-    Returns the complete checkpoints deleted. Raises ValueError if keep < 1, RunError if the system refuses a deletion.
+    just_saved: the folder that `save_checkpoint` returned, which is kept even if `keep` checkpoints of later steps
+    exist. keep_every: also keep those of steps that are multiples of it; 0 for none.
+    Returns the complete checkpoints deleted. Raises ValueError if keep < 1, RunError if the system refuses a
+    deletion.
     """
     if keep < 1:
         raise ValueError(f"cannot keep {keep} checkpoints; at least the one just written stays")
-    root, gone = Path(root), []
+    root, deleted = Path(root), []
     try:
         for name in _entries(root):
             if _PARTIAL.fullmatch(name) or (name.endswith(".replaced") and _replaced_is_stale(root / name)):
                 delete_checkpoint(root / name)
         steps = complete_checkpoints(root)
         for step in sorted(steps)[:-keep]:
-            if written is None or steps[step].resolve() != Path(written).resolve():
+            if keep_every and step % keep_every == 0:
+                continue
+            if just_saved is None or steps[step].resolve() != Path(just_saved).resolve():
                 delete_checkpoint(steps[step])
-                gone.append(steps[step])
+                deleted.append(steps[step])
     except OSError as error:
         raise RunError(f"an old checkpoint could not be deleted: {error}. The others in {root} are intact.") from error
-    return gone
+    return deleted
 
 
 def create_partial_folder(folder: Path) -> None:
-    """Create an empty `.partial` folder; removes the remains of an earlier attempt."""
+    """Create an empty `.partial` folder; delete the folder of an earlier attempt first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -107,14 +114,14 @@ def create_partial_folder(folder: Path) -> None:
 
 def commit_checkpoint(root: Path, step: int) -> Path:
     """Rename a step's partial folder, whose files are on disk, to its complete name, and return that."""
-    new, old = complete_folder(root, step), replaced_folder(root, step)
-    fsync(partial_folder(root, step))
+    new, old = complete_checkpoint_folder(root, step), replaced_checkpoint_folder(root, step)
+    fsync_path(partial_checkpoint_folder(root, step))
     if new.exists():
         if old.exists():
             delete_checkpoint(old)
         os.rename(new, old)
-    os.rename(partial_folder(root, step), new)
-    fsync(root)
+    os.rename(partial_checkpoint_folder(root, step), new)
+    fsync_path(root)
     if old.exists():
         with contextlib.suppress(OSError):  # the new one is in place; a leftover does no harm
             delete_checkpoint(old)
@@ -131,7 +138,7 @@ def delete_checkpoint(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def fsync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Flush a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

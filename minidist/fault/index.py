@@ -15,16 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minidist.errors import UserError
+from minidist.errors import DamagedError
 from minidist.fault.shards import DTYPES, SavedBox, SavedTensor
 from minidist.parameters import Box
 
 FORMAT = 1
-NAME = "checkpoint.json"
-
-
-class DamagedError(UserError):
-    """The files of a checkpoint are missing, unreadable, or differ from those that were written."""
+INDEX_NAME = "checkpoint.json"
 
 
 @dataclass(frozen=True)
@@ -32,11 +28,11 @@ class FileEntry:
     """The SHA-256 (hex) and the size in bytes of a checkpoint file."""
 
     sha256: str
-    bytes: int
+    num_bytes: int
 
     @classmethod
-    def of(cls, file: Path) -> "FileEntry":
-        """Compute the entry of a file on disk."""
+    def from_file(cls, file: Path) -> "FileEntry":
+        """Compute the SHA-256 and the size of a file on disk."""
         with open(file, "rb") as stream:
             return cls(hashlib.file_digest(stream, "sha256").hexdigest(), file.stat().st_size)
 
@@ -45,8 +41,9 @@ class FileEntry:
 class Index:
     """The content of checkpoint.json.
 
-    step: optimizer steps done. state: the JSON object given to `save_checkpoint`. sha256: of the index itself; ranks
-    compare it to make sure that they read the same checkpoint.
+    path: the checkpoint's folder. step: number of completed steps. state: the JSON object given to `save_checkpoint`.
+    files: by file name. tensors: by name, like `params/model.norm.weight`. sha256: of the index itself; ranks compare
+    it to make sure that they read the same checkpoint.
     """
 
     path: Path
@@ -58,37 +55,40 @@ class Index:
 
 
 def format_index(step: int, state: dict, files: dict[str, FileEntry], tensors: dict[str, SavedTensor]) -> str:
-    """Return the text of checkpoint.json. Raises ValueError or TypeError if `state` is not valid JSON (as NaN)."""
+    """Return the text of checkpoint.json; arguments as the fields of `Index`.
+
+    Raises ValueError or TypeError if `state` cannot be written as JSON, for example because it contains NaN.
+    """
     body = {
         "format": FORMAT,
         "step": step,
         "state": state,
-        "files": {name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in sorted(files.items())},
+        "files": {name: {"sha256": entry.sha256, "bytes": entry.num_bytes} for name, entry in sorted(files.items())},
         "tensors": {
             name: {
-                "dtype": tensor.dtype,
+                "dtype": tensor.dtype_name,
                 "shape": tensor.shape,
                 "boxes": [
-                    {"start": stored.box.start, "stop": stored.box.stop, "file": stored.file, "key": stored.key}
-                    for stored in tensor.boxes
+                    {"start": saved.box.start, "stop": saved.box.stop, "file": saved.file, "key": saved.key}
+                    for saved in tensor.boxes
                 ],
             }
             for name, tensor in sorted(tensors.items())
         },
     }
-    # JSON turns keys into strings and tuples into lists: hash the body as `parse_index` will read it.
+    # JSON turns keys into strings and tuples into lists: hash the body as `read_index_file` will read it.
     body = json.loads(json.dumps(body, allow_nan=False))
     return json.dumps({"format": body.pop("format"), "sha256": _digest(body), **body})
 
 
-def parse_index(path: Path) -> Index:
+def read_index_file(path: Path) -> Index:
     """Read the index of the checkpoint in folder `path`. Raises DamagedError if it is missing or damaged."""
-    file = path / NAME
+    file = path / INDEX_NAME
     try:
         body = json.loads(file.read_bytes())
-        found = body.pop("format")
-        if found != FORMAT:
-            raise DamagedError(f"{file} has format {found}; this version reads format {FORMAT}")
+        version = body.pop("format")
+        if version != FORMAT:
+            raise DamagedError(f"{file} has format {version}; this version reads format {FORMAT}")
         sha256 = body.pop("sha256")
         if sha256 != (actual := _digest(body)):
             raise DamagedError(f"{file} is damaged: its sha256 is {actual}, it says {sha256}")
@@ -101,31 +101,31 @@ def parse_index(path: Path) -> Index:
         raise DamagedError(f"{file} is not the index of a checkpoint: {type(error).__name__}: {error}") from error
 
 
-def find_damage(index: Index, names: Iterable[str]) -> list[str]:
-    """Verify size and SHA-256 of files of the checkpoint; returns one message for each damaged file."""
+def find_damaged_files(index: Index, names: Iterable[str]) -> list[str]:
+    """Verify size and SHA-256 of the checkpoint's files `names`; return a message for each damaged or missing file."""
     problems = []
     for name in names:
         file, expected = index.path / name, index.files[name]
         try:
             # The size is free to check, and a more helpful message than a checksum.
-            if (size := file.stat().st_size) != expected.bytes:
-                problems.append(f"{file} is damaged: it has {size:,} bytes, {expected.bytes:,} were written")
-            elif (actual := FileEntry.of(file).sha256) != expected.sha256:
+            if (size := file.stat().st_size) != expected.num_bytes:
+                problems.append(f"{file} is damaged: it has {size:,} bytes, {expected.num_bytes:,} were written")
+            elif (actual := FileEntry.from_file(file).sha256) != expected.sha256:
                 problems.append(f"{file} is damaged: its sha256 is {actual}, {expected.sha256} was written")
         except FileNotFoundError:
-            problems.append(f"{file} is missing ({expected.bytes:,} bytes were written)")
+            problems.append(f"{file} is missing ({expected.num_bytes:,} bytes were written)")
         except OSError as error:
             problems.append(f"{file} cannot be read: {error.strerror}")
     return problems
 
 
 def verify_checkpoint(path: Path) -> list[str]:
-    """Verify every byte of the checkpoint in folder `path`; returns one message for each problem."""
+    """Verify every byte of the checkpoint in folder `path`; return a message for each problem, [] if it is intact."""
     try:
-        index = parse_index(path)
+        index = read_index_file(path)
     except DamagedError as error:
         return [str(error)]
-    return find_damage(index, index.files)
+    return find_damaged_files(index, index.files)
 
 
 def _tensor(entry: dict) -> SavedTensor:

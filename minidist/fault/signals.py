@@ -9,17 +9,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """A context manager that records SIGINT and SIGTERM in `requested` instead of ending the process.
+    """A context manager that turns SIGINT and SIGTERM into a request to stop: `signal_name` instead of an exit.
 
+    signal_name: the first signal received in this context, as "SIGINT"; None if there was none.
     A rank must not exit alone: the others would wait for it in their next collective. So the handler only records the
-    signal's name. The trainer reduces `requested` over all ranks before each update, and all ranks save and exit after
-    the same step. A second Ctrl-C raises KeyboardInterrupt at once.
+    signal. Before each update the trainer finds out whether any rank has recorded one, and all ranks save and exit
+    after the same step. A second Ctrl-C raises KeyboardInterrupt at once.
 
     Raises RuntimeError if entered outside the main thread, as Python delivers signals to the main thread only.
     """
 
     def __init__(self):
-        self.requested: str | None = None
+        self.signal_name: str | None = None
         self._interrupts = 0
         self._before: dict[int, object] = {}
         self._wakeup: tuple[int, int, threading.Thread] | None = None
@@ -27,7 +28,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("StopRequest works in the main thread only: Python delivers signals to no other")
-        self.requested, self._interrupts = None, 0
+        self.signal_name, self._interrupts = None, 0
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._record)
         # Python does not call the handler while the main thread is inside torch; the wakeup pipe is written at once.
@@ -49,14 +50,14 @@ class StopRequest:
         self._before.clear()
 
     def _listen(self, read: int) -> None:
-        """Set `requested` when a signal arrives, until the pipe's write end is closed."""
+        """Set `signal_name` when a signal arrives, until the pipe's write end is closed."""
         with open(read, "rb", buffering=0) as pipe:
             while number := pipe.read(1):
                 if number[0] in SIGNALS:
-                    self.requested = self.requested or signal.Signals(number[0]).name
+                    self.signal_name = self.signal_name or signal.Signals(number[0]).name
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        self.requested = self.requested or signal.Signals(number).name
+        self.signal_name = self.signal_name or signal.Signals(number).name
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:

@@ -45,11 +45,11 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Features of one attention head."""
+        """Number of features of one attention head."""
         return self.hidden_size // self.num_heads
 
     def validate(self) -> None:
-        """Raise ValueError if no model can have this shape; the message lists the possible values."""
+        """Raise ValueError if the fields contradict each other; the message lists the possible values."""
         for name in (
             "vocab_size",
             "hidden_size",
@@ -83,22 +83,21 @@ class ModelConfig:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be greater than 0")
 
-    @property
-    def layer_parameters(self) -> int:
-        """Number of parameters of one block."""
+    def num_layer_parameters(self) -> int:
+        """Return the number of parameters of one block."""
         h, kv = self.hidden_size, self.num_kv_heads * self.head_dim
         attention = 2 * h * h + 2 * h * kv
         feed_forward = 3 * h * self.intermediate_size
         return attention + feed_forward + 2 * h
 
     def num_parameters(self) -> int:
-        """Total number of parameters; tied matrices count once."""
+        """Return the total number of parameters; tied matrices count once."""
         h = self.hidden_size
         matrices = 1 if self.tie_embeddings else 2
-        return matrices * self.vocab_size * h + self.num_layers * self.layer_parameters + h
+        return matrices * self.vocab_size * h + self.num_layers * self.num_layer_parameters() + h
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Floating-point operations of forward and backward for one token of a sequence of `seq_len` tokens.
+        """Return the FLOPs of forward and backward for one token of a sequence of `seq_len` tokens.
 
         `6 N + 12 l h s` (PaLM, arXiv 2204.02311, appendix B): each parameter costs one multiply-add in forward and two
         in backward, and attention's two matrix products cost `4 h s` forward in each of `l` layers. The full attention

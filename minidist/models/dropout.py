@@ -20,22 +20,22 @@ from minidist.hashing import mix, mix_int, signed
 
 
 class DropoutKeys(NamedTuple):
-    """The hashed addresses of one dropout site, from which `keep_mask` computes the mask."""
+    """The hashes of a batch's tokens and features at one dropout site, from which `keep_mask` computes the mask."""
 
-    low: Tensor  # (b, s) int32
-    high: Tensor  # (b, s) int32
-    features: Tensor  # (h,) int32
+    low: Tensor  # (b, s) int32: the lower half of each token's hash
+    high: Tensor  # (b, s) int32: the upper half
+    features: Tensor  # (h,) int32: the hash of each feature
 
 
 @dataclass(frozen=True)
 class DropoutAddress:
-    """The global address of a batch: what its dropout masks are a function of, in every layout.
+    """Identifies a batch in the run, independently of the layout; its dropout masks are a function of this address.
 
     seed: of the run; any integer, taken modulo 2**64.
-    step: optimizer step.
-    samples: (b,) int64, global sample numbers.
-    positions: (s,) int64, positions in the unsplit sequence.
-    features: (h,) int64, features of the unsplit hidden state, or None when this rank holds all of them.
+    step: number of the step.
+    samples: (b,) int64, global numbers of the samples.
+    positions: (s,) int64, positions of this rank's tokens in the unsplit sequence.
+    features: (h,) int64, indices of this rank's features in the unsplit hidden state; None if it holds all of them.
     """
 
     seed: int
@@ -45,34 +45,38 @@ class DropoutAddress:
     features: Tensor | None = None
 
     @cached_property
-    def rows(self) -> Tensor:
-        """(b, s) int64: the hash of seed, step, sample and position, which all sites share. Computed on first use."""
+    def token_hashes(self) -> Tensor:
+        """The hash of seed, step, sample and position of each token, (b, s) int64. Shared by all sites; cached."""
         key = mix_int(mix_int(self.seed) + self.step)
         sample_keys = mix(self.samples + signed(key))  # (b,)
         # Hashed here, outside any compiled block: `step` is a new Python integer each time and would recompile it.
         return mix(sample_keys[:, None] + self.positions[None, :])
 
-    def keys(self, site: int, width: int) -> DropoutKeys:
-        """Return the keys of dropout site `site`, which has `width` features.
+    def site_keys(self, site: int, num_features: int) -> DropoutKeys:
+        """Return the keys of one dropout site, for `keep_mask`.
 
-        Raises ValueError if `features` has another length than `width`.
+        site: from `dropout_site_index`; 0 for the embedding. num_features: of this rank's hidden state. Raises
+        ValueError if `features` is given and has a different length.
         """
         features = self.features
         if features is None:
-            features = torch.arange(width, device=self.rows.device)
-        elif len(features) != width:
-            raise ValueError(f"the dropout address names {len(features)} features, the hidden state has {width}")
-        rows = mix(self.rows ^ signed(mix_int(site)))
+            features = torch.arange(num_features, device=self.token_hashes.device)
+        elif len(features) != num_features:
+            raise ValueError(f"the dropout address names {len(features)} features, the hidden state has {num_features}")
+        rows = mix(self.token_hashes ^ signed(mix_int(site)))
         return DropoutKeys(_low(rows), _high(rows), _high(mix(features)))
 
 
-def dropout_site(layer: int, branch: int) -> int:
-    """The number of a dropout site in a layer. branch: 0 attention, 1 feed-forward. Site 0 is the embedding."""
+def dropout_site_index(layer: int, branch: int) -> int:
+    """Return the number of a dropout site. branch: 0 for attention, 1 for feed-forward. Site 0 is the embedding's."""
     return 1 + 2 * layer + branch
 
 
 def keep_mask(keys: DropoutKeys, p: float) -> Tensor:
-    """Return the mask (b, s, h) bool: True, with probability `1 - p` to the nearest 2**-32, where dropout keeps."""
+    """Return the dropout mask (b, s, h) bool: True, with probability `1 - p`, for each element that is kept.
+
+    keys: of the site. The probability is rounded to a multiple of 2**-32.
+    """
     x = keys.low[..., None] ^ keys.features
     x ^= (x >> 16) & 0xFFFF  # the mask makes the shift of a signed integer a logical one
     x *= 0x7FEB352D
@@ -84,7 +88,10 @@ def keep_mask(keys: DropoutKeys, p: float) -> Tensor:
 
 
 def dropout(hidden: Tensor, p: float, keys: DropoutKeys) -> Tensor:
-    """Zero each element of (b, s, h) with probability `p` and scale the rest by `1 / (1 - p)`."""
+    """Zero each element of `hidden` (b, s, h) with probability `p` and scale the rest by `1 / (1 - p)`.
+
+    keys: of the site, which determine the mask.
+    """
     return hidden * keep_mask(keys, p) * (1 / (1 - p))
 
 

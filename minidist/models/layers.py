@@ -27,6 +27,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of `x`, which has any number of dimensions."""
         dtype = at_least_float32(x.dtype)
         return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps).to(x.dtype)
 
@@ -45,7 +46,7 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.d
 
 
 def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
-    """Apply rotary position embedding to x (b, s, heads, head_dim)."""
+    """Apply rotary position embedding to x (b, s, heads, head_dim). rotary: the tables of its s positions."""
     cos, sin = rotary
     # Rolling by half a head swaps the halves; with the sign in sin this is x cos + rotate_half(x) sin, in one copy.
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
@@ -64,7 +65,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, hidden: Tensor, rotary: Rotary) -> Tensor:
-        """Apply attention: (b, s, h) -> (b, s, h)."""
+        """Apply attention: (b, s, h) -> (b, s, h). rotary: from `rotary_tables`, for the s positions."""
         # The number of heads follows from the projections, of which a tensor-parallel rank holds a shard.
         heads = (-1, self.head_dim)
         query = apply_rotary(self.q_proj(hidden).unflatten(-1, heads), rotary)  # (b, s, heads, d)
@@ -82,8 +83,8 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv 2002.05202, equation 6)."""
+class SwiGLU(nn.Module):
+    """The feed-forward layer: `down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv 2002.05202, equation 6)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minidist.models.config import ModelConfig
-from minidist.models.dropout import DropoutAddress, DropoutKeys, dropout, dropout_site
-from minidist.models.layers import Attention, FeedForward, RMSNorm, Rotary, at_least_float32, rotary_tables
+from minidist.models.dropout import DropoutAddress, DropoutKeys, dropout, dropout_site_index
+from minidist.models.layers import Attention, RMSNorm, Rotary, SwiGLU, at_least_float32, rotary_tables
 
 # Labels with this value are ignored, in the loss sum and in the token count.
 IGNORE_INDEX = -100
@@ -24,10 +24,13 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = FeedForward(config)
+        self.mlp = SwiGLU(config)
 
     def forward(self, hidden: Tensor, rotary: Rotary, keys: tuple[DropoutKeys, DropoutKeys] | None = None) -> Tensor:
-        """Apply the block: (b, s, h) -> (b, s, h). keys: from `Decoder.dropout_keys`; None disables dropout."""
+        """Apply the block: (b, s, h) -> (b, s, h).
+
+        rotary: from `rotary_tables`, for the s positions. keys: from `Decoder.dropout_keys`; None disables dropout.
+        """
         branch = self.self_attn(self.input_layernorm(hidden), rotary)
         hidden = hidden + (branch if keys is None else dropout(branch, self.dropout, keys[0]))
         branch = self.mlp(self.post_attention_layernorm(hidden))
@@ -56,6 +59,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Run all layers, or those in `layers`: (b, s) int64 -> (b, s, h).
 
+        address, positions: as in `Transformer.forward`.
         layers: a range of layer indices; all if None. A range that starts at 0 embeds the tokens first; any other
         needs `hidden` (b, s, h), the output of the layer before it. The final norm follows the last layer only.
         """
@@ -64,7 +68,7 @@ class Decoder(nn.Module):
         layers = range(len(self.layers)) if layers is None else layers
         if layers.start == 0:
             hidden = self.embed(tokens, address)
-        rotary = self.rotary(positions, hidden.dtype)
+        rotary = self.rotary_tables(positions, hidden.dtype)
         for index in layers:
             hidden = self.layers[index](hidden, rotary, self.dropout_keys(index, address))
         return self.norm(hidden) if layers.stop == len(self.layers) else hidden
@@ -74,10 +78,10 @@ class Decoder(nn.Module):
         hidden = self.embed_tokens(tokens)
         if not self._drops(address):
             return hidden
-        return dropout(hidden, self.config.dropout, address.keys(0, self.config.hidden_size))
+        return dropout(hidden, self.config.dropout, address.site_keys(0, self.config.hidden_size))
 
-    def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
-        """Return RoPE's cos and sin for `positions` (s,).
+    def rotary_tables(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
+        """Return RoPE's cos and sin for `positions` (s,), as `minidist.models.layers.rotary_tables` does.
 
         The last result is cached and reused if the next call passes the same tensor, as all micro-batches of a step do.
         """
@@ -94,7 +98,9 @@ class Decoder(nn.Module):
         if not self._drops(address):
             return None
         width = self.config.hidden_size
-        return address.keys(dropout_site(layer, 0), width), address.keys(dropout_site(layer, 1), width)
+        return address.site_keys(dropout_site_index(layer, 0), width), address.site_keys(
+            dropout_site_index(layer, 1), width
+        )
 
     def _drops(self, address: DropoutAddress | None) -> bool:
         if not self.training or self.config.dropout == 0:
@@ -121,7 +127,7 @@ class Transformer(nn.Module):
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.loss = cross_entropy_sum  # tensor parallelism replaces it by a vocabulary-parallel one
-        self.tie()
+        self.tie_weights()
         self.register_load_state_dict_pre_hook(_complete_ties)
         self.register_load_state_dict_post_hook(_tie)
 
@@ -154,19 +160,19 @@ class Transformer(nn.Module):
         logits = self.lm_head(hidden)
         return logits if labels is None else self.loss(logits, labels)
 
-    def next_logits(self, tokens: Tensor) -> Tensor:
+    def next_token_logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of the token after the last: (b, s) int64 -> (b, vocab)."""
         return self.lm_head(self.model(tokens)[:, -1])
 
-    def tie(self) -> None:
-        """Tie the head's weight to the embedding's, if the config says so."""
+    def tie_weights(self) -> None:
+        """Make the output head use the embedding's weight, if `config.tie_embeddings`."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def _apply(self, fn, recurse=True):
         # `to_empty` and a move off the meta device create a new parameter for every module, which unties the weights.
         super()._apply(fn, recurse)
-        self.tie()
+        self.tie_weights()
         return self
 
 
@@ -182,7 +188,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tie(model: Transformer, _) -> None:
-    model.tie()  # load_state_dict(assign=True) unties
+    model.tie_weights()  # load_state_dict(assign=True) unties
 
 
 def _complete_ties(model: Transformer, state: dict[str, Tensor], prefix: str, *_) -> None:

@@ -20,7 +20,7 @@ class PrecisionDtypes:
     master: torch.dtype | None
 
     @classmethod
-    def of(cls, policy: Policy) -> "PrecisionDtypes":
+    def from_policy(cls, policy: Policy) -> "PrecisionDtypes":
         """Return the torch dtypes of `policy`."""
 
         def dtype(name: str | None) -> torch.dtype | None:
@@ -34,22 +34,23 @@ class PrecisionDtypes:
             dtype(policy.master),
         )
 
-    def at_least(self, dtype: torch.dtype) -> "PrecisionDtypes":
+    def promoted_to(self, dtype: torch.dtype) -> "PrecisionDtypes":
         """Return these dtypes, each promoted to at least `dtype`."""
-        wide = {f.name: getattr(self, f.name) for f in fields(self)}
-        return PrecisionDtypes(**{name: d if d is None else torch.promote_types(d, dtype) for name, d in wide.items()})
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return PrecisionDtypes(**{name: d if d is None else torch.promote_types(d, dtype) for name, d in own.items()})
 
 
 def cast_parameters(model: nn.Module, policy: Policy) -> tuple[PrecisionDtypes, dict[str, Tensor]]:
-    """Cast the model's parameters in place to the policy's dtype; returns all dtypes, and the values before the cast.
+    """Cast the model's parameters in place to the policy's dtype.
 
-    Only 16-bit policies narrow parameters; a float64 model stays float64 under fp32. Buffers are not cast. Master
-    weights are initialised from the returned values, by global name, since the cast loses their low bits.
+    Returns the dtype of each kind of tensor, and the parameters' values before the cast, by their names in the full
+    model: master weights are initialised from these, since the cast loses low bits. Only 16-bit policies narrow
+    parameters; a float64 model stays float64 under fp32. Buffers are not cast.
     """
-    formats, values = PrecisionDtypes.of(policy), {}
+    dtypes, values = PrecisionDtypes.from_policy(policy), {}
     for name, parameter in named_parameters(model).items():
         if policy.parameter not in HALF_DTYPES:
-            formats = formats.at_least(parameter.dtype)
+            dtypes = dtypes.promoted_to(parameter.dtype)
         values[name] = parameter.data
-        parameter.data = parameter.data.to(formats.parameter)
-    return formats, values
+        parameter.data = parameter.data.to(dtypes.parameter)
+    return dtypes, values

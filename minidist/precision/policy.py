@@ -23,7 +23,7 @@ class Policy:
     compute: activations and matrix products. parameter: the weights in forward and backward (and in ZeRO-3's
     all-gather). accumulate: gradients summed over micro-batches. reduce: gradients in the reduction over ranks.
     state: optimizer states. master: master weights; None with stochastic rounding, which needs none.
-    scaled: whether the loss is scaled.
+    scaled: whether the loss is scaled dynamically.
     """
 
     compute: str
@@ -56,7 +56,7 @@ def resolve_policy(config: PrecisionConfig) -> Policy:
     master = config.master or wide
     if compute != parameter:
         raise UserError(
-            f"precision.compute is {compute} and precision.parameter {parameter}: what is computed with has the format "
+            f"precision.compute is {compute} and precision.parameter {parameter}: the dtype of computation is that "
             f"of the parameters; the wider copy is precision.master ({master}). Give --precision.parameter {compute}."
         )
     if master == "stochastic" and parameter != "bf16":

@@ -30,9 +30,10 @@ def round_stochastically(values: Tensor, into: Tensor, seed: int, step: int, nam
 
     Values that bfloat16 represents exactly, infinities and NaN are unchanged; other finite values stay finite.
 
-    values: contiguous. seed: of the run; step: of the optimizer; name: the parameter's global name.
-    index: position of the elements in the flattened unsplit parameter: that of the first, if they are consecutive, or
-    an (n,) int64 tensor (`global_flat_indices`). Raises ValueError for other dtypes or sizes.
+    values: contiguous elements of one parameter. The random bits depend on `seed` (of the run), `step` (number of the
+    optimizer step), `name` (of the parameter in the full model) and each element's index. index: the position of the
+    elements in the flattened full parameter: the first position, if they are consecutive, or an (n,) int64 tensor of
+    all positions (`global_flat_indices`). Raises ValueError for other dtypes or sizes.
     """
     if (values.dtype, into.dtype) != (torch.float32, torch.bfloat16) or values.shape != into.shape or values.dim() != 1:
         raise ValueError(
@@ -78,7 +79,10 @@ def _number_of(name: str) -> int:
 
 
 def global_flat_indices(shape: Sequence[int], boxes: Sequence[Box], device: torch.device | None = None) -> Tensor:
-    """Return the flat indices, (n,) int64, of the elements of `boxes`, in memory order, in a tensor of `shape`."""
+    """Return the flat indices, (n,) int64, that the elements of `boxes` have in a contiguous tensor of `shape`.
+
+    boxes: index ranges in each dimension, one box after the other; the elements of a box are in row-major order.
+    """
     found = []
     for box in boxes:
         index = torch.zeros((), dtype=torch.int64, device=device)

@@ -13,25 +13,30 @@ BACKOFF = 0.5
 
 
 class LossScaler:
-    """The dynamic loss scale. Does not import torch.
+    """The dynamic loss scale.
 
-    scale: factor of this step's loss; a float32 number, as in torch.
-    overflowed: the scales of the most recent consecutive steps that overflowed, oldest first.
+    scale: factor of this step's loss; a float32 number, as in torch. overflowed: if the last step overflowed, the
+    scales of all consecutive steps that overflowed up to it, oldest first; otherwise empty.
     """
 
     def __init__(self, config: PrecisionConfig):
         self.scale = _float32(config.initial_scale)
         self.overflowed: list[float] = []
-        self._interval, self._most = config.growth_interval, config.max_overflows
+        self._interval, self._max_overflows = config.growth_interval, config.max_overflows
         self._good_steps = 0
 
     @property
     def exhausted(self) -> bool:
-        """Whether `max_overflows` consecutive steps overflowed, so that the scale cannot be the cause."""
-        return len(self.overflowed) >= self._most
+        """Whether the last `max_overflows` steps all overflowed, so that the scale cannot be the cause."""
+        return len(self.overflowed) >= self._max_overflows
 
     def update(self, overflow: bool) -> None:
-        """Adjust the scale after a step. overflow: whether a non-finite gradient on any rank caused a skip."""
+        """Adjust the scale after a step: multiply it by BACKOFF after an overflow, by GROWTH after good steps.
+
+        It grows after `_interval` consecutive successful steps. Every change restarts the count of successful steps.
+        The scale stays a float32 number: it has no lower limit, and it is not doubled if the result would be infinite.
+        overflow: whether a non-finite gradient on any rank caused a skip.
+        """
         if overflow:
             self.overflowed.append(self.scale)
             self.scale, self._good_steps = _float32(self.scale * BACKOFF), 0
@@ -43,12 +48,12 @@ class LossScaler:
             # An infinite scale would make every later gradient overflow.
             self.scale, self._good_steps = grown if grown < float("inf") else self.scale, 0
 
-    def state(self) -> dict:
-        """Return the state for a checkpoint, as a JSON object."""
+    def state_dict(self) -> dict:
+        """Return the scale and its counters for a checkpoint, as a JSON object."""
         return {"scale": self.scale, "good_steps": self._good_steps, "overflowed": list(self.overflowed)}
 
-    def load(self, state: dict) -> None:
-        """Restore a state that `state()` returned."""
+    def load_state_dict(self, state: dict) -> None:
+        """Restore a state that `state_dict()` returned."""
         self.scale, self._good_steps = state["scale"], state["good_steps"]
         self.overflowed = list(state["overflowed"])
 

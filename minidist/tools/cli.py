@@ -1,4 +1,4 @@
-"""The command line: `minidist train`, `estimate`, `doctor`, ... Reads options, checks them, and hands over.
+"""The command line: `minidist train`, `estimate`, `doctor`, ... Parses the options and runs the command.
 
 A wrong option or an impossible request ends in one message and exit code 2, before any rank starts; a run that failed
 ends in one message and exit code 1. Neither shows a traceback.
@@ -23,23 +23,23 @@ COMMANDS = {
     "train": "train a model on the ranks of this machine, or under torchrun",
     "sample": "generate text from a checkpoint",
     "parity": "compare every layout of N ranks with one process",
-    "estimate": "memory, bytes sent, FLOPs and pipeline bubble of a layout",
-    "simulate": "the bubble and the memory of a pipeline schedule, and a drawing of it",
-    "doctor": "check this machine, and say what to fix",
+    "estimate": "estimate memory, bytes sent, FLOPs and pipeline bubble of a layout",
+    "simulate": "draw the timeline of a pipeline schedule, with its bubble and peak memory",
+    "doctor": "check this machine, and suggest fixes",
 }
 # The exit code of a program that SIGPIPE ended, as a shell reports it.
 _PIPE_CLOSED = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run the command line `minidist ARGV...` and return the exit code. argv: None for `sys.argv[1:]`."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _run(argv))
+    return run_to_exit_code(lambda: _run(argv))
 
 
 def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(usage("minidist", COMMANDS))
+        print(format_usage("minidist", COMMANDS))
         return 0 if argv else 2
     if argv[0] == "--version":
         print(f"minidist {__version__}")
@@ -52,25 +52,26 @@ def _run(argv: list[str]) -> int:
         "simulate": _simulate,
         "doctor": _doctor,
     }
-    from minidist.tools.launch.torchrun import hold_sigterm
+    from minidist.tools.launch.torchrun import defer_sigterm
 
-    hold_sigterm()
+    defer_sigterm()
     if argv[0] not in runners:
         raise UserError(f"there is no command {argv[0]!r}; {suggest(argv[0], runners)} minidist --help describes them.")
     return runners[argv[0]](argv[1:])
 
 
-def exit_code(run: Callable[[], int], name: str = "minidist") -> int:
-    """Run a command and return its exit code; an error is printed to stderr and mapped to its code.
+def run_to_exit_code(run: Callable[[], int], name: str = "minidist") -> int:
+    """Call `run` and return its exit code; print an error of this package to stderr and return the error's code.
 
-    If the reader of standard output has closed it, as `head` does, the command ends without a message, as by SIGPIPE.
+    name: the program's name, which precedes the error message. If the reader of standard output has closed it, as
+    `head` does, the command ends without a message, as by SIGPIPE.
     """
     try:
         code = run()
         sys.stdout.flush()
         return code
     except (UserError, RunError) as error:
-        complain(error, name)
+        print_error(error, name)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -90,30 +91,38 @@ def _output_is_closed() -> bool:
     return True
 
 
-def usage(program: str, commands: dict[str, str]) -> str:
-    """Format the help of a program with commands, one line each."""
+def format_usage(program: str, commands: dict[str, str]) -> str:
+    """Format the help of a program that has commands. commands: their descriptions, by name."""
     width = max(map(len, commands)) + 2
     lines = [f"usage: {program} COMMAND [OPTIONS]", ""]
-    for name, what in commands.items():
+    for name, description in commands.items():
         lines += textwrap.wrap(
-            what, help_width(), initial_indent=f"  {name:<{width}}", subsequent_indent=" " * (width + 2)
+            description, help_width(), initial_indent=f"  {name:<{width}}", subsequent_indent=" " * (width + 2)
         )
     return "\n".join([*lines, "", f"{program} COMMAND --help lists the options of a command."])
 
 
-def complain(error: UserError | RunError, name: str = "minidist") -> None:
-    """Print an error on stderr. Under torchrun, rank 0 prints it; another rank does only if rank 0 cannot."""
-    from minidist.tools.launch.torchrun import is_first_rank, let_first_rank_tell, own_rank, report_to_torchrun
+def print_error(error: UserError | RunError, name: str = "minidist") -> None:
+    """Print an error on stderr. Under torchrun, rank 0 prints it; another rank does only if rank 0 cannot.
+
+    name: the program's name, which precedes the message.
+    """
+    from minidist.tools.launch.torchrun import (
+        is_first_rank,
+        read_rank_text,
+        report_to_torchrun,
+        wait_for_first_rank_report,
+    )
 
     if is_first_rank():
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         report_to_torchrun(f"{name}: {error}")
         return
-    first_has_ended = let_first_rank_tell()
+    first_has_ended = wait_for_first_rank_report()
     # Collectives fail on the peers of a dead rank, and rank 0 may be the dead one.
     if not first_has_ended or (isinstance(error, RunError) and error.of_some_ranks):
-        print(f"{name}: rank {own_rank()}: {error}", file=sys.stderr, flush=True)
-        report_to_torchrun(f"{name}: rank {own_rank()}: {error}")
+        print(f"{name}: rank {read_rank_text()}: {error}", file=sys.stderr, flush=True)
+        report_to_torchrun(f"{name}: rank {read_rank_text()}: {error}")
     else:
         report_to_torchrun("the same error as rank 0")
 
@@ -140,14 +149,14 @@ class TrainOptions:
 def _train(argv: list[str]) -> int:
     from minidist.tools.launch.start import start
 
-    start(*train_options(argv))
+    start(*parse_train_options(argv))
     return 0
 
 
-def train_options(argv: list[str], over: Sequence[str] = ()) -> tuple[Config, int | None]:
-    """Read the options of `minidist train`: the configuration, and the ranks to start here (None when not given).
+def parse_train_options(argv: list[str], over: Sequence[str] = ()) -> tuple[Config, int | None]:
+    """Parse the options of `minidist train`: the configuration, and the number of ranks to start (None if not given).
 
-    over: options that replace the defaults; those in `argv` win over them.
+    over: options, as words of a command line, that replace the defaults; options in `argv` take precedence.
     """
     argv = [re.sub(r"^--(trace|memory)(?=$|=)", r"--\1.file", word) for word in argv]
     base, ranks = _base_config(argv)
@@ -164,18 +173,18 @@ def _base_config(argv: list[str]) -> tuple[Config, int | None]:
     The TOML file overrides the run to resume, which overrides the defaults.
     """
     from minidist.config_file import from_toml, ranks_in_toml
-    from minidist.tools.launch.torchrun import under_torchrun
-    from minidist.train.resume import resumed_config
+    from minidist.tools.launch.resume import resumed_config
+    from minidist.tools.launch.torchrun import is_under_torchrun
 
     file, base = _value_of(argv, "--config"), Config()
     resume = _value_of(argv, "--checkpoint.resume")
     if resume is None and file is not None:
         resume = from_toml(Path(file)).checkpoint.resume
-    if resume not in (None, "None", "none"):
+    if resume not in (None, "None", "none", "auto", Path("auto")):
         base = resumed_config(Path(resume))
     if file is None:
         return base, None
-    return from_toml(Path(file), base), None if under_torchrun() else ranks_in_toml(Path(file))
+    return from_toml(Path(file), base), None if is_under_torchrun() else ranks_in_toml(Path(file))
 
 
 def _value_of(argv: list[str], option: str) -> str | None:
@@ -215,7 +224,7 @@ class EstimateOptions:
     config: Path | None = None
     """A TOML file with options; those on the command line win."""
     t_comm: float = 0.0
-    """Time of a transfer between stages, for the bubble, in forwards of the costliest stage."""
+    """Time of a transfer between stages, as a multiple of the costliest model chunk's forward; for the bubble."""
     json: bool = False
     """Print JSON, with every rank in it, instead of a table."""
     parameters: float | None = None
@@ -226,27 +235,35 @@ class EstimateOptions:
     """Measured time of a step; together with --peak-tflops it gives MFU and HFU."""
     peak_tflops: float | None = None
     """Dense peak of one accelerator in TFLOP/s; an A100 has 312 in 16 bits."""
+    mtbf_s: float | None = None
+    """Mean time between failures of the whole run, in seconds; with --save-s it gives the best time between saves."""
+    save_s: float | None = None
+    """Time for which saving a checkpoint stalls training, in seconds."""
+    restart_s: float | None = None
+    """Time from a failure to the first new step, in seconds; 0 when not given."""
 
 
 def _estimate(argv: list[str]) -> int:
     from minidist.tools.estimate import gpt, parameter_count
     from minidist.tools.estimate.command import main
+    from minidist.tools.estimate.failures import parse_failure_model
     from minidist.tools.estimate.flops import parse_measured_step
-    from minidist.tools.launch.start import chosen_ranks
+    from minidist.tools.launch.start import choose_ranks
 
     options = _parse(EstimateOptions, "estimate", argv, EstimateOptions(*_base_config(argv)))
-    ranks = chosen_ranks(options.run, options.ranks)
+    ranks = choose_ranks(options.run, options.ranks)
     step = parse_measured_step(options.step_time_s, options.peak_tflops)
+    failures = parse_failure_model(options.mtbf_s, options.save_s, options.restart_s)
     if options.parameters is not None and (step or options.block == "gpt"):
         raise UserError(
             f"--parameters {options.parameters:g} estimates model states only, while --block gpt, --step-time-s and "
             "--peak-tflops need FLOPs: leave --parameters out, or them."
         )
     if options.parameters is not None:
-        return parameter_count.main(options.run, ranks, options.parameters, options.json)
+        return parameter_count.main(options.run, ranks, options.parameters, options.json, failures)
     if options.block == "gpt":
-        return gpt.main(options.run, ranks, options.json, step)
-    return main(options.run, ranks, options.t_comm, options.json, step)
+        return gpt.main(options.run, ranks, options.json, step, failures)
+    return main(options.run, ranks, options.t_comm, options.json, step, failures)
 
 
 def _simulate(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""`minidist doctor`: what this machine can do, and the one thing to do about each problem."""
+"""`minidist doctor`: checks this machine, and suggests a fix for each problem."""
 
 import dataclasses
 import importlib.metadata
@@ -25,7 +25,7 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What this machine can do, and what to fix. Exit code 0 if training can run, else 1."""
+    """Check this machine, and suggest a fix for each problem. The exit code is 0 if training can run, else 1."""
 
     json: bool = False
     """Print JSON instead of a table."""
@@ -33,9 +33,10 @@ class DoctorOptions:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """The result of one check: one line of the report.
 
-    problem: what is wrong, None when nothing is; fix: the one thing to do about it; blocks: whether it stops training.
+    name: what was checked. value: what was found. problem: what is wrong with it, None if nothing is. fix: how to solve
+    the problem. blocks: whether training cannot run because of the problem.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Finding:
 
 def doctor(options: DoctorOptions) -> int:
     """Check the machine and print the report; return the exit code."""
-    findings = [_safely(name, look) for name, look in LOOKS.items()]
+    findings = [_run_check(name, check) for name, check in CHECKS.items()]
     can_train = not any(finding.blocks for finding in findings)
     if options.json:
         print(json.dumps({"can_train": can_train, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
@@ -56,12 +57,12 @@ def doctor(options: DoctorOptions) -> int:
     return 0 if can_train else 1
 
 
-def _safely(name: str, look: Callable[[str], Finding]) -> Finding:
+def _run_check(name: str, check: Callable[[str], Finding]) -> Finding:
     try:
-        return look(name)
+        return check(name)
     except (OSError, ImportError, ValueError, RuntimeError) as error:
         first = (str(error).splitlines() or [""])[0]
-        return Finding(name, "unknown", f"cannot be looked at: {type(error).__name__}: {first}", "see the message")
+        return Finding(name, "unknown", f"the check failed: {type(error).__name__}: {first}", "see the message")
 
 
 def _show(findings: list[Finding], can_train: bool) -> None:
@@ -99,12 +100,12 @@ def _torch(name: str) -> Finding:
     try:
         import torch
     except ImportError as error:
-        return Finding(name, "not there", f"torch cannot be imported: {error}", fix, blocks=True)
+        return Finding(name, "not installed", f"torch cannot be imported: {error}", fix, blocks=True)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     value = f"{torch.__version__}, {build} build"
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if not TORCH[0] <= version < TORCH[1]:
-        return Finding(name, value, f"tested with torch from {low} to below {below} only", fix)
+        return Finding(name, value, f"minidist is tested with torch >= {low} and < {below} only", fix)
     return Finding(name, value)
 
 
@@ -118,7 +119,7 @@ def _backends(name: str) -> Finding:
     if not gloo:
         return Finding(name, value, "this torch has no gloo", "install torch from pytorch.org or PyPI", blocks=True)
     if torch.cuda.is_available() and not nccl:
-        return Finding(name, value, "GPUs, and no nccl for them", "install a CUDA build of torch for Linux")
+        return Finding(name, value, "there are GPUs, but no nccl", "install a CUDA build of torch for Linux")
     return Finding(name, value)
 
 
@@ -126,9 +127,9 @@ def _devices(name: str) -> Finding:
     import torch
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    told = [f"cuda:{i} {gpu.name} {gpu.total_memory / _GIB:.0f} GiB" for i, gpu in enumerate(gpus)]
+    devices = [f"cuda:{i} {gpu.name} {gpu.total_memory / _GIB:.0f} GiB" for i, gpu in enumerate(gpus)]
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    value = "; ".join([*told, f"cpu, {pages / _GIB:.1f} GiB of memory"])
+    value = "; ".join([*devices, f"cpu, {pages / _GIB:.1f} GiB of memory"])
     if not gpus and list(Path("/dev").glob("nvidia[0-9]*")):
         return Finding(name, value, "there is a GPU that torch does not see", "install a CUDA build of torch")
     return Finding(name, value)
@@ -196,20 +197,20 @@ def _shared_memory(name: str) -> Finding:
     memfd = hasattr(os, "memfd_create")
     if memfd:
         os.close(os.memfd_create("minidist-doctor"))
-    # Ours needs no mount: it comes from memfd_create, or from an unlinked temporary file.
-    return Finding(name, f"memfd_create {'works' if memfd else 'is not there: temporary files instead'}; {mounted}")
+    # The shm backend needs no mount: its memory comes from memfd_create, or from an unlinked temporary file.
+    return Finding(name, f"memfd_create {'works' if memfd else 'is missing, so temporary files are used'}; {mounted}")
 
 
 def _disk(name: str) -> Finding:
     free = shutil.disk_usage(".").free
     value = f"{free / _GIB:.1f} GiB free in {Path.cwd()}"
     if not os.access(".", os.W_OK):
-        return Finding(name, value, "you may not write here", "change to a folder of yours, or give --folder")
+        return Finding(name, value, "this folder is not writable", "change to another folder, or give --folder")
     return Finding(name, value)
 
 
-def sum_of_ranks(world) -> float:
-    """Run one all-reduce: the test that each of two ranks runs."""
+def all_reduce_rank_sum(world) -> float:
+    """Return the sum of (rank + 1) over all ranks, by one all-reduce: the check that each of two ranks runs."""
     import torch
 
     from minidist.comm import GroupSpec, all_reduce, bind
@@ -227,15 +228,17 @@ def _ranks(name: str) -> Finding:
     fix = "see the message; if a firewall or container blocks 127.0.0.1, allow it"
     try:
         with RankServer() as server:
-            server.run(sum_of_ranks, 1, backend="gloo", deadline_s=120)  # waits for the server, which imports torch
+            server.run(
+                all_reduce_rank_sum, 1, backend="gloo", deadline_s=120
+            )  # waits for the server, which imports torch
             start_s = time.perf_counter()
-            values = server.run(sum_of_ranks, 2, backend="gloo", deadline_s=60).values
+            values = server.run(all_reduce_rank_sum, 2, backend="gloo", deadline_s=60).values
             took_s = time.perf_counter() - start_s
     except (RunError, UserError) as error:
-        return Finding(name, "do not work", str(error), fix, blocks=True)
+        return Finding(name, "failed", str(error), fix, blocks=True)
     if values != [3.0, 3.0]:
-        return Finding(name, "do not work", f"an all_reduce of 1 and 2 gave {values}", fix, blocks=True)
-    return Finding(name, f"two fresh ranks by {server.method} with an all_reduce over gloo: {took_s:.2f} s")
+        return Finding(name, "failed", f"an all_reduce of 1 and 2 gave {values}", fix, blocks=True)
+    return Finding(name, f"two ranks started by {server.method}, with an all_reduce over gloo: {took_s:.2f} s")
 
 
 def _links(name: str) -> Finding:
@@ -248,7 +251,7 @@ def _compiler(name: str) -> Finding:
     found = next((path for tool in ("c++", "g++", "clang++") if (path := shutil.which(tool))), None)
     if found is None:
         return Finding(
-            name, "none", "torch.compile needs one on the CPU", "install g++ or clang if you want to compile"
+            name, "none", "torch.compile needs a C++ compiler on the CPU", "install g++ or clang to use --compile"
         )
     return Finding(name, found)
 
@@ -275,7 +278,7 @@ def _installed(package: str) -> bool:
     return True
 
 
-LOOKS: dict[str, Callable[[str], Finding]] = {
+CHECKS: dict[str, Callable[[str], Finding]] = {
     "Python": _python,
     "torch": _torch,
     "backends": _backends,

@@ -24,7 +24,7 @@ from minidist.errors import UserError, suggest
 # a positional argument; Annotated[..., HIDDEN]: an option that help leaves out.
 FLAT, POSITIONAL, HIDDEN = "flat", "positional", "hidden"
 
-_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 # Names that other trainers use for our options.
 _ALIASES = {
@@ -54,8 +54,9 @@ _COLUMN = 30
 class Option:
     """One option of a command.
 
-    name: without the leading dashes. path: of the nested field that holds its value. kind: its type, without None.
-    optional: whether it may be None.
+    name: without the leading dashes. path: the names of the nested fields that lead to its value. kind: the type of the
+    value, without None. optional: whether the value may be None. help: its help text. section: the title under which
+    the help lists it, "" for none. positional: whether it is a positional argument. hidden: whether the help omits it.
     """
 
     name: str
@@ -68,17 +69,18 @@ class Option:
     hidden: bool = False
 
     @property
-    def negation(self) -> str:
-        """The name of the option that sets a bool to False."""
+    def negated_name(self) -> str:
+        """The name of the option that sets this bool option to False: `zero.no-prefetch` for `zero.prefetch`."""
         section, _, last = self.name.rpartition(".")
         return f"{section}.no-{last}" if section else f"no-{last}"
 
     @property
     def is_list(self) -> bool:
+        """Whether the option takes several values."""
         return typing.get_origin(self.kind) is tuple
 
     @property
-    def item(self) -> Any:
+    def item_type(self) -> Any:
         """The type of one value of a tuple; otherwise the option's type."""
         return typing.get_args(self.kind)[0] if self.is_list else self.kind
 
@@ -86,18 +88,19 @@ class Option:
 def parse_options(
     kind: type, program: str, words: Sequence[str], default: Any = None, keep_unknown: bool = False
 ) -> Any:
-    """Read `words` into an instance of the dataclass `kind`; `--help` prints its help and exits.
+    """Parse command-line `words` into an instance of the dataclass `kind`; `--help` prints the help and exits.
 
-    program: the command typed before the words. default: an instance with the default values. keep_unknown: return
-    (options, unknown words) instead. Raises UserError for an unknown option or a wrong value.
+    program: the command, for messages and the help. default: an instance whose values replace the defaults of `kind`.
+    keep_unknown: return (instance, list of unknown words) instead of raising UserError for an unknown option. Raises
+    UserError for a wrong value.
     """
-    options = options_of(kind)
+    options = list_options(kind)
     if {"-h", "--help"} & set(words):
         print(help_text(kind, program, options, default))
         raise SystemExit(0)
     by_name = {option.name: option for option in options if not option.positional}
-    negated = {option.negation: option for option in options if option.kind is bool}
-    places = [option for option in options if option.positional]
+    negated = {option.negated_name: option for option in options if option.kind is bool}
+    positionals = [option for option in options if option.positional]
     values: dict[tuple[str, ...], Any] = {}
     unknown: list[str] = []
     rest = list(words)
@@ -108,12 +111,12 @@ def parse_options(
         if not word.startswith("--"):
             if keep_unknown:
                 unknown.append(word)
-            elif not places:
+            elif not positionals:
                 raise UserError(f"{word!r} belongs to no option; options begin with --. {program} --help lists them.")
             else:
-                place = places[0] if places[0].is_list else places.pop(0)
-                value = _convert(place, word)
-                values[place.path] = (*values.get(place.path, ()), value) if place.is_list else value
+                option = positionals[0] if positionals[0].is_list else positionals.pop(0)
+                value = _convert(option, word)
+                values[option.path] = (*values.get(option.path, ()), value) if option.is_list else value
         elif name in by_name and by_name[name].kind is not bool:
             option = by_name[name]
             given = [inline] if equals else _take(option, rest)
@@ -122,7 +125,7 @@ def parse_options(
             values[option.path] = (*(values.get(option.path) or ()), *value) if repeats else value
         elif name in by_name or name in negated:
             if equals:
-                raise UserError(f"--{name} takes no value, and was given {inline!r}: write --{name} alone.")
+                raise UserError(f"--{name} takes no value, but {inline!r} was given: write --{name} alone.")
             values[(by_name.get(name) or negated[name]).path] = name in by_name
         elif keep_unknown:
             unknown.append(word)
@@ -133,8 +136,13 @@ def parse_options(
     return (made, unknown) if keep_unknown else made
 
 
-def options_of(kind: type, path: tuple[str, ...] = (), prefix: str = "", section: str = "") -> list[Option]:
-    """List the options of a dataclass in field order, sections last."""
+def list_options(kind: type, path: tuple[str, ...] = (), prefix: str = "", section: str = "") -> list[Option]:
+    """List the options of a dataclass in field order, those of nested dataclasses last: each of these is a section.
+
+    A section's name is the prefix of its options, as in "train.steps". A nested dataclass marked FLAT is not one: its
+    options have no prefix and come before all sections. The other arguments describe where a nested `kind` belongs:
+    path, the names of the fields that lead to it; prefix, of its options' names; section, its title in the help.
+    """
     plain, nested = [], []
     hints, documented = typing.get_type_hints(kind, include_extras=True), _field_docstrings(kind)
     for field in dataclasses.fields(kind):
@@ -144,7 +152,7 @@ def options_of(kind: type, path: tuple[str, ...] = (), prefix: str = "", section
         name, optional = prefix + field.name.replace("_", "-"), False
         if dataclasses.is_dataclass(hint):
             flat = FLAT in marks
-            nested += options_of(hint, (*path, field.name), "" if flat else f"{name}.", "" if flat else name)
+            nested += list_options(hint, (*path, field.name), "" if flat else f"{name}.", "" if flat else name)
             continue
         if typing.get_origin(hint) in (types.UnionType, typing.Union):
             (hint,) = [one for one in typing.get_args(hint) if one is not types.NoneType]
@@ -165,7 +173,11 @@ def options_of(kind: type, path: tuple[str, ...] = (), prefix: str = "", section
 
 
 def help_text(kind: type, program: str, options: Sequence[Option], default: Any = None) -> str:
-    """Format the help of a command, as wide as the terminal but at most 100 columns."""
+    """Format the help of a command, as wide as the terminal but at most 100 columns.
+
+    kind: the dataclass of the command's options; its docstring is the description. program: the command. options: from
+    `list_options`. default: an instance of `kind` with the defaults to show; None for those of `kind`.
+    """
     width = help_width()
     shown = sorted((option for option in options if not option.hidden), key=lambda option: not option.positional)
     places = "".join(f" {_metavar(option)}" for option in shown if option.positional)
@@ -192,26 +204,26 @@ def help_width() -> int:
 def _option_help(option: Option, default: Any, width: int) -> list[str]:
     head = f"  {_metavar(option)}" if option.positional else f"  --{option.name}"
     if option.kind is bool:
-        head += f", --{option.negation}" * bool(default)
+        head += f", --{option.negated_name}" * bool(default)
     elif not option.positional:
         head += f" {_metavar(option)}"
-    said = " ".join(option.help.split())
+    text = " ".join(option.help.split())
     if not any(default is nothing for nothing in (None, False, (), dataclasses.MISSING)):
-        said += f" (default: {_text(default)})"
+        text += f" (default: {_text(default)})"
     indent = " " * min(_COLUMN, width // 3)
-    body = textwrap.wrap(said, width, initial_indent=indent, subsequent_indent=indent)
+    body = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
     if len(head) < len(indent) - 1 and body:
         return [head.ljust(len(indent)) + body[0].lstrip(), *body[1:]]
     return [head, *body]
 
 
 def _metavar(option: Option) -> str:
-    if typing.get_origin(option.item) is Literal:
-        one = "{" + ",".join(map(str, typing.get_args(option.item))) + "}"
+    if typing.get_origin(option.item_type) is Literal:
+        one = "{" + ",".join(map(str, typing.get_args(option.item_type))) + "}"
     elif option.positional:
         one = option.name.upper()
     else:
-        one = _METAVARS.get(option.item, "VALUE")
+        one = _METAVARS.get(option.item_type, "VALUE")
     if not option.is_list:
         return f"[{one}]" if option.positional and option.optional else one
     counted = typing.get_args(option.kind)
@@ -248,21 +260,21 @@ def _value_of(option: Option, given: list[str]) -> Any:
 
 def _convert(option: Option, word: str) -> Any:
     name = option.name.upper() if option.positional else f"--{option.name}"
-    if typing.get_origin(option.item) is Literal:
-        choices = {str(choice): choice for choice in typing.get_args(option.item)}
+    if typing.get_origin(option.item_type) is Literal:
+        choices = {str(choice): choice for choice in typing.get_args(option.item_type)}
         if word not in choices:
             raise UserError(f"{name} is {word!r}; {suggest(word, choices)}")
         return choices[word]
     try:
-        return option.item(word)
+        return option.item_type(word)
     except ValueError:
         raise UserError(f"{name} is {word!r}; it must be {_expected(option)}.") from None
 
 
 def _expected(option: Option) -> str:
-    if typing.get_origin(option.item) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(option.item)))
-    one = _TYPE_NAMES[option.item]
+    if typing.get_origin(option.item_type) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(option.item_type)))
+    one = _TYPE_NAMES[option.item_type]
     return f"{one} or several" if option.is_list else one
 
 

@@ -1,10 +1,11 @@
-"""Checks of the files that `--trace` and `--memory` name, before a run begins. Needs no torch."""
+"""Output files of tools: atomic writes, and checks of the files that `--trace` and `--memory` name. Needs no torch."""
 
+import contextlib
+import os
 from pathlib import Path
 
 from minidist.config import Config
 from minidist.errors import UserError
-from minidist.train.run_folder import partial_path
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -26,7 +27,7 @@ def check_memory_files(config: Config) -> None:
     if (picture := config.memory.file) is None:
         return
     if picture.suffix.lower() not in PICTURES:
-        raise UserError(f"--memory {picture} is to be a picture: give a name that ends in {', '.join(PICTURES)}.")
+        raise UserError(f"--memory {picture} must be a picture: give a name that ends in {', '.join(PICTURES)}.")
     for file in (picture, picture.with_suffix(".json")):
         _check_free("memory", picture, file)
     if config.trace.file == picture.with_suffix(".json"):
@@ -40,12 +41,33 @@ def _check_free(option: str, given: Path, path: Path) -> None:
     if path.exists():
         what = given if path == given else f"{given}: {path}, where its numbers go,"
         whose = {"trace": "the trace", "memory": "the picture"}[option]
-        raise UserError(f"--{option} {what} is there already: remove it, or give {whose} another name.")
+        raise UserError(f"--{option} {what} exists already: remove it, or give {whose} another name.")
     try:
-        partial_path(path).write_bytes(b"")
-        partial_path(path).unlink()
+        _partial_path(path).write_bytes(b"")
+        _partial_path(path).unlink()
     except OSError as error:
         raise UserError(
             f"--{option} {given} cannot be written: {error.strerror}. "
             "Give a file in a folder that exists and where you may write."
         ) from None
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file completely or not at all, even if the machine crashes; makes its folder. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = _partial_path(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _partial_path(path: Path) -> Path:
+    """Return the temporary name of a file being written: hidden, and another one in every process."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")

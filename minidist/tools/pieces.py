@@ -27,52 +27,56 @@ _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__", "__annotations_
 
 @dataclass
 class SymbolReplacements:
-    """The replacements made in this process; `reset` undoes them. There is no global instance."""
+    """The replacements made through this object, in this process; `restore_symbols` undoes them."""
 
     _originals: dict[str, Any] = field(default_factory=dict)
 
-    def replace(
+    def replace_symbol(
         self,
-        name: str,
+        symbol: str,
         source: str,
         filename: str | None = None,
-        prepare: Callable[[ast.Module], ast.Module] | None = None,
-        beside: Collection[str] = (),
+        transform: Callable[[ast.Module], ast.Module] | None = None,
+        also_replaced: Collection[str] = (),
     ) -> None:
-        """Replace the definition of the symbol `name` by the one in `source`.
+        """Replace the definition of `symbol` by the one in `source`, for every reference to it in this process.
 
-        filename: the source's name in tracebacks; `<piece name>` by default. prepare: transforms the parsed source.
-        beside: other symbols of the module that the source may define, because they are replaced as well.
+        symbol: `module:function`, `module:Class` or `module:Class.method`. filename: shown in tracebacks for the new
+        source; `<piece SYMBOL>` if None. transform: applied to the parsed source before it runs.
+        also_replaced: names of other symbols of the module that `source` may define too: other calls replace them.
         Raises UserError if there is no such symbol, if it is neither function nor class, or if `source` does not define
         it, changes its base classes, or redefines another name of the module; SyntaxError, or whatever running the
         source raises. The symbol is unchanged after an error.
         """
-        module, holder, symbol = _find(name)
-        old = _unwrapped(inspect.getattr_static(holder, symbol))
+        module, holder, attribute = _find_symbol(symbol)
+        old = _unwrap(inspect.getattr_static(holder, attribute))
         if not isinstance(old, FunctionType | type):
-            raise UserError(f"{name} is a {type(old).__name__}; only functions and classes can be replaced")
-        new = _define(source, module, symbol, filename or f"<piece {name}>", name, prepare, beside)
+            raise UserError(f"{symbol} is a {type(old).__name__}; only functions and classes can be replaced")
+        new = _define(source, module, attribute, filename or f"<piece {symbol}>", symbol, transform, also_replaced)
         if isinstance(old, type) != isinstance(new, type):
             kinds = {True: "class", False: "function"}
             raise UserError(
-                f"{name} is a {kinds[isinstance(old, type)]}, the new source defines a {kinds[isinstance(new, type)]}"
+                f"{symbol} is a {kinds[isinstance(old, type)]}, the new source defines a {kinds[isinstance(new, type)]}"
             )
         if isinstance(old, FunctionType) and len(old.__code__.co_freevars) != len(new.__code__.co_freevars):
             raise UserError(
-                f"{name} uses super() or variables around it, and its replacement does not (or the reverse)"
+                f"{symbol} uses super() or variables around it, and its replacement does not (or the reverse)"
             )
         if isinstance(old, type) and old.__bases__ != new.__bases__:
             bases = [", ".join(base.__name__ for base in each.__bases__) for each in (old, new)]
-            raise UserError(f"{name} inherits from {bases[0]}, its replacement from {bases[1]}; the bases must stay")
-        self._originals.setdefault(name, _contents(old))
+            raise UserError(f"{symbol} inherits from {bases[0]}, its replacement from {bases[1]}; the bases must stay")
+        self._originals.setdefault(symbol, _contents(old))
         _set_contents(old, _contents(new), new)
 
-    def reset(self, name: str | None = None) -> list[str]:
-        """Restore the original of `name`, or of all replaced symbols; returns the names that were restored."""
-        names = list(self._originals) if name is None else [name] if name in self._originals else []
+    def restore_symbols(self, symbol: str | None = None) -> list[str]:
+        """Restore the original of `symbol`, or of all replaced symbols if it is None; return the restored symbols.
+
+        A symbol that is not replaced stays as it is.
+        """
+        names = list(self._originals) if symbol is None else [symbol] if symbol in self._originals else []
         for each in names:
-            _, holder, symbol = _find(each)
-            old = _unwrapped(inspect.getattr_static(holder, symbol))
+            _, holder, attribute = _find_symbol(each)
+            old = _unwrap(inspect.getattr_static(holder, attribute))
             _set_contents(old, self._originals.pop(each), old)
         return names
 
@@ -80,17 +84,17 @@ class SymbolReplacements:
         return iter(self._originals)
 
 
-def read_symbol_source(name: str) -> str:
-    """The source of a symbol as in its file, dedented."""
-    _, holder, symbol = _find(name)
-    return textwrap.dedent(inspect.getsource(_unwrapped(inspect.getattr_static(holder, symbol))))
+def read_symbol_source(symbol: str) -> str:
+    """Return the source of a symbol, `module:function` say, as it is in its file, dedented."""
+    _, holder, attribute = _find_symbol(symbol)
+    return textwrap.dedent(inspect.getsource(_unwrap(inspect.getattr_static(holder, attribute))))
 
 
-def _find(name: str) -> tuple[ModuleType, Any, str]:
+def _find_symbol(name: str) -> tuple[ModuleType, Any, str]:
     """The module, the owner of the symbol (the module or a class in it), and the symbol's own name."""
     module_name, _, path = name.partition(":")
     if not path:
-        raise UserError(f"{name!r} names no piece; write module:symbol, like minidist.data.partition:block_partition")
+        raise UserError(f"{name!r} is not a symbol; write module:symbol, like minidist.data.partition:block_partition")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -100,7 +104,9 @@ def _find(name: str) -> tuple[ModuleType, Any, str]:
     for part in [*classes, symbol]:
         if part not in vars(holder):
             known = [key for key, value in vars(holder).items() if isinstance(value, FunctionType | type)]
-            raise UserError(f"{module_name} has no {path}; it has {', '.join(sorted(known)) or 'no pieces'}")
+            raise UserError(
+                f"{module_name} has no {path}; it has {', '.join(sorted(known)) or 'no functions or classes'}"
+            )
         holder = vars(holder)[part] if part in classes else holder
     return module, holder, symbol
 
@@ -111,8 +117,8 @@ def _define(
     symbol: str,
     filename: str,
     name: str,
-    prepare: Callable | None,
-    beside: Collection[str],
+    transform: Callable | None,
+    also_replaced: Collection[str],
 ) -> Any:
     """Run the source in the module's namespace and return its definition of `symbol`; the namespace is restored."""
     source = textwrap.dedent(source)
@@ -120,18 +126,18 @@ def _define(
     # A function looks up its globals in the dictionary that it was created with, which must be the module's own. So
     # the source runs there, and the names that it overwrote are restored.
     namespace, before = vars(module), dict(vars(module))
-    code = compile(source, filename, "exec", dont_inherit=True, flags=ast.PyCF_ONLY_AST if prepare else 0)
-    if prepare:
-        code = compile(prepare(code), filename, "exec", dont_inherit=True)
+    code = compile(source, filename, "exec", dont_inherit=True, flags=ast.PyCF_ONLY_AST if transform else 0)
+    if transform:
+        code = compile(transform(code), filename, "exec", dont_inherit=True)
     try:
         exec(code, namespace)
         new = namespace.get(symbol)
         if symbol not in namespace or (symbol in before and new is before[symbol]):
             raise UserError(f"the new source of {name} defines no {symbol}")
         displaced = {key for key in before if key in namespace and namespace[key] is not before[key]}
-        if others := sorted(key for key in displaced - {symbol, *beside} if not key.startswith("__")):
-            told = f"{', '.join(others)}, which {module.__name__} has already; give it another name"
-            raise UserError(f"the new source of {name} defines {told}")
+        if others := sorted(key for key in displaced - {symbol, *also_replaced} if not key.startswith("__")):
+            conflict = f"{', '.join(others)}, which {module.__name__} has already; give it another name"
+            raise UserError(f"the new source of {name} defines {conflict}")
     except BaseException:
         for key in namespace.keys() - before.keys():
             del namespace[key]
@@ -140,11 +146,11 @@ def _define(
         namespace.update(before)
     if symbol not in before:  # a method, which belongs to its class only
         del namespace[symbol]
-    return _unwrapped(new)
+    return _unwrap(new)
 
 
-def _unwrapped(value: Any) -> Any:
-    """The function contents a static method, class method or property getter."""
+def _unwrap(value: Any) -> Any:
+    """The function inside a static method, class method or property getter."""
     if isinstance(value, staticmethod | classmethod):
         return value.__func__
     return value.fget if isinstance(value, property) else value
@@ -170,7 +176,7 @@ def _set_contents(target: FunctionType | type, contents: dict[str, Any], source:
 
 def _adopt(item: Any, born_in: type, home: type) -> None:
     """Point the `__class__` cells of methods that use `super()` to the class that now owns them."""
-    parts = (item.fget, item.fset, item.fdel) if isinstance(item, property) else (_unwrapped(item),)
+    parts = (item.fget, item.fset, item.fdel) if isinstance(item, property) else (_unwrap(item),)
     for function in parts:
         for cell in getattr(function, "__closure__", None) or ():
             if cell.cell_contents is born_in:

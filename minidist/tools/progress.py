@@ -3,13 +3,12 @@
 import contextlib
 import fcntl
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from minidist.errors import UserError
+from minidist.tools.output_files import write_atomically
 
 NAME = "progress.json"
 
@@ -48,20 +47,4 @@ def edit_progress(file: Path) -> Iterator[dict[str, Any]]:
         before = json.dumps(progress)
         yield progress
         if json.dumps(progress) != before:
-            write_atomically(file, (json.dumps(progress, indent=2) + "\n").encode())
-
-
-def write_atomically(file: Path, content: bytes) -> None:
-    """Write a file completely or not at all, even if the machine crashes."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fd, beside = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
-    try:
-        with os.fdopen(fd, "wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(beside, 0o644)
-        os.replace(beside, file)
-    except BaseException:
-        os.unlink(beside)
-        raise
+            write_atomically(file, json.dumps(progress, indent=2) + "\n")

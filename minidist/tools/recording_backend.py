@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as c10d  # the options are not in torch.d
 
 from minidist.comm.collectives import REDUCE_OPS
 from minidist.comm.meter import Meter, Record
-from minidist.comm.status import Channel, RankStatus
+from minidist.comm.status import Channel, OperationTracker
 from minidist.tools.torch_group import create_torch_group
 
 NAME = "recorded"
@@ -31,19 +31,23 @@ WaitFunction = Callable[[dist.Work, timedelta], bool]
 
 
 def register_recording_backend(
-    meter: Meter, status: RankStatus | None = None, use: str = "torch", wait: WaitFunction | None = None
+    meter: Meter,
+    status: OperationTracker | None = None,
+    group_name: str = "torch",
+    wait_function: WaitFunction | None = None,
 ) -> str:
     """Register the backend "recorded" with torch and return its name. Call it once, before groups exist.
 
-    meter: receives the records; status: receives the state of operations; use: the name of the group spec in records.
-    wait: the wait function, for ranks that must be interruptible; by default torch's own blocking wait.
+    meter: receives a record of each operation. status: receives each launch and wait; a new `OperationTracker` if None.
+    group_name: in the records, the name of every group without a description; a description is appended to it.
+    wait_function: waits for an operation, so that the caller can make a wait interruptible; None: torch's own wait.
     """
-    status = status if status is not None else RankStatus()
+    status = status if status is not None else OperationTracker()
 
     def create(options, _backend_options) -> RecordingGroup:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         inner = create_torch_group(options.store, options.group_rank, options.group_size, options.timeout)
-        return RecordingGroup(inner, ranks, meter, status, use, options.group_id, wait or _wait)
+        return RecordingGroup(inner, ranks, meter, status, group_name, options.group_id, wait_function or _wait)
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     return NAME
@@ -57,19 +61,19 @@ class _RecordedWork(dist.Work):
     """A torch work handle whose wait is reported to the rank status and recorded in the meter."""
 
     def __init__(
-        self, work: dist.Work, status: RankStatus, meter: Meter, at: tuple, record: Record, wait: WaitFunction
+        self, work: dist.Work, status: OperationTracker, meter: Meter, at: tuple, record: Record, wait: WaitFunction
     ):
         super().__init__()
         self._work, self._status, self._meter, self._at, self._record = work, status, meter, at, record
         self._wait = wait
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._status.wait(*self._at)
+        self._status.on_wait(*self._at)
         try:
             done = self._wait(self._work, timeout)
         finally:
-            self._status.resume()
-        self._meter.waited(self._record)
+            self._status.on_resume()
+        self._meter.on_wait_end(self._record)
         return done
 
     def is_completed(self) -> bool:
@@ -101,32 +105,40 @@ def _reduce_op_name(opts) -> str:
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """Records every operation and passes it to the process group `inner`."""
+    """A torch process group that records every operation and passes it to the process group `inner`.
+
+    torch calls its methods, whose arguments and results are those of `torch.distributed.ProcessGroup`. ranks: ascending
+    global ranks. meter, status: receive each operation. group_name: the group's name in the records. name: torch's name
+    of the group. wait: waits for an operation's work handle.
+    """
 
     def __init__(
         self,
         inner: dist.ProcessGroup,
         ranks: tuple[int, ...],
         meter: Meter,
-        status: RankStatus,
-        use: str,
+        status: OperationTracker,
+        group_name: str,
         name: str,
         wait: WaitFunction = _wait,
     ):
         super().__init__(inner.rank(), inner.size())
         self._inner, self.ranks, self._meter, self._status = inner, ranks, meter, status
         self._name, self._wait = name, wait
-        self._set_use(use)
+        self._set_recorded_name(group_name)
 
-    def _set_use(self, use: str) -> None:
-        """Number groups of the same use and ranks in the order of creation, which is the same on all ranks."""
+    def _set_recorded_name(self, group_name: str) -> None:
+        """Number groups of the same name and ranks in the order of creation, which is the same on all ranks.
+
+        (`_set_group_name` is torch's own method of a process group, and sets torch's name.)
+        """
         there = [group for group in dist.distributed_c10d._world.pg_group_ranks if isinstance(group, RecordingGroup)]
-        before = sum((group.base_use, group.ranks) == (use, self.ranks) for group in there if group is not self)
-        self.base_use, self._use = use, f"{use} {before + 1}" if before else use
+        before = sum((group.base_name, group.ranks) == (group_name, self.ranks) for group in there if group is not self)
+        self.base_name, self._recorded_name = group_name, f"{group_name} {before + 1}" if before else group_name
 
     def _set_group_desc(self, text: str) -> None:
-        if text not in _NO_DESCRIPTION:  # without one the use stays as it is
-            self._set_use(f"{self.base_use}: {text}")
+        if text not in _NO_DESCRIPTION:  # without one the name stays as it is
+            self._set_recorded_name(f"{self.base_name}: {text}")
 
     def _run(
         self,
@@ -143,15 +155,15 @@ class RecordingGroup(dist.ProcessGroup):
 
         detail: what all ranks must agree on besides name, elements and dtype.
         """
-        channel = channel or Channel("collective", self._use, self.ranks)
+        channel = channel or Channel("collective", self._recorded_name, self.ranks)
         signature = f"{name} {detail}".rstrip()
         for tensor in counted:
             shape = tuple(tensor.shape) if numel is None else (numel,)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            seq = self._status.launch(channel, signature, shape, dtype)
+            seq = self._status.on_launch(channel, signature, shape, dtype)
             record = self._meter.record(
                 name,
-                self._use,
+                self._recorded_name,
                 self.ranks,
                 self.rank(),
                 seq,
@@ -173,40 +185,49 @@ class RecordingGroup(dist.ProcessGroup):
     # -- whole tensors ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors, opts=c10d.AllreduceOptions()):
+        """Reduce each tensor over the ranks in place, on all ranks; record one "all_reduce" per tensor."""
         return self._run(
             "all_reduce", tensors, lambda: self._inner.allreduce(tensors, opts), detail=_reduce_op_name(opts)
         )
 
     def allreduce_coalesced(self, tensors, opts=c10d.AllreduceCoalescedOptions()):
+        """Reduce the tensors over the ranks in place, in one call; record one "all_reduce" per tensor."""
         return self._run(
             "all_reduce", tensors, lambda: self._inner.allreduce_coalesced(tensors, opts), detail=_reduce_op_name(opts)
         )
 
     def broadcast(self, tensors, opts=c10d.BroadcastOptions()):
+        """Overwrite the tensors on every rank with those of the group rank `opts.rootRank`; record it."""
         return self._run("broadcast", tensors, lambda: self._inner.broadcast(tensors, opts), **self._root(opts))
 
     def reduce(self, tensors, opts=c10d.ReduceOptions()):
+        """Reduce the tensors in place on the group rank `opts.rootRank`; record it."""
         return self._run("reduce", tensors, lambda: self._inner.reduce(tensors, opts), **self._root(opts))
 
     def barrier(self, opts=c10d.BarrierOptions()):
+        """Wait until every rank has called it; record it as an operation of 0 bytes."""
         return self._run("barrier", [torch.empty(0)], lambda: self._inner.barrier(opts))
 
     # -- all-gather ---------------------------------------------------------------------------------------------------
 
     def allgather(self, outputs, inputs, opts=c10d.AllgatherOptions()):
+        """Write the tensor of rank i to `outputs[0][i]` on every rank; record it with the elements of all outputs."""
         numel = sum(part.numel() for part in outputs[0])
         return self._run("all_gather", inputs, lambda: self._inner.allgather(outputs, inputs, opts), numel=numel)
 
     def allgather_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
+        """Gather several tensors in one call; record one "all_gather" per input, with its gathered size."""
         # The gathered tensor is counted: meta tensors stand for results that exist only as lists of parts.
         whole = [torch.empty(self.size() * x.numel(), dtype=x.dtype, device="meta") for x in inputs]
         return self._run("all_gather", whole, lambda: self._inner.allgather_coalesced(outputs, inputs, opts))
 
     def all_gather_single(self, output, input, opts=c10d.AllgatherOptions()):
+        """Concatenate the `input` of all ranks, in rank order, into `output`; record it."""
         call = getattr(self._inner, "all_gather_single", None) or self._inner._allgather_base
         return self._run("all_gather", [output], lambda: call(output, input, opts))
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
+        """Do `all_gather_single` for several tensors in one call; record one per output."""
         call = getattr(self._inner, "all_gather_single_coalesced", None) or self._inner.allgather_into_tensor_coalesced
         return self._run("all_gather", outputs, lambda: call(outputs, inputs, opts))
 
@@ -216,6 +237,7 @@ class RecordingGroup(dist.ProcessGroup):
     # -- reduce-scatter -----------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
+        """Reduce `inputs[0][i]` over the ranks into the output of rank i; record it with the elements of all inputs."""
         numel = sum(part.numel() for part in inputs[0])
         return self._run(
             "reduce_scatter", outputs, lambda: self._inner.reduce_scatter(outputs, inputs, opts),
@@ -223,10 +245,12 @@ class RecordingGroup(dist.ProcessGroup):
         )  # fmt: skip
 
     def reduce_scatter_single(self, output, input, opts=c10d.ReduceScatterOptions()):
+        """Reduce `input` over the ranks into `output`, this rank's equal part of the result; record it."""
         call = getattr(self._inner, "reduce_scatter_single", None) or self._inner._reduce_scatter_base
         return self._run("reduce_scatter", [input], lambda: call(output, input, opts), detail=_reduce_op_name(opts))
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
+        """Do `reduce_scatter_single` for several tensors in one call; record one per input."""
         call = (
             getattr(self._inner, "reduce_scatter_single_coalesced", None) or self._inner.reduce_scatter_tensor_coalesced
         )
@@ -235,9 +259,13 @@ class RecordingGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # -- personalised -------------------------------------------------------------------------------------------------
+    # -- all-to-all, gather and scatter --------------------------------------------------------------------------------
 
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=c10d.AllToAllOptions()):
+        """Send consecutive parts of `input` to the ranks, and fill `output` with their parts; record it.
+
+        The splits are lengths along dimension 0; empty lists mean equal parts.
+        """
         call = getattr(self._inner, "all_to_all_single", None) or self._inner.alltoall_base
         row = input[0].numel() if input.dim() and input.shape[0] else 0
         splits = [rows * row for rows in input_splits] or None
@@ -248,6 +276,7 @@ class RecordingGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs, inputs, opts=c10d.AllToAllOptions()):
+        """Send `inputs[i]` to rank i and receive its tensor into `outputs[i]`; record one operation for the list."""
         splits = [part.numel() for part in inputs]
         return self._run(
             "all_to_all", inputs[:1], lambda: self._inner.alltoall(outputs, inputs, opts),
@@ -255,41 +284,50 @@ class RecordingGroup(dist.ProcessGroup):
         )  # fmt: skip
 
     def gather(self, outputs, inputs, opts=c10d.GatherOptions()):
+        """Collect the inputs of all ranks in `outputs` on the group rank `opts.rootRank`; record it."""
         return self._run("gather", inputs, lambda: self._inner.gather(outputs, inputs, opts), **self._root(opts))
 
     def scatter(self, outputs, inputs, opts=c10d.ScatterOptions()):
+        """Send one of `inputs` to each rank from the group rank `opts.rootRank`; record it."""
         return self._run("scatter", outputs, lambda: self._inner.scatter(outputs, inputs, opts), **self._root(opts))
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
     def _transfer(self, kind: str, tensors, peer: int, tag: int, call) -> dist.Work:
-        channel = Channel(kind, self._use, self.ranks, self.ranks[peer], tag)
+        channel = Channel(kind, self._recorded_name, self.ranks, self.ranks[peer], tag)
         return self._run(kind, tensors, call, channel=channel)
 
     def send(self, tensors, peer, tag=0):
+        """Send the tensors to group rank `peer`; record it."""
         return self._transfer("send", tensors, peer, tag, lambda: self._inner.send(tensors, peer, tag))
 
     def recv(self, tensors, peer, tag=0):
+        """Receive the tensors from group rank `peer`; record it as an operation that sends nothing."""
         return self._transfer("recv", tensors, peer, tag, lambda: self._inner.recv(tensors, peer, tag))
 
     def recv_anysource(self, tensors, tag=0):
-        # The peer is unknown, so the rank status has no channel for it; it sends nothing.
+        """Receive the tensors from any rank; not recorded."""
+        # The peer is unknown, so there is no channel for the operation, which sends nothing.
         return self._inner.recv_anysource(tensors, tag)
 
     # -- the group itself ---------------------------------------------------------------------------------------------
 
     def getBackendName(self):
+        """Return "recorded", the name under which the backend is registered with torch."""
         return NAME
 
     @property
     def group_name(self) -> str:
-        return self._name  # torch does not name a group that a backend brings
+        """torch's name of this group, unique in the job. torch does not set it for a group from a backend."""
+        return self._name
 
     def _set_sequence_number_for_group(self):
         pass
 
     def shutdown(self):
+        """Shut down the inner group."""
         self._inner.shutdown()
 
     def abort(self):
+        """Abort the operations and connections of the inner group."""
         self._inner.abort()

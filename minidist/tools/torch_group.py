@@ -1,4 +1,4 @@
-"""The group that torch itself would make."""
+"""The process group that torch itself would create."""
 
 from datetime import timedelta
 

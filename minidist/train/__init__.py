@@ -2,5 +2,5 @@
 
 Public: `engine.Engine` (one step), `trainer.train` and `observer.Observer` (a run and its events). Read in this order:
 `loss` and `forward_backward` (gradients), `agree` (the collective decision), `optimizer`, `muon` and `schedule` (the
-update), `engine`; then `trainer` with `run_folder`, `metrics`, `checkpoint_state`, `resume`, `abort` and `sampling`.
+update), `engine`; then `trainer` with `run_folder`, `checkpoint_state` and `resume`.
 """

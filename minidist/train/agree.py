@@ -2,16 +2,18 @@
 
 A non-finite loss or gradient, or a request to stop, is known to single ranks only. So one small vector is all-reduced
 before the update, and every rank decides from the sums alone; a non-finite summand makes the sum non-finite. No rank
-can step while another skips.
+can step while another skips. A run ends if no further step can be taken (`raise_if_not_finite`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from minidist.comm import Group, all_reduce
+from minidist.errors import RunError, format_ranks
+from minidist.fault.agree import GatherObjects
 from minidist.precision.scaler import LossScaler
 
 
@@ -19,41 +21,45 @@ from minidist.precision.scaler import LossScaler
 class StepResult:
     """The outcome of a step, the same on all ranks except for the last two fields.
 
-    loss: mean over the tokens of the global batch without ignored labels, in nats; None if there are none.
-    tokens: their weighted number. grad_norm: global norm before clipping.
-    applied: whether the parameters were updated. finite: whether loss and norm were finite.
-    overflow: whether scaled gradients overflowed on any rank, so that the step was skipped.
-    stop: whether any rank requested a stop.
-    own_loss_finite, not_finite: of this rank only: whether its loss was finite, and the names of its parameters with a
-    non-finite gradient or value, in the order of the model.
+    loss: mean token loss of the global batch, without ignored labels, in nats; None if the batch has no such token.
+    num_tokens: the weighted number of tokens in that mean. grad_norm: global gradient norm before clipping; NaN if
+    non-finite. update_successful: whether the optimizer updated the parameters. is_finite: whether loss and norm were
+    finite. stop_requested: whether any rank asked for the end of the run. overflowed: whether scaled gradients
+    overflowed on any rank, so that the step was skipped. checkpoint_written: whether all ranks have written their files
+    of the checkpoint in flight.
+    is_local_loss_finite: whether the loss of this rank was finite. non_finite_parameters: the names of the parameters
+    whose value or gradient is non-finite on this rank, in the order of the model; empty if `is_finite`.
     """
 
     loss: float | None
-    tokens: float
+    num_tokens: float
     grad_norm: float
-    applied: bool
-    finite: bool
-    stop: bool
-    overflow: bool = False
-    own_loss_finite: bool = True
-    not_finite: tuple[str, ...] = ()
+    update_successful: bool
+    is_finite: bool
+    stop_requested: bool
+    overflowed: bool = False
+    checkpoint_written: bool = False
+    is_local_loss_finite: bool = True
+    non_finite_parameters: tuple[str, ...] = ()
 
 
-def agree(
+def agree_on_step(
     loss: float,
     squared_norm: float,
-    stop: bool,
-    reports: Sequence[float],
+    stop_requested: bool,
+    extra_values: Sequence[float],
     tokens: float,
     scaler: LossScaler | None,
     group: Group,
 ) -> tuple[StepResult, list[float]]:
-    """All-reduce one vector over the group and decide the step; returns the result, and the sums of `reports`.
+    """Make one decision for all ranks: step, skip or stop. Return it, and the sums of `extra_values`.
 
-    loss, squared_norm, stop, reports: of this rank; squared_norm without elements that another replica counts.
-    tokens: of the global batch, the same on all ranks; if 0, nothing is updated. scaler: is updated, if given.
+    All-reduces one vector over the group: this rank's loss, squared_norm, stop_requested and extra_values (any numbers
+    whose sums over the ranks the caller needs). squared_norm: of the gradient elements that this rank counts; each
+    element is counted by one rank. tokens: number of tokens in the global batch, the same on all ranks; if 0, the step
+    is skipped. scaler: the loss scaler, which learns whether this step overflowed; None without loss scaling.
     """
-    mine = [loss, squared_norm, float(stop), *reports]
+    mine = [loss, squared_norm, float(stop_requested), *extra_values]
     vector = torch.tensor(mine, dtype=torch.float64, device=group.world.control_device)
     all_reduce(vector, group, async_op=True).wait(host=True)
     total, square, stops, *sums = vector.tolist()
@@ -64,12 +70,53 @@ def agree(
         scaler.update(overflow)
     result = StepResult(
         loss=total if tokens else None,
-        tokens=tokens,
+        num_tokens=tokens,
         grad_norm=math.sqrt(square) if finite else math.nan,
-        applied=finite and tokens > 0,
-        finite=finite,
-        stop=stops > 0,
-        overflow=overflow,
-        own_loss_finite=math.isfinite(loss),
+        update_successful=finite and tokens > 0,
+        is_finite=finite,
+        stop_requested=stops > 0,
+        overflowed=overflow,
+        is_local_loss_finite=math.isfinite(loss),
     )
     return result, sums
+
+
+def raise_if_not_finite(
+    result: StepResult,
+    step: int,
+    scaler: LossScaler | None,
+    all_gather_object: GatherObjects,
+    describe_last_checkpoint: Callable[[], str],
+) -> None:
+    """Raise RunError, the same on all ranks, if the loss is not finite, or gradients overflowed too often in sequence.
+
+    result: of this step. step: the number of the step, from 1. scaler: the loss scaler, or None. all_gather_object:
+    takes this rank's value and returns the values of all ranks. describe_last_checkpoint: returns a sentence for the
+    end of the message, which names the first non-finite parameters. Collective.
+    """
+    if not result.is_finite and not result.overflowed:
+        raise RunError(_describe_not_finite(result, step, all_gather_object) + describe_last_checkpoint())
+    if result.overflowed and scaler.exhausted:
+        raise RunError(_describe_overflow(result, step, scaler, all_gather_object) + describe_last_checkpoint())
+
+
+def _describe_not_finite(result: StepResult, step: int, all_gather_object: GatherObjects) -> str:
+    names = [name for names in all_gather_object(result.non_finite_parameters) for name in names[:1]]
+    own = [rank for rank, finite in enumerate(all_gather_object(result.is_local_loss_finite)) if not finite]
+    where = f"the loss of {format_ranks(own)}" if own else "the reduced gradient"
+    return (
+        f"step {step}: {where} is not finite; the first tensor that is not: {names[0] if names else 'none'}. No "
+        "parameter was updated. Lower --optim.lr, or clip with --optim.clip-norm. "
+    )
+
+
+def _describe_overflow(result: StepResult, step: int, scaler: LossScaler, all_gather_object: GatherObjects) -> str:
+    names = list(dict.fromkeys(name for names in all_gather_object(result.non_finite_parameters) for name in names))
+    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    scales = [f"{scale:g}" for scale in scaler.overflowed]
+    shown_scales = ", ".join(scales if len(scales) <= 6 else [*scales[:3], "...", *scales[-2:]])
+    return (
+        f"step {step}: gradients overflowed in {len(scales)} steps one after another, at loss scales {shown_scales}; "
+        f"in the last, these were not finite: {shown}. Steps {step - len(scales) + 1} to {step} updated nothing. Lower "
+        "--optim.lr, or give --precision.policy bf16. "
+    )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from minidist.fault.index import Index
-from minidist.fault.shards import DTYPES, TensorShard, tensor_shards
+from minidist.fault.shards import DTYPES, TensorShard, make_tensor_shards
 from minidist.parameters import Box
 from minidist.train.engine import Engine
 
@@ -13,42 +13,43 @@ PARAMETERS = "params"
 _OPTIMIZER = "optimizer."
 
 
-def pieces(engine: Engine) -> Iterator[TensorShard]:
+def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
     """Yield this rank's shards of all parameters, buffers and optimizer states."""
     rank, reducer = engine.groups.world.rank, engine.reducer
     tensors = reducer.checkpoint_tensors()
     for name, parameter in engine.parameters.items():
         if name in reducer.master_specs:
-            yield from tensor_shards(PARAMETERS, reducer.master_specs[name], tensors[name], rank)
+            yield from make_tensor_shards(PARAMETERS, reducer.master_specs[name], tensors[name], rank)
         elif not parameter.requires_grad and parameter.numel() and reducer.gatherer is None:  # frozen and replicated
-            yield from tensor_shards(PARAMETERS, engine.specs[name], parameter.detach(), rank)
+            yield from make_tensor_shards(PARAMETERS, engine.specs[name], parameter.detach(), rank)
     for name, master in reducer.masters.items():
         spec = reducer.master_specs[name]
         for key, value in engine.optimizer.state.get(master, {}).items():
             if value is None:
                 continue
             if value.dim():
-                yield from tensor_shards(_OPTIMIZER + key, spec, value, rank)
+                yield from make_tensor_shards(_OPTIMIZER + key, spec, value, rank)
             else:  # a scalar, as AdamW's step count
                 # The same on all shards of a parameter: written with the first box.
                 first = not any(start for box in spec.boxes[:1] for start in box.start)
-                writes = first and spec.owner == rank
-                yield TensorShard(f"{_OPTIMIZER}{key}/{name}", (), Box((), ()), value, writes)
+                is_saved_here = first and spec.owner == rank
+                yield TensorShard(f"{_OPTIMIZER}{key}/{name}", (), Box((), ()), value, is_saved_here)
     holders = engine.groups.mesh.ranks(("dp", "cp", "tp"), rank)  # buffers are replicated within a stage
     for name, buffer in engine.model.named_buffers():
         shape = tuple(buffer.shape)
-        yield TensorShard(f"buffers/{name}", shape, Box.whole(shape), buffer, writes=rank == holders[0])
+        yield TensorShard(f"buffers/{name}", shape, Box.whole(shape), buffer, is_saved_here=rank == holders[0])
 
 
-def prepare(engine: Engine, index: Index) -> None:
-    """Create the optimizer states that the checkpoint has, so that they can be loaded in place.
+def create_optimizer_states(engine: Engine, index: Index) -> None:
+    """Create the optimizer states that a checkpoint contains, as zeros, so that they can be loaded in place.
 
-    A new optimizer would create them in its first step only. Parameters never used have no state.
+    engine: its optimizer gets the states. index: of the checkpoint. A new optimizer would create states in its first
+    step only. A parameter that was never used has no state in the checkpoint, and gets none.
     """
     for stored, tensor in index.tensors.items():
         kind, name = stored.split("/", 1)
         if kind.startswith(_OPTIMIZER) and name in engine.reducer.masters:
             master = engine.reducer.masters[name]
-            like = {"dtype": DTYPES[tensor.dtype], "device": master.device}
+            like = {"dtype": DTYPES[tensor.dtype_name], "device": master.device}
             made = torch.zeros(master.shape, **like) if tensor.shape else torch.zeros((), **like)
             engine.optimizer.state[master][kind.removeprefix(_OPTIMIZER)] = made

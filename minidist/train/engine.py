@@ -24,25 +24,25 @@ from torch import Tensor
 from minidist.comm import Groups, all_reduce
 from minidist.config import OptimConfig
 from minidist.data.loader import Batch
-from minidist.parallelize import Parallel
+from minidist.parallelize import ParallelModel
 from minidist.parameters import named_parameters
-from minidist.train.agree import StepResult, agree
+from minidist.train.agree import StepResult, agree_on_step
 from minidist.train.forward_backward import ForwardBackward
-from minidist.train.loss import count_tokens
+from minidist.train.loss import all_reduce_token_count
 from minidist.train.optimizer import make_optimizer, set_learning_rate
-from minidist.train.sampling import next_logits
 
 
 class Engine:
-    """Trains a model that is laid out over ranks.
+    """Runs training steps and evaluations of a model that is laid out over ranks.
 
-    parallel: the model as `parallelize` returned it. groups: as `bind` returned them. seed: of dropout.
+    parallel: the model as `parallelize` returned it. groups: the process groups as `comm.bind` returned them. optim:
+    the options of the optimizer, which the engine creates. seed: of dropout.
     """
 
-    def __init__(self, parallel: Parallel, groups: Groups, optim: OptimConfig, seed: int):
+    def __init__(self, parallel: ParallelModel, groups: Groups, optim: OptimConfig, seed: int):
         self.model, self.specs = parallel.model, parallel.specs
         self.reducer, self.scaler = parallel.reducer, parallel.scaler
-        self.groups, self.optim, self._parallel = groups, optim, parallel
+        self.groups, self.optim, self.parallel = groups, optim, parallel
         self.parameters = named_parameters(self.model)
         self.forward_backward = ForwardBackward(parallel, groups, seed)
         exchanged = "matrices" in groups  # Muon needs full matrices of sharded parameters
@@ -57,45 +57,58 @@ class Engine:
         lr: float,
         *,
         weight: float = 1.0,
-        stop: bool = False,
+        stop_requested: bool = False,
+        checkpoint_written: bool = True,
         inspect: Callable[[], None] | None = None,
     ) -> StepResult:
         """Train on this rank's part of the global batch of step number `step`.
 
-        weight: w_i of this rank's data. stop: whether this rank asks for the end of the run. inspect: called once
-        gradients are reduced, before they are clipped. Raises CommError if the ranks could not agree; then no rank has
-        updated anything.
+        step: from 0. micro_batches: of this rank. lr: the learning rate. weight: the weight of this rank's data in the
+        loss. stop_requested: whether this rank asks for the end of the run. checkpoint_written: whether this rank has
+        written its file of the checkpoint in flight. inspect: called when the gradients are reduced, before they are
+        clipped. Raises CommError if a collective failed before the update; then no rank has updated anything.
         """
         self.model.train()
-        micro_batches = self.forward_backward.cut_sequences(micro_batches)
-        count = count_tokens([batch.count for batch in micro_batches], weight, self.groups["loss"])
-        loss = self.forward_backward.train(step, micro_batches, weight, count)
-        self.reduce()
-        result = self.agree(loss, count.value, stop)
+        micro_batches = self.forward_backward.shard_sequences(micro_batches)
+        count = all_reduce_token_count([batch.num_loss_tokens for batch in micro_batches], weight, self.groups["loss"])
+        loss = self.forward_backward.run_micro_batches(step, micro_batches, weight, count)
+        self.finish_reduction()
+        result = self.agree_on_step(loss, count.value, stop_requested, checkpoint_written)
         if inspect is not None:
             inspect()
-        if result.applied:
+        if result.update_successful:
             with self.groups.meter.span("optimizer"):
                 self.update(lr, result.grad_norm, step)
-            self.gather()
-        self.reducer.clear()
+            self.gather_params()
+        self.reducer.clear_gradients()
         return result
 
-    def reduce(self) -> None:
-        """Complete the reductions that backward launched, and divide the gradients by the loss scale."""
-        self.reducer.finish()
+    def finish_reduction(self) -> None:
+        """Complete the gradient reductions that backward launched, then divide the gradients by the loss scale."""
+        self.reducer.finish_reductions()
         if self.scaler is not None:
-            self.reducer.scale(1 / self.scaler.scale)
+            self.reducer.scale_gradients(1 / self.scaler.scale)
 
-    def agree(self, loss: float | Tensor, tokens: float, stop: bool) -> StepResult:
-        """Decide together with all ranks whether to step, skip or stop."""
-        loss = float(loss) if self.forward_backward.counts_loss else 0.0
+    def agree_on_step(
+        self, loss: float | Tensor, tokens: float, stop_requested: bool, checkpoint_written: bool = True
+    ) -> StepResult:
+        """Make one decision for all ranks: step, skip or stop; find out if the checkpoint in flight is written.
+
+        loss: of this rank, in nats. tokens: number of tokens in the global batch. stop_requested, checkpoint_written:
+        of this rank, as in `step`. Computes the gradient norm. Collective.
+        """
+        loss = float(loss) if self.forward_backward.is_loss_counted else 0.0
         with self.groups.meter.span("gradient norm"):
             squared_norm = self._squared_norm()
-        flags, control = self.reducer.used_flags, self.groups["control"]
-        result, use_counts = agree(loss, squared_norm, stop, flags, tokens, self.scaler, control)
+        extra_values, control = [float(checkpoint_written), *self.reducer.used_flags], self.groups["control"]
+        result, (saved_ranks, *use_counts) = agree_on_step(
+            loss, squared_norm, stop_requested, extra_values, tokens, self.scaler, control
+        )
+        result = replace(result, checkpoint_written=saved_ranks == control.size)
         self.reducer.mark_unused(use_counts)
-        return result if result.finite else replace(result, not_finite=tuple(self.not_finite()))
+        if result.is_finite:
+            return result
+        return replace(result, non_finite_parameters=tuple(self.find_non_finite_parameters()))
 
     def _squared_norm(self) -> float:
         """This rank's part of the squared gradient norm: of the ranks that hold an element, one counts it."""
@@ -109,25 +122,30 @@ class Engine:
         return float(torch.stack(torch._foreach_norm(grads, dtype=wide)).double().square().sum())
 
     def update(self, lr: float, grad_norm: float, step: int) -> None:
-        """Clip to the global norm by the factor of torch's `clip_grad_norm_`, then run the optimizer."""
+        """Clip the gradients as torch's `clip_grad_norm_` does, then run the optimizer.
+
+        lr: the learning rate of this step. grad_norm: the global norm. step: the number of the step, from 0, which
+        seeds stochastic rounding.
+        """
         if self.optim.clip_norm is not None:
             factor = self.optim.clip_norm / (grad_norm + 1e-6)
             if factor < 1.0:
-                self.reducer.scale(factor)
+                self.reducer.scale_gradients(factor)
         set_learning_rate(self.optimizer, lr)
         for group in self.reducer.update_groups():
             self.reducer.attach_grads(group)
             self.optimizer.step(**({"names": self.reducer.updated_names(group)} if self.optim.kind == "muon" else {}))
             self.reducer.copy_to_params(group, step)
 
-    def gather(self) -> None:
-        """Bring the updated parameters to all ranks."""
-        self.reducer.gather()
+    def gather_params(self) -> None:
+        """Gather the updated parameters on all ranks, if each rank has updated its shards only (ZeRO 1 and 2)."""
+        self.reducer.gather_params()
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Return the mean loss in nats over the counted tokens of all ranks' batches, the same number on every rank.
+        """Return the mean token loss of all ranks' batches, in nats, the same on every rank; NaN without any token.
 
         batches: of this rank; no larger than its micro-batches in training, so that evaluation needs no more memory.
+        Leaves the model in evaluation mode. Collective.
         """
         self.model.eval()
         sums = self.forward_backward.evaluate(batches)
@@ -136,12 +154,8 @@ class Engine:
         loss_sum, count = total.tolist()
         return loss_sum / count if count else math.nan
 
-    def next_logits(self, tokens: Tensor) -> Tensor:
-        """Compute the logits (b, vocab) of the token that follows `tokens` (b, s); see `sampling.next_logits`."""
-        return next_logits(self._parallel, self.groups, tokens)
-
-    def not_finite(self) -> list[str]:
-        """The names of the parameters, in the model's order, whose value or gradient on this rank is not finite."""
+    def find_non_finite_parameters(self) -> list[str]:
+        """Return the names of the parameters, in the model's order, whose local value or gradient is non-finite."""
         values, gradients = self.reducer.checkpoint_tensors(), self.reducer.gradients()
         seen = {name: (values.get(name), gradients.get(name)) for name in self.parameters}
         return [name for name, pair in seen.items() if any(t is not None and not t.isfinite().all() for t in pair)]

@@ -15,20 +15,21 @@ from minidist.data.loader import Batch
 from minidist.models.dropout import DropoutAddress
 from minidist.parallel.context.chunks import DEFAULT_LAYOUT
 from minidist.parallel.context.layout import rank_positions, shard_sequence
-from minidist.parallel.data.reducer import collect
-from minidist.parallelize import Parallel
+from minidist.parallel.data.reducer import register_gradient_hooks
+from minidist.parallelize import ParallelModel
 from minidist.parameters import named_parameters
-from minidist.train.loss import Count, backward
+from minidist.train.loss import AsyncSum, backward
 
 
 class ForwardBackward:
-    """Runs the model of a `Parallel`. seed: of dropout.
+    """Runs forward and backward of micro-batches through this rank's part of the model.
 
-    counts_loss: whether this rank's losses count. Ranks of a tensor-parallel group compute the same loss, and pipeline
-    stages before the last compute none.
+    parallel: the model as `parallelize` returned it. groups: the process groups. seed: of dropout.
+    is_loss_counted: whether the losses of this rank enter the sum over all ranks. Ranks of a tensor-parallel group
+    compute the same loss, which only the first of them counts; pipeline stages before the last compute none.
     """
 
-    def __init__(self, parallel: Parallel, groups: Groups, seed: int):
+    def __init__(self, parallel: ParallelModel, groups: Groups, seed: int):
         self.model, self.pipeline, self.reducer = parallel.model, parallel.pipeline, parallel.reducer
         self.groups, self.seed, self.scaler = groups, seed, parallel.scaler
         self.device, self._parallel = groups.world.device, parallel
@@ -37,18 +38,18 @@ class ForwardBackward:
         self._positions_of: dict[int, Tensor] = {}  # of the last sequence length
         parameters = named_parameters(self.model)
         if self.pipeline is None:
-            self._hooks = collect(parameters, self.reducer, self._gradients_are_ready)
+            self._hooks = register_gradient_hooks(parameters, self.reducer, self._gradients_are_ready)
         else:  # its executor knows which backward completes a gradient
-            self._hooks = collect(parameters, self.pipeline, lambda: True)
-        has_end = self.pipeline is None or self.pipeline.stage == self.pipeline.end_stage
-        self.counts_loss = has_end and self._at["tp"] == 0
+            self._hooks = register_gradient_hooks(parameters, self.pipeline, lambda: True)
+        has_end = self.pipeline is None or self.pipeline.stage == self.pipeline.last_part_stage
+        self.is_loss_counted = has_end and self._at["tp"] == 0
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def cut_sequences(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Cut each batch to this rank's positions of every sequence (context parallelism).
+    def shard_sequences(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return each batch with this rank's positions of every sequence only (context parallelism).
 
-        Labels were shifted before.
+        The labels of a batch are already shifted. Without context parallelism, the batches are returned as they are.
         """
         if self._mesh.cp == 1:
             return list(batches)
@@ -59,16 +60,18 @@ class ForwardBackward:
     def _positions(self, seq_len: int) -> Tensor:
         """The positions of this rank's tokens in a whole sequence, (seq_len / cp,) int64."""
         if seq_len not in self._positions_of:
-            layout = DEFAULT_LAYOUT[self._parallel.context]
+            layout = DEFAULT_LAYOUT[self._parallel.cp_attention]
             self._positions_of = {
                 seq_len: rank_positions(layout, seq_len, self._mesh.cp, self._at["cp"]).to(self.device)
             }
         return self._positions_of[seq_len]
 
-    def train(self, step: int, batches: Sequence[Batch], weight: float, count: Count) -> float | Tensor:
+    def run_micro_batches(self, step: int, batches: Sequence[Batch], weight: float, count: AsyncSum) -> float | Tensor:
         """Run forward and backward of every micro-batch; return this rank's part of the loss, () in nats.
 
-        batches: as `cut_sequences` returned them. weight: of this rank's data. count: the global token count.
+        step: the number of the step, of which dropout masks are a function. batches: the micro-batches, as
+        `shard_sequences` returned them. weight: the weight of this rank's data in the loss. count: the token count of
+        the global batch, by which the loss is divided.
         """
         if self.pipeline is not None:
             return self._train_pipeline(step, batches, weight, count)
@@ -77,14 +80,14 @@ class ForwardBackward:
             self._last_micro_batch = i == len(batches) - 1
             if not self._skips(batch):
                 with self.groups.meter.span("forward", micro_batch=i):
-                    loss_sum = self.loss_sum(step, batch)
+                    loss_sum = self.forward_loss(step, batch)
                 with self.groups.meter.span("backward", micro_batch=i):
                     loss = loss + backward([loss_sum * scale], weight, count)
             self.reducer.end_backward()
         return loss / scale
 
-    def loss_sum(self, step: int, batch: Batch) -> Tensor:
-        """The forward of a micro-batch: the sum of the losses of its tokens, ()."""
+    def forward_loss(self, step: int, batch: Batch) -> Tensor:
+        """Run forward of a micro-batch and return the sum of its token losses, () in nats. Not for a pipeline."""
         batch, address = self._addressed(step, batch)
         return self.model(batch.tokens, batch.labels, address=address, positions=address.positions)[0]
 
@@ -103,7 +106,7 @@ class ForwardBackward:
 
     # -- with a pipeline ----------------------------------------------------------------------------------------------
 
-    def _train_pipeline(self, step: int, batches: Sequence[Batch], weight: float, count: Count) -> float | Tensor:
+    def _train_pipeline(self, step: int, batches: Sequence[Batch], weight: float, count: AsyncSum) -> float | Tensor:
         if count.value == 0:
             return 0.0
         scale = 1.0 if self.scaler is None else self.scaler.scale
@@ -124,7 +127,7 @@ class ForwardBackward:
 
     def _part(self, chunk: int, batch: Batch, address: DropoutAddress, hidden: Tensor | None) -> Tensor | tuple:
         """Run one part of the model: return hidden states, or the loss sum and the token count after the last part."""
-        layers = self._parallel.layers(chunk)
+        layers = self._parallel.layer_range(chunk)
         return self.model(
             batch.tokens, batch.labels, address=address, positions=address.positions, layers=layers, hidden=hidden
         )
@@ -136,9 +139,12 @@ class ForwardBackward:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[float]:
-        """The loss sum in nats and the number of counted tokens; zeros on a rank whose losses do not count."""
+        """Return [sum of the token losses in nats, number of these tokens] of this rank, without gradients.
+
+        batches: of this rank, with full sequences. Returns [0.0, 0.0] unless `is_loss_counted`.
+        """
         sums = [torch.zeros(2, dtype=torch.float64, device=self.device)]
-        addressed = [self._addressed(0, batch) for batch in self.cut_sequences(batches) if not self._skips(batch)]
+        addressed = [self._addressed(0, batch) for batch in self.shard_sequences(batches) if not self._skips(batch)]
 
         def record(loss_sum: Tensor, count: Tensor) -> Tensor:
             sums.append(torch.stack([loss_sum.double(), count.double()]))
@@ -153,4 +159,4 @@ class ForwardBackward:
         else:
             for batch, address in addressed:
                 record(*self.model(batch.tokens, batch.labels, positions=address.positions))
-        return torch.stack(sums).sum(0).tolist() if self.counts_loss else [0.0, 0.0]
+        return torch.stack(sums).sum(0).tolist() if self.is_loss_counted else [0.0, 0.0]

@@ -16,8 +16,8 @@ from torch import Tensor
 from minidist.comm import Group, all_reduce
 
 
-class Count:
-    """A number that is all-reduced asynchronously over a group. mine: this rank's summand, (1,) float64."""
+class AsyncSum:
+    """A sum over the ranks of a group; the constructor launches the all-reduce. mine: this rank's summand, (1,)."""
 
     def __init__(self, mine: Tensor, group: Group):
         self._total = mine
@@ -25,26 +25,27 @@ class Count:
 
     @cached_property
     def value(self) -> float:
-        """The sum; the first access waits for the all-reduce."""
+        """The sum as a number; the first access waits for the all-reduce."""
         self._handle.wait(host=True)
         return self._total.item()
 
 
-def count_tokens(counts: Iterable[int], weight: float, group: Group) -> Count:
-    """Start the all-reduce of the global batch's weighted number of tokens: sum_i w_i n_i over the ranks i.
+def all_reduce_token_count(counts: Iterable[int], weight: float, group: Group) -> AsyncSum:
+    """Launch the all-reduce of the global batch's weighted number of tokens: sum_i w_i n_i over the ranks i.
 
-    counts: number of tokens with a loss in each of this rank's micro-batches. weight: w_i, of this rank's data.
+    counts: the number of tokens with a loss in each of this rank's micro-batches; n_i is their sum. weight: w_i, the
+    weight of this rank's data. The returned `AsyncSum` waits for the result when its `value` is read.
     """
     mine = torch.tensor([sum(counts) * weight], dtype=torch.float64, device=group.world.control_device)
-    return Count(mine, group)
+    return AsyncSum(mine, group)
 
 
-def backward(loss_sums: Iterable[Tensor], weight: float, count: Count) -> float | Tensor:
+def backward(loss_sums: Iterable[Tensor], weight: float, count: AsyncSum) -> float | Tensor:
     """Run backward of this rank's part of the loss; returns that part, () in nats, or 0.0 without any loss.
 
     loss_sums: for each micro-batch the sum of its token losses, (); a lazy iterable, so that the activations of one
-    micro-batch are freed before the next forward. weight: w_i, as given to `count_tokens`. count: the result of
-    `count_tokens`; if its value is 0, no backward is run.
+    micro-batch are freed before the next forward. weight: w_i, as given to `all_reduce_token_count`. count: what
+    `all_reduce_token_count` returned; if its value is 0, no backward is run.
     """
     loss = 0.0
     for loss_sum in loss_sums:

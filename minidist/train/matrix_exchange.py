@@ -8,14 +8,17 @@ from torch import Tensor
 from minidist.comm import Group, all_to_all
 from minidist.comm.objects import all_gather_object
 from minidist.parameters import Box, ParamSpecs
-from minidist.train.matrix_plan import MatrixPlan, Shard, plan_matrices
+from minidist.train.matrix_plan import MatrixPlan, MatrixShard, assign_matrix_owners
 
 
-class MatrixExchange:
-    """Sends the shards of each matrix to one owner, and what the owner computes back to the holders.
+class ShardedMatrices:
+    """Applies a function to full matrices sharded over a group: each matrix is assembled on one rank, its owner.
 
-    matrices: the facts about the matrices of which this rank holds elements; possibly none. group: the ranks over which
-    they are sharded. dtype: of the shards; None on a rank that holds nothing.
+    The owner applies the function and sends every holder of the matrix its shard of the result. All ranks of the group
+    construct it together, with a collective.
+
+    matrices: by name, the specs of the matrices of which this rank holds elements; possibly none. group: the ranks over
+    which they are sharded. dtype: of the shards; None on a rank that holds nothing.
     """
 
     def __init__(self, matrices: ParamSpecs, group: Group, dtype: torch.dtype | None):
@@ -31,20 +34,21 @@ class MatrixExchange:
         ]
         self._shapes = {name: shape for held in everyone for name, (shape, _) in held.items()}
         shards = [
-            {name: Shard(boxes, sum(box.numel for box in boxes)) for name, boxes in held.items()}
+            {name: MatrixShard(boxes, sum(box.numel for box in boxes)) for name, boxes in held.items()}
             for held in self._boxes
         ]
-        self.plan: MatrixPlan = plan_matrices(shards)
-        self._senders = {name: self.plan.senders(name) for name in self.plan.holders}
+        self.plan: MatrixPlan = assign_matrix_owners(shards)
+        self._senders = {name: self.plan.sender_ranks(name) for name in self.plan.holders}
 
     @torch.no_grad()
     def apply(
         self, compute: Callable[[Tensor], Tensor], shards: Mapping[str, Tensor], names: Collection[str]
     ) -> dict[str, Tensor]:
-        """Return this rank's shard of `compute(matrix)` for every matrix, (elements,).
+        """Return this rank's shard of `compute(matrix)` by name, (elements,), for the matrices in `names`.
 
-        compute: (m, n) -> (m, n). shards: this rank's elements of each matrix, (elements,), in the order of its boxes.
-        names: the matrices, the same on every rank; those that this rank holds nothing of included.
+        compute: maps a full matrix (m, n) to (m, n). shards: this rank's elements of each matrix, (elements,), in the
+        order of its boxes. names: the matrices to compute, the same on every rank, including matrices of which this
+        rank holds no element. Collective: two all-to-alls.
         """
         group, me, wanted = self.group, self.group.rank, [name for name in self.plan.holders if name in names]
         to = {rank: [name for name in wanted if self.plan.owner[name] == rank] for rank in range(group.size)}

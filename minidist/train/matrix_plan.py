@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One rank's shard of a matrix. key: equal on ranks that hold the same elements; numel: their number."""
+class MatrixShard:
+    """One rank's shard of a matrix. key: equal on ranks that hold the same elements. numel: number of elements."""
 
     key: Hashable
     numel: int
@@ -20,39 +20,43 @@ class Shard:
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """The assignment of matrices to ranks.
+    """Which ranks hold each sharded matrix, and which rank, its owner, computes the update of the full matrix.
 
-    holders: the shard of every rank that has one, by matrix and rank. owner: the rank that computes each matrix.
+    holders: the shards of each matrix: holders[name][rank]. owner: the owner's rank by name of the matrix. All ranks
+    are ranks in the group.
     """
 
-    holders: Mapping[str, Mapping[int, Shard]]
+    holders: Mapping[str, Mapping[int, MatrixShard]]
     owner: Mapping[str, int]
 
-    def senders(self, name: str) -> list[int]:
-        """The ranks whose shards make up a matrix: the first holder of each shard."""
+    def sender_ranks(self, name: str) -> list[int]:
+        """Return the ranks that send their shards of matrix `name` to the owner: the first holder of each shard."""
         first: dict[Hashable, int] = {}
         for rank, shard in self.holders[name].items():
             first.setdefault(shard.key, rank)
         return list(first.values())
 
-    def sent_elements(self, rank: int, names: Collection[str]) -> tuple[int, int]:
-        """Elements that a rank sends to other ranks: shards to the owners, and updates to the holders."""
+    def num_sent_elements(self, rank: int, names: Collection[str]) -> tuple[int, int]:
+        """Return how many elements `rank` sends to other ranks: (of shards to owners, of updates to holders).
+
+        names: the matrices that are updated.
+        """
         shards = updates = 0
         for name in names:
             holders = self.holders[name]
             if self.owner[name] == rank:
                 updates += sum(shard.numel for other, shard in holders.items() if other != rank)
-            elif rank in self.senders(name):
+            elif rank in self.sender_ranks(name):
                 shards += holders[rank].numel
         return shards, updates
 
 
-def plan_matrices(shards: Sequence[Mapping[str, Shard]]) -> MatrixPlan:
+def assign_matrix_owners(shards: Sequence[Mapping[str, MatrixShard]]) -> MatrixPlan:
     """Assign each matrix to an owner: the largest first, each to the rank that owns the fewest elements so far.
 
-    shards: of every rank of the group, in rank order, what it holds of each matrix.
+    shards: for every rank of the group, in rank order, its shard of each matrix by name.
     """
-    holders: dict[str, dict[int, Shard]] = {}
+    holders: dict[str, dict[int, MatrixShard]] = {}
     for rank, held in enumerate(shards):
         for name, shard in held.items():
             holders.setdefault(name, {})[rank] = shard
@@ -64,6 +68,6 @@ def plan_matrices(shards: Sequence[Mapping[str, Shard]]) -> MatrixPlan:
     return MatrixPlan(dict(sorted(holders.items())), owner)
 
 
-def _distinct(holders: Mapping[str, Mapping[int, Shard]]) -> dict[str, dict[Hashable, int]]:
+def _distinct(holders: Mapping[str, Mapping[int, MatrixShard]]) -> dict[str, dict[Hashable, int]]:
     """The number of elements of each distinct shard, by matrix and key."""
     return {name: {shard.key: shard.numel for shard in of.values()} for name, of in holders.items()}

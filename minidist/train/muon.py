@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from minidist.train.matrix_exchange import MatrixExchange
+from minidist.train.matrix_exchange import ShardedMatrices
 
 # Of the polynomial a x + b x^3 + c x^5, chosen by Jordan et al. for its slope at 0: five iterations take singular
 # values above about 0.002 to between 0.7 and 1.2, which is close enough to 1.
@@ -21,15 +21,16 @@ _RMS_OF_ADAMW = 0.2
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for the parameter groups with `shapes`, AdamW for all others.
+    """An optimizer that updates the parameter groups with `shapes` by Muon, and all others by AdamW.
 
-    groups: parameter groups as in torch. Those of Muon have in addition `shapes` (of the full matrices, as a parameter
-    may be flat), `names` (if matrices are sharded), `momentum`, and `steps` (Newton-Schulz iterations).
-    exchange: gathers full matrices if they are sharded over ranks; steps: Newton-Schulz iterations in that case.
-    The momentum is sharded like the parameters.
+    groups: parameter groups as in torch. A group for Muon has in addition `shapes` (of the full matrices, as a
+    parameter may be flat), `names` (if matrices are sharded), `momentum`, and `steps` (Newton-Schulz iterations).
+    exchange: applies the orthogonalisation to full matrices if they are sharded over ranks, else None; in the sharded
+    case `steps` is the number of Newton-Schulz iterations. adamw: AdamW's arguments. The momentum is sharded like the
+    parameters.
     """
 
-    def __init__(self, groups: Iterable[dict], exchange: MatrixExchange | None = None, steps: int = 5, **adamw):
+    def __init__(self, groups: Iterable[dict], exchange: ShardedMatrices | None = None, steps: int = 5, **adamw):
         groups = list(groups)
         self._exchange, self._steps = exchange, steps
         super().__init__([{"shapes": None, **group} for group in groups], **adamw)
@@ -45,8 +46,9 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: None = None, names: Collection[str] = ()) -> None:
         """Update every parameter that has a gradient; gradients are not modified.
 
-        names: the parameters that any rank updates in this call. Used if matrices are sharded, also by ranks that hold
-        no element of them.
+        closure: as in torch. names: the parameters that at least one rank updates in this call. Only
+        needed if matrices are sharded: then the call is collective, and a rank that holds no element of a matrix takes
+        part.
         """
         groups = self.param_groups
         muon = [group for group in groups if group["shapes"] is not None]
@@ -65,7 +67,7 @@ class Muon(torch.optim.AdamW):
         for parameter, shape in zip(group["params"], group["shapes"], strict=True):
             if parameter.grad is not None:
                 momentum = self._momentum(parameter, group["momentum"])
-                _apply(parameter, orthogonal(momentum.view(shape), group["steps"]), shape, group)
+                _apply(parameter, orthogonalize(momentum.view(shape), group["steps"]), shape, group)
 
     def _step_sharded(self, group: dict | None, names: Collection[str]) -> None:
         """Update the sharded matrices. group: None on a rank that holds no element of any matrix."""
@@ -73,7 +75,7 @@ class Muon(torch.optim.AdamW):
         found = zip(group["names"], group["params"], group["shapes"], strict=True)
         held = {name: (shard, shape) for name, shard, shape in found if shard.grad is not None}
         momenta = {name: self._momentum(shard, group["momentum"]).reshape(-1) for name, (shard, _) in held.items()}
-        updates = self._exchange.apply(lambda matrix: orthogonal(matrix, self._steps), momenta, names)
+        updates = self._exchange.apply(lambda matrix: orthogonalize(matrix, self._steps), momenta, names)
         for name, (shard, shape) in held.items():
             _apply(shard, updates[name], shape, group)
 
@@ -89,10 +91,10 @@ class Muon(torch.optim.AdamW):
 def _apply(parameter: Tensor, update: Tensor, shape: tuple[int, int], group: dict) -> None:
     """Decay the weights, then subtract the update. shape: of the full matrix."""
     parameter.mul_(1 - group["lr"] * group["weight_decay"])
-    parameter.sub_(update.to(parameter.device).view_as(parameter), alpha=group["lr"] * scale(shape))
+    parameter.sub_(update.to(parameter.device).view_as(parameter), alpha=group["lr"] * adamw_rms_scale(shape))
 
 
-def orthogonal(matrix: Tensor, steps: int) -> Tensor:
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """Orthogonalise a matrix (m, n) by `steps` Newton-Schulz iterations in its own dtype: singular values near 1.
 
     It is first divided by its norm, which bounds the singular values by 1, so that the iteration converges.
@@ -106,6 +108,6 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
     return x if wide is matrix else x.T
 
 
-def scale(shape: tuple[int, int]) -> float:
+def adamw_rms_scale(shape: tuple[int, int]) -> float:
     """Return the factor that gives an orthogonal matrix of this shape the root mean square of AdamW's updates."""
     return _RMS_OF_ADAMW * math.sqrt(max(shape))

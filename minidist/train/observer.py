@@ -15,41 +15,38 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Receives the events of a run. Every method does nothing by default; each overrides those it needs."""
+    """Base class of observers, which receive the events of a run. Every method does nothing by default."""
 
     def check(self) -> None:
         """Raise UserError if this observer cannot write its files. Only rank 0 calls it, before the model is built."""
 
     def on_start(self, trainer: "Trainer") -> None:
-        """The trainer is built, and resumed if asked; no step has run."""
+        """Called once the trainer is built and has loaded the checkpoint to resume, if any; no step has run."""
 
     def before_step(self, trainer: "Trainer") -> None:
-        """A step is about to begin; `trainer.progress` says how many are done."""
+        """Called before each step; `trainer.progress.step` is the number of completed steps."""
 
-    def around_step(self, trainer: "Trainer") -> contextlib.AbstractContextManager:
-        """Return a context in which the computation of one step runs."""
+    def step_context(self, trainer: "Trainer") -> contextlib.AbstractContextManager:
+        """Return a context manager inside which the trainer runs `Engine.step`, once per step."""
         return contextlib.nullcontext()
 
     def on_step(self, trainer: "Trainer", result: StepResult) -> None:
-        """A step is done."""
-
-    def on_log(self, row: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """A row of metrics is due. ranks: step time, bytes sent and memory of every rank."""
+        """Called after each step, with its outcome."""
 
     def on_evaluation(self, step: int, loss: float) -> None:
-        """The held-out loss was measured after a step, in nats per token."""
+        """Called after an evaluation. step: number of completed steps. loss: held-out loss in nats per token."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """A checkpoint was written."""
+        """Called when a checkpoint is complete. path: its folder."""
 
     def on_note(self, line: str) -> None:
-        """The trainer or another observer has something to say that is worth a line."""
+        """Called with each line of text that the trainer or another observer passed to `Trainer.send_note`."""
 
     def on_last_step(self, trainer: "Trainer") -> None:
-        """The last step and its checkpoint are done; the final evaluation follows."""
+        """Called after the last step and its checkpoint, before the final evaluation."""
 
     def on_end(self, trainer: "Trainer", summary: dict[str, Any]) -> None:
-        """The run is over. summary: the result of `train`; an observer may add to it."""
+        """Called at the end of the run. summary: what `train` will return; an observer may add entries to it."""
 
     def close(self) -> None:
-        """Release what this observer holds, also after an error."""
+        """Release the resources of this observer. Called at the end of every run, also after an error."""

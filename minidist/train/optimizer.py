@@ -16,7 +16,7 @@ from minidist.comm import Group
 from minidist.config import OptimConfig
 from minidist.parameters import ParamSpecs
 from minidist.process_groups import is_hidden_matrix
-from minidist.train.matrix_exchange import MatrixExchange
+from minidist.train.matrix_exchange import ShardedMatrices
 from minidist.train.muon import Muon
 
 ALIGNED = 64  # elements of at least 4 bytes: a multiple of the vector length of all of torch's CPU kernels
@@ -56,9 +56,9 @@ def _hidden_matrices(masters: Mapping[str, Tensor], specs: ParamSpecs) -> list[s
     return [name for name in masters if is_hidden_matrix(name, len(specs[name].shape))]
 
 
-def _exchange(masters: Mapping[str, Tensor], specs: ParamSpecs, group: Group) -> MatrixExchange:
+def _exchange(masters: Mapping[str, Tensor], specs: ParamSpecs, group: Group) -> ShardedMatrices:
     dtype = next((master.dtype for master in masters.values()), None)
-    return MatrixExchange({name: specs[name] for name in _hidden_matrices(masters, specs)}, group, dtype)
+    return ShardedMatrices({name: specs[name] for name in _hidden_matrices(masters, specs)}, group, dtype)
 
 
 def _groups(optim: OptimConfig, masters: Mapping[str, Tensor], specs: ParamSpecs, sharded: bool) -> list[dict]:

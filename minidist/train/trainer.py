@@ -1,6 +1,6 @@
 """The training run: data in order, steps, evaluations on held-out text, checkpoints, and a clean end.
 
-The trainer reports to observers (`train.observer`) and needs none: what a person sees of a run, traces and memory
+The trainer reports to observers (`train.observer`) and needs none: log lines, metrics.jsonl, traces and memory
 measurements are tools built on them.
 """
 
@@ -18,65 +18,60 @@ from minidist.config import Config, MemoryConfig, TraceConfig
 from minidist.config_file import to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation_loader
-from minidist.errors import UserError, format_ranks
+from minidist.errors import DamagedError, RunError, UserError, format_ranks
 from minidist.fault import checkpoint, folders
+from minidist.fault.checkpoint import CheckpointSaver
 from minidist.fault.signals import StopRequest
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
-from minidist.precision.policy import TORCH_NAMES, resolve_policy
-from minidist.train import abort, checkpoint_state, metrics, run_folder
-from minidist.train.agree import StepResult
+from minidist.train import checkpoint_state, run_folder
+from minidist.train.agree import StepResult, raise_if_not_finite
 from minidist.train.engine import Engine
 from minidist.train.observer import Observer
-from minidist.train.resume import check_resumable, describe_learning_rate_jump, stored_config
+from minidist.train.resume import check_resumable
 from minidist.train.schedule import learning_rate
-from minidist.validation import find_warnings, validate
+from minidist.validation import validate
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class Progress:
-    """The position of a run: steps taken and samples consumed. With the configuration they determine the rest."""
+    """The position of a run: the numbers of completed steps and of training samples consumed so far."""
 
     step: int = 0
-    position: int = 0
-
-
-@dataclass
-class Pace:
-    """Steps since the last log line, and the seconds they took without evaluations and checkpoints."""
-
-    steps: int = 0
-    seconds: float = 0.0
+    consumed_samples: int = 0
 
 
 def train(
     world: World, config: Config, observers: Sequence[Observer] = (), meter: Meter | None = None
 ) -> dict[str, Any]:
-    """Train on this rank as the configuration says and return a summary of the run. Every rank calls it.
+    """Train on this rank as the configuration says. Every rank calls it.
 
-    observers, meter: see `Trainer`. Raises UserError if the run is impossible, RunError if it fails.
+    observers, meter: see `Trainer`. Returns a summary: "step", the number of completed steps; "stopped", whether the
+    run was stopped before its last step; "folder"; if not stopped, "held_out_loss" in nats per token; and what
+    observers add. Raises UserError if the run is impossible, RunError if it fails.
     """
     with StopRequest() as stop:
         trainer = Trainer(world, config, observers, meter)
         try:
             return trainer.run(stop)
         except CommError as error:
-            raise CommError(f"{error}\n{run_folder.last_checkpoint(trainer.folder)}") from error
+            raise CommError(f"{error}\n{run_folder.describe_last_checkpoint(trainer.folder)}") from error
         finally:
-            for observer in trainer.observers:
-                observer.close()
+            trainer.close()
 
 
 class Trainer:
     """One rank of a run. The constructor builds everything and, if asked, resumes; `run` trains.
 
-    observers: receive the events of the run, in this order. meter: counts the communication; None: one that keeps
-    totals only.
-    An error that occurs on one rank only (a file that this rank cannot read) is raised on all, so that no rank waits
-    for one that has failed.
+    observers: receive the events of the run, in this order. meter: counts the communication; None for a meter that
+    keeps totals only. Attributes that observers read: progress; step_time_s, the duration of the last step in seconds,
+    with loading its data; resumed_from, the folder of the checkpoint from which the run was resumed, or None; folder,
+    of the run; world, config, mesh, groups, corpus and engine.
+    If the constructor fails on one rank only (a file that this rank cannot read), it raises on all ranks, so that no
+    rank waits for the failed one.
     """
 
     def __init__(self, world: World, config: Config, observers: Sequence[Observer] = (), meter: Meter | None = None):
@@ -88,8 +83,8 @@ class Trainer:
         )
         self.control = self.groups["control"]
         self.all_gather_object = comm.bind_all_gather_object(self.control)
-        self._collectively(self._check_observers)
-        self.corpus = self._collectively(self._open_corpus)
+        self._run_on_all_ranks(self._check_observers)
+        self.corpus = self._run_on_all_ranks(self._open_corpus)
         self._check_same_corpus()
         model = Transformer(config.model)
         init_parameters(model, config.train.seed)
@@ -99,23 +94,29 @@ class Trainer:
         data, train = config.data, config.train
         self.loader = Loader(self.corpus.train, data.seq_len, train.seed, min_length=data.min_length)
         self.held_out = evaluation_loader(self.corpus.held_out, data.seq_len, train.eval_samples)
-        self.progress, self._pace = Progress(), Pace()
-        self.stop: StopRequest | None = None
-        self._resume_notes: list[str] = []
-        self._peak_memory = metrics.PeakMemory(world.device)
-        source = None if config.checkpoint.resume is None else self._resume()
+        self.progress, self.step_time_s = Progress(), 0.0
+        self.stop_request: StopRequest | None = None
         # Rank 0 makes the folder for all ranks, so only rank 0 needs the right to write there.
-        folder = self._collectively(lambda: run_folder.claim(config) if world.rank == 0 else None)
-        self.folder = self.all_gather_object(folder)[0]
-        self.metrics_file = None
-        if world.rank == 0:
-            step = self.progress.step
-            self.metrics_file = run_folder.MetricsFile(self.folder, reusable(config), step, source)
-            start = {"start": step, "corpus": self.corpus.fingerprint, "ranks": world.size}
-            self.metrics_file.write(start | {"text": self.corpus.describe()})
+        self._lock: run_folder.RunLock | None = None
+        run = self.all_gather_object(self._run_on_all_ranks(self._open_run_folder))[0]
+        self.folder, self._resume_notes = run.path, []
+        self.saver = CheckpointSaver(self.folder / run_folder.CHECKPOINTS, self.all_gather_object, self.control.rank)
+        try:
+            self.resumed_from = self._resume(run.checkpoints)
+        except BaseException:
+            self.close()
+            raise
 
-    def note(self, line: str) -> None:
-        """Pass a line on to all observers."""
+    def close(self) -> None:
+        """Close the observers, wait for this rank's checkpoint writer, and release the lock of the run folder."""
+        for observer in self.observers:
+            observer.close()
+        self.saver.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def send_note(self, line: str) -> None:
+        """Call `on_note` of all observers with a line of text."""
         for observer in self.observers:
             observer.on_note(line)
 
@@ -133,103 +134,88 @@ class Trainer:
             )
         return corpus
 
-    def _collectively(self, action: Callable[[], Result]) -> Result:
+    def _open_run_folder(self) -> run_folder.RunFolder | None:
+        if self.world.rank > 0:
+            return None
+        run = run_folder.open_run_folder(self.config)
+        self._lock = run_folder.RunLock(run.path)
+        return run
+
+    def _run_on_all_ranks(self, action: Callable[[], Result]) -> Result:
         """Run `action` on every rank and return this rank's result; raise a UserError of any rank on all ranks."""
         result, wrong = None, None
         try:
             result = action()
         except UserError as error:
-            wrong = str(error)
-        ranks: dict[str, list[int]] = {}
-        for rank, message in enumerate(self.all_gather_object(wrong)):
-            if message is not None:
-                ranks.setdefault(message, []).append(rank)
+            wrong = type(error), str(error)
+        ranks: dict[tuple[type[UserError], str], list[int]] = {}
+        for rank, error in enumerate(self.all_gather_object(wrong)):
+            if error is not None:
+                ranks.setdefault(error, []).append(rank)
         if ranks:
-            message, at = next(iter(ranks.items()))
-            raise UserError(message if len(at) == self.world.size else f"{format_ranks(at)}: {message}")
+            (kind, message), at = next(iter(ranks.items()))
+            raise kind(message if len(at) == self.world.size else f"{format_ranks(at)}: {message}")
         return result
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def run(self, stop: StopRequest) -> dict[str, Any]:
-        """Train to the last step, or to the step after which any rank was asked to stop. Return the summary."""
+        """Train to the last step, or until a rank has received a signal to stop; return the summary as `train` does.
+
+        stop: the entered signal handler of this rank. A stopped run saves a checkpoint first.
+        """
         train, meter, stopped = self.config.train, self.groups.meter, False
-        self.stop = stop
+        self.stop_request = stop
         for observer in self.observers:
             observer.on_start(self)
-        for warning in (*self._resume_notes, *find_warnings(self.config, self.mesh)):
-            self.note(warning)
+        for note in self._resume_notes:
+            self.send_note(note)
         while self.progress.step < train.steps and not stopped:
             for observer in self.observers:
                 observer.before_step(self)
             with meter.span("step", step=self.progress.step + 1):
-                stopped = self._step(stop.requested is not None).stop
+                stopped = self._step(stop.signal_name is not None).stop_requested
             step, last = self.progress.step, self.progress.step == train.steps
-            if _due(step, train.eval_every) and not last and not stopped:
+            if _is_due(step, train.eval_every) and not last and not stopped:
                 self._evaluate()
-            if _due(step, self.config.checkpoint.every) or last or stopped:
-                self._save()
+            if _is_due(step, self.config.checkpoint.every) or last or stopped:
+                self._save(wait=last or stopped or not self.config.checkpoint.background)
         for observer in self.observers:
             observer.on_last_step(self)
         return self._finish(stopped and self.progress.step < train.steps)
 
-    def _step(self, stop: bool) -> StepResult:
+    def _step(self, stop_requested: bool) -> StepResult:
         config, step, meter = self.config, self.progress.step, self.groups.meter
-        start, sent_before = time.perf_counter(), meter.total_wire_bytes
+        start = time.perf_counter()
         at = self.mesh.coords(self.world.rank)["dp"]
         data, train = config.data, config.train
         with meter.span("data"):
             batches = self.loader.micro_batches(
-                self.progress.position, train.global_batch, at, self.mesh.dp, train.micro_batches, data.shares
+                self.progress.consumed_samples, train.global_batch, at, self.mesh.dp, train.micro_batches, data.shares
             )
         lr = learning_rate(config.optim, step, train.steps)
         weight = data.weights[at] if data.weights else 1.0
         with contextlib.ExitStack() as around:
             for observer in self.observers:
-                around.enter_context(observer.around_step(self))
-            result = self.engine.step(step, batches, lr, weight=weight, stop=stop)
-        abort.check(
-            result,
-            step + 1,
-            self.engine.scaler,
-            self.all_gather_object,
-            lambda: run_folder.last_checkpoint(self.folder),
+                around.enter_context(observer.step_context(self))
+            result = self.engine.step(
+                step,
+                batches,
+                lr,
+                weight=weight,
+                stop_requested=stop_requested,
+                checkpoint_written=self.saver.is_local_file_written,
+            )
+        if result.checkpoint_written:
+            self._finish_save()
+        raise_if_not_finite(
+            result, step + 1, self.engine.scaler, self.all_gather_object, self._describe_last_checkpoint
         )
-        self.progress = Progress(step + 1, self.progress.position + train.global_batch)
-        self._pace.steps += 1
-        self._pace.seconds += time.perf_counter() - start
-        sent = meter.total_wire_bytes - sent_before
+        self.progress = Progress(step + 1, self.progress.consumed_samples + train.global_batch)
+        self.step_time_s = time.perf_counter() - start
         for observer in self.observers:
             observer.on_step(self, result)
-        if _due(self.progress.step, train.log_every) or self.progress.step in (1, train.steps):
-            self._log(result, lr, sent)
         return result
-
-    def _log(self, result: StepResult, lr: float, sent: int) -> None:
-        config, device = self.config, self.world.device
-        mine = {
-            "step_time_s": self._pace.seconds / self._pace.steps,
-            "comm_bytes": sent,
-            "memory": self._peak_memory.read(),
-        }
-        self._pace = Pace()
-        ranks = self.all_gather_object(mine)
-        # A step is as slow as its slowest rank, and the rank that uses the most memory must still fit.
-        row = {"step": self.progress.step, "tokens": self.progress.position * config.data.seq_len}
-        row |= {"loss": result.loss, "grad_norm": None if result.overflow else result.grad_norm, "lr": lr}
-        if self.engine.scaler is not None:
-            row |= {"loss_scale": self.engine.scaler.scale, "overflow": result.overflow}
-        row |= {name: max(rank[name] for rank in ranks) for name in mine}
-        row["tokens_per_s"] = config.train.global_batch * config.data.seq_len / row["step_time_s"]
-        if peak := metrics.peak_flops(device, TORCH_NAMES[resolve_policy(config.precision).compute]):
-            gpus = 1 if config.device.startswith("cuda:") else self.world.size
-            flops = config.model.flops_per_token(config.data.seq_len)
-            row["mfu"] = metrics.mfu(flops, row["tokens_per_s"], gpus, peak)
-            row["mfu_formula"] = metrics.MFU_FORMULA
-        for observer in self.observers:
-            observer.on_log(row, ranks)
-        if self.metrics_file:
-            self.metrics_file.write(row)
 
     def _evaluate(self) -> float:
         at = self.mesh.coords(self.world.rank)["dp"]
@@ -240,8 +226,6 @@ class Trainer:
             loss = self.engine.evaluate(self.held_out.micro_batches(0, samples, at, self.mesh.dp, parts))
         for observer in self.observers:
             observer.on_evaluation(self.progress.step, loss)
-        if self.metrics_file:
-            self.metrics_file.write({"step": self.progress.step, "held_out_loss": loss})
         return loss
 
     def _finish(self, stopped: bool) -> dict[str, Any]:
@@ -255,46 +239,81 @@ class Trainer:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
-        root = self.folder / run_folder.CHECKPOINTS
+    def _save(self, wait: bool) -> None:
+        """Save a checkpoint. wait: until it is complete; if False, a later step finishes it."""
         state = {
-            "config": to_toml(reusable(self.config)),
+            "config": to_toml(without_run_options(self.config)),
             "step": self.progress.step,
-            "position": self.progress.position,
+            "position": self.progress.consumed_samples,
             "corpus": self.corpus.fingerprint,
             "corpus_name": self.corpus.describe(),
-            "loss_scaler": None if self.engine.scaler is None else self.engine.scaler.state(),
+            "loss_scaler": None if self.engine.scaler is None else self.engine.scaler.state_dict(),
         }
-        pieces = checkpoint_state.pieces(self.engine)
+        self._finish_save()
+        shards = checkpoint_state.checkpoint_shards(self.engine)
         with self.groups.meter.span("checkpoint"):
-            path = checkpoint.save_checkpoint(
-                root, self.progress.step, pieces, state, self.all_gather_object, self.control.rank
-            )
+            try:
+                self.saver.start_save(self.progress.step, shards, state, copy=not wait)
+            except RunError as error:
+                self._note_failed_save(error, fatal=wait)
+        if wait:
+            self._finish_save(fatal=True)
+
+    def _finish_save(self, fatal: bool = False) -> None:
+        """Complete the checkpoint that is being saved, if any. fatal: end the run if it could not be saved."""
+        if not self.saver.is_saving:
+            return
+        try:
+            with self.groups.meter.span("checkpoint"):
+                path = self.saver.finish_save()
+        except RunError as error:
+            self._note_failed_save(error, fatal)
+            return
         if self.world.rank == 0:
-            folders.prune_checkpoints(root, self.config.checkpoint.keep, path)
+            how = self.config.checkpoint
+            folders.prune_checkpoints(self.saver.root, how.keep, path, how.keep_every)
         for observer in self.observers:
             observer.on_checkpoint(path)
 
-    def _resume(self) -> Path | None:
-        """Load the checkpoint; return the run folder it is in, None if it is in none."""
-        path, state = self._collectively(self._read_checkpoint)
+    def _note_failed_save(self, error: RunError, fatal: bool) -> None:
+        if fatal:
+            raise error
+        self.send_note(f"{error} The run goes on.")
+
+    def _describe_last_checkpoint(self) -> str:
+        self._finish_save()
+        return run_folder.describe_last_checkpoint(self.folder)
+
+    def _resume(self, checkpoints: Sequence[Path]) -> Path | None:
+        """Load the first intact checkpoint and return its folder; None if there is no checkpoint at all.
+
+        A damaged one is noted, and the next one tried; raises UserError if all are damaged.
+        """
+        for path in checkpoints:
+            try:
+                self._load(path)
+                return path
+            except DamagedError as error:
+                if path == checkpoints[-1]:
+                    raise
+                self._resume_notes.append(str(error))
+        return None
+
+    def _load(self, path: Path) -> None:
+        state = self._run_on_all_ranks(lambda: self._read_state(path))
         checkpoint.load_checkpoint(
-            path, checkpoint_state.pieces(self.engine), self.all_gather_object, self.control.rank
+            path, checkpoint_state.checkpoint_shards(self.engine), self.all_gather_object, self.control.rank
         )
         self.engine.reducer.after_load()
         if self.engine.scaler is not None and state.get("loss_scaler"):
-            self.engine.scaler.load(state["loss_scaler"])
+            self.engine.scaler.load_state_dict(state["loss_scaler"])
         self.progress = Progress(state["step"], state["position"])
-        if note := describe_learning_rate_jump(stored_config(path, state), self.config, state["step"]):
-            self._resume_notes.append(note)
-        return run_folder.run_of(path)
 
-    def _read_checkpoint(self) -> tuple[Path, dict[str, Any]]:
-        path = folders.latest_checkpoint(run_folder.checkpoints_of(self.config.checkpoint.resume))
+    def _read_state(self, path: Path) -> dict[str, Any]:
         index = checkpoint.read_index(path)
         check_resumable(path, index.state, self.config, self.corpus)
-        checkpoint_state.prepare(self.engine, index)
-        return path, index.state
+        checkpoint_state.create_optimizer_states(self.engine, index)
+        return index.state
 
     def _check_same_corpus(self) -> None:
         found = self.all_gather_object((self.corpus.fingerprint, self.corpus.describe()))
@@ -306,11 +325,11 @@ class Trainer:
             )
 
 
-def reusable(config: Config) -> Config:
-    """Return the configuration without what belongs to one run only: its folder, its origin, its measurements."""
+def without_run_options(config: Config) -> Config:
+    """Return `config` without the options of a single run: folder, checkpoint.resume, trace and memory."""
     once = dataclasses.replace(config.checkpoint, resume=None)
     return dataclasses.replace(config, folder=None, checkpoint=once, trace=TraceConfig(), memory=MemoryConfig())
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0

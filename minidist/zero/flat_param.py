@@ -1,10 +1,11 @@
 """A flat parameter and its gradients: the buffers, their collectives, and this rank's shards.
 
-Two ways to store them between micro-batches. `FullGradients` (stages 0 and 1) accumulates them in a flat buffer of full
-length and reduces it once per step, in place: the shard is a slice of the buffer. `ShardedGradients` (stages 2 and 3)
-keeps the gradients of a micro-batch as autograd returns them until all of the flat parameter have arrived. Then it
-copies them into a full-length buffer that lives until its reduction completes, and adds the result to a shard that is
-kept until the step ends. Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 5.2.
+Gradients are stored in one of two ways between micro-batches. `FullGradients` (stages 0 and 1) accumulates them in a
+full-length flat buffer and reduces it once per step, in place: the shard is a slice of the buffer. `ShardedGradients`
+(stages 2 and 3) keeps the gradients of a micro-batch as autograd returned them until those of all parameters in the
+flat parameter have been computed. Then it copies them into a full-length buffer that lives until its reduction
+completes, and adds the result to a shard that is kept until the step ends. Rajbhandari et al. 2020 (ZeRO, arXiv
+1910.02054), section 5.2.
 """
 
 from collections.abc import Mapping
@@ -15,60 +16,62 @@ from torch import Tensor, nn
 from minidist.comm import Group, Handle, all_gather, all_reduce, reduce_scatter
 from minidist.precision.dtypes import PrecisionDtypes
 from minidist.precision.masters import MasterWeights, Rounding
-from minidist.zero.plan import Layout
+from minidist.zero.plan import FlatLayout
 
 
 class FlatParam:
     """Parameters concatenated in one flat buffer that is sharded over a group.
 
-    parameters: of the model; they become views of the buffer. values: their values in full precision. group: the ranks
-    over which the buffer is sharded. host, rounding: see `MasterWeights`.
-    row: (numel,), the flat buffer that forward and backward read. part: (shard,), this rank's shard of it. masters: the
-    tensors of this shard that the optimizer updates. bounds: (start, stop) in the shard of each parameter with elements
-    in it, by name.
+    parameters: of the model, by name; they become views of the buffer. values: their values in full precision. layout:
+    of the parameters in the buffer. group: the ranks over which the buffer is sharded. dtypes, offload, rounding: as in
+    `MasterWeights`.
+    full_buffer: (numel,), the flat buffer that forward and backward read. shard: (shard_numel,), this rank's shard of
+    it. masters: the tensors of this shard that the optimizer updates. param_bounds: (start, stop) in the shard of each
+    parameter with elements in it, by name.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         values: Mapping[str, Tensor],
-        layout: Layout,
+        layout: FlatLayout,
         group: Group,
-        formats: PrecisionDtypes,
-        host: bool = False,
+        dtypes: PrecisionDtypes,
+        offload: bool = False,
         rounding: Rounding | None = None,
     ):
         self.parameters, self.layout, self.group = dict(parameters), layout, group
-        begin, end = layout.bounds(group.rank)
-        held = layout.held(group.rank)  # indices into each parameter
-        self.bounds = {
+        begin, end = layout.shard_bounds(group.rank)
+        ranges = layout.param_ranges(group.rank)  # indices into each parameter
+        self.param_bounds = {
             name: (layout.slots[name].start + start - begin, layout.slots[name].start + stop - begin)
-            for name, (start, stop) in held.items()
+            for name, (start, stop) in ranges.items()
         }
         device = next(iter(parameters.values())).device
-        self.row = torch.zeros(layout.numel, dtype=formats.parameter, device=device)
+        self.full_buffer = torch.zeros(layout.numel, dtype=dtypes.parameter, device=device)
         for name, parameter in parameters.items():
-            view = self.row[layout.slots[name].start : layout.slots[name].stop].view(parameter.shape)
+            view = self.full_buffer[layout.slots[name].start : layout.slots[name].stop].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
-        self.part = self._own(begin, end)
-        mine = {name: values[name].reshape(-1)[start:stop] for name, (start, stop) in held.items()}
-        self.masters = MasterWeights(self.part, self.bounds, mine, formats, host, rounding)
-        self._gathering: Handle | None = None
+        self.shard = self._take_shard(begin, end)
+        shard_values = {name: values[name].reshape(-1)[start:stop] for name, (start, stop) in ranges.items()}
+        self.masters = MasterWeights(self.shard, self.param_bounds, shard_values, dtypes, offload, rounding)
+        self._gather_handle: Handle | None = None
 
-    def _own(self, begin: int, end: int) -> Tensor:
+    def _take_shard(self, begin: int, end: int) -> Tensor:
         """This rank's shard of the flat buffer, (end - begin,)."""
-        return self.row[begin:end]
+        return self.full_buffer[begin:end]
 
     @torch.no_grad()
     def launch_gather(self) -> None:
         """Start the all-gather of all ranks' shards into the flat buffer."""
-        self._gathering = all_gather(self.row, self.part, self.group, async_op=True)
+        self._gather_handle = all_gather(self.full_buffer, self.shard, self.group, async_op=True)
 
     def wait_gather(self) -> None:
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+        """Wait for the all-gather in flight, if there is one."""
+        if self._gather_handle is not None:
+            self._gather_handle.wait()
+            self._gather_handle = None
 
 
 class ShardedFlatParam(FlatParam):
@@ -77,56 +80,66 @@ class ShardedFlatParam(FlatParam):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.is_unsharded = True
-        self.release()
+        self.reshard()
 
-    def _own(self, begin: int, end: int) -> Tensor:
-        return super()._own(begin, end).clone()  # outlives the full buffer
+    def _take_shard(self, begin: int, end: int) -> Tensor:
+        return super()._take_shard(begin, end).clone()  # outlives the full buffer
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Allocate the flat buffer and start its all-gather, unless it is gathered or in flight already."""
+        """Allocate the flat buffer and start its all-gather, unless done already since the last `reshard`."""
         if not self.is_unsharded:
             self.is_unsharded = True
-            self.row.untyped_storage().resize_(self.row.numel() * self.row.element_size())
+            self.full_buffer.untyped_storage().resize_(self.full_buffer.numel() * self.full_buffer.element_size())
             super().launch_gather()
 
-    def release(self) -> None:
-        """Free the flat buffer's storage; the model's and autograd's views see the data of the next all-gather."""
+    def reshard(self) -> None:
+        """Free the flat buffer's storage; views in the model and in autograd see the data of the next all-gather."""
         if self.is_unsharded:
             self.wait_gather()
             self.is_unsharded = False
-            self.row.untyped_storage().resize_(0)
+            self.full_buffer.untyped_storage().resize_(0)
 
 
 class FullGradients:
     """Gradients of a flat parameter, accumulated in a full-length buffer for the whole step (stages 0 and 1).
 
-    group: the ranks over which the gradients are sharded. outer: the ranks that hold the same shard and sum it; None if
-    this is the only one. row: (numel,), the flat gradient. result: (shard,), this rank's shard, summed over all ranks
-    once the reducer has finished. transient: whether the full-length buffer lives only while it is reduced.
+    group: the ranks over which the gradients are sharded. replica_group: the ranks that hold the same shard and sum it;
+    None if there is only one. full_buffer: (numel,), the flat gradient. result: (shard_numel,), this rank's shard,
+    summed over all ranks once the reducer has finished. transient: whether the full-length buffer lives only while it
+    is reduced.
     """
 
     transient = False
 
     def __init__(
-        self, layout: Layout, group: Group, outer: Group | None, formats: PrecisionDtypes, device: torch.device
+        self,
+        layout: FlatLayout,
+        group: Group,
+        replica_group: Group | None,
+        dtypes: PrecisionDtypes,
+        device: torch.device,
     ):
-        self.layout, self.group, self.outer, self.formats, self.device = layout, group, outer, formats, device
-        self._arriving: tuple[Handle, Tensor, Tensor] | None = None  # in flight: handle, output, destination
+        self.layout, self.group, self.replica_group = layout, group, replica_group
+        self.dtypes, self.device = dtypes, device
+        self._in_flight: tuple[Handle, Tensor, Tensor] | None = None  # in flight: handle, output, destination
         self._allocate()
 
     def _allocate(self) -> None:
-        self.row = torch.zeros(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
-        self.views = {name: self.row[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
+        self.full_buffer = torch.zeros(self.layout.numel, dtype=self.dtypes.accumulate, device=self.device)
+        self.views = {name: self.full_buffer[slot.start : slot.stop] for name, slot in self.layout.slots.items()}
         self.filled: set[str] = set()  # parameters with a gradient in this step
-        self.result = self.row[slice(*self.layout.bounds(self.group.rank))]
+        self.result = self.full_buffer[slice(*self.layout.shard_bounds(self.group.rank))]
 
-    def held(self) -> list[Tensor | None]:
-        """The gradient tensors held now, for memory measurements."""
-        return [self.row, self.result]
+    def live_tensors(self) -> list[Tensor | None]:
+        """Return the gradient tensors in memory now, for memory measurements; None if one is not allocated."""
+        return [self.full_buffer, self.result]
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Accumulate a local gradient of a parameter, of any shape and dtype."""
+        """Accumulate a local gradient of parameter `name` into the full-length buffer; `grad` is copied.
+
+        grad: as many elements as the parameter, in any shape and dtype.
+        """
         view = self.views[name].view_as(grad)
         if name in self.filled:
             view.add_(grad)
@@ -135,50 +148,50 @@ class FullGradients:
             self.filled.add(name)
 
     def launch(self) -> None:
-        """Start the reduction; a missing gradient counts as zero."""
+        """Start the reduce-scatter over the group (all-reduce if not sharded); a missing gradient counts as zero."""
         for name in self.views.keys() - self.filled:
             self.views[name].zero_()
         if self.group.size > 1:
-            self._reduce(self.row, self.result)
+            self._reduce(self.full_buffer, self.result)
         else:  # not sharded: all-reduce the full gradient over the replicas
-            self.sum_replicas()
+            self.launch_replica_all_reduce()
 
-    def _reduce(self, row: Tensor, target: Tensor) -> Tensor:
-        """Start the reduce-scatter of `row` into `target`, in the reduction dtype; return the tensor that is sent."""
+    def _reduce(self, full: Tensor, target: Tensor) -> Tensor:
+        """Start the reduce-scatter of `full` into `target`, in the reduction dtype; return the tensor that is sent."""
         output = target
-        if self.formats.reduce != self.formats.accumulate:
-            row, output = row.to(self.formats.reduce), torch.empty_like(target, dtype=self.formats.reduce)
-        self._arriving = reduce_scatter(output, row, self.group, async_op=True), output, target
-        return row
+        if self.dtypes.reduce != self.dtypes.accumulate:
+            full, output = full.to(self.dtypes.reduce), torch.empty_like(target, dtype=self.dtypes.reduce)
+        self._in_flight = reduce_scatter(output, full, self.group, async_op=True), output, target
+        return full
 
-    def sum_replicas(self) -> None:
-        """Start the all-reduce of this shard over its replicas."""
-        if self.outer is not None:
-            sent = self.result.to(self.formats.reduce)  # no copy if the dtypes are equal
-            self._arriving = all_reduce(sent, self.outer, async_op=True), sent, self.result
+    def launch_replica_all_reduce(self) -> None:
+        """Start the all-reduce of this rank's shard over the ranks that hold the same shard, if there are others."""
+        if self.replica_group is not None:
+            sent = self.result.to(self.dtypes.reduce)  # no copy if the dtypes are equal
+            self._in_flight = all_reduce(sent, self.replica_group, async_op=True), sent, self.result
 
     def wait(self) -> None:
-        """Wait for the reduction in flight; `result` then holds its sum."""
-        if self._arriving is not None:
-            handle, arrived, target = self._arriving
+        """Wait for the reduction in flight, if there is one; `result` then holds its sum."""
+        if self._in_flight is not None:
+            handle, output, target = self._in_flight
             handle.wait()
-            if arrived is not target:
-                target.copy_(arrived)
-            self._arriving = None
+            if output is not target:
+                target.copy_(output)
+            self._in_flight = None
 
-    def start_finish(self) -> None:
-        """Start the sum over replicas, once every reduction over the group has been launched."""
+    def launch_final_reduction(self) -> None:
+        """Start the step's last reduction, over replicas, after all reductions over the group have been launched."""
         if self.group.size > 1:
             self.wait()
-            self.sum_replicas()
+            self.launch_replica_all_reduce()
 
     def clear(self) -> None:
-        """Forget the step."""
+        """Drop the gradients of this step, so that the next gradients are not added to them."""
         self.filled.clear()
 
-    def abandon(self) -> None:
-        """Forget an aborted step and allocate new buffers: those in flight stay with their operations."""
-        self._arriving = None
+    def discard_aborted_step(self) -> None:
+        """Drop the gradients of an aborted step and allocate new buffers: the old ones may still be in flight."""
+        self._in_flight = None
         self.clear()
         self._allocate()
 
@@ -187,60 +200,60 @@ class ShardedGradients(FullGradients):
     """Gradients at full length only while in flight, and accumulated in a shard until the step ends (stages 2 and 3).
 
     Until a micro-batch's gradients are complete, each is kept as autograd returned it.
-    row: None unless in flight. result: None before the first reduction of a step completes, and after `clear`.
+    full_buffer: None unless in flight. result: None before the first reduction of a step completes, and after `clear`.
     """
 
     transient = True
 
     def _allocate(self) -> None:
-        self._come: dict[str, Tensor] = {}
-        self.row = self.result = None
+        self._local_grads: dict[str, Tensor] = {}
+        self.full_buffer = self.result = None
 
-    def held(self) -> list[Tensor | None]:
-        return [*self._come.values(), *super().held()]
+    def live_tensors(self) -> list[Tensor | None]:
+        return [*self._local_grads.values(), *super().live_tensors()]
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Accumulate a local gradient of any shape and dtype. Takes ownership: the caller must not use `grad` again."""
-        if name in self._come:
-            grad = self._come[name].to(self.formats.accumulate).add_(grad)
-        self._come[name] = grad
+        """Accumulate a local gradient of parameter `name`. Takes ownership: the caller must not use `grad` again."""
+        if name in self._local_grads:
+            grad = self._local_grads[name].to(self.dtypes.accumulate).add_(grad)
+        self._local_grads[name] = grad
 
     def _make_flat_gradient(self) -> Tensor:
         """Move the gradients of this micro-batch to a new flat buffer, (numel,), with zeros for missing ones."""
-        row = torch.empty(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
-        row[row.numel() - self.layout.padding :].zero_()  # padding is sent too
+        flat_grad = torch.empty(self.layout.numel, dtype=self.dtypes.accumulate, device=self.device)
+        flat_grad[flat_grad.numel() - self.layout.padding :].zero_()  # padding is sent too
         for name, slot in self.layout.slots.items():
-            part, grad = row[slot.start : slot.stop], self._come.pop(name, None)
+            view, grad = flat_grad[slot.start : slot.stop], self._local_grads.pop(name, None)
             if grad is None:
-                part.zero_()
+                view.zero_()
             else:
-                part.view_as(grad).copy_(grad)
-        return row
+                view.view_as(grad).copy_(grad)
+        return flat_grad
 
     def _make_shard(self) -> Tensor:
-        return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
+        return torch.empty(self.layout.shard_numel, dtype=self.dtypes.accumulate, device=self.device)
 
     def launch(self) -> None:
         self.wait()
-        self.row = self._reduce(self._make_flat_gradient(), self._make_shard())
+        self.full_buffer = self._reduce(self._make_flat_gradient(), self._make_shard())
 
     def wait(self) -> None:
         """Wait for the reduction in flight and add it to `result`."""
-        if self._arriving is None:
+        if self._in_flight is None:
             return
-        arrived = self._arriving[2]
+        target = self._in_flight[2]
         super().wait()
-        self.row = None
+        self.full_buffer = None
         if self.result is None:
-            self.result = arrived
-        elif arrived is not self.result:  # the sum over replicas is in place
-            self.result.add_(arrived)
+            self.result = target
+        elif target is not self.result:  # the sum over replicas is in place
+            self.result.add_(target)
 
-    def start_finish(self) -> None:
+    def launch_final_reduction(self) -> None:
         self.wait()
         if self.result is None:  # the step had no micro-batch
             self.result = self._make_shard().zero_()
-        self.sum_replicas()
+        self.launch_replica_all_reduce()
 
     def clear(self) -> None:
         self.result = None

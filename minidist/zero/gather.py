@@ -1,8 +1,8 @@
 """Stage 3: gather the parameters of a block before it runs and free them after it, in forward and in backward.
 
-One block computes while the next is in flight. The parameters of no block (embedding, final norm, head) stay gathered
-as long as the model runs. The backward of a block is over when that of the block before it begins: then its gradients
-are reduced and its parameters freed. A block that is recomputed in backward is gathered once for both.
+One block computes while the next is in flight. The parameters outside of all blocks (embedding, final norm, head)
+stay unsharded as long as the model runs. The backward of a block is over when that of the block before it begins: then
+its gradients are reduced and its parameters freed. A block that is recomputed in backward is gathered once for both.
 
 The hooks are registered on the modules, outside of anything that replaces their `forward`: recomputation and
 compilation run inside, where all parameters are unsharded.
@@ -19,118 +19,131 @@ from minidist.zero.flat_param import ShardedFlatParam
 
 @dataclass(frozen=True)
 class Block:
-    """A module and its flat parameters. index: its place in the model."""
+    """A module with the flat parameters that are gathered and freed together with it.
+
+    index: of the layer in the model, or ROOT for the parameters outside of all layers.
+    """
 
     module: nn.Module
     flat_params: Sequence[ShardedFlatParam]
     index: int
 
-    def launch(self) -> None:
+    def launch_gather(self) -> None:
+        """Start the all-gather of the flat parameters that are not unsharded."""
         for flat_param in self.flat_params:
             flat_param.launch_gather()
 
-    def need(self) -> None:
-        self.launch()
+    def unshard(self) -> None:
+        """All-gather the parameters and wait until they are complete."""
+        self.launch_gather()
         for flat_param in self.flat_params:
             flat_param.wait_gather()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
+        """Free the full parameters; this rank keeps its shards."""
         for flat_param in self.flat_params:
-            flat_param.release()
+            flat_param.reshard()
 
 
 class BlockGatherer:
-    """Gathers and frees the blocks of a model while it runs.
+    """Gathers the parameters of each block before it runs, and frees them after it, by hooks on the modules.
 
-    model: called with `layers`, as `Transformer` is. root: the parameters outside of all blocks. num_layers: of the
-    whole model. keep: whether the last block and the head stay gathered between forward and backward. prefetch: whether
-    to gather the next block while one computes. on_block_done: called with the flat parameters of each block whose
-    backward is over.
+    model: the model, with the interface of `Transformer`. root: the parameters outside of all blocks. num_layers: of
+    the whole model. keep_last_block: whether the last block and the head stay unsharded between forward and backward.
+    prefetch: whether to gather the next block while one computes. on_block_done: called with the flat parameters of
+    each block whose backward is over; None to call nothing.
     """
 
     def __init__(
-        self, model: nn.Module, root: Block, blocks: Sequence[Block], num_layers: int, keep: bool, prefetch: bool
+        self,
+        model: nn.Module,
+        root: Block,
+        blocks: Sequence[Block],
+        num_layers: int,
+        keep_last_block: bool,
+        prefetch: bool,
     ):
         self.root, self.blocks = root, {block.index: block for block in blocks}
-        self.end_of_model, self.keep, self.prefetch = num_layers, keep, prefetch
+        self.num_layers, self.keep_last_block, self.prefetch = num_layers, keep_last_block, prefetch
         self.on_block_done: Callable[[Sequence[ShardedFlatParam]], None] | None = None
         self._layers = range(num_layers)  # of the running forward
         self._in_backward: Block | None = None
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         model.register_forward_hook(self._after_model)
         for block in blocks:
-            block.module.register_forward_pre_hook(lambda *_, block=block: self._before(block))
-            block.module.register_forward_hook(lambda *args, block=block: self._after(block, args[-1]))
+            block.module.register_forward_pre_hook(lambda *_, block=block: self._before_forward(block))
+            block.module.register_forward_hook(lambda *args, block=block: self._after_forward(block, args[-1]))
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, model: nn.Module, args: tuple, how: dict) -> None:
-        layers = how.get("layers")
-        self._layers = range(self.end_of_model) if layers is None else layers
-        if self._layers.start == 0 or self._at_end:
-            self.root.need()
-        self._launch(self._layers.start)
+    def _before_model(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        layers = kwargs.get("layers")
+        self._layers = range(self.num_layers) if layers is None else layers
+        if self._layers.start == 0 or self._runs_last_layer:
+            self.root.unshard()
+        self._prefetch_block(self._layers.start)
 
     @property
-    def _at_end(self) -> bool:
-        return self._layers.stop == self.end_of_model
+    def _runs_last_layer(self) -> bool:
+        """Whether the running forward or backward includes the last layer of the model."""
+        return self._layers.stop == self.num_layers
 
-    def _launch(self, index: int) -> None:
+    def _prefetch_block(self, index: int) -> None:
         """Start to gather a block ahead of its use, if the running forward or backward includes it."""
         if self.prefetch and index in self._layers:
-            self.blocks[index].launch()
+            self.blocks[index].launch_gather()
 
-    def _before(self, block: Block) -> None:
-        block.need()
-        self._launch(block.index + 1)
+    def _before_forward(self, block: Block) -> None:
+        block.unshard()
+        self._prefetch_block(block.index + 1)
 
-    def _after(self, block: Block, hidden: Tensor) -> None:
-        if not self._stays(block.index == self.end_of_model - 1):
-            block.release()
+    def _after_forward(self, block: Block, hidden: Tensor) -> None:
+        if not self._stays_unsharded(block.index == self.num_layers - 1):
+            block.reshard()
         if hidden.requires_grad:
             layers = self._layers
             hidden.register_hook(lambda _: self._before_backward(block, layers))
 
-    def _stays(self, last: bool) -> bool:
-        return self.keep and last and torch.is_grad_enabled()
+    def _stays_unsharded(self, is_last: bool) -> bool:
+        return self.keep_last_block and is_last and torch.is_grad_enabled()
 
     def _after_model(self, model: nn.Module, args: tuple, output: Tensor | tuple) -> None:
-        if not self._stays(self._at_end):
-            self.root.release()
-        if self._at_end and isinstance(output, tuple) and output[0].requires_grad:
+        if not self._stays_unsharded(self._runs_last_layer):
+            self.root.reshard()
+        if self._runs_last_layer and isinstance(output, tuple) and output[0].requires_grad:
             layers = self._layers
-            output[0].register_hook(lambda _: self._begin_backward(layers))
+            output[0].register_hook(lambda _: self._before_model_backward(layers))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _begin_backward(self, layers: range) -> None:
+    def _before_model_backward(self, layers: range) -> None:
         self._layers = layers
-        self.root.need()
-        self._launch(layers.stop - 1)
+        self.root.unshard()
+        self._prefetch_block(layers.stop - 1)
 
     def _before_backward(self, block: Block, layers: range) -> None:
         self._layers = layers
-        self._leave()
-        block.need()
-        self._launch(block.index - 1)
+        self._end_block_backward()
+        block.unshard()
+        self._prefetch_block(block.index - 1)
         self._in_backward = block
 
-    def _leave(self) -> None:
-        """End the backward of the current block: report and free it."""
+    def _end_block_backward(self) -> None:
+        """End the backward of the current block: reshard its parameters and report it."""
         block, self._in_backward = self._in_backward, None
         if block is not None:
-            block.release()
+            block.reshard()
             if self.on_block_done is not None:
                 self.on_block_done(block.flat_params)
 
-    def end(self) -> None:
-        """End a micro-batch's backward: free all blocks."""
+    def end_backward(self) -> None:
+        """Reshard all blocks, after the backward of a micro-batch."""
         self._in_backward = None
-        self.root.release()
+        self.root.reshard()
         for block in self.blocks.values():
-            block.release()
+            block.reshard()
 
     def gather_all(self) -> None:
-        """Gather all parameters, to read the full model; `end` frees them."""
+        """Unshard all parameters, so that the full model can be read; `end_backward` reshards them."""
         for block in [self.root, *self.blocks.values()]:
-            block.need()
+            block.unshard()

@@ -19,47 +19,48 @@ from minidist.zero.gather import BlockGatherer
 
 @dataclass
 class ReducedFlatParam:
-    """A flat parameter and its gradients. chunk: the chunk of a pipeline's stage whose backward completes them."""
+    """A flat parameter with its gradients. chunk: the chunk of this pipeline stage whose backward completes them."""
 
     flat_param: FlatParam
     gradients: FullGradients
     chunk: int = 0
 
 
-class ReductionOrder:
-    """Launches the reductions of flat parameters in one order, the same on every rank, whatever order autograd chose.
+class InOrderReductions:
+    """Launches the reductions of flat parameters in the same order on every rank, whatever the order of autograd.
 
-    members: in that order. eager: launch a reduction as soon as its gradients have been accumulated and all reductions
-    before it have been launched; otherwise only in `on_block_done` and `end`.
+    members: the flat parameters in the order of their reductions. eager: launch a reduction as soon as its gradients
+    are complete and all earlier reductions have been launched; otherwise only `on_block_done` and `launch_remaining`
+    do. awaited: names of the parameters whose gradients are not complete.
     """
 
     def __init__(self, members: Sequence[ReducedFlatParam], eager: bool):
         self.members, self.eager = members, eager
         self._in_flight: deque[FullGradients] = deque()  # those that hold a full-length buffer
-        self.start()
+        self.reset_for_next_backward()
 
-    def start(self) -> None:
-        """Await the gradients of all flat parameters."""
+    def reset_for_next_backward(self) -> None:
+        """Await the gradients of all flat parameters again, and begin with the first reduction."""
         self.awaited = {name for member in self.members for name in member.flat_param.parameters}
         self._next = 0
 
-    def ready(self, name: str) -> None:
-        """Declare that all gradients of a parameter have been accumulated."""
+    def mark_ready(self, name: str) -> None:
+        """Declare that all gradients of parameter `name` have been accumulated; if eager, launch what is complete."""
         self.awaited.discard(name)
-        while self.eager and self._left() and self.awaited.isdisjoint(self._left()[0].flat_param.parameters):
+        while self.eager and self._pending() and self.awaited.isdisjoint(self._pending()[0].flat_param.parameters):
             self._launch()
 
     def on_block_done(self, flat_params: Sequence[FlatParam]) -> None:
-        """Launch all reductions up to the last of these flat parameters."""
-        while any(member.flat_param in flat_params for member in self._left()):
+        """Launch all reductions up to the last of `flat_params`, those of a block whose backward is over."""
+        while any(member.flat_param in flat_params for member in self._pending()):
             self._launch()
 
-    def end(self) -> None:
-        """Launch all reductions that have not been launched."""
-        while self._left():
+    def launch_remaining(self) -> None:
+        """Launch all reductions that have not been launched since the last reset."""
+        while self._pending():
             self._launch()
 
-    def _left(self) -> Sequence[ReducedFlatParam]:
+    def _pending(self) -> Sequence[ReducedFlatParam]:
         return self.members[self._next :]
 
     def _launch(self) -> None:
@@ -79,13 +80,14 @@ class ReductionOrder:
 
 
 class ZeroReducer(GradientReducer):
-    """The gradient reducer of ZeRO, and of stage 0 with masters of another dtype.
+    """The gradient reducer of ZeRO stages 1 to 3, and of stage 0 in mixed precision or with offloading.
 
     members: the flat parameters in the order in which backward completes their gradients. frozen: flat parameters
     without gradients. names: of all parameters of the whole model, the same on every rank. master_specs: the elements
     of each parameter that this rank's shards hold. gatherer: gathers parameters while the model runs, in stage 3.
-    each_micro_batch: whether gradients are reduced in every micro-batch rather than once a step. on_block_done: whether
-    the gatherer reports each block whose backward is over, so that its reductions start then.
+    reduces_each_micro_batch: whether gradients are reduced in every micro-batch rather than once a step.
+    reduces_each_block: whether the reductions of a block start as soon as the gatherer reports that its backward is
+    over.
     """
 
     def __init__(
@@ -95,16 +97,16 @@ class ZeroReducer(GradientReducer):
         names: Sequence[str],
         master_specs: Mapping[str, ParamSpec],
         *,
-        each_micro_batch: bool,
+        reduces_each_micro_batch: bool,
         gatherer: BlockGatherer | None = None,
-        on_block_done: bool = False,
+        reduces_each_block: bool = False,
     ):
         self.members, self._frozen, self._names, self.master_specs = members, frozen, names, dict(master_specs)
-        self.reduces_each_micro_batch, self.gatherer = each_micro_batch, gatherer
+        self.reduces_each_micro_batch, self.gatherer = reduces_each_micro_batch, gatherer
         self._member_of = {name: member for member in members for name in member.flat_param.parameters}
-        chunks = sorted({member.chunk for member in members}) if each_micro_batch else [None]
+        chunks = sorted({member.chunk for member in members}) if reduces_each_micro_batch else [None]
         self._orders = {
-            chunk: ReductionOrder([m for m in members if chunk in (None, m.chunk)], eager=gatherer is None)
+            chunk: InOrderReductions([m for m in members if chunk in (None, m.chunk)], eager=gatherer is None)
             for chunk in chunks
         }
         self._order_of = {
@@ -114,22 +116,22 @@ class ZeroReducer(GradientReducer):
         self._used: set[str] = set()
         self._unused: set[str] = set()  # parameters that no rank used in the last reduced step
         self._nothing_in_flight = True
-        if gatherer is not None and on_block_done:
+        if gatherer is not None and reduces_each_block:
             gatherer.on_block_done = self.on_block_done
 
     # -- accumulation -------------------------------------------------------------------------------------------------
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Accumulate a local gradient. Raises RuntimeError after `ready(name)`."""
+        """Accumulate a local gradient. Raises RuntimeError after `mark_ready(name)`."""
         if name not in self._order_of[name].awaited:
-            raise RuntimeError(f"a gradient of {name} came after ready({name!r}), when it may be in flight")
+            raise RuntimeError(f"a gradient of {name} came after mark_ready({name!r}), when it may be in flight")
         self._used.add(name)
         self._nothing_in_flight = False
         self._member_of[name].gradients.add(name, grad)
 
-    def ready(self, name: str) -> None:
-        """Declare that all gradients of `name` before its next reduction have been accumulated."""
-        self._order_of[name].ready(name)
+    def mark_ready(self, name: str) -> None:
+        """Declare that all gradients of `name` for its next reduction have been accumulated."""
+        self._order_of[name].mark_ready(name)
 
     def on_block_done(self, flat_params: Sequence[FlatParam]) -> None:
         """Launch the reductions of a block whose backward is over (stage 3)."""
@@ -137,114 +139,121 @@ class ZeroReducer(GradientReducer):
             order.on_block_done(flat_params)
 
     def end_backward(self, chunk: int | None = None) -> None:
-        """End the backward of a micro-batch through the whole model, or through one chunk of a pipeline's stage."""
+        """Finish a micro-batch's backward: launch its remaining reductions (stages 2 and 3) and reshard (stage 3).
+
+        chunk: the number, on this pipeline stage, of the model chunk that the backward went through; None for all.
+        """
         if self.reduces_each_micro_batch:
-            for at, order in self._orders.items():
-                if chunk in (None, at):
-                    order.end()
-                    order.start()
+            for completed_chunk, order in self._orders.items():
+                if chunk in (None, completed_chunk):
+                    order.launch_remaining()
+                    order.reset_for_next_backward()
         if self.gatherer is not None:
-            self.gatherer.end()
+            self.gatherer.end_backward()
 
     # -- the phases of a step -----------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """End the step's backward: return once this rank has its shards of the summed gradients."""
+    def finish_reductions(self) -> None:
+        """Launch the remaining reductions, and wait until this rank has its shards of the summed gradients."""
         if not self.reduces_each_micro_batch:
-            self._orders[None].end()
+            self._orders[None].launch_remaining()
         for member in self.members:
-            member.gradients.start_finish()
+            member.gradients.launch_final_reduction()
         for member in self.members:
             member.gradients.wait()
         self._nothing_in_flight = True
 
     @property
     def used_flags(self) -> list[float]:
-        """1.0 for each parameter of the whole model that this rank used in the step, else 0.0."""
+        """Whether this rank used each parameter of the whole model in the step, as 1.0 or 0.0, for `mark_unused`."""
         return [float(name in self._used) for name in self._names]
 
     def mark_unused(self, use_counts: Sequence[float]) -> None:
-        """Take the sums of all ranks' `used_flags`: a parameter with a count of 0 gets no gradient."""
+        """Mark the parameters that no rank used: they get no gradient. use_counts: sums of all ranks' `used_flags`."""
         self._unused = {name for name, count in zip(self._names, use_counts, strict=True) if not count}
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """This rank's shard of each reduced gradient, (elements,); None for a parameter that no rank used."""
-        found: dict[str, Tensor | None] = {}
+        """Return this rank's elements of each reduced gradient, 1-D, by name; None if no rank used the parameter."""
+        grads: dict[str, Tensor | None] = {}
         for member in self.members:
-            for name, (start, stop) in member.flat_param.bounds.items():
-                found[name] = None if name in self._unused else member.gradients.result[start:stop]
-        return found
+            for name, (start, stop) in member.flat_param.param_bounds.items():
+                grads[name] = None if name in self._unused else member.gradients.result[start:stop]
+        return grads
 
-    def scale(self, factor: float) -> None:
+    def scale_gradients(self, factor: float) -> None:
         """Multiply every reduced gradient by `factor`."""
         for member in self.members:
             member.gradients.result.mul_(factor)
 
     def update_groups(self) -> list[list[ReducedFlatParam]]:
-        """The flat parameters that the optimizer updates in one call each.
+        """Return the groups of flat parameters that the optimizer updates in one call each.
 
-        All in one call, except those whose update needs temporary memory (for gradients in the masters' dtype, or for
-        masters that are not kept): these are updated one after another, and share that memory.
+        One group has all flat parameters whose update needs no temporary memory. The update of the others needs some
+        (for gradients in the masters' dtype, or for masters that are not persistent), so each is a group of its own.
         """
-        together, apart = [], []
+        combined, separate = [], []
         for member in self.members:
             temporary = member.flat_param.masters.needs_temporary_memory(member.gradients.result)
-            (apart if temporary else together).append(member)
-        return [together] * bool(together) + [[member] for member in apart]
+            (separate if temporary else combined).append(member)
+        return [combined] * bool(combined) + [[member] for member in separate]
 
     def updated_names(self, group: Sequence[ReducedFlatParam]) -> list[str]:
-        """The parameters of an update group that some rank used. This rank may hold no element of them."""
+        """Return the names of an update group's parameters that some rank used, with or without elements here."""
         return [name for member in group for name in member.flat_param.parameters if name not in self._unused]
 
     def attach_grads(self, group: Sequence[ReducedFlatParam]) -> None:
-        """Give every master of an update group its gradient, except those of parameters that no rank used."""
+        """Set `.grad` of every master of an update group, except for parameters that no rank used."""
         for member in group:
             member.flat_param.masters.attach_grads(member.gradients.result, self._unused)
 
     def copy_to_params(self, group: Sequence[ReducedFlatParam], step: int) -> None:
-        """Copy the updated masters to this rank's shards, and detach their gradients."""
+        """Copy the updated masters to this rank's shards, and drop their gradients. step: of the optimizer."""
         for member in group:
             member.flat_param.masters.copy_to_params(step)
             member.flat_param.masters.detach_grads()
 
-    def gather(self) -> None:
-        """All-gather the updated shards; in stage 3 the model gathers each block when it runs."""
+    def gather_params(self) -> None:
+        """All-gather the updated shards; nothing in stage 3, where each block is gathered when the model runs it."""
         if self.gatherer is None:
             for member in self.members:
                 member.flat_param.launch_gather()
             for member in self.members:
                 member.flat_param.wait_gather()
 
-    def clear(self) -> None:
-        """Forget the step. After one that was interrupted, buffers in flight keep their memory and get replaced."""
+    def clear_gradients(self) -> None:
+        """Drop the gradients of this step; if the step was aborted, replace gradient buffers that may be in flight."""
         for member in self.members:
             if self._nothing_in_flight:
                 member.gradients.clear()
             else:
-                member.gradients.abandon()
+                member.gradients.discard_aborted_step()
         for order in self._orders.values():
-            order.start()
+            order.reset_for_next_backward()
         self._used, self._unused, self._nothing_in_flight = set(), set(), True
 
     # -- memory and checkpoints ---------------------------------------------------------------------------------------
 
     def tensors_by_kind(self) -> dict[str, list[Tensor | None]]:
-        """What this rank holds now, for memory measurements; tensors that live for a part of the step are buffers."""
+        """Return this rank's tensors by category, for memory measurements.
+
+        Categories: "parameters", "gradients", "masters", and "buffers" for tensors that live only for part of a step.
+        None stands for a tensor that is not allocated now.
+        """
         sums = [member.gradients.result for member in self.members]
-        found: dict[str, list[Tensor | None]] = {"buffers": [], "parameters": [], "gradients": sums, "masters": []}
+        tensors: dict[str, list[Tensor | None]] = {"buffers": [], "parameters": [], "gradients": sums, "masters": []}
         for flat_param in self._flat_params():
-            found["parameters"].append(flat_param.part)
+            tensors["parameters"].append(flat_param.shard)
             if isinstance(flat_param, ShardedFlatParam):
-                found["buffers"].append(flat_param.row)
+                tensors["buffers"].append(flat_param.full_buffer)
             if flat_param.masters.separate:
-                found["masters" if flat_param.masters.lasting else "buffers"].append(flat_param.masters.tensor)
-        return found
+                tensors["masters" if flat_param.masters.persistent else "buffers"].append(flat_param.masters.tensor)
+        return tensors
 
     def _flat_params(self) -> list[FlatParam]:
         return [*(member.flat_param for member in self.members), *self._frozen]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """This rank's elements of every parameter, frozen ones too, in the widest dtype that it keeps."""
+        """Return this rank's elements of every parameter, frozen ones too: the masters if kept, else the parameters."""
         return {
             name: tensor
             for flat_param in self._flat_params()
@@ -252,8 +261,8 @@ class ZeroReducer(GradientReducer):
         }
 
     def after_load(self) -> None:
-        """Copy the loaded `checkpoint_tensors` to the parameters of all ranks."""
+        """Update the parameters of all ranks after a checkpoint has been loaded into the `checkpoint_tensors`."""
         for member in self.members:
-            if member.flat_param.masters.lasting:
+            if member.flat_param.masters.persistent:
                 member.flat_param.masters.copy_to_params()
-        self.gather()
+        self.gather_params()

@@ -8,18 +8,18 @@ The function refuses contradictory numbers before the first connection. Later th
 hint at the cause. The message names the environment variables, because those are what the user can correct.
 
 Usual wrong answers:
-* shows ValueError or KeyError and no variable
-* the package's own function under the learner's name
-* rank 0 of 4, as in the script that everyone copies
-* a missing variable means one process, and four of them train apart
-* the rank among all is taken for the one on this machine
-* the machine is computed as if all machines had equally many ranks
-* fails when the launcher sets no local variables
-* rank 2 of 2 is let through
-* the rank on this machine is taken for the one among all, so machines repeat them
-* variables are texts, and stay texts
-* takes whatever numbers there are
-* rank 0 of 1, whatever the launcher says
+* raises ValueError or KeyError, without the name of the variable
+* calls the package's function
+* returns rank 0 of 4, as the script that everyone copies
+* treats a missing variable as a run with one process, so four processes train separately
+* uses RANK as the local rank
+* computes the node rank as if all machines had equally many ranks
+* fails if the launcher sets no local variables
+* accepts rank 2 of 2
+* uses LOCAL_RANK as the rank, so the ranks of different machines collide
+* returns the variables as strings
+* accepts contradictory numbers
+* returns rank 0 of 1, whatever the environment says
 """
 
 from collections.abc import Mapping
@@ -39,10 +39,12 @@ def rank_and_world(environ: Mapping[str, str]) -> RankEnvironment:
     local_rank = read_integer(environ, "LOCAL_RANK", rank)
     local_size = read_integer(environ, "LOCAL_WORLD_SIZE", size)
     if rank >= size:
-        raise UserError(f"RANK is {rank} and WORLD_SIZE {size}; it must be less than that")
+        raise UserError(f"RANK is {rank} and WORLD_SIZE {size}; the rank must be less than the size")
     if local_rank >= local_size:
-        told = f"LOCAL_RANK (or RANK without it) is {local_rank} and LOCAL_WORLD_SIZE (or WORLD_SIZE) {local_size}"
-        raise UserError(f"{told}; it must be less than that")
+        values = f"LOCAL_RANK (or RANK without it) is {local_rank} and LOCAL_WORLD_SIZE (or WORLD_SIZE) {local_size}"
+        raise UserError(f"{values}; the rank must be less than the size")
     if local_size > size:
-        raise UserError(f"LOCAL_WORLD_SIZE is {local_size} and WORLD_SIZE {size}; a machine has no more ranks than all")
+        raise UserError(
+            f"LOCAL_WORLD_SIZE is {local_size} and WORLD_SIZE {size}; one machine cannot have more ranks than the job"
+        )
     return RankEnvironment(rank, size, local_rank, local_size, read_integer(environ, "GROUP_RANK", 0))

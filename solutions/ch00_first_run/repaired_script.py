@@ -11,35 +11,35 @@ the full batch: each rank divides its loss sum by the size of the full batch, an
 ranks. A mean of per-rank means is correct only if all shards have the same size.
 
 Usual wrong answers:
-* the CPU, however many GPUs there are
-* asks for a backend, and talks over gloo all the same
-* batch_size samples on every rank, so fewer and larger steps
-* every rank does all the work by itself, right values and nothing shared
-* the parameters are ones, whatever was to be learned
-* the model goes to the GPU, its inputs stay where they are
-* asks for a device, and computes on the CPU all the same
-* a rank without samples does not take part, and the others wait for ever
-* an epoch for every batch of an epoch
-* wrong on four ranks only, where gradients are halved
-* every gradient is gathered twice, the second time for nothing
-* the group is never ended
-* the last rank tells the others how to start
-* the lines for torchrun still use a loader that is not there
-* a mean of means, right only where all shares are equal
-* takes the second GPU where there is one
-* nccl on every machine, also where there is no GPU
-* replicas keep what they began with, right only when all began equal
-* no gradient is ever sent, every rank trains a model of its own
-* all ranks of a machine on its first GPU
-* a DistributedSampler repeats samples until all ranks have equally many
-* every process is rank 0 of 4, and each waits for three others
-* rank 0 does all the work, the others wait for its gradient
-* the rank among all is taken for the one on this machine
-* the last, shorter batch is left out
-* sums that nobody needs go over the network at the start
-* means of shares are summed, a learning rate that grows with the ranks
-* trains as soon as the file is imported
-* joins, reads its share and ends, and trains nothing
+* uses the CPU even if there are GPUs
+* calls device_and_backend, but always uses gloo
+* takes batch_size samples on every rank, so the steps are fewer and larger
+* every rank processes the full batch: right values, and no work is distributed
+* returns ones as parameters
+* moves the model to the GPU and leaves its inputs on the CPU
+* calls device_and_backend, but always computes on the CPU
+* a rank without samples skips the collective, and the other ranks wait for ever
+* runs an epoch for every batch of an epoch
+* halves the gradients, on four ranks only
+* gathers every gradient twice, the second time for no purpose
+* does not destroy the process group
+* broadcasts the initial parameters of the last rank instead of rank 0
+* the lines below `if __name__ == "__main__"` still use a loader that does not exist
+* averages per-rank means, which is right only for equal shards
+* uses GPUs even if the machine has fewer GPUs than ranks
+* uses nccl on every machine, even without GPUs
+* does not broadcast the initial parameters, which is right only for equal replicas
+* does not reduce the gradients, so every rank trains its own model
+* all ranks of a machine use its first GPU
+* uses a DistributedSampler, which repeats samples until all ranks have equally many
+* every process is rank 0 of 4 and waits for three others
+* rank 0 computes every gradient and the other ranks wait for it
+* uses RANK in place of LOCAL_RANK
+* drops the last, smaller batch
+* sends unused all-reduces at the start
+* sums the per-rank means, so the learning rate grows with the number of ranks
+* trains when the file is imported
+* joins, reads its shard and returns without training
 """
 
 import os

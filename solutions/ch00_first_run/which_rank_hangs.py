@@ -9,17 +9,17 @@ In the ring, even ranks send first and odd ranks receive first, so every send fi
 first, all would block. At the end of the chain rank 3 waits for rank 2, which is blocked itself.
 
 Usual wrong answers:
-* ranks that never come to the barrier are said to wait in it
-* the scenario is changed until the answer fits
-* every rank waits for ever, whatever it does
-* blocking sends are thought to wait for ever, also when somebody receives
-* the last rank, which sends nothing, is forgotten
-* the first send is thought to go through
-* only the rank next to the one that left
-* the others are said to wait for rank 0
-* the rank that left the operation out is said to wait, and it has long returned
-* one is left unanswered
-* no rank ever waits
+* names ranks that never call the barrier
+* changes the scenario until the answer fits
+* says that every rank hangs in every scenario
+* takes a blocking send to hang even if the receiver has posted its receive
+* omits the last rank, which sends nothing
+* takes the first send to return without a receive
+* names only the neighbour of the rank that returned
+* says that the other ranks wait for rank 0
+* names the rank that skipped the operation, which has returned
+* leaves one scenario unanswered
+* says that no rank ever hangs
 """
 
 import torch

@@ -8,22 +8,22 @@ The alternative, letting autograd accumulate and passing .grad to the reducer in
 the last micro-batch does not use a parameter that an earlier one used: its hook does not run.
 
 Usual wrong answers:
-* the mean over micro-batches, though every loss was divided already
-* calls the package's own
-* ones, whatever the gradient is
-* .grad is kept, so autograd adds each gradient to those before it
-* .grad is emptied in the last micro-batch only
-* wrong on four ranks only, where gradients are doubled
+* averages over the micro-batches, although every loss is already divided
+* calls the package's function
+* adds ones instead of the gradient
+* keeps .grad, so autograd adds each gradient to the earlier ones
+* sets .grad to None in the last micro-batch only
+* doubles the gradients, on four ranks only
 * every hook uses the name of the last parameter
-* autograd adds up, and what the last micro-batch does not use is lost
-* nothing is ever ready, so nothing is sent before the end of the step
-* the hooks cannot be removed
-* only the gradient of the last micro-batch is passed on
-* every micro-batch sends what it has
-* a gradient is said to be ready before it is added
-* gradients are rounded to bfloat16 before they reach the reducer
-* zeros
-* .grad is filled with zeros instead, and the memory is held twice
+* lets autograd accumulate, and loses a parameter that the last micro-batch does not use
+* never calls ready, so nothing is sent before the end of the step
+* returns no handles, so the hooks cannot be removed
+* adds only the gradient of the last micro-batch
+* calls ready in every micro-batch
+* calls ready before it adds the gradient
+* rounds gradients to bfloat16 before it adds them
+* adds zeros
+* fills .grad with zeros instead of freeing it, so the memory is allocated twice
 """
 
 from collections.abc import Callable, Mapping
@@ -31,16 +31,16 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from minidist.parallel.data.reducer import GradientReducer, trainable
+from minidist.parallel.data.reducer import GradientReducer, trainable_parameters
 
 
-def collect(
-    parameters: Mapping[str, nn.Parameter], reducer: GradientReducer, last: Callable[[], bool]
+def register_gradient_hooks(
+    parameters: Mapping[str, nn.Parameter], reducer: GradientReducer, is_last_backward: Callable[[], bool]
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Register autograd hooks that hand each gradient to the reducer as soon as a backward has computed it.
+    """Register autograd hooks that pass each gradient to the reducer as soon as backward has computed it.
 
-    last: returns whether the running backward is the last one of the step. Only in that one is a gradient declared
-    ready; in the micro-batches before, gradients accumulate and nothing is sent. The hooks set `.grad` to None, because
+    is_last_backward: returns whether the running backward is the last one of the step. Only then is a gradient declared
+    ready; in earlier micro-batches gradients accumulate and nothing is sent. The hooks set `.grad` to None, because
     autograd would add the next backward's gradient to one that the reducer already has. Autograd does not call the hook
     of a parameter that a backward did not use. Returns the hooks' handles, whose `remove()` unregisters them.
     """
@@ -49,12 +49,12 @@ def collect(
         def hook(parameter: Tensor) -> None:
             reducer.add(name, parameter.grad)
             parameter.grad = None
-            if last():
-                reducer.ready(name)
+            if is_last_backward():
+                reducer.mark_ready(name)
 
         return hook
 
     return [
         parameter.register_post_accumulate_grad_hook(hook_for(name))
-        for name, parameter in trainable(parameters).items()
+        for name, parameter in trainable_parameters(parameters).items()
     ]

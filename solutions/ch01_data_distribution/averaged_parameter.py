@@ -9,21 +9,21 @@ had this fault, and no test noticed: a falling loss proves nothing. Compare the 
 losses with one process.
 
 Usual wrong answers:
-* the parameters are averaged after the step, which only plain SGD forgives
-* every rank computes the whole batch, and nothing has to be sent
-* the parameters still go over the network as well, for nothing
-* the drift is hidden by giving all ranks the replica of rank 0 in the end
-* whatever is wrong, it must be how the replicas started
-* the mean is never over more than three ranks
-* the line is named as it is when mended, not as it was
-* the fault is found and not mended
-* the line that is wrong is gone, and nothing averages the gradient
-* the line is named where rank 0 tells the others how to start
-* rank 0 does not take part, and the others wait for it
-* all ranks take the gradient of rank 0, and the samples of others are lost
-* the sum of the gradients in the place of their mean
-* the unequal losses are taken for unequal shares
-* everything is named, and nothing is trained
+* averages the parameters after the step, which is right only for plain SGD
+* every rank processes the full batch, so that no gradient is sent
+* also averages the parameters, for no purpose
+* broadcasts the replica of rank 0 at the end, which hides the drift
+* names the initial parameters as the cause
+* averages over at most three ranks
+* gives LINE as in the repaired program, not as in the original
+* names the fault and does not fix it
+* removes the faulty line, and does not average the gradients
+* names the line of the broadcast from rank 0
+* rank 0 skips the collective, and the other ranks wait for it
+* all ranks apply the gradient of rank 0, and the samples of the others are lost
+* sums the gradients instead of averaging them
+* takes the different losses for shards of different sizes
+* names everything right, and does not train
 """
 
 import os

@@ -5,18 +5,18 @@ overlap. Spreading the rest over the first ranks keeps the sizes within one samp
 sets the time of a step. No sample is dropped or repeated, because either would change the gradient.
 
 Usual wrong answers:
-* every rank takes the size rounded up, and the last ones get what is left
-* the package's own block is called
-* the same answer for every input
-* the last index is included, so neighbours share a sample
-* a list comes back where an array is asked for
-* a rank without samples fails instead of having none
-* wrong on one rank only, the second of three or more when sizes do not divide
-* numpy cuts the blocks
-* the rest of the division goes to nobody, so some samples are never seen
-* the last rank takes the whole rest, and all others wait for it
-* the start forgets that earlier blocks may be longer, so blocks overlap
-* a rank outside the world gets samples
+* every rank takes the rounded-up size, and the last ranks get the rest
+* calls the package's function
+* returns one fixed answer for every input
+* includes the end index, so neighbouring blocks share a sample
+* returns a list instead of an array
+* fails for a rank without samples
+* wrong on the second of three or more ranks only, if the sizes do not divide
+* calls numpy's function
+* drops the remainder of the division
+* the last rank takes the remainder, and all others wait for it
+* the start ignores that earlier blocks may be longer, so blocks overlap
+* accepts a rank outside the world
 * zeros of the right length
 """
 

@@ -7,33 +7,35 @@ communication starts early. The buckets keep the order of the names, which is th
 parameters.
 
 Usual wrong answers:
-* a bucket ends when it has passed the limit, not before
-* puts each parameter into any bucket that has room, so the order is lost
-* calls the package's own
-* all in one bucket, whatever the limit
-* a first parameter that is too large leaves an empty bucket before it
-* the first bucket may be larger than the limit
-* the second bucket is measured by the first one's limit too
-* all buckets have the limit of the first
-* all buckets have the same limit
-* a first limit of 0 is taken for none
-* what fits exactly begins another bucket
-* goes on counting what is in earlier buckets
-* a bucket for every parameter
-* calls torch's own
-* a parameter larger than the limit is left out
-* no bucket at all
+* ends a bucket after it has exceeded the limit
+* puts a parameter into any bucket with room, so the order is lost
+* calls the package's function
+* puts everything into one bucket, whatever the limit
+* a first parameter above the limit leaves an empty bucket before it
+* the first bucket may exceed `limit`
+* applies `first` to the second bucket, too
+* applies `first` to all buckets
+* ignores `first`
+* treats first=0 as None
+* starts a new bucket for a parameter that fits exactly
+* does not reset the size at a new bucket
+* one bucket per parameter
+* calls torch's function
+* drops a parameter above the limit
+* returns no bucket
 """
 
 from collections.abc import Mapping
 
 
-def assign(sizes: Mapping[str, int], limit: int, first: int | None = None) -> list[list[str]]:
-    """Cut parameter names into buckets of consecutive names, in the order of `sizes`, each of at most `limit` bytes.
+def assign_buckets(sizes: Mapping[str, int], limit: int, first: int | None = None) -> list[list[str]]:
+    """Assign parameters to gradient buckets; return the parameter names of each bucket.
 
-    A bucket takes the next name as long as it fits. A parameter larger than the limit has a bucket of its own.
+    A bucket takes consecutive names of `sizes` as long as they fit. A parameter larger than the limit has its own
+    bucket.
 
-    sizes: name to bytes. first: a smaller limit for the first bucket; None: `limit`.
+    sizes: bytes of each gradient, by parameter name, in the order in which backward computes the gradients. limit:
+    maximum bytes of a bucket. first: maximum bytes of the first bucket if smaller than `limit`; None means `limit`.
     """
     buckets: list[list[str]] = []
     filled = room = 0

@@ -6,23 +6,23 @@ rank that skips a parameter it did not use leaves the other ranks waiting. A red
 gradient of zeros instead of None lets weight decay and momentum change it.
 
 Usual wrong answers:
-* the package's own reducer under the learner's name
-* ones, whatever was added
-* all take the gradient of the first rank, right only when ranks are equal
-* the sum is taken in float32, whatever the parameter is
-* wrong on four ranks only, where the sum is divided
-* all gradients are gathered and then added, n times the traffic
-* the sums of one step are still there in the next
-* wrong on one rank only, the third
-* four messages per parameter, though two of them are tiny
-* the sum is divided by the number of ranks, though every loss was divided already
-* every rank keeps its own gradient, right only when there is one rank
-* the parameter is reduced as well, so replicas move without an optimizer
-* every gradient is reduced a second time for nothing
-* a rank decides by itself whether the parameter was used
-* a parameter that nobody used gets a gradient of zeros
-* a rank that did not use a parameter does not take part, and the others wait for ever
-* zeros
+* calls the package's reducer
+* returns ones as gradients
+* broadcasts the gradient of the first rank, which is right only for equal ranks
+* reduces in float32, whatever the parameter's dtype
+* divides the sum, on four ranks only
+* all-gathers the gradients and sums locally, with n times the traffic
+* does not clear the sums after a step
+* wrong on the third rank only
+* sends four messages per parameter
+* divides by the number of ranks, although every loss is already divided
+* keeps the local gradients, which is right only for one rank
+* also reduces the parameter, so replicas change without the optimizer
+* reduces every gradient a second time, for no purpose
+* a rank decides alone whether a parameter was used
+* a parameter that no rank used gets a gradient of zeros
+* a rank that did not use a parameter skips the collective, and the others wait for ever
+* returns zeros as gradients
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,34 +31,37 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, all_reduce
-from minidist.parallel.data.reducer import GradientReducer, group_of
+from minidist.parallel.data.reducer import GradientReducer, find_gradient_group
 from minidist.parameters import ParamSpecs
 
 
 class NaiveReducer(GradientReducer):
-    """One all-reduce per parameter after backward. The simple version of `BucketedReducer`, with the same results."""
+    """Gradient reducer of data parallelism with one all-reduce per parameter after backward; see `BucketedReducer`.
+
+    specs: of the parameters. groups: among them the group of each parameter's replicas.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs, groups: Iterable[Group]):
         super().__init__(parameters, specs)
         groups = list(groups)
-        self._groups = {name: group_of(specs[name], groups) for name in self._parameters}
+        self._groups = {name: find_gradient_group(specs[name], groups) for name in self._parameters}
         self._sums: dict[str, Tensor] = {}
         self._ready: set[str] = set()
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Add a local gradient to those of earlier micro-batches."""
+        """Add a local gradient of parameter `name` to those of earlier micro-batches; `grad` is copied."""
         if name in self._ready:
-            raise RuntimeError(f"a gradient of {name} came after ready({name!r})")
+            raise RuntimeError(f"a gradient of {name} came after mark_ready({name!r})")
         if name in self._sums:
             self._sums[name].add_(grad)
         else:
             self._sums[name] = grad.detach().clone(memory_format=torch.contiguous_format)
 
-    def ready(self, name: str) -> None:
-        self._ready.add(name)  # nothing is sent before `finish`
+    def mark_ready(self, name: str) -> None:
+        self._ready.add(name)  # nothing is sent before `finish_reductions`
 
-    def finish(self) -> None:
-        """Sum over the group: every `.grad` holds the sum, or None for a parameter that no rank of the group used."""
+    def finish_reductions(self) -> None:
+        """All-reduce all gradients. Then `.grad` is the sum over the group, None if no rank used the parameter."""
         for name, parameter in self._parameters.items():
             group = self._groups[name]
             # Every rank must take part in every collective: one that did not use the parameter sends zeros.
@@ -71,12 +74,12 @@ class NaiveReducer(GradientReducer):
             parameter.grad = total.view_as(parameter) if used.item() else None
         self._sums, self._ready = {}, set()
 
-    def clear(self) -> None:
+    def clear_gradients(self) -> None:
         self._sums, self._ready = {}, set()
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def scale(self, factor: float) -> None:
+    def scale_gradients(self, factor: float) -> None:
         for parameter in self._parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)

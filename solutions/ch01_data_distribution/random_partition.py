@@ -5,21 +5,21 @@ permutation depends on (seed, epoch) alone. A generator that advances during the
 restart, and numpy's global generator advances whenever any code draws from it.
 
 Usual wrong answers:
-* the package's own random is called
-* the same answer for every input
+* calls the package's function
+* returns one fixed answer for every input
 * the order depends on the number of ranks
 * every epoch has the same order
-* the global generator decides, which is in another state on every rank
-* the order is turned by a random amount, and neighbours stay together
-* after twenty epochs the orders come again
-* the last rank takes the whole rest
-* the next seed's epoch 0 has the order of this one's epoch 1
-* every rank shuffles by itself, so ranks share samples and miss others
-* the global generator is seeded, and with it everybody who draws from it
-* every rank keeps its block and shuffles inside, so no sample ever changes its rank
-* the order is cut in strides, so another number of ranks gives another order
-* a rank that is not there gets samples all the same
-* numbers are drawn, and may be drawn twice
+* draws from the global generator, whose state differs by rank
+* rotates the order by a random amount, so neighbours stay adjacent
+* the orders repeat after twenty epochs
+* the last rank takes the remainder
+* seed s in epoch 1 has the order of seed s + 1 in epoch 0
+* every rank draws its own order, so samples are duplicated and missed
+* seeds the global generator, which changes the draws of other code
+* shuffles inside each rank's block, so no sample ever changes its rank
+* takes strides of the order instead of blocks
+* accepts a rank outside the world
+* draws with replacement, so samples can repeat
 * zeros of the right length
 """
 

@@ -5,16 +5,16 @@ blocks give it one region. Samplers that repeat samples until all ranks have equ
 repeated samples count twice.
 
 Usual wrong answers:
-* consecutive blocks in place of strides
-* the package's own strided is called under another name
-* the same answer for every input
-* wrong on the last rank only, which loses its last sample when sizes do not divide
-* samples from the start are repeated until all ranks have equally many
-* the last index may lie behind the end
-* all ranks get equally many, and the rest is never seen
-* torch's sampler is asked
+* returns consecutive blocks
+* calls the package's function under another name
+* returns one fixed answer for every input
+* drops the last sample of the last rank if the sizes do not divide
+* repeats samples from the start until all ranks have equally many
+* the last index may exceed n - 1
+* gives all ranks equally many samples and drops the rest
+* uses torch's sampler
 * every rank starts at 0
-* a rank outside the world gets samples
+* accepts a rank outside the world
 * zeros of the right length
 """
 

@@ -5,21 +5,21 @@ than one. Rounding each share separately can give another sum. Fractions are exa
 machine, even where a float cannot represent n.
 
 Usual wrong answers:
-* blocks start as if all ranks before had the size of this one
-* the package's own sizes and weighted are called
-* the same answer for every input
-* floats cannot hold the shares of many samples
-* weights are rounded to hundredths
-* blocks begin where int32 says, which has no number above 2**31
-* shares are rounded down, and the samples left over go to nobody
-* what is left over goes to the first ranks
-* all that is left over goes to the largest weight
-* every share is rounded by itself, and together they are not n
-* weights are rounded to fractions with a denominator of at most 100
+* starts each block as if all lower ranks had this rank's size
+* calls the package's functions
+* returns one fixed answer for every input
+* computes in floats, which cannot represent the shares of many samples
+* rounds the weights to hundredths
+* computes the starts in int32, which overflows at 2**31
+* rounds the shares down and drops the leftover samples
+* gives the leftover samples to the first ranks
+* gives all leftover samples to the largest weight
+* rounds every share separately, so their sum may differ from n
+* rounds the weights to fractions with a denominator of at most 100
 * ties go to the higher rank
-* a rank that is not there gets samples all the same
-* weights are made whole numbers, and those below one vanish
-* nothing for anybody
+* accepts a rank outside the world
+* converts the weights to integers, so weights below one become zero
+* gives every rank nothing
 """
 
 import math

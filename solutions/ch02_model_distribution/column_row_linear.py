@@ -9,18 +9,18 @@ In the opposite order, rows first, a sum is needed before the activation functio
 f(b), and the input would have to be sharded first.
 
 Usual wrong answers:
-* the package's own
-* one number in every feature
-* the output enters in the place of the input, and gradients of other features are mixed into it
-* the last feature is left out
-* what has been summed is summed again
-* the parts of the input leave, not those of the output
-* the mean over the ranks
-* the values are right, and each rank's input gets the gradient of its own features only
-* each rank keeps its own term of the sum
-* in float32, whatever the weights are
-* the features inside are summed too, which nobody looks at
-* zeros
+* calls the package's classes
+* returns one number in every feature
+* applies `enter` to the output instead of the input, which mixes gradients of other features
+* drops the last feature
+* sums the output a second time
+* applies `leave` to the input instead of the output
+* averages over the ranks
+* does not apply `enter`: right values, but the input gets a partial gradient
+* does not apply `leave`, so each rank keeps its partial output
+* computes in float32, whatever the dtype of the weights
+* also all-reduces the inner features, for no purpose
+* returns zeros
 """
 
 import torch.nn.functional as F
@@ -30,10 +30,10 @@ from minidist.parallel.tensor.operators import Operator
 
 
 class ColumnParallelLinear(nn.Module):
-    """This rank's output features of a linear layer: (b, s, in) -> (b, s, out / ranks).
+    """A linear layer whose output features are sharded over the ranks: (b, s, in) -> (b, s, out / ranks).
 
-    weight: (out / ranks, in). enter: what happens to the input first; nothing where several projections read one
-    input, which has entered already: then its gradients are summed once.
+    weight: (out / ranks, in), this rank's shard. enter: the operator applied to the input, the first of
+    `region_operators`. None if several layers read the same input and their module applies the operator once for all.
     """
 
     def __init__(self, weight: Tensor, enter: Operator | None = None):
@@ -41,13 +41,15 @@ class ColumnParallelLinear(nn.Module):
         self.weight, self._enter = nn.Parameter(weight), enter
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's output features, (b, s, out / ranks)."""
         return F.linear(x if self._enter is None else self._enter(x), self.weight)
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer whose input features are sharded: (b, s, in / ranks) -> what `leave` makes of (b, s, out).
+    """A linear layer whose input features are sharded over the ranks: (b, s, in / ranks) -> (b, s, out).
 
-    weight: (out, in / ranks). leave: sums over the ranks.
+    weight: (out, in / ranks), this rank's shard. leave: the operator that sums the ranks' partial outputs, the second
+    of `region_operators`; with sequence parallelism it returns (b, s / ranks, out).
     """
 
     def __init__(self, weight: Tensor, leave: Operator):
@@ -55,4 +57,5 @@ class RowParallelLinear(nn.Module):
         self.weight, self._leave = nn.Parameter(weight), leave
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output summed over the ranks, (b, s, out) or with sequence parallelism (b, s / ranks, out)."""
         return self._leave(F.linear(x, self.weight))

@@ -10,19 +10,19 @@ the one loss that all ranks have in common once per rank, and every gradient ups
 large.
 
 Usual wrong answers:
-* the package's own
-* one number whatever comes
-* what enters is told of this rank's part alone
-* everybody sends its part to everybody, who adds them up
-* the gradient that came in is overwritten, and it is somebody else's
-* the mean of the parts in the place of their sum
-* the last rank divides its gradient by two
-* the sum is written over this rank's part
-* the sum is in float32, whatever came in
-* a sum on the way in as well, which nobody looks at
-* what every rank has whole is summed as it enters
-* the sum is summed again in backward, as for a sum of losses: too large by the number of ranks
-* zeros
+* calls the package's functions
+* returns a constant
+* the input keeps its partial gradient
+* all-gathers the partial results and sums them locally
+* overwrites the incoming gradient
+* averages instead of summing
+* the last rank halves its gradient
+* overwrites this rank's input with the sum
+* sums in float32, whatever the dtype of the input
+* also all-reduces in the forward of copy_to_tp, for no purpose
+* sums the replicated input in the forward of copy_to_tp
+* all-reduces in backward as well: gradients are too large by the number of ranks
+* returns zeros
 """
 
 import torch
@@ -32,7 +32,9 @@ from minidist.comm import Group
 from minidist.comm import functional as ops
 
 
-class _Copied(torch.autograd.Function):
+class _CopyToTP(torch.autograd.Function):
+    """`copy_to_tp` with its own backward. key: the group's name (`group.key`), for `ops.all_reduce(x, key)`."""
+
     @staticmethod
     def forward(ctx, x, key):
         ctx.key = key
@@ -43,7 +45,9 @@ class _Copied(torch.autograd.Function):
         return ops.all_reduce(grad.contiguous(), ctx.key), None
 
 
-class _Summed(torch.autograd.Function):
+class _ReduceFromTP(torch.autograd.Function):
+    """`reduce_from_tp` with its own backward. key: the group's name (`group.key`), for `ops.all_reduce(x, key)`."""
+
     @staticmethod
     def forward(ctx, x, key):
         return ops.all_reduce(x, key)
@@ -55,9 +59,9 @@ class _Summed(torch.autograd.Function):
 
 def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
     """All-reduce the partial results `x` (any shape) of a tensor-parallel region; the result is replicated."""
-    return x if group.size == 1 else _Summed.apply(x, group.key)
+    return x if group.size == 1 else _ReduceFromTP.apply(x, group.key)
 
 
 def copy_to_tp(x: Tensor, group: Group) -> Tensor:
     """Return the replicated `x` (any shape) as input of a tensor-parallel region; backward all-reduces its gradient."""
-    return x if group.size == 1 else _Copied.apply(x, group.key)
+    return x if group.size == 1 else _CopyToTP.apply(x, group.key)

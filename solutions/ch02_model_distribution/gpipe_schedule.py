@@ -1,4 +1,4 @@
-"""All forwards, then all backwards: the solution, as it stands in minidist.parallel.pipeline.schedule_rules.
+"""All forwards, then all backwards: the solution, as it stands in minidist.parallel.pipeline.schedules.
 
 A stage is idle until the first micro-batch reaches it, and idle again after its last backward: the bubble is stages -
 1 forwards and as many backwards, whatever the number of micro-batches. More micro-batches make the bubble a smaller
@@ -6,26 +6,27 @@ fraction of the step. But all of them are in flight when the first backward begi
 activation memory.
 
 Usual wrong answers:
-* as many micro-batches as there are stages, whatever was asked for
-* backwards stand before the forwards that they need
-* the package's own
-* one micro-batch, always
-* micro-batches are counted from 1
-* the last stage sends gradients back in the order in which the others need them last
-* the last micro-batch never comes back
-* each micro-batch goes forward and backward before the next
-* taken out of the package's finished schedule
+* uses as many micro-batches as stages
+* runs backwards before the forwards that they need
+* calls the package's function
+* always one micro-batch
+* counts micro-batches from 1
+* the last stage runs the backwards in an order that differs from that of the other stages
+* omits the last backward
+* runs forward and backward of each micro-batch before the next
+* takes the order from the package's finished schedule
 * every second stage begins with the last micro-batch, and its neighbours wait for it
-* nothing to do
+* returns no action
 """
 
-from minidist.parallel.pipeline.actions import Op
-from minidist.parallel.pipeline.schedule_rules import expand_phases, micro_batch_order
+from minidist.parallel.pipeline.actions import Action
+from minidist.parallel.pipeline.schedules import expand_phases, micro_batch_order
 
 
-def gpipe(stage: int, stages: int, micro_batches: int) -> list[Op]:
-    """GPipe: all forwards, then all backwards; all micro-batches are in flight when the first backward begins.
+def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
+    """GPipe: one forward per micro-batch, then one backward per micro-batch.
 
+    All micro-batches are in flight when the first backward begins.
     Huang et al. 2019, section 2.2 and figure 2.
     """
     turns = micro_batch_order(micro_batches)

@@ -1,4 +1,4 @@
-"""One forward, one backward: the solution, as it stands in minidist.parallel.pipeline.schedule_rules.
+"""One forward, one backward: the solution, as it stands in minidist.parallel.pipeline.schedules.
 
 The first gradient reaches stage s after the micro-batch has passed through the later stages and its gradient has come
 back. Until then stage s can run stages - 1 - s more forwards, and from then on it runs one backward per forward: at
@@ -10,26 +10,26 @@ activation earlier than needed. The order in which a stage waits matters: with s
 all stages deadlock.
 
 Usual wrong answers:
-* the package's own
-* one micro-batch, always
-* with fewer micro-batches than stages there are forwards of micro-batches that do not exist
-* the last stage runs the most forwards early, and none of them has come
-* all forwards first
-* the micro-batches alive at the end never come back
-* all stages but the first run as the last one does
-* the newest micro-batch is to come back first, and the older ones are in its way
-* a backward after each forward from the beginning, on every stage
-* one forward fewer before the first backward, and the stage waits
-* one forward more than there is room for
-* taken out of the package's finished schedule
-* nothing to do
+* calls the package's function
+* always one micro-batch
+* with fewer micro-batches than stages, runs forwards of micro-batches that do not exist
+* the last stage runs the most warm-up forwards, before any activation has arrived
+* runs all forwards first
+* omits the backwards of the cool-down
+* all stages but the first run like the last one
+* runs the backward of the newest micro-batch first
+* runs a backward after each forward from the start, on every stage
+* one warm-up forward fewer, so the stage waits
+* one warm-up forward more, so one more micro-batch is in flight
+* takes the order from the package's finished schedule
+* returns no action
 """
 
-from minidist.parallel.pipeline.actions import Op
-from minidist.parallel.pipeline.schedule_rules import expand_phases, micro_batch_order
+from minidist.parallel.pipeline.actions import Action
+from minidist.parallel.pipeline.schedules import expand_phases, micro_batch_order
 
 
-def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Op]:
+def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
     """1F1B: warm-up forwards until the first micro-batch returns, then one backward after each forward.
 
     Stage s has at most min(stages - s, micro_batches) micro-batches in flight.

@@ -1,4 +1,4 @@
-"""Merge two softmax results: the solution, as it stands in minidist.parallel.context.merge.
+"""Merge two softmax results: the solution, as it stands in minidist.parallel.context.kernels.
 
 A softmax over all keys needs the sum over all keys, and no rank has all of them. But the weighted mean over a block
 of keys and the logarithm of the block's sum are enough: to merge two blocks, average their means, weighted by each
@@ -9,18 +9,18 @@ The formula uses only the difference of two logarithms, which is small where bot
 The logarithm of a rank that has not seen a key yet is minus infinity.
 
 Usual wrong answers:
-* the package's own
-* what was there already, whatever comes
-* the result is written over what was given
-* the larger of the two logarithms is taken for that of the sum
-* the mean of both, whatever their sums
-* weighted by the sums, and not divided by both
-* of two parts that saw no key the share is not a number
-* exponentials of large scores are infinite
-* 16-bit outputs are rounded to 16 bits after every block
-* the logarithms are added, not what they are logarithms of
-* each has the share of the other
-* zeros
+* calls the package's function
+* returns the first result unchanged
+* writes the result into its arguments
+* returns the larger logarithm instead of the logarithm of the sum
+* averages both outputs with equal weights
+* weights by the sums without dividing by their total
+* returns NaN if both results have no key
+* exponentials of large scores overflow
+* rounds 16-bit outputs to 16 bits after every block
+* adds the logarithms instead of the exponentials
+* swaps the two weights
+* returns zeros
 """
 
 import torch
@@ -28,10 +28,10 @@ from torch import Tensor
 
 
 def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both, as (out, lse), in at least float32.
+    """Merge two attention results over disjoint sets of keys; return (out, lse) over all keys, in at least float32.
 
-    out, other: (..., s, d), softmax-weighted values over disjoint sets of keys. lse, other_lse: (..., s), the logarithm
-    of the sum of the exponentials of the scores over them; minus infinity, with out 0, where there were none.
+    out, other: (..., s, d), the softmax-weighted means of the values. lse, other_lse: (..., s), the log-sum-exp of the
+    scores. Where a query has no key in a set, lse is minus infinity and out is 0; both sets may lack keys.
     """
     dtype = torch.promote_types(out.dtype, torch.float32)
     lse, other_lse = lse.to(dtype), other_lse.to(dtype)

@@ -10,17 +10,17 @@ one more stage at a time. Costs are converted to integers first: 0.1 + 0.2 is no
 would decide a tie.
 
 Usual wrong answers:
-* the package's own
-* as many parts as stages
-* a layer to every part, and the rest to the last
-* embedding and head are forgotten
-* equally many layers, whatever they cost
-* each part is filled up to the mean, and the last takes the rest
-* any cut with the least costliest part will do
-* the head is counted in the first part, the embedding in the last
-* of equal cuts the one with more layers in front
-* the most even cut, by the sum of squares, whatever its costliest part
-* no layer anywhere
+* calls the package's function
+* makes as many parts as stages
+* gives one layer to every part and the rest to the last
+* ignores the costs of embedding and head
+* gives every part equally many layers, whatever their cost
+* fills each part up to the mean cost, and the last part takes the rest
+* returns any split with the smallest largest cost
+* adds the head to the first part and the embedding to the last
+* breaks ties by more layers in earlier parts
+* minimizes the sum of squares only, not the largest cost
+* returns parts without layers
 """
 
 import math

@@ -9,21 +9,21 @@ mixture of different models, which no single checkpoint can represent. Megatron-
 this fault. In this package the field `partial` in a parameter's description prevents it.
 
 Usual wrong answers:
-* the copies are averaged after each step, each of which was taken with another gradient
-* the drift is hidden by giving all ranks the norms of rank 0 in the end
-* whatever is wrong, it must be how the tokens are distributed
-* all gradients are summed, also those of parts that no two ranks share
-* the mean over the ranks in the place of the sum
-* the line is named as it is when mended, not as it was
-* everything is named, and the program is as it was
-* the norm is summed, and the shift is not any more
-* only the first layer's norm is summed
-* the line that normalises, which is right
-* rank 0 does not take part, and the others wait for it
-* all gradients are sent, and of some the sum is thrown away
-* losses that differ between ranks are taken for losses that are wrong
-* norms are told of all tokens, by sending these once more
-* everything is named, and nothing is trained
+* averages the replicas after each step, which each rank took with a different gradient
+* broadcasts the norms of rank 0 at the end, which hides the drift
+* names the distribution of the tokens as the cause
+* all-reduces all gradients, also those of sharded matrices
+* averages over the ranks instead of summing
+* gives LINE as in the repaired program, not as in the original
+* names everything right and does not repair the program
+* reduces the norm, but no longer the shift
+* reduces the norm of the first layer only
+* names the line that computes the norm, which is right
+* rank 0 skips the collective, and the other ranks wait for it
+* all-reduces every gradient and discards some of the sums
+* takes the different losses of the ranks for wrong losses
+* gathers all tokens once more to compute the full gradient of the norms
+* names everything right, and does not train
 """
 
 import os
@@ -36,10 +36,10 @@ INVARIANTS = {
     "tokens": "between the layers every token is on exactly one rank",
     "features": "inside a layer every hidden feature is on exactly one rank",
     "pair": "an all-gather before the layer is paired with a reduce-scatter after it; in backward they are exchanged",
-    "whole": "all replicas of a parameter are updated with the same gradient, the sum over all tokens",
+    "gradient": "all replicas of a parameter are updated with the same gradient, the sum over all tokens",
     "loss": "the loss of a rank is the sum over its own tokens, divided by the number of tokens of all ranks",
 }
-INVARIANT = "whole"
+INVARIANT = "gradient"
 LINE = 'return name in ("up", "down", "norm")'
 
 
@@ -71,19 +71,19 @@ class Leave(torch.autograd.Function):
 
 def reduce_scatter(x):
     parts = [part.contiguous() for part in x.chunk(dist.get_world_size())]
-    mine = torch.empty_like(parts[0])
-    dist.reduce_scatter(mine, parts)
-    return mine
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts)
+    return own
 
 
 def block(x, layer):
     """A residual feed-forward layer with a norm before it: (tokens / ranks, h) -> (tokens / ranks, h)."""
-    normalised = nn.functional.rms_norm(x, layer["norm"].shape, layer["norm"])
-    hidden = torch.tanh(Enter.apply(normalised) @ layer["up"].T)  # (tokens, f / ranks)
+    normalized = nn.functional.rms_norm(x, layer["norm"].shape, layer["norm"])
+    hidden = torch.tanh(Enter.apply(normalized) @ layer["up"].T)  # (tokens, f / ranks)
     return x + Leave.apply(hidden @ layer["down"].T) + layer["shift"]
 
 
-def is_whole(name):
+def has_full_gradient(name):
     """Whether every rank has the full gradient of its shard of this parameter, from the tokens of all ranks."""
     return name in ("up", "down")
 
@@ -96,28 +96,28 @@ def main(inputs, targets, layers, epochs=10):
     """
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    held = []
+    own_layers = []
     for layer in layers:
-        mine = {"norm": layer["norm"], "up": layer["up"].chunk(size)[rank]}
-        mine |= {"down": layer["down"].chunk(size, 1)[rank], "shift": layer["shift"]}
-        held.append({name: nn.Parameter(tensor.clone()) for name, tensor in mine.items()})
-    optimizer = torch.optim.Adam([parameter for layer in held for parameter in layer.values()], lr=0.01, eps=0.001)
+        own = {"norm": layer["norm"], "up": layer["up"].chunk(size)[rank]}
+        own |= {"down": layer["down"].chunk(size, 1)[rank], "shift": layer["shift"]}
+        own_layers.append({name: nn.Parameter(tensor.clone()) for name, tensor in own.items()})
+    optimizer = torch.optim.Adam([tensor for layer in own_layers for tensor in layer.values()], lr=0.01, eps=0.001)
     losses = []
     for _ in range(epochs):
         optimizer.zero_grad()
         x = inputs.chunk(size)[rank]
-        for layer in held:
+        for layer in own_layers:
             x = block(x, layer)
         loss = (x - targets.chunk(size)[rank]).square().sum() / targets.numel()
         loss.backward()
-        for layer in held:
+        for layer in own_layers:
             for name, parameter in layer.items():
-                if not is_whole(name):
+                if not has_full_gradient(name):
                     dist.all_reduce(parameter.grad)
         optimizer.step()
         losses.append(loss.item())
     dist.destroy_process_group()
-    return held, losses
+    return own_layers, losses
 
 
 if __name__ == "__main__":
@@ -126,6 +126,6 @@ if __name__ == "__main__":
     shapes = {"norm": (h,), "up": (f, h), "down": (h, f), "shift": (h,)}
     start = [{name: 0.3 * torch.randn(shape) + (name == "norm") for name, shape in shapes.items()} for _ in range(3)]
     samples = torch.randn(60, h)
-    trained, seen = main(samples, samples.flip(1).sin(), start, epochs=60)
+    trained, losses = main(samples, samples.flip(1).sin(), start, epochs=60)
     norms = " ".join(f"{layer['norm'].sum().item():.6f}" for layer in trained)
-    print(f"rank {os.environ['RANK']}: loss {seen[0]:.4f} -> {seen[-1]:.4f}, sums of the norms {norms}")
+    print(f"rank {os.environ['RANK']}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, sums of the norms {norms}")

@@ -9,22 +9,22 @@ Backward needs no communication. Every rank has the normalizer, so it has the pr
 only the rank that has the label's column subtracts the 1.
 
 Usual wrong answers:
-* the package's own
-* the loss of a model that knows nothing
-* every rank gets all logits of all positions
-* labels that do not count are counted
-* positions that do not count get a gradient all the same
-* whatever is made of the loss, the gradient is that of the loss itself
-* every rank adds a logit of its own for a label that is another rank's
-* the exponentials are written over the logits
-* the mean of the losses in the place of their sum
+* calls the package's class
+* returns the loss of a uniform prediction
+* all-gathers the logits of all positions
+* counts ignored labels
+* ignored positions get a gradient
+* ignores the incoming gradient
+* adds a local logit for a label that another rank holds
+* overwrites the logits with the exponentials
+* returns the mean loss instead of the sum
 * exponentials of large logits overflow
-* a table of ones and zeros for each use, and all of them kept
-* every rank takes the 1 of the label off one of its columns
-* each rank subtracts the largest of its own logits, and the sums are of different scales
-* torch's own on this rank's columns
-* backward sends probabilities that nobody needs
-* zeros
+* allocates a one-hot table for each use, and keeps all of them
+* every rank subtracts the 1 of the label from one of its columns
+* each rank subtracts its own maximum, so the sums have different scales
+* applies torch's cross-entropy to this rank's columns
+* sends unneeded probabilities in backward
+* returns zeros
 """
 
 import torch
@@ -32,13 +32,13 @@ from torch import Tensor
 
 from minidist.comm import Group
 from minidist.comm import functional as ops
-from minidist.parallel.tensor.vocabulary import IGNORE
+from minidist.parallel.tensor.vocabulary import IGNORE_INDEX
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, first, key):
-        counts = labels != IGNORE
+        counts = labels != IGNORE_INDEX
         local = labels - first
         mine = counts & (local >= 0) & (local < logits.shape[1])
         column = local.masked_fill(~mine, 0)[:, None]
@@ -58,17 +58,22 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class VocabParallelLoss:
-    """`token_loss` on logits of which every rank holds those of `n` tokens, `first` on. A callable.
+    """Cross-entropy on logits whose vocabulary is sharded over the ranks of `group`.
 
-    "fuse the output of the parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3): three numbers
-    per position pass between ranks, instead of one per token of the vocabulary.
+    first: the first of this rank's tokens; the logits of the n tokens from there on are its shard.
+
+    "fuse the output of the parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3): ranks exchange
+    three numbers per position, instead of one per token of the vocabulary.
     """
 
     def __init__(self, first: int, group: Group):
         self._first, self._group = first, group
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """logits (b, s, n), labels (b, s) int64 -> the sum of the losses that count, and their number, on each rank."""
+        """Return the sum of the token losses, and their number, both the same on all ranks.
+
+        logits: (b, s, n), this rank's shard. labels: (b, s) int64; a label of -100 does not count.
+        """
         logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         total = _CrossEntropy.apply(logits, labels.flatten(), self._first, self._group.key)
-        return total, (labels != IGNORE).sum()
+        return total, (labels != IGNORE_INDEX).sum()

@@ -8,18 +8,18 @@ Places are relative to the root, so any rank can be the root. If the number of r
 have no partner in the last round: their place plus the distance is not below size.
 
 Usual wrong answers:
-* handed on from each rank to the next
+* each rank sends the tensor to the next: size - 1 rounds
 * the package's own tree
-* the same numbers, whatever the root has
-* the root feeds everybody itself
-* feeds before it has got the tensor itself
-* wrong on the last of four ranks only
-* the root feeds every second place, and each of these its neighbour
-* on 3 ranks the last one gets nothing
+* the same numbers, whatever the root's tensor
+* the root sends the tensor to every rank itself
+* sends before it has received the tensor
+* wrong only on the last of four ranks
+* the root sends to every second place, and each of these to its neighbour
+* on 3 ranks the last rank receives nothing
 * the library's broadcast
-* always from rank 0
-* everything is sent a second time
-* zeros, whatever the root has
+* broadcasts from rank 0, whatever the root
+* sends every message twice
+* zeros, whatever the root's tensor
 """
 
 from torch import Tensor
@@ -29,7 +29,10 @@ from minidist.comm.group import Group
 
 
 def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
-    """Replace `tensor` on every rank by that of group rank `src`, along a binomial tree."""
+    """Overwrite `tensor` on every rank with the tensor of group rank `src` (a rank's number within `group`).
+
+    The tensor passes along a binomial tree.
+    """
     buffer, size = flat_view(tensor), group.size
     place = (group.rank - src) % size  # the root is at place 0
     distance = 1

@@ -9,22 +9,22 @@ With 240 elements or with one rank the result is right, so a test with round num
 tensors with sizes that are not divisible. Many systems pad instead; they have to handle only the end of the tensor.
 
 Usual wrong answers:
-* one chunk has all elements and the others none, so that nothing is ever left over
-* the drift is hidden by giving all ranks the gradient of rank 0
-* every rank computes whole batches by itself, and nothing needs to be sent
-* whatever is wrong, it must be how the replicas started
-* the sum is divided by every rank it comes by
-* the last chunk takes one element of the rest, and there may be more
-* the line is named as it is when mended, not as it was
-* the fault is found and not mended
-* rank 0 cuts as before
-* right when one element is left over
-* the line below cuts rightly what the one above began wrongly
-* the library's sum in the place of the ring
-* chunks that touch, and the rest of the row in none of them
-* elements that are divided twice are taken for a mean that is taken twice
-* whole rows go round, and each rank adds them up
-* everything is named, and nothing is trained
+* one chunk has all elements and the others none, so there is never a remainder
+* hides the difference by broadcasting the gradient of rank 0
+* every rank computes the full batches by itself and sends nothing
+* names the start of the replicas as the invariant
+* every rank that the sum passes divides it
+* the last chunk takes one element of the remainder, which may be larger
+* names the repaired line instead of the original one
+* names the fault but does not repair it
+* rank 0 computes the bounds as before
+* right only for a remainder of one
+* changes the next line to compensate for the wrong begin
+* the library's all-reduce instead of the ring
+* the chunks are adjacent, but the remainder is in none of them
+* mistakes elements that are divided twice for a mean that is computed twice
+* sends the full flat gradient in every round, and each rank adds it
+* names everything, and trains nothing
 """
 
 import os
@@ -62,12 +62,12 @@ def pass_on(leaving, arriving):
         work.wait()
 
 
-def ring_mean(row):
-    """Replace `row` (elements,) on every rank by the mean over the ranks: reduce-scatter, then all-gather."""
+def ring_mean(flat):
+    """Replace `flat` (elements,) on every rank by the mean over the ranks: reduce-scatter, then all-gather."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return
-    chunks = [row[slice(*bounds(chunk, len(row), size))] for chunk in range(size)]
+    chunks = [flat[slice(*bounds(chunk, len(flat), size))] for chunk in range(size)]
     for step in range(size - 1):
         leaving, staying = chunks[(rank - step) % size], chunks[(rank - 1 - step) % size]
         arriving = torch.empty_like(staying)
@@ -91,9 +91,9 @@ def main(inputs, targets, model, epochs=10, batch_size=12):
     losses = []
     for _ in range(epochs):
         for start in range(0, len(inputs), batch_size):
-            share = slice(start + rank, start + batch_size, world_size)
+            own_samples = slice(start + rank, start + batch_size, world_size)
             optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(inputs[share]), targets[share])
+            loss = nn.functional.mse_loss(model(inputs[own_samples]), targets[own_samples])
             loss.backward()
             gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
             ring_mean(gradients)

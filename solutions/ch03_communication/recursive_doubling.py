@@ -8,16 +8,16 @@ the number of ranks is not a power of two, the extra ranks are folded: they send
 the result at the end.
 
 Usual wrong answers:
-* adds, whatever is asked
+* sums, whatever `op` is
 * the package's own algorithm
-* the same number, whatever is added
-* distance 1, 2, 3 instead of 1, 2, 4
-* wrong on the fourth rank only
+* the same number, whatever the inputs
+* distances 1, 2, 3 instead of 1, 2, 4
+* uses the index of an active rank as its rank
+* wrong only on the fourth rank
 * partners at distance 1 only
 * the library's all-reduce
-* the active ranks pass full tensors round a ring
-* takes the index of an active rank for a rank
-* the partner's row takes the place of this rank's
+* the active ranks send full tensors round a ring
+* replaces this rank's tensor with the partner's instead of adding it
 * zeros
 """
 

@@ -4,24 +4,24 @@ Each half sends (size - 1) / size of the tensor. The total, 2 (size - 1) / size,
 and it hardly grows with the number of ranks. The number of rounds, 2 (size - 1), does grow: the ring is for large
 tensors.
 
-Each part is summed on one rank, in one order, and then copied, so all ranks get identical bits. Replicas that sum in
-different orders drift apart. For a mean, divide each complete part once, on its own rank. If the size is not
-divisible by the number of ranks, the parts differ by one element; an implementation that drops the remainder passes
+Each chunk is summed on one rank, in one order, and then copied, so all ranks get identical bits. Replicas that sum in
+different orders drift apart. For a mean, divide each complete chunk once, on its own rank. If the size is not
+divisible by the number of ranks, the chunks differ by one element; an implementation that drops the remainder passes
 every test with round numbers.
 
 Usual wrong answers:
 * the package's own ring
-* the same number, whatever is added
+* the same number, whatever the inputs
 * a mean is divided twice
-* whole rows go down a chain to rank 0, and the sum back: few bytes, and one at a time
+* full tensors go down a chain to rank 0, and the sum goes back: few bytes, but only one link at a time is busy
 * each rank gathers all tensors and adds them itself
-* a mean stays the sum
-* every rank has one part of the sum
-* all of the row is one part, which goes round twice; the others are empty
-* the third rank's tensor stays as it was
-* every rank begins the sum with its own share
+* a mean is not divided by the number of ranks
+* every rank has only one chunk of the sum
+* one chunk holds the full tensor and goes round twice; the others are empty
+* the third rank's tensor does not change
+* every rank starts the sum with its own tensor, so the orders of addition differ
 * the library's all-reduce
-* what does not divide is not summed
+* the remainder is not summed
 * zeros
 """
 
@@ -35,13 +35,13 @@ from minidist.comm.group import Group
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
     """Replace `tensor` (any shape) on every rank by its reduction: reduce-scatter, then all-gather.
 
-    Each rank first sends the part of its own index, as in the paper, and so completes part `rank + 1`: the list is
-    rotated accordingly. Part c is summed in the order of ranks c, c + 1, ..., c - 1 (modulo size) and then copied to
+    Each rank first sends the chunk of its own index, as in the paper, and so completes chunk `rank + 1`: the list is
+    rotated accordingly. Chunk c is summed in the order of ranks c, c + 1, ..., c - 1 (modulo size) and then copied to
     all ranks, so all get identical results; but the order of additions depends on an element's offset in the tensor.
     """
     check_reduce_op(op, tensor.dtype)
-    parts = split_chunks(flat_view(tensor), group.size)
-    parts = parts[1:] + parts[:1]
-    ring_reduce(parts, group, op)
-    divide_mean(parts[group.rank], op, group.size)
-    ring_gather(parts, group)
+    chunks = split_chunks(flat_view(tensor), group.size)
+    chunks = chunks[1:] + chunks[:1]
+    ring_reduce(chunks, group, op)
+    divide_mean(chunks[group.rank], op, group.size)
+    ring_gather(chunks, group)

@@ -15,20 +15,20 @@ kernel can occupy the resources of the kernel that it waits for. Portable code l
 in the same order on all ranks.
 
 Usual wrong answers:
-* transfers that are started together are thought to run one after the other
-* the scenario is changed until the answer fits
-* every rank waits for ever, whatever it does
-* the pair across that is complete is said to wait as well
-* the ranks that wait for each other are left out
-* the message of the last rank is thought to be buffered, which lets the ring go on
-* the rank that waits for the one that is stuck is forgotten
-* the rank whose order nobody disputes waits as well, for one that never comes
-* order counts within a group; what is begun in two groups is independent of each other
-* the ranks that have no third batch are said to wait for it, and they have long returned
-* the rank that skipped meets its partner across, and returns
-* the rank that lists its transfers the other way round is thought to hang
-* one is left unanswered
-* no rank ever waits
+* assumes that transfers launched together run one after the other
+* changes the scenario until the answer is right
+* every rank never returns, in every scenario
+* includes the pair across nodes that is complete
+* omits the ranks that wait for each other
+* assumes that the last rank's message is buffered, so that the ring continues
+* omits the rank that waits for the one that is stuck
+* omits the rank that made no mistake, which waits for one that never launches
+* assumes that the order also matters between operations of different groups that are launched without a wait
+* the ranks without a third batch are said to wait for it, although they have returned
+* includes the rank that skipped; its partner in the other node joins it, and both return
+* assumes that the rank with the opposite order in its list hangs
+* leaves one scenario unanswered
+* every rank returns, in every scenario
 """
 
 import torch

@@ -10,22 +10,22 @@ the length of the flat parameter, and is sent and stored like the rest, but belo
 it as one computes a wrong norm.
 
 Usual wrong answers:
-* padding where the row divides as well
-* laid out in the order of names
+* adds padding although the length is divisible
+* lays parameters out in the order of their names
 * the package's own layout
-* all parameters in the same place
-* elements counted from the begin of the row
-* elements counted from the begin of the shard
-* every parameter padded by itself, and the row longer than need be
-* laid out by size, not in the given order
-* the last shard ends where the last parameter does, and is shorter than the others
-* a parameter that the shard has nothing of is there, with a negative length
-* the last shard forgets its first parameter
-* each shard has the first element of the next as well
-* the padding as if it were in one shard of a row that has none
-* shards rounded down, and the last parameter has no room
-* a parameter that spans a whole shard is missing from it
-* a parameter that is cut belongs to the shard in which it begins
+* all parameters at the same place
+* counts elements from the start of the flat parameter
+* counts elements from the start of the shard
+* pads every parameter separately, so the flat parameter is longer than necessary
+* lays parameters out by size, not in the given order
+* the last shard ends with the last parameter, and is shorter than the others
+* includes parameters without elements in the shard, with a negative length
+* the last shard omits its first parameter
+* each shard also has the first element of the next one
+* counts padding although the length is divisible
+* rounds the shard length down, so the last parameter does not fit
+* omits a parameter that spans a full shard
+* assigns a parameter that is cut to the shard in which it begins
 * a layout without parameters
 """
 
@@ -37,44 +37,54 @@ from minidist.zero.plan import Slot
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A flat buffer of `parts` shards of `shard` elements each. slots: where each parameter lies, by name."""
+class FlatLayout:
+    """The layout of parameters in a flat buffer, which is cut into `num_shards` shards of `shard_numel` elements each.
+
+    slots: the elements of the flat buffer that each parameter occupies, by name.
+    """
 
     slots: Mapping[str, Slot]
-    parts: int
-    shard: int
+    num_shards: int
+    shard_numel: int
 
     @property
     def numel(self) -> int:
-        """Elements of the flat buffer, padding included."""
-        return self.parts * self.shard
+        """Number of elements of the flat buffer, padding included."""
+        return self.num_shards * self.shard_numel
 
     @cached_property
     def padding(self) -> int:
+        """Number of elements at the end of the flat buffer that belong to no parameter."""
         return self.numel - sum(slot.numel for slot in self.slots.values())
 
-    def bounds(self, part: int) -> tuple[int, int]:
-        """First and one-past-last element of a shard in the flat buffer."""
-        return part * self.shard, (part + 1) * self.shard
+    def shard_bounds(self, shard: int) -> tuple[int, int]:
+        """Return the (start, stop) of a shard in the flat buffer. shard: its index."""
+        return shard * self.shard_numel, (shard + 1) * self.shard_numel
 
-    def held(self, part: int) -> dict[str, tuple[int, int]]:
-        """The (start, stop) within each parameter that a shard holds; parameters outside of the shard are left out."""
-        begin, end = self.bounds(part)
-        cut = {
+    def param_ranges(self, shard: int) -> dict[str, tuple[int, int]]:
+        """Return which elements of each parameter lie in a shard, as {name: (start, stop)} within the parameter.
+
+        shard: its index. Parameters without elements in the shard are left out.
+        """
+        begin, end = self.shard_bounds(shard)
+        ranges = {
             name: (max(begin, slot.start) - slot.start, min(end, slot.stop) - slot.start)
             for name, slot in self.slots.items()
         }
-        return {name: (start, stop) for name, (start, stop) in cut.items() if start < stop}
+        return {name: (start, stop) for name, (start, stop) in ranges.items() if start < stop}
 
-    def held_numel(self, part: int) -> int:
-        """Number of elements in a shard, without padding."""
-        return sum(stop - start for start, stop in self.held(part).values())
+    def unpadded_numel(self, shard: int) -> int:
+        """Return the number of elements in a shard, without padding. shard: its index."""
+        return sum(stop - start for start, stop in self.param_ranges(shard).values())
 
 
-def lay_out_flat(sizes: Mapping[str, int], parts: int) -> Layout:
-    """Lay parameters out in the given order, in `parts` equal shards. sizes: elements of each parameter, by name."""
+def lay_out_flat(sizes: Mapping[str, int], num_shards: int) -> FlatLayout:
+    """Lay parameters one after another into a flat buffer of `num_shards` equal shards; return the layout.
+
+    sizes: number of elements of each parameter, by name, in the order of the flat buffer.
+    """
     slots, end = {}, 0
     for name, numel in sizes.items():
         slots[name] = Slot(end, end + numel)
         end += numel
-    return Layout(slots, parts, -(-end // parts))
+    return FlatLayout(slots, num_shards, -(-end // num_shards))

@@ -12,35 +12,35 @@ limited to the layers of the current pass: in a pipeline the next block may be o
 results are the same, and every block waits for its all-gather.
 
 Usual wrong answers:
-* all blocks are gathered when the model begins
-* every block stays until its backward
-* the last block stays, whether it is to or not
-* blocks pile up in backward, up to the whole model
+* gathers all blocks when the model begins
+* keeps every block until its backward
+* keeps the last block even if `keep` is false
+* frees no block in backward
 * the package's own under the learner's names
-* a gathered row is full of ones
-* the rest is freed after the embedding, and gathered for the head once more
-* after its forward a block stays until its backward is over
-* memory is given back while the network still writes to it
+* a gathered flat parameter is full of ones
+* frees the rest group after the embedding and gathers it again for the head
+* keeps each block from its forward to the end of its backward
+* frees memory while the network still writes to it
 * a flat parameter whose all-gather is in flight is gathered again
-* a block is gathered for forward, and its memory is gone in backward
-* a copy of the row stays when its memory is given back
-* the last block stays where no backward will come
-* the last of three ranks sends its part in reverse
-* in backward the block after is gathered ahead, which is through already
-* every row stays where it is: stage 1 with more messages
-* the last block goes and comes back at once
-* `on_block_done` is never called
-* this rank's part is a piece of the row, and is lost with it
-* what is ahead is gathered, though this pass does not go there
-* the next block is gathered ahead, whether it is to or not
-* in backward every block waits for the network
-* every block waits for the network
-* embedding and head are gathered by a pass that has neither
-* nothing is sent; a rank fills its row from a copy it has kept
-* `on_block_done` is called while the block still has memory
-* `on_block_done` is called when a block's backward begins
-* the block ahead is waited for before this one computes
-* a gathered row is zero
+* gathers a block for forward only; in backward its memory is freed
+* keeps a copy of the flat parameter when it frees the memory
+* keeps the last block although no backward follows
+* the last of three ranks sends its shard in reverse order
+* prefetches the next block also in backward, where it has already run
+* frees nothing: the memory of stage 1 with more messages
+* frees the last block after forward, and gathers it again at once
+* never calls `on_block_done`
+* this rank's shard is a view of the flat parameter, and is freed with it
+* prefetches a block that this forward does not run
+* prefetches even if `prefetch` is false
+* in backward, every block waits for its all-gather
+* every block waits for its all-gather
+* gathers embedding and head in a forward that has neither
+* sends nothing: a rank fills the flat parameter from a copy that it kept
+* calls `on_block_done` while the block still has memory
+* calls `on_block_done` when a block's backward begins
+* waits for the prefetched block before this one computes
+* a gathered flat parameter is zero
 """
 
 from collections.abc import Callable, Sequence
@@ -53,100 +53,107 @@ from minidist.zero.gather import Block
 
 
 class BlockGatherer:
-    """Gathers and frees the blocks of a model while it runs.
+    """Gathers the parameters of each block before it runs, and frees them after it, by hooks on the modules.
 
-    model: called with `layers`, as `Transformer` is. root: the parameters outside of all blocks. num_layers: of the
-    whole model. keep: whether the last block and the head stay gathered between forward and backward. prefetch: whether
-    to gather the next block while one computes. on_block_done: called with the flat parameters of each block whose
-    backward is over.
+    model: the model, with the interface of `Transformer`. root: the parameters outside of all blocks. num_layers: of
+    the whole model. keep_last_block: whether the last block and the head stay unsharded between forward and backward.
+    prefetch: whether to gather the next block while one computes. on_block_done: called with the flat parameters of
+    each block whose backward is over; None to call nothing.
     """
 
     def __init__(
-        self, model: nn.Module, root: Block, blocks: Sequence[Block], num_layers: int, keep: bool, prefetch: bool
+        self,
+        model: nn.Module,
+        root: Block,
+        blocks: Sequence[Block],
+        num_layers: int,
+        keep_last_block: bool,
+        prefetch: bool,
     ):
         self.root, self.blocks = root, {block.index: block for block in blocks}
-        self.end_of_model, self.keep, self.prefetch = num_layers, keep, prefetch
+        self.num_layers, self.keep_last_block, self.prefetch = num_layers, keep_last_block, prefetch
         self.on_block_done: Callable[[Sequence[ShardedFlatParam]], None] | None = None
         self._layers = range(num_layers)  # of the running forward
         self._in_backward: Block | None = None
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         model.register_forward_hook(self._after_model)
         for block in blocks:
-            block.module.register_forward_pre_hook(lambda *_, block=block: self._before(block))
-            block.module.register_forward_hook(lambda *args, block=block: self._after(block, args[-1]))
+            block.module.register_forward_pre_hook(lambda *_, block=block: self._before_forward(block))
+            block.module.register_forward_hook(lambda *args, block=block: self._after_forward(block, args[-1]))
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, model: nn.Module, args: tuple, how: dict) -> None:
-        layers = how.get("layers")
-        self._layers = range(self.end_of_model) if layers is None else layers
-        if self._layers.start == 0 or self._at_end:
-            self.root.need()
-        self._launch(self._layers.start)
+    def _before_model(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        layers = kwargs.get("layers")
+        self._layers = range(self.num_layers) if layers is None else layers
+        if self._layers.start == 0 or self._runs_last_layer:
+            self.root.unshard()
+        self._prefetch_block(self._layers.start)
 
     @property
-    def _at_end(self) -> bool:
-        return self._layers.stop == self.end_of_model
+    def _runs_last_layer(self) -> bool:
+        """Whether the running forward or backward includes the last layer of the model."""
+        return self._layers.stop == self.num_layers
 
-    def _launch(self, index: int) -> None:
+    def _prefetch_block(self, index: int) -> None:
         """Start to gather a block ahead of its use, if the running forward or backward includes it."""
         if self.prefetch and index in self._layers:
-            self.blocks[index].launch()
+            self.blocks[index].launch_gather()
 
-    def _before(self, block: Block) -> None:
-        block.need()
-        self._launch(block.index + 1)
+    def _before_forward(self, block: Block) -> None:
+        block.unshard()
+        self._prefetch_block(block.index + 1)
 
-    def _after(self, block: Block, hidden: Tensor) -> None:
-        if not self._stays(block.index == self.end_of_model - 1):
-            block.release()
+    def _after_forward(self, block: Block, hidden: Tensor) -> None:
+        if not self._stays_unsharded(block.index == self.num_layers - 1):
+            block.reshard()
         if hidden.requires_grad:
             layers = self._layers
             hidden.register_hook(lambda _: self._before_backward(block, layers))
 
-    def _stays(self, last: bool) -> bool:
-        return self.keep and last and torch.is_grad_enabled()
+    def _stays_unsharded(self, is_last: bool) -> bool:
+        return self.keep_last_block and is_last and torch.is_grad_enabled()
 
     def _after_model(self, model: nn.Module, args: tuple, output: Tensor | tuple) -> None:
-        if not self._stays(self._at_end):
-            self.root.release()
-        if self._at_end and isinstance(output, tuple) and output[0].requires_grad:
+        if not self._stays_unsharded(self._runs_last_layer):
+            self.root.reshard()
+        if self._runs_last_layer and isinstance(output, tuple) and output[0].requires_grad:
             layers = self._layers
-            output[0].register_hook(lambda _: self._begin_backward(layers))
+            output[0].register_hook(lambda _: self._before_model_backward(layers))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _begin_backward(self, layers: range) -> None:
+    def _before_model_backward(self, layers: range) -> None:
         self._layers = layers
-        self.root.need()
-        self._launch(layers.stop - 1)
+        self.root.unshard()
+        self._prefetch_block(layers.stop - 1)
 
     def _before_backward(self, block: Block, layers: range) -> None:
         self._layers = layers
-        self._leave()
-        block.need()
-        self._launch(block.index - 1)
+        self._end_block_backward()
+        block.unshard()
+        self._prefetch_block(block.index - 1)
         self._in_backward = block
 
-    def _leave(self) -> None:
-        """End the backward of the current block: report and free it."""
+    def _end_block_backward(self) -> None:
+        """End the backward of the current block: reshard its parameters and report it."""
         block, self._in_backward = self._in_backward, None
         if block is not None:
-            block.release()
+            block.reshard()
             if self.on_block_done is not None:
                 self.on_block_done(block.flat_params)
 
-    def end(self) -> None:
-        """End a micro-batch's backward: free all blocks."""
+    def end_backward(self) -> None:
+        """Reshard all blocks, after the backward of a micro-batch."""
         self._in_backward = None
-        self.root.release()
+        self.root.reshard()
         for block in self.blocks.values():
-            block.release()
+            block.reshard()
 
     def gather_all(self) -> None:
-        """Gather all parameters, to read the full model; `end` frees them."""
+        """Unshard all parameters, so that the full model can be read; `end_backward` reshards them."""
         for block in [self.root, *self.blocks.values()]:
-            block.need()
+            block.unshard()
 
 
 class ShardedFlatParam(FlatParam):
@@ -155,22 +162,22 @@ class ShardedFlatParam(FlatParam):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.is_unsharded = True
-        self.release()
+        self.reshard()
 
-    def _own(self, begin: int, end: int) -> Tensor:
-        return super()._own(begin, end).clone()  # outlives the full buffer
+    def _take_shard(self, begin: int, end: int) -> Tensor:
+        return super()._take_shard(begin, end).clone()  # outlives the full buffer
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Allocate the flat buffer and start its all-gather, unless it is gathered or in flight already."""
+        """Allocate the flat buffer and start its all-gather, unless done already since the last `reshard`."""
         if not self.is_unsharded:
             self.is_unsharded = True
-            self.row.untyped_storage().resize_(self.row.numel() * self.row.element_size())
+            self.full_buffer.untyped_storage().resize_(self.full_buffer.numel() * self.full_buffer.element_size())
             super().launch_gather()
 
-    def release(self) -> None:
-        """Free the flat buffer's storage; the model's and autograd's views see the data of the next all-gather."""
+    def reshard(self) -> None:
+        """Free the flat buffer's storage; views in the model and in autograd see the data of the next all-gather."""
         if self.is_unsharded:
             self.wait_gather()
             self.is_unsharded = False
-            self.row.untyped_storage().resize_(0)
+            self.full_buffer.untyped_storage().resize_(0)

@@ -9,22 +9,22 @@ memory too, and a formula in fractions of the model's total size misses it. An e
 the measured bytes.
 
 Usual wrong answers:
-* a row that divides gets padding as well
-* a float has no room for every whole number
+* adds padding although the length is divisible
+* a float cannot represent every integer
 * the package's own formula
 * sixteen bytes, whatever the stage
 * right for fp16 with sums in fp16, and every state four bytes
-* gradients are added up in the format of the parameters
+* gradients are accumulated in the dtype of the parameters
 * gradients are sharded in stage 3 only
-* stage 2 shards gradients although `keep_gradients` is set
-* masters where the parameters are the masters
-* every rank keeps the masters of the whole row
-* the row as long as what lies in it, without its padding
-* parameters are sharded in stage 2
-* the shards are together shorter than what lies in them
 * a generator is empty after the first sum over it
-* as if all rows were as long as the first
-* every rank keeps the moments of the whole row
+* stage 2 shards gradients although `keep_gradients` is set
+* counts masters although the parameters are the masters
+* every rank keeps the unsharded masters
+* the flat parameter without its padding
+* parameters are sharded in stage 2
+* the shards together are shorter than the flat parameter
+* as if all flat parameters were as long as the first
+* every rank keeps the unsharded moments
 * two moments for each element, whatever the optimizer keeps
 * nothing takes any memory
 """
@@ -33,27 +33,28 @@ from collections.abc import Iterable
 
 from minidist.config import ZeroConfig
 from minidist.precision.policy import PRECISION_BYTES, Policy
-from minidist.tools.estimate.states import ModelStates, Row
+from minidist.tools.estimate.states import FlatParamSize, ModelStates
 
 
-def row_of(numel: int, shards: int, moments: int) -> Row:
-    """So many elements, padded to as many equal shards."""
-    shard = -(-numel // shards)
-    return Row(shard * shards, shard, moments)
+def pad_to_shards(numel: int, shards: int, moments: int) -> FlatParamSize:
+    """The size of a flat parameter of `numel` elements, padded so that its `shards` shards are equal."""
+    shard_numel = -(-numel // shards)
+    return FlatParamSize(shard_numel * shards, shard_numel, moments)
 
 
-def model_states(rows: Iterable[Row], zero: ZeroConfig, policy: Policy) -> ModelStates:
-    """What the rows take on each rank: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 3 and table 1.
+def model_states(flat_params: Iterable[FlatParamSize], zero: ZeroConfig, policy: Policy) -> ModelStates:
+    """Bytes of the model states on one rank: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 3 and table 1.
 
     In bytes per element, with N shards: stage 0 `p + a + m + s`; stage 1 `p + a + (m + s)/N`; stage 2
-    `p + (a + m + s)/N`, or as stage 1 with gradients kept whole; stage 3 `(p + a + m + s)/N`. p, a, m, s are those of
-    parameter, accumulated gradient, master and all moments: with fp16 throughout and AdamW 2, 2, 4 and 8, sixteen.
+    `p + (a + m + s)/N`, or as stage 1 if gradients stay unsharded; stage 3 `(p + a + m + s)/N`. p, a, m and s are the
+    bytes of a parameter, accumulated gradient, master weight and all moments: 2, 2, 4 and 8 with fp16 throughout and
+    AdamW, together sixteen.
     """
-    rows = list(rows)
-    whole, part = sum(row.numel for row in rows), sum(row.shard for row in rows)
+    flat_params = list(flat_params)
+    full, sharded = sum(flat.numel for flat in flat_params), sum(flat.shard_numel for flat in flat_params)
     return ModelStates(
-        parameters=(part if zero.stage == 3 else whole) * PRECISION_BYTES[policy.parameter],
-        gradients=(part if zero.shares_gradients else whole) * PRECISION_BYTES[policy.accumulate],
-        masters=part * PRECISION_BYTES[policy.master] if policy.separate_masters else 0,
-        moments=sum(row.shard * row.moments for row in rows) * PRECISION_BYTES[policy.state],
+        parameters=(sharded if zero.stage == 3 else full) * PRECISION_BYTES[policy.parameter],
+        gradients=(sharded if zero.shards_gradients else full) * PRECISION_BYTES[policy.accumulate],
+        masters=sharded * PRECISION_BYTES[policy.master] if policy.separate_masters else 0,
+        moments=sum(flat.shard_numel * flat.moments for flat in flat_params) * PRECISION_BYTES[policy.state],
     )

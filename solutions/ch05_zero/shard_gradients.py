@@ -12,32 +12,32 @@ sent too, although no rank reads the result, so it must be initialized: uninitia
 or a value that overflows in a 16-bit dtype.
 
 Usual wrong answers:
-* where no gradient came is whatever memory held
-* the first micro-batch, which ends in the shard itself, is added to it as well
-* the sum is kept in the format in which gradients travel
-* the row is all-reduced, twice the bytes, and the shard cut out of it
+* leaves uninitialized memory where a gradient is missing
+* adds the first micro-batch, whose output already is the shard, to it again
+* accumulates the sum in the dtype of the messages
+* all-reduces the flat gradient, twice the bytes, and takes a slice of it
 * the package's own under the learner's name
 * the shard is full of ones
-* ranks that hold the same shard never sum it
-* shards are summed over their copies in every micro-batch, and once more at the end
+* the ranks with the same shard never sum it
+* sums shards over their replicas in every micro-batch, and once more at the end
 * the mean over the ranks instead of the sum
-* after a step without a micro-batch the gradient of the step before is there
-* what comes after the first micro-batch is never added
-* a row is given back when the next one takes its place, so that every part of the model keeps one
-* gradients are kept after they are sent, and those of the next micro-batch are added to them
-* each micro-batch takes the place of the one before
-* the last of three or more ranks forgets all micro-batches but the first
-* the padding is whatever memory held
-* parts of a gradient are added up in the format in which they come
+* a step without micro-batches returns the gradient of the previous step
+* never adds later micro-batches
+* frees a flat gradient only when the next one replaces it, so every flat parameter keeps one
+* keeps gradients after they are sent, and adds the next micro-batch to them
+* each micro-batch replaces the previous one
+* the last of three or more ranks omits all micro-batches but the first
+* leaves the padding uninitialized
+* adds two parts of a gradient in the dtype of the gradients
 * a rank without a gradient sends nothing, and the others wait
-* the row stays, and is reduced at the end of the step, as in stage 1
-* the row is there, mostly empty, from the first gradient on
-* one row for all micro-batches, which nobody gives back
-* of a gradient that comes in two parts the first is lost
-* the shard is made before the first gradient comes
-* the shard stays when the step is over, and is emptied for the next
-* the second step is added to the first
-* launch() waits for what it has just launched
+* keeps the flat gradient and reduces it at the end of the step, as in stage 1
+* allocates the flat gradient with its first gradient
+* one flat gradient for all micro-batches, which is never freed
+* if a gradient comes in two parts, the second replaces the first
+* allocates the shard before the first gradient
+* keeps the shard after the step and zeroes it for the next
+* adds the second step to the first
+* launch() waits for its own reduction
 * the shard is zero
 """
 
@@ -51,60 +51,60 @@ class ShardedGradients(FullGradients):
     """Gradients at full length only while in flight, and accumulated in a shard until the step ends (stages 2 and 3).
 
     Until a micro-batch's gradients are complete, each is kept as autograd returned it.
-    row: None unless in flight. result: None before the first reduction of a step completes, and after `clear`.
+    full_buffer: None unless in flight. result: None before the first reduction of a step completes, and after `clear`.
     """
 
     transient = True
 
     def _allocate(self) -> None:
-        self._come: dict[str, Tensor] = {}
-        self.row = self.result = None
+        self._local_grads: dict[str, Tensor] = {}
+        self.full_buffer = self.result = None
 
-    def held(self) -> list[Tensor | None]:
-        return [*self._come.values(), *super().held()]
+    def live_tensors(self) -> list[Tensor | None]:
+        return [*self._local_grads.values(), *super().live_tensors()]
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Accumulate a local gradient of any shape and dtype. Takes ownership: the caller must not use `grad` again."""
-        if name in self._come:
-            grad = self._come[name].to(self.formats.accumulate).add_(grad)
-        self._come[name] = grad
+        """Accumulate a local gradient of parameter `name`. Takes ownership: the caller must not use `grad` again."""
+        if name in self._local_grads:
+            grad = self._local_grads[name].to(self.dtypes.accumulate).add_(grad)
+        self._local_grads[name] = grad
 
     def _make_flat_gradient(self) -> Tensor:
         """Move the gradients of this micro-batch to a new flat buffer, (numel,), with zeros for missing ones."""
-        row = torch.empty(self.layout.numel, dtype=self.formats.accumulate, device=self.device)
-        row[row.numel() - self.layout.padding :].zero_()  # padding is sent too
+        flat_grad = torch.empty(self.layout.numel, dtype=self.dtypes.accumulate, device=self.device)
+        flat_grad[flat_grad.numel() - self.layout.padding :].zero_()  # padding is sent too
         for name, slot in self.layout.slots.items():
-            part, grad = row[slot.start : slot.stop], self._come.pop(name, None)
+            view, grad = flat_grad[slot.start : slot.stop], self._local_grads.pop(name, None)
             if grad is None:
-                part.zero_()
+                view.zero_()
             else:
-                part.view_as(grad).copy_(grad)
-        return row
+                view.view_as(grad).copy_(grad)
+        return flat_grad
 
     def _make_shard(self) -> Tensor:
-        return torch.empty(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
+        return torch.empty(self.layout.shard_numel, dtype=self.dtypes.accumulate, device=self.device)
 
     def launch(self) -> None:
         self.wait()
-        self.row = self._reduce(self._make_flat_gradient(), self._make_shard())
+        self.full_buffer = self._reduce(self._make_flat_gradient(), self._make_shard())
 
     def wait(self) -> None:
         """Wait for the reduction in flight and add it to `result`."""
-        if self._arriving is None:
+        if self._in_flight is None:
             return
-        arrived = self._arriving[2]
+        target = self._in_flight[2]
         super().wait()
-        self.row = None
+        self.full_buffer = None
         if self.result is None:
-            self.result = arrived
-        elif arrived is not self.result:  # the sum over replicas is in place
-            self.result.add_(arrived)
+            self.result = target
+        elif target is not self.result:  # the sum over replicas is in place
+            self.result.add_(target)
 
-    def start_finish(self) -> None:
+    def launch_final_reduction(self) -> None:
         self.wait()
         if self.result is None:  # the step had no micro-batch
             self.result = self._make_shard().zero_()
-        self.sum_replicas()
+        self.launch_replica_all_reduce()
 
     def clear(self) -> None:
         self.result = None

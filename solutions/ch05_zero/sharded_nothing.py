@@ -9,21 +9,21 @@ the rank updates that shard, and the all-gather that used to gather gradients ga
 Each rank now stores its shard of the states, two numbers per element, and computes its shard of the update.
 
 Usual wrong answers:
-* rank 0 keeps all states and updates everything, the others none
-* gradients are all-reduced, of which a rank needs a shard only
+* rank 0 stores all states and updates everything, the others nothing
+* all-reduces the gradients, although a rank needs only its shard
 * what Adam remembers of the whole row is hidden in arrays of numpy
-* the rule that every program is accused of first
-* the optimizer has its shard, and everybody still gets all gradients
-* the line as it is when it is mended
-* the fault is named, and the program as it was
-* every rank keeps its own shard to itself
-* one of the two moments is kept whole
-* a line that shows the fault, and does not make it
-* where the row does not divide, the last element of every shard but the last is left as it was
-* two ranks share the states out; of four, each keeps half of them
+* names the first rule of the list
+* the optimizer has its shard, but every rank still gets all gradients
+* names the repaired line instead of the original one
+* names the fault but does not repair it
+* no rank sends its updated shard to the others
+* stores one of the two moments unsharded
+* names a line that shows the fault but does not cause it
+* if the length is not divisible, does not update the last element of every shard but the last
+* shards the states over two ranks only: of four ranks, each stores half
 * the sum over the ranks instead of the mean
-* the rule about the gradient, which the program keeps
-* every parameter is zero in the end
+* names the rule about the gradient, which the program obeys
+* every parameter is zero at the end
 """
 
 import os

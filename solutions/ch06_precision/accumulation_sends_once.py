@@ -9,28 +9,28 @@ how many there are. A sum needs more significant bits than its terms: bfloat16 h
 1 changes nothing. And a .grad that was reduced but not reset accumulates further, and its content is sent again.
 
 Usual wrong answers:
-* autograd adds up in .grad, which is bfloat16
-* every rank asks for the data of all ranks, and does the work of all of them
+* autograd accumulates in .grad, which is bfloat16
+* every rank gathers the data of all ranks and computes everything itself
 * every gradient is 1
-* .grad is not emptied, so that every micro-batch is counted again in all that follow
-* the number of tokens is summed over ranks for each micro-batch apart
-* the sum over ranks is divided by their number as well
-* the process group is not ended
-* of each rank only the last micro-batch counts
-* the sums of the step before are still there
+* .grad is not reset, so each micro-batch counts again in all later ones
+* all-reduces the token count for each micro-batch separately
+* also divides the sum over ranks by their number
+* does not destroy the process group
+* only the last micro-batch of each rank counts
+* the sums of the previous step are not reset
 * the mean of each micro-batch, averaged over micro-batches and ranks
 * only rank 0 has the sum over ranks
-* the losses of all micro-batches are kept, and one backward goes through all of them
+* keeps the losses of all micro-batches for one backward at the end
 * each gradient is sent in two halves
-* each rank divides by its own number of tokens, and the sum over ranks by their number
-* a rank without tokens leaves the step out by itself, and the others wait
+* each rank divides by its own token count, and averages over ranks
+* a rank without tokens skips the step alone, and the others wait
 * torch's DistributedDataParallel, which averages over ranks
-* the sums are float32, and rounded to bfloat16 after each micro-batch
-* right numbers, and every micro-batch's gradients are sent
-* the sums are rounded before they go over the network
-* the sums go over the network in twice as many bytes as needed
-* a step without tokens is taken all the same, with gradients of 0
-* nothing is computed, and every gradient is 0
+* rounds the float32 sums to bfloat16 after each micro-batch
+* right values, but sends the gradients of every micro-batch
+* rounds the sums to bfloat16 before sending
+* sends the sums in float64, twice the bytes needed
+* runs a step without tokens, with gradients of 0
+* computes nothing; every gradient is 0
 """
 
 import os

@@ -11,28 +11,28 @@ squares of norms can exceed float32's range. An infinite loss is not an overflow
 scale fixes it, and a run that only halves the scale would hide the cause.
 
 Usual wrong answers:
-* a message for each number
+* one message per number
 * the package's own
 * the step is always good
 * a step without tokens counts as a good one for the scale
-* every rank gets the numbers of all ranks, pickled
-* whether something overflowed goes in a message of its own
-* the vector is float32, where a square may be infinite that was not
-* the largest of all ranks instead of the sum
-* on the last rank the scaler is told of the step before
-* the rank that has the overflow sends nothing, and the others wait for it
-* a loss that is not finite halves the scale
-* a loss that is not finite does not keep the ranks from stepping
-* the loss is the mean over ranks, though each has its part of a sum
-* only infinity is looked for, and inf - inf is none
-* the scaler learns of overflows only, and never of a good step
-* an overflow where there is no scaler
-* only the rank that was asked stops
+* every rank gathers the pickled values of all ranks
+* sends the overflow flag in a separate message
+* a float32 vector, in which a finite square may become infinite
+* the maximum over ranks instead of the sum
+* on the last rank, the scaler is updated with the previous step
+* the rank with the overflow sends nothing, and the others wait
+* a non-finite loss halves the scale
+* a non-finite loss does not skip the step
+* averages the loss over ranks, although each rank holds a summand
+* tests for infinity only, but inf - inf is NaN
+* updates the scaler on overflows only, never on good steps
+* reports an overflow although there is no scaler
+* only the rank that was asked to stop stops
 * only the overflow of rank 0 counts
-* all skip, and only the rank that has the overflow halves its scale
-* the rank that has the overflow skips the step, and the others do not
-* the scaler is told of a good step once for each rank
-* nothing is added up
+* all ranks skip, but only the rank with the overflow halves its scale
+* only the rank with the overflow skips the step
+* updates the scaler once per rank in a good step
+* sums nothing
 """
 
 import math
@@ -45,21 +45,23 @@ from minidist.precision.scaler import LossScaler
 from minidist.train.agree import StepResult
 
 
-def agree(
+def agree_on_step(
     loss: float,
     squared_norm: float,
-    stop: bool,
-    reports: Sequence[float],
+    stop_requested: bool,
+    extra_values: Sequence[float],
     tokens: float,
     scaler: LossScaler | None,
     group: Group,
 ) -> tuple[StepResult, list[float]]:
-    """All-reduce one vector over the group and decide the step; returns the result, and the sums of `reports`.
+    """Make one decision for all ranks: step, skip or stop. Return it, and the sums of `extra_values`.
 
-    loss, squared_norm, stop, reports: of this rank; squared_norm without elements that another replica counts.
-    tokens: of the global batch, the same on all ranks; if 0, nothing is updated. scaler: is updated, if given.
+    All-reduces one vector over the group: this rank's loss, squared_norm, stop_requested and extra_values (any numbers
+    whose sums over the ranks the caller needs). squared_norm: of the gradient elements that this rank counts; each
+    element is counted by one rank. tokens: number of tokens in the global batch, the same on all ranks; if 0, the step
+    is skipped. scaler: the loss scaler, which learns whether this step overflowed; None without loss scaling.
     """
-    mine = [loss, squared_norm, float(stop), *reports]
+    mine = [loss, squared_norm, float(stop_requested), *extra_values]
     vector = torch.tensor(mine, dtype=torch.float64, device=group.world.control_device)
     all_reduce(vector, group, async_op=True).wait(host=True)
     total, square, stops, *sums = vector.tolist()
@@ -70,12 +72,12 @@ def agree(
         scaler.update(overflow)
     result = StepResult(
         loss=total if tokens else None,
-        tokens=tokens,
+        num_tokens=tokens,
         grad_norm=math.sqrt(square) if finite else math.nan,
-        applied=finite and tokens > 0,
-        finite=finite,
-        stop=stops > 0,
-        overflow=overflow,
-        own_loss_finite=math.isfinite(loss),
+        update_successful=finite and tokens > 0,
+        is_finite=finite,
+        stop_requested=stops > 0,
+        overflowed=overflow,
+        is_local_loss_finite=math.isfinite(loss),
     )
     return result, sums

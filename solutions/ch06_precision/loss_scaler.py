@@ -3,30 +3,30 @@
 Backward is linear: the gradients of s times the loss are s times the gradients. So values below the smallest fp16
 number, 6e-8, are moved up into fp16's range, and are divided by s in float32 afterwards. The best scale is the
 largest one that does not overflow. It is unknown, and it changes during training, so the scaler searches for it: it
-halves the scale at each overflow, and doubles it after two thousand good steps, at the price of one lost step if the
-doubled scale was too large.
+halves the scale at each overflow, and doubles it after two thousand successful steps, at the price of one lost step
+if the doubled scale was too large.
 
-The count of good steps restarts after every change. Otherwise the scale would double right after it was halved, and
-every second step would be lost. Halving has no lower limit, but doubling has an upper one: an infinite scale makes
-all later gradients infinite.
+The count of successful steps restarts after every change. Otherwise the scale would double right after it was halved,
+and every second step would be lost. Halving has no lower limit, but doubling has an upper one: an infinite scale
+makes all later gradients infinite.
 
 Usual wrong answers:
-* the scale is doubled one good step too late
+* doubles the scale one good step too late
 * the package's own
-* the scale is halved after every step
-* an overflow halves the scale and leaves the count of good steps as it is
-* overflows are counted from the start of the run, not as consecutive ones
-* after the first `growth_interval` good steps the scale doubles in every one
-* doubled in every growth_interval-th step of the run, whatever happened before
-* the scale is never less than 1
+* halves the scale after every step
+* an overflow halves the scale but does not reset the count of good steps
+* counts all overflows of the run, not consecutive ones
+* after the first `growth_interval` good steps, every good step doubles the scale
+* doubles the scale in every growth_interval-th step of the run, whatever happened before
+* the scale never falls below 1
 * torch's GradScaler
-* doubled without an end, the scale becomes infinite
-* noted is the scale after the overflow, not the one that overflowed
+* the scale doubles without limit and becomes infinite
+* records the scale after the overflow instead of the one that overflowed
 * exhausted only when one step more than `max_overflows` overflowed
-* overflow and no overflow are mixed up
-* doubled as Python's float, which has room above the largest float32
-* good steps are counted where no checkpoint has them
-* nothing is done after a step
+* swaps overflow and no overflow
+* doubles a Python float, which exceeds the largest float32
+* stores the count of good steps where checkpoints do not include it
+* does nothing after a step
 """
 
 from minidist.config import PrecisionConfig
@@ -34,25 +34,30 @@ from minidist.precision.scaler import BACKOFF, GROWTH, _float32
 
 
 class LossScaler:
-    """The dynamic loss scale. Does not import torch.
+    """The dynamic loss scale.
 
-    scale: factor of this step's loss; a float32 number, as in torch.
-    overflowed: the scales of the most recent consecutive steps that overflowed, oldest first.
+    scale: factor of this step's loss; a float32 number, as in torch. overflowed: if the last step overflowed, the
+    scales of all consecutive steps that overflowed up to it, oldest first; otherwise empty.
     """
 
     def __init__(self, config: PrecisionConfig):
         self.scale = _float32(config.initial_scale)
         self.overflowed: list[float] = []
-        self._interval, self._most = config.growth_interval, config.max_overflows
+        self._interval, self._max_overflows = config.growth_interval, config.max_overflows
         self._good_steps = 0
 
     @property
     def exhausted(self) -> bool:
-        """Whether `max_overflows` consecutive steps overflowed, so that the scale cannot be the cause."""
-        return len(self.overflowed) >= self._most
+        """Whether the last `max_overflows` steps all overflowed, so that the scale cannot be the cause."""
+        return len(self.overflowed) >= self._max_overflows
 
     def update(self, overflow: bool) -> None:
-        """Adjust the scale after a step. overflow: whether a non-finite gradient on any rank caused a skip."""
+        """Adjust the scale after a step: multiply it by BACKOFF after an overflow, by GROWTH after good steps.
+
+        It grows after `_interval` consecutive successful steps. Every change restarts the count of successful steps.
+        The scale stays a float32 number: it has no lower limit, and it is not doubled if the result would be infinite.
+        overflow: whether a non-finite gradient on any rank caused a skip.
+        """
         if overflow:
             self.overflowed.append(self.scale)
             self.scale, self._good_steps = _float32(self.scale * BACKOFF), 0
@@ -64,11 +69,11 @@ class LossScaler:
             # An infinite scale would make every later gradient overflow.
             self.scale, self._good_steps = grown if grown < float("inf") else self.scale, 0
 
-    def state(self) -> dict:
-        """Return the state for a checkpoint, as a JSON object."""
+    def state_dict(self) -> dict:
+        """Return the scale and its counters for a checkpoint, as a JSON object."""
         return {"scale": self.scale, "good_steps": self._good_steps, "overflowed": list(self.overflowed)}
 
-    def load(self, state: dict) -> None:
-        """Restore a state that `state()` returned."""
+    def load_state_dict(self, state: dict) -> None:
+        """Restore a state that `state_dict()` returned."""
         self.scale, self._good_steps = state["scale"], state["good_steps"]
         self.overflowed = list(state["overflowed"])

@@ -11,27 +11,27 @@ for the sum over ranks. Float32 master weights do not help here: a gradient that
 them.
 
 Usual wrong answers:
-* micro-batches are made eight times as large, so that less is lost
-* whatever is wrong, it must be how the replicas started
-* the gradients of all micro-batches are kept, and added up at the end
+* makes micro-batches eight times as large, so that less is lost
+* names the start of the replicas as the invariant
+* keeps the gradients of all micro-batches and sums them at the end
 * only the first parameter's sum is float32
-* float16 has three bits more, and loses what comes after them
-* .grad is added to, which is bfloat16
-* the learning rate makes up for steps that are too short
-* masters are made of parameters that have been rounded
-* the line is named as it is when mended, not as it was
-* the fault is found and not mended
-* the model stays in float32, and nothing is mended but the speed is gone
-* mended, and the start is left out, which is right for replicas that start equal
-* only rank 0 adds up in float32
-* where it is added, while the format was decided where the memory was made
-* mended, and of a batch that does not divide by the number of ranks the rest is left out
-* added in float32, and brought back to bfloat16 each time
-* every micro-batch's gradients are sent
-* added up in float32, and rounded for the wire
-* steps that are too short are taken for losses that are divided too often
-* the sum is widened when all micro-batches have been added, too late
-* everything is named, and nothing is trained
+* float16 has three more bits, and loses smaller addends
+* accumulates in .grad, which is bfloat16
+* compensates with a larger learning rate
+* initializes the masters from rounded parameters
+* names the repaired line instead of the original one
+* names the fault but does not repair it
+* keeps the model in float32, which avoids the fault but not the cost of float32
+* repaired, but without the broadcast: right only if the replicas start equal
+* only rank 0 accumulates in float32
+* names the line that adds; the dtype is chosen where the sum is allocated
+* repaired, but omits the remainder of a batch that is not divisible by the number of ranks
+* adds in float32, and rounds to bfloat16 each time
+* sends the gradients of every micro-batch
+* accumulates in float32, but sends bfloat16
+* mistakes small updates for losses that are divided too often
+* converts the sum to float32 only after all micro-batches were added
+* names everything, and trains nothing
 """
 
 import os

@@ -12,28 +12,28 @@ master weights and the optimizer states. If the parameters are already wide, sep
 memory.
 
 Usual wrong answers:
-* masters are a copy where the parameters have their format already
-* masters are float32, whatever is asked
+* copies although the parameters already have the masters' dtype
+* masters are float32, whatever the policy
 * the package's own
 * masters that are 1 everywhere
-* lower bits are cut off, so that parameters are not the nearest to their masters
-* only the first parameter is published
-* gradients are copied where they have the right format
-* every parameter has its gradient from the start of the row
-* gradients keep the format that they came in
-* masters learn, and the model goes on with the parameters it began with
-* masters are made of the parameters, which have been rounded already
-* the parameters are concatenated without the padding between them
-* after each update the masters are made of the rounded parameters again
-* before each update the masters are made of the rounded parameters
+* truncates instead of rounding to the nearest
+* copies only the first parameter back
+* copies gradients that already have the right dtype
+* gives every parameter the gradient from the start of the shard
+* gradients keep their own dtype
+* updates the masters but never the parameters
+* initializes the masters from the rounded parameters
+* concatenates the parameters without the padding between them
+* reads the masters back from the rounded parameters after each update
+* reads the masters back from the rounded parameters before each update
 * gradients are cast to the dtype of the parameters before the reduction
-* masters that do not last are rounded to the nearest
-* the rounding is not told which step it is, and rounds alike in all of them
-* the optimizer updates what the model reads, and there is no copy
-* the values are kept beside the masters
-* a parameter that nobody used gets a gradient of zeros
-* views are copies, so that what is updated is not what is published
-* masters begin as zeros, and nothing comes of updates
+* rounds masters that do not last to the nearest, without `rounding`
+* does not pass the step to `rounding`, which then rounds equally in all steps
+* the optimizer updates the parameters themselves, without a copy
+* keeps the values in addition to the masters
+* an unused parameter gets a gradient of zeros
+* the views are copies, so the updated values are not copied back
+* masters start as zeros
 """
 
 from collections.abc import Collection, Mapping
@@ -48,55 +48,60 @@ from minidist.precision.masters import Rounding
 class MasterWeights:
     """The masters of a flat buffer of parameters: a wider copy of the buffer, or the buffer itself.
 
-    part: (n,), the flat buffer, in the parameters' dtype. bounds: (start, stop) of each parameter in it, by name; the
-    rest is padding. values: each parameter's elements in full precision, (stop - start,). host: keep the masters in
-    host memory and update them there (offload). rounding: writes updated masters back if they are not lasting.
+    params: (n,), the flat buffer, in the parameters' dtype. bounds: (start, stop) of each parameter in it, by name; the
+    rest is padding. values: each parameter's initial masters in full precision, (stop - start,), by name. dtypes: if
+    `dtypes.master` is None, masters are not kept between steps: every update makes them from `params`, in the dtype of
+    the optimizer states. offload: keep the masters in host memory and update them there. rounding: rounds such
+    temporary masters into `params` after an update; not used if masters are kept.
 
-    tensor: (n,), all masters; `part` itself unless `separate`. views: each parameter's slice of it, 1-D, by name.
-    separate: whether the masters are a copy. lasting: whether they are kept between steps; otherwise they have memory
-    only during an update.
+    tensor: (n,), all masters; `params` itself unless `separate`. views: each parameter's slice of it, 1-D, by name.
+    separate: whether the masters are a copy. persistent: whether they are kept between steps; otherwise they occupy
+    memory only during an update.
     """
 
     def __init__(
         self,
-        part: Tensor,
+        params: Tensor,
         bounds: Mapping[str, tuple[int, int]],
         values: Mapping[str, Tensor],
-        formats: PrecisionDtypes,
-        host: bool = False,
+        dtypes: PrecisionDtypes,
+        offload: bool = False,
         rounding: Rounding | None = None,
     ):
-        wide = formats.master or formats.state
-        self._part, self._bounds, self._rounding = part, bounds, rounding
-        self.separate = host or wide != part.dtype
-        self.lasting = formats.master is not None
-        self.tensor = part
+        dtype = dtypes.master or dtypes.state
+        self._params, self._bounds, self._rounding = params, bounds, rounding
+        self.separate = offload or dtype != params.dtype
+        self.persistent = dtypes.master is not None
+        self.tensor = params
         if self.separate:
-            self.tensor = torch.zeros_like(part, dtype=wide, device="cpu" if host else part.device)
+            self.tensor = torch.zeros_like(params, dtype=dtype, device="cpu" if offload else params.device)
         self.views = {name: self.tensor[start:stop] for name, (start, stop) in bounds.items()}
-        if self.separate and self.lasting:
+        if self.separate and self.persistent:
             for name, view in self.views.items():
                 view.copy_(values[name])
-        if not self.lasting:
+        if not self.persistent:
             self.tensor.untyped_storage().resize_(0)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Return each parameter's elements, by name: the masters if they are lasting, else the parameters."""
-        source = self.tensor if self.lasting else self._part
+        """Return each parameter's elements, by name: the masters if they are persistent, else the parameters."""
+        source = self.tensor if self.persistent else self._params
         return {name: source[start:stop] for name, (start, stop) in self._bounds.items()}
 
     def needs_temporary_memory(self, gradients: Tensor) -> bool:
-        """Return whether an update allocates temporary memory, so that buffers should be updated one at a time."""
-        return not self.lasting or (gradients.dtype, gradients.device) != (self.tensor.dtype, self.tensor.device)
+        """Return whether an update allocates temporary memory, so that flat buffers should be updated one at a time.
+
+        gradients: (n,), as for `attach_grads`; only their dtype and device matter.
+        """
+        return not self.persistent or (gradients.dtype, gradients.device) != (self.tensor.dtype, self.tensor.device)
 
     def attach_grads(self, gradients: Tensor, unused: Collection[str] = ()) -> None:
         """Set `.grad` of every master to its slice of `gradients` (n,), in the masters' dtype and device.
 
         unused: parameters that no rank used in this step; their masters get no gradient.
         """
-        if not self.lasting:
+        if not self.persistent:
             self.tensor.untyped_storage().resize_(self.tensor.numel() * self.tensor.element_size())
-            self.tensor.copy_(self._part)
+            self.tensor.copy_(self._params)
         gradients = gradients.to(self.tensor)  # no copy if dtype and device agree
         for name, (start, stop) in self._bounds.items():
             if name not in unused:
@@ -104,18 +109,18 @@ class MasterWeights:
 
     @torch.no_grad()
     def copy_to_params(self, step: int = 0) -> None:
-        """Round the updated masters into the parameters. step: the optimizer step, for stochastic rounding."""
+        """Copy the updated masters to the parameters, rounded to their dtype. step: for stochastic rounding."""
         if not self.separate:
             return
-        if self.lasting:
-            self._part.copy_(self.tensor)
+        if self.persistent:
+            self._params.copy_(self.tensor)
             return
         for name, (start, stop) in self._bounds.items():
-            self._rounding(self.views[name], self._part[start:stop], step, name)
+            self._rounding(self.views[name], self._params[start:stop], step, name)
 
     def detach_grads(self) -> None:
-        """Drop the masters' gradients after an update, and free masters that are not lasting."""
+        """Drop the masters' gradients after an update, and free masters that are not persistent."""
         for view in self.views.values():
             view.grad = None
-        if not self.lasting:
+        if not self.persistent:
             self.tensor.untyped_storage().resize_(0)

@@ -11,28 +11,28 @@ the same. If a layer communicates, the recomputation communicates again, so all 
 order, and once per call, not once per saved tensor.
 
 Usual wrong answers:
-* run again for every tensor that backward asks for
-* what a block saved is copied in forward, so that backward finds it
-* the second run has another dropout mask than the first
-* every backward computes from the arguments of the last call
+* recomputes for every tensor that backward needs
+* copies the saved tensors in forward, so that backward finds them
+* the second run draws another dropout mask
+* every backward recomputes from the arguments of the last call
 * the package's own
-* ones, whatever is given
-* only the first argument comes to the second run as it was
-* a block whose input takes no gradient is run without a graph
-* the second run makes no graph, as in backward gradients are off, and so nothing is saved
-* a second backward finds nothing any more
-* a number is packed, and the tensor is kept beside it
-* right numbers, and everything is kept that was kept before
-* what was found is kept until backward is over
-* numbers count from the last tensor saved, not from the first
-* run again for every tensor, and every message sent as often
-* function modes that were on in the first run are off in the second
-* all calls share one list of what was saved
-* torch's own checkpoint, prepared so that no line of the answer calls it
+* ones, whatever the input
+* the second run gets only the first argument unchanged
+* runs a block without a graph if its input requires no gradient
+* the second run builds no graph, because gradients are disabled in backward, so nothing is saved
+* a second backward finds no saved tensors
+* packs an index, but also keeps the tensor
+* right values, but saves as much as without recomputation
+* keeps the recomputed tensors until backward ends
+* counts indices from the last saved tensor
+* recomputes for every tensor, and sends every message as often
+* the second run lacks the function modes of the first
+* all calls share one list of saved tensors
+* torch's own checkpoint, wrapped so that no line of the answer calls it
 * torch's own checkpoint
-* run again in forward already, to be ready for backward
-* run twice under no_grad as well, to count what would be saved
-* zeros, with a graph of nothing
+* recomputes already in forward
+* runs twice under no_grad as well
+* zeros, with an empty graph
 """
 
 from collections.abc import Callable
@@ -47,10 +47,11 @@ from torch.overrides import _get_current_function_mode_stack
 from minidist.recompute import _detached, _Enough, _never
 
 
-class _Again:
-    """The saved-tensor hooks of one call: drop tensors in forward, and recompute them in backward.
+class _RecomputationHooks:
+    """The saved-tensor hooks of one call of `run`: drop the tensors in forward, and recompute them in backward.
 
-    Autograd saves the same tensors in the same order in both runs, so each is identified by its index.
+    run: the function. args: its arguments, the only tensors that are kept. Autograd saves the same tensors in the same
+    order in both runs, so an index identifies each of them.
     """
 
     def __init__(self, run: Callable[..., Any], args: tuple):
@@ -59,16 +60,16 @@ class _Again:
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, Tensor] = {}
 
-    def forget(self, tensor: Tensor) -> int:
+    def pack(self, tensor: Tensor) -> int:
         """Drop a tensor that autograd saves; return its index."""
         self._saved.append((tensor.shape, tensor.dtype))
         return len(self._saved) - 1
 
-    def find(self, number: int) -> Tensor:
+    def unpack(self, index: int) -> Tensor:
         """Return the saved tensor with this index; the first call recomputes all of them."""
-        if number not in self._found:  # the first call, or a second backward through the same graph
+        if index not in self._found:  # the first call, or a second backward through the same graph
             self._found = dict(enumerate(self._run_again()))
-        return self._found.pop(number)  # freed as soon as its operation's backward is done
+        return self._found.pop(index)  # freed as soon as its operation's backward is done
 
     def _run_again(self) -> list[Tensor]:
         """Recompute the saved tensors, in order. Raises RuntimeError if their shapes or dtypes differ."""
@@ -95,17 +96,17 @@ class _Again:
 
 
 def with_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `run` so that autograd saves only its arguments, and backward runs it again for the other saved tensors.
+    """Wrap a function so that autograd saves only its arguments, and backward recomputes all other saved tensors.
 
-    run: takes and returns tensors, or tuples of them, as positional arguments; must be deterministic. Under `no_grad`
-    it is called as it is.
+    run: the function. It takes positional arguments, returns tensors or tuples of tensors, and is deterministic.
+    Returns a function with the same arguments and results. Under `no_grad` it only calls `run`.
     """
 
     def call(*args):
         if not torch.is_grad_enabled():
             return run(*args)
-        again = _Again(run, args)
-        with saved_tensors_hooks(again.forget, again.find):
+        hooks = _RecomputationHooks(run, args)
+        with saved_tensors_hooks(hooks.pack, hooks.unpack):
             return run(*args)
 
     return call

@@ -1,4 +1,4 @@
-"""Our collectives on send and receive against the backend's own and against arithmetic, on real ranks."""
+"""Collectives built on send and receive, against exact arithmetic and the backend's collectives, on real ranks."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from minidist import comm
 from minidist.comm import GroupSpec, Meter, World, bind
-from minidist.comm.algorithms import ALGORITHMS, central_update, hierarchical_all_reduce
-from minidist.comm.wire_bytes import sent_elements_by_algorithm, sent_elements_hierarchical
+from minidist.comm.algorithms import ALGORITHMS, hierarchical_all_reduce, parameter_server_step
 from minidist.mesh import Mesh
+from minidist.tools.network.algorithm_bytes import sent_elements_by_algorithm, sent_elements_hierarchical
 from tests.helpers.exhaustive import exhaustive
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -19,20 +19,20 @@ COUNTS = [0, 1, 2, 5, 7, 8, 23]
 NAMES = [(name, algorithm) for name, algorithms in ALGORITHMS.items() for algorithm in algorithms]
 
 
-def group_of(world: World):
+def make_group(world: World):
     return bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"]
 
 
 def draw(seed: int, rank: int, shape, dtype: torch.dtype) -> torch.Tensor:
-    """What a rank contributes: different on every rank, both signs, or small whole numbers for an integer dtype."""
+    """A rank's input: different on every rank, of both signs, or small non-negative integers for an integer dtype."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     return torch.randint(0, 50, shape, generator=generator).to(dtype)
 
 
-def reduced(every: torch.Tensor, op: str) -> torch.Tensor:
-    """The exact reduction of (rank, n) in float64, in int64 for whole numbers."""
+def exact_reduction(every: torch.Tensor, op: str) -> torch.Tensor:
+    """The exact reduction over ranks of (rank, n), in float64, or in int64 for integers."""
     wide = every.double() if every.is_floating_point() else every.long()
     if op in ("max", "min"):
         return wide.amax(0) if op == "max" else wide.amin(0)
@@ -41,24 +41,24 @@ def reduced(every: torch.Tensor, op: str) -> torch.Tensor:
     return wide.sum(0) / (len(every) if op == "mean" else 1) if every.is_floating_point() else wide.sum(0)
 
 
-def close(got: torch.Tensor, every: torch.Tensor, op: str) -> None:
-    """`got` is the reduction of (rank, n): exactly for whole numbers and for max and min, else within its rounding.
+def assert_within_rounding(got: torch.Tensor, every: torch.Tensor, op: str) -> None:
+    """Check that `got` is the reduction of (rank, n): exactly for integers, max and min, else within rounding.
 
     A sum of p numbers rounds p - 1 times, whatever the order, each time by at most eps/2 of a partial sum, which is at
     most sum |x| (1 + p eps): (p - 1) eps sum |x| is twice that. A mean rounds once more, a product p - 1 times by eps/2
     of itself. Below its smallest normal number a float16 rounds by up to `tiny eps`, whatever the value.
     """
-    want, p = reduced(every, op), len(every)
+    expected, p = exact_reduction(every, op), len(every)
     if not every.is_floating_point() or op in ("max", "min"):
-        assert torch.equal(got, want.to(got.dtype)), f"{got} is not {want}"
+        assert torch.equal(got, expected.to(got.dtype)), f"{got} is not {expected}"
         return
     info = torch.finfo(every.dtype)
-    size = want.abs() if op == "product" else every.double().abs().sum(0) / (p if op == "mean" else 1)
+    size = expected.abs() if op == "product" else every.double().abs().sum(0) / (p if op == "mean" else 1)
     bound = p * (info.eps * size + info.tiny * info.eps) * 2
-    assert ((got.double() - want).abs() <= bound).all(), f"{got} is not {want}"
+    assert ((got.double() - expected).abs() <= bound).all(), f"{got} is not {expected}"
 
 
-def same_bits(group, tensor: torch.Tensor) -> None:
+def assert_same_bits(group, tensor: torch.Tensor) -> None:
     """All ranks hold the same bits."""
     mine = tensor.contiguous().view(-1).view(torch.uint8)
     every = mine.new_empty(group.size * mine.numel())
@@ -66,7 +66,7 @@ def same_bits(group, tensor: torch.Tensor) -> None:
     assert (every.view(group.size, -1) == mine).all()
 
 
-def once(group, name: str, algorithm: str, seed: int, n: int, dtype: torch.dtype, op: str, root: int) -> None:
+def run_and_check(group, name: str, algorithm: str, seed: int, n: int, dtype: torch.dtype, op: str, root: int) -> None:
     """One operation by an algorithm, checked on this rank. n: elements, per rank where the operation has parts."""
     run, p, rank = ALGORITHMS[name][algorithm], group.size, group.rank
     parts = name in ("all_gather", "reduce_scatter", "all_to_all")
@@ -82,46 +82,46 @@ def once(group, name: str, algorithm: str, seed: int, n: int, dtype: torch.dtype
         case "reduce":
             run(mine, root, group, op)
             if rank == root:
-                close(mine, every, op)
+                assert_within_rounding(mine, every, op)
         case "all_reduce":
             run(mine, group, op)
-            close(mine, every, op)
-            same_bits(group, mine)
+            assert_within_rounding(mine, every, op)
+            assert_same_bits(group, mine)
         case "all_gather":
             run(out, mine, group)
             assert torch.equal(out, every.view(-1)) and torch.equal(mine, every[rank])
         case "reduce_scatter":
             run(out, mine, group, op)
-            close(out, every[:, rank * n : (rank + 1) * n], op)
+            assert_within_rounding(out, every[:, rank * n : (rank + 1) * n], op)
             assert torch.equal(mine, every[rank])
         case "all_to_all":
             run(out, mine, group)
             assert torch.equal(out, every[:, rank * n : (rank + 1) * n].reshape(-1))
 
 
-def every_case(world: World) -> int:
-    group, checks = group_of(world), 0
+def check_every_case(world: World) -> int:
+    group, checks = make_group(world), 0
     for name, algorithm in NAMES:
         for i, n in enumerate(COUNTS):
             for dtype in DTYPES[i % 2 :: 2]:
                 op = OPS[i % len(OPS)]
                 op = "sum" if op == "mean" and dtype not in FLOATS else op
-                once(group, name, algorithm, i, n, dtype, op, root=i % world.size)
+                run_and_check(group, name, algorithm, i, n, dtype, op, root=i % world.size)
                 checks += 1
     return checks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_every_algorithm_gives_what_arithmetic_says(ranks, size):
-    assert ranks(every_case, size) == [len(NAMES) * 25] * size  # 7 counts with 4 and 3 dtypes in turn
+def test_every_algorithm_matches_exact_arithmetic(ranks, size):
+    assert ranks(check_every_case, size) == [len(NAMES) * 25] * size  # 7 counts with 4 and 3 dtypes in turn
 
 
-def against_backend(world: World, cases: list) -> int:
+def compare_with_backend(world: World, cases: list) -> int:
     """The same numbers through our algorithm and through the backend's collective."""
-    group = group_of(world)
+    group = make_group(world)
     for name, algorithm, seed, n, dtype, op, root in cases:
         run, p, rank, root = ALGORITHMS[name][algorithm], world.size, world.rank, root % world.size
-        once(group, name, algorithm, seed, n, dtype, op, root)
+        run_and_check(group, name, algorithm, seed, n, dtype, op, root)
         if op == "mean" or name == "reduce":  # the collectives have neither
             continue
         whole = p * n if name in ("reduce_scatter", "all_to_all") else n
@@ -148,7 +148,7 @@ def against_backend(world: World, cases: list) -> int:
             size = size.sum(0) if op == "sum" else size.prod(0)
             info = torch.finfo(dtype)
             if name in ("all_reduce", "reduce_scatter"):
-                # Each is within p eps of the exact result (see `close`), the two of one another within twice that.
+                # Each is within p eps of the exact result (`assert_within_rounding`), so the two differ by 2 p eps.
                 bound = 4 * p * (info.eps * size + info.tiny * info.eps)
                 assert ((ours.double() - theirs.double()).abs() <= bound).all()
                 continue
@@ -165,37 +165,37 @@ def cases(draw):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_any_case_agrees_with_the_backends_collective(ranks, size):
+def test_random_cases_match_the_backends_collective(ranks, size):
     # A job costs a fork, so an example is a list of cases; few and long instead of many and short.
     @settings(max_examples=3)
     @given(st.lists(cases(), min_size=10, max_size=20))
     def check(many):
-        assert ranks(against_backend, size, many) == [len(many)] * size
+        assert ranks(compare_with_backend, size, many) == [len(many)] * size
 
     check()
 
 
-def uneven_all_to_all(world: World) -> int:
-    group, p, rank = group_of(world), world.size, world.rank
-    rows = [[(a + 2 * b) % 3 for b in range(p)] for a in range(p)]  # that rank a has for rank b
+def check_uneven_all_to_all(world: World) -> int:
+    group, p, rank = make_group(world), world.size, world.rank
+    rows = [[(a + 2 * b) % 3 for b in range(p)] for a in range(p)]  # rows[a][b]: rows that rank a sends to rank b
     every = [draw(1, a, (sum(rows[a]), 2), torch.float32) for a in range(p)]
     received = [rows[a][rank] for a in range(p)]
     got = torch.empty(sum(received), 2)
     ALGORITHMS["all_to_all"]["pairwise"](got, every[rank].clone(), group, received, rows[rank])
     parts = [every[a][sum(rows[a][:rank]) :][: rows[a][rank]] for a in range(p)]
     assert torch.equal(got, torch.cat(parts))
-    want = sent_elements_by_algorithm(
+    expected = sent_elements_by_algorithm(
         "all_to_all", "pairwise", 2 * sum(rows[rank]), p, rank, splits=[2 * r for r in rows[rank]]
     )
-    assert group.meter.total_wire_bytes == 4 * want
-    return want
+    assert group.meter.total_wire_bytes == 4 * expected
+    return expected
 
 
-def test_all_to_all_takes_parts_of_any_length(ranks):
-    assert any(ranks(uneven_all_to_all, 3)) and ranks(uneven_all_to_all, 1) == [0]
+def test_all_to_all_accepts_uneven_splits(ranks):
+    assert any(ranks(check_uneven_all_to_all, 3)) and ranks(check_uneven_all_to_all, 1) == [0]
 
 
-def hierarchy(world: World, nodes: int) -> int:
+def check_hierarchical(world: World, nodes: int) -> int:
     per_node = world.size // nodes
     groups = bind(
         world, Mesh(pp=nodes, dp=per_node), [GroupSpec("inside", ("dp",)), GroupSpec("across", ("pp",))], meter=Meter()
@@ -208,19 +208,19 @@ def hierarchy(world: World, nodes: int) -> int:
             hierarchical_all_reduce(mine, groups["inside"], groups["across"], op)
             got = groups.meter.total_wire_bytes - before
             assert got == 4 * sent_elements_hierarchical(n, nodes, per_node, world.rank)
-            close(mine, every, op)
-            same_bits(groups["control"], mine) if world.size > 1 else None
+            assert_within_rounding(mine, every, op)
+            assert_same_bits(groups["control"], mine) if world.size > 1 else None
             sent += got
     return sent
 
 
 @pytest.mark.parametrize("nodes, size", [(1, 1), (1, 3), (2, 4), (3, 6), *exhaustive((2, 2), (2, 6), (4, 8))])
-def test_hierarchical_all_reduce_is_the_reduction_over_all_nodes(ranks, nodes, size):
-    assert all(sent > 0 for sent in ranks(hierarchy, size, nodes)) == (size > 1)
+def test_hierarchical_all_reduce_reduces_over_all_nodes(ranks, nodes, size):
+    assert all(sent > 0 for sent in ranks(check_hierarchical, size, nodes)) == (size > 1)
 
 
-def central(world: World) -> tuple:
-    group = group_of(world)
+def check_parameter_server_step(world: World) -> tuple:
+    group = make_group(world)
     gradients = [draw(3, r, (7,), torch.float64) for r in range(world.size)]
     root, calls = world.size - 1, []
 
@@ -229,25 +229,25 @@ def central(world: World) -> tuple:
         parameters.sub_(0.1 * gradient)
 
     parameters, mine = torch.full((7,), float(world.rank + 1), dtype=torch.float64), gradients[world.rank].clone()
-    central_update(parameters, mine, update, group, root, "mean")
+    parameter_server_step(parameters, mine, update, group, root, "mean")
     mean = torch.stack(gradients).mean(0)
     torch.testing.assert_close(parameters, float(root + 1) - 0.1 * mean, rtol=1e-14, atol=1e-15)
     assert len(calls) == (world.rank == root)
     assert world.rank == root or torch.equal(mine, gradients[world.rank])
     assert group.meter.total_wire_bytes == 8 * sent_elements_by_algorithm(
-        "central_update", "flat", 7, world.size, world.rank, root=root
+        "parameter_server_step", "flat", 7, world.size, world.rank, root=root
     )
     return tuple(parameters.tolist())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_a_central_update_gives_everybody_the_roots_new_parameters(ranks, size):
-    assert len(set(ranks(central, size))) == 1
+def test_a_parameter_server_step_broadcasts_the_roots_new_parameters(ranks, size):
+    assert len(set(ranks(check_parameter_server_step, size))) == 1
 
 
-def sixteen_bits(world: World) -> dict:
+def sum_in_bfloat16(world: World) -> dict:
     """Sums of one large and many small numbers, where rounding after every addition loses the small ones."""
-    group, got = group_of(world), {}
+    group, got = make_group(world), {}
     for algorithm, run in ALGORITHMS["all_reduce"].items():
         mine = torch.tensor([256.0 if world.rank == 0 else 1.0], dtype=torch.bfloat16)
         run(mine, group)
@@ -255,15 +255,15 @@ def sixteen_bits(world: World) -> dict:
     return got
 
 
-def test_naive_rounds_sixteen_bit_sums_once_and_the_others_each_partial_sum(ranks):
+def test_naive_rounds_bfloat16_sums_once_and_the_others_every_partial_sum(ranks):
     # bfloat16 has 8 bits: 257 lies between 256 and 258 and rounds to 256. Exact: 256 + 4 = 260.
-    # The ring adds the ones one by one, each in vain; the others add two ones first, and 2 more is a step of bfloat16.
-    want = {"naive": 260.0, "tree": 258.0, "ring": 256.0, "doubling": 258.0, "rabenseifner": 258.0}
-    assert ranks(sixteen_bits, 5) == [want] * 5
+    # The ring adds the ones one by one, and each is rounded away; the others add two ones first: 258 is representable.
+    expected = {"naive": 260.0, "tree": 258.0, "ring": 256.0, "doubling": 258.0, "rabenseifner": 258.0}
+    assert ranks(sum_in_bfloat16, 5) == [expected] * 5
 
 
-def refusals(world: World) -> list[str]:
-    group, said = group_of(world), []
+def collect_errors(world: World) -> list[str]:
+    group, message = make_group(world), []
     calls = [
         lambda: ALGORITHMS["all_reduce"]["ring"](torch.ones(3, dtype=torch.int64), group, "mean"),
         lambda: ALGORITHMS["reduce"]["tree"](torch.ones(3), 0, group, "xor"),
@@ -277,17 +277,17 @@ def refusals(world: World) -> list[str]:
     for call in calls:
         with pytest.raises(ValueError) as error:
             call()
-        said.append(str(error.value))
+        message.append(str(error.value))
     assert not group.meter.records
-    return said
+    return message
 
 
-def test_what_cannot_be_done_is_refused_before_anything_is_sent(ranks):
-    for said in ranks(refusals, 2):
-        assert said[0] == "no mean of torch.int64: take the sum and divide it the way you need"
-        assert said[1] == "no reduction 'xor': possible are sum, mean, max, min, product"
-        assert said[2].startswith("no mean of torch.int32")
-        assert "shape [2, 3] and strides (1, 2) is not contiguous" in said[3]
-        assert "the full tensor has 3 elements" in said[4] and "the full tensor has 2 elements" in said[5]
-        assert said[6] == "all_to_all over 2 ranks: the 3 rows of output cannot be split into 2 equal parts"
-        assert said[7] == "all_to_all over 2 ranks: the 2 rows of input cannot be split into parts of [2, 1] rows"
+def test_invalid_calls_are_refused_before_anything_is_sent(ranks):
+    for message in ranks(collect_errors, 2):
+        assert message[0] == "no mean of torch.int64: take the sum and divide it the way you need"
+        assert message[1] == "no reduction 'xor': possible are sum, mean, max, min, product"
+        assert message[2].startswith("no mean of torch.int32")
+        assert "shape [2, 3] and strides (1, 2) is not contiguous" in message[3]
+        assert "the full tensor has 3 elements" in message[4] and "the full tensor has 2 elements" in message[5]
+        assert message[6] == "all_to_all over 2 ranks: the 3 rows of output cannot be split into 2 equal parts"
+        assert message[7] == "all_to_all over 2 ranks: the 2 rows of input cannot be split into parts of [2, 1] rows"

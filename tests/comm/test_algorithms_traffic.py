@@ -11,9 +11,9 @@ import torch
 from minidist import comm
 from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.comm.algorithms import ALGORITHMS
-from minidist.comm.wire_bytes import IMPLEMENTED_ALGORITHMS, sent_elements_by_algorithm
 from minidist.mesh import Mesh
-from minidist.tools.deadlock.nccl_rules import violations
+from minidist.tools.deadlock.nccl_rules import find_nccl_violations
+from minidist.tools.network.algorithm_bytes import IMPLEMENTED_ALGORITHMS, sent_elements_by_algorithm
 from minidist.tools.network.sockets import count_tcp_bytes_sent
 from tests.helpers.exhaustive import exhaustive
 
@@ -22,20 +22,20 @@ NAMES = [(name, algorithm) for name, algorithms in ALGORITHMS.items() for algori
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
 
 
-def traffic(world: World) -> list:
-    """(operation, algorithm, n, dtype, what the meter saw sent) of everything, each in bytes."""
+def measure_traffic(world: World) -> list:
+    """(operation, algorithm, n, dtype, metered bytes) of every algorithm."""
     group, seen = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"], []
     for name, algorithm in NAMES:
         for dtype in DTYPES:
             for n in (0, 3, 17) if dtype.is_floating_point else (1, 10):
                 before = group.meter.total_wire_bytes
-                once_only(group, name, algorithm, n, dtype, root=n % world.size)
+                run_once(group, name, algorithm, n, dtype, root=n % world.size)
                 seen.append((name, algorithm, n, dtype, group.meter.total_wire_bytes - before))
     assert all(record.name in ("send", "recv") and not record.modelled for record in group.meter.records)
     return seen
 
 
-def once_only(group, name, algorithm, n, dtype, root) -> None:
+def run_once(group, name, algorithm, n, dtype, root) -> None:
     """The operation alone, without a check that would send more."""
     run, p = ALGORITHMS[name][algorithm], group.size
     mine = torch.ones(n, dtype=dtype)
@@ -53,43 +53,45 @@ def once_only(group, name, algorithm, n, dtype, root) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, *exhaustive(6, 7)])
-def test_what_is_sent_is_what_the_table_says(ranks, size):
-    for rank, seen in enumerate(ranks(traffic, size)):
+def test_metered_bytes_match_the_byte_table(ranks, size):
+    for rank, seen in enumerate(ranks(measure_traffic, size)):
         for name, algorithm, n, dtype, got in seen:
             whole = n * size if name in ("all_gather", "reduce_scatter", "all_to_all") else n
-            want = sent_elements_by_algorithm(name, algorithm, whole, size, rank, root=n % size) * dtype.itemsize
-            assert got == want, f"{algorithm} {name} of {n} {dtype}, rank {rank} of {size}"
+            expected = sent_elements_by_algorithm(name, algorithm, whole, size, rank, root=n % size) * dtype.itemsize
+            assert got == expected, f"{algorithm} {name} of {n} {dtype}, rank {rank} of {size}"
 
 
 def test_the_table_and_the_registry_name_the_same_algorithms():
-    table = {name: set(algorithms) for name, algorithms in IMPLEMENTED_ALGORITHMS.items() if name != "central_update"}
+    table = {
+        name: set(algorithms) for name, algorithms in IMPLEMENTED_ALGORITHMS.items() if name != "parameter_server_step"
+    }
     assert table == {name: set(algorithms) for name, algorithms in ALGORITHMS.items()}
     with pytest.raises(ValueError, match="no algorithm 'gossip' for 'all_reduce': there are broadcast: flat, tree; "):
         sent_elements_by_algorithm("all_reduce", "gossip", 1, 2, 0)
 
 
-def logs(world: World) -> list:
+def record_all(world: World) -> list:
     """The records of every algorithm, one after the other."""
     group = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"]
     for name, algorithm in NAMES:
-        once_only(group, name, algorithm, 7, torch.float32, root=1)
+        run_once(group, name, algorithm, 7, torch.float32, root=1)
     return group.meter.records
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_transfers_that_are_in_flight_together_were_launched_together(ranks, size):
-    """What NCCL demands and gloo does not: else two ranks that send to each other wait for ever."""
-    of_rank = dict(enumerate(ranks(logs, size)))
-    assert all(len(log) > 20 for log in of_rank.values()) and violations(of_rank) == []
+def test_algorithms_obey_the_nccl_rules(ranks, size):
+    """NCCL, unlike gloo, needs transfers in both directions to be batched: two ranks that send to each other hang."""
+    of_rank = dict(enumerate(ranks(record_all, size)))
+    assert all(len(log) > 20 for log in of_rank.values()) and find_nccl_violations(of_rank) == []
 
 
-def carried(world: World) -> list:
+def metered_and_kernel_bytes(world: World) -> list:
     """(operation, algorithm, elements, bytes the meter saw, bytes the kernel sent, transfers) on this rank."""
     group, seen, n = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"], [], 30_001
     for name, algorithm in NAMES:
         comm.barrier(group)
         records, metered, kernel = len(group.meter.records), group.meter.total_wire_bytes, count_tcp_bytes_sent()
-        once_only(group, name, algorithm, n, torch.float32, root=1)
+        run_once(group, name, algorithm, n, torch.float32, root=1)
         metered, kernel = group.meter.total_wire_bytes - metered, count_tcp_bytes_sent() - kernel
         transfers = [r for r in group.meter.records[records:] if r.name in ("send", "recv")]
         seen.append((name, algorithm, metered, kernel, len(transfers)))
@@ -99,8 +101,8 @@ def carried(world: World) -> list:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a connection for its owner")
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_kernel_sent_what_the_meter_counted(ranks, size):
-    for seen in ranks(carried, size, backend="gloo"):
+def test_metered_bytes_match_those_sent_by_the_kernel(ranks, size):
+    for seen in ranks(metered_and_kernel_bytes, size, backend="gloo"):
         for name, algorithm, metered, kernel, transfers in seen:
             # gloo sends 48 bytes before the data, 48 to say that there is some, and 48 to say that there is room for
             # it; messages of the barriers around it may still be in flight.
@@ -108,11 +110,11 @@ def test_the_kernel_sent_what_the_meter_counted(ranks, size):
             assert 0 <= over <= 96 * transfers + 400, f"{algorithm} {name}, {size} ranks: {metered} bytes, {kernel}"
 
 
-def library(world: World) -> dict:
-    """Of the backend's own collectives, and of the package's in their place: bytes the kernel sent, and the table's."""
+def backend_bytes(world: World) -> dict:
+    """{operation: (bytes the kernel sent, modelled bytes)} of gloo's collectives and of the package's replacements."""
     ours, n, found = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=Meter())["data"], 120_000, {}
     group = dataclasses.replace(ours)
-    group.over_gloo = False  # so that the collectives ask the backend for all of them
+    group.uses_gloo = False  # every collective is then the backend's own
     whole, other, part = torch.ones(n), torch.ones(n), torch.ones(n // world.size)
     calls = {
         "all_reduce": lambda: comm.all_reduce(whole, group),
@@ -134,15 +136,15 @@ def library(world: World) -> dict:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a connection for its owner")
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_bytes_of_collectives_over_gloo_are_those_of_the_table_and_of_its_own_reduce_scatter_twice(ranks, size):
-    for found in ranks(library, size, backend="gloo"):
+def test_gloo_sends_the_modelled_bytes_and_twice_as_many_in_reduce_scatter(ranks, size):
+    for found in ranks(backend_bytes, size, backend="gloo"):
         for name, (kernel, modelled) in found.items():
-            want = modelled * (2 if name == "reduce_scatter" else 1)
-            assert 0 <= kernel - want <= 0.01 * want + 1000, f"{name}: {kernel} sent, {modelled} modelled"
+            expected = modelled * (2 if name == "reduce_scatter" else 1)
+            assert 0 <= kernel - expected <= 0.01 * expected + 1000, f"{name}: {kernel} sent, {modelled} modelled"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a connection for its owner")
-def test_the_kernel_is_asked_for_what_was_given_to_a_connection_even_if_nobody_reads_it():
+def test_count_tcp_bytes_sent_includes_unread_bytes():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
         theirs, _ = server.accept()
         with theirs:

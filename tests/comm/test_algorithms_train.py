@@ -1,4 +1,4 @@
-"""`--comm.algorithm`: gradients reduced by an algorithm of ours are those of the backend, whatever waits for what."""
+"""`--comm.algorithm`: gradients reduced by the package's algorithms match the backend's, in any order of waits."""
 
 import json
 from typing import get_args, get_type_hints
@@ -9,16 +9,16 @@ import torch
 from minidist import comm
 from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.comm.algorithms import ALGORITHMS
-from minidist.comm.wire_bytes import sent_elements_by_algorithm
 from minidist.config import CommConfig, Config
 from minidist.mesh import Mesh
 from minidist.models import ModelConfig, Transformer
-from minidist.parallelize import DEFAULT_GROUP_SPECS, parallelize, reduced_by
+from minidist.parallelize import DEFAULT_GROUP_SPECS, parallelize, with_all_reduce_algorithm
+from minidist.tools.network.algorithm_bytes import sent_elements_by_algorithm
 from tests.helpers.exhaustive import exhaustive
-from tests.helpers.small_run import run, small_config, write_text
+from tests.helpers.small_run import small_config, train_small, write_text
 
 
-def losses(folder) -> list[float]:
+def read_losses(folder) -> list[float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
 
@@ -29,47 +29,47 @@ def text(tmp_path_factory):
 
 
 @pytest.mark.parametrize("gradients", ["bucketed", *exhaustive("naive")])
-def test_a_run_with_an_algorithm_of_ours_has_the_losses_of_the_backend(ranks, tmp_path, text, gradients):
+def test_losses_with_every_algorithm_match_the_backends(ranks, tmp_path, text, gradients):
     for name in ("backend", *ALGORITHMS["all_reduce"]):
-        ranks(run, 3, small_config(tmp_path / name, text, comm__algorithm=name, comm__gradients=gradients))
-    want = losses(tmp_path / "backend")
-    assert len(want) == 6
+        ranks(train_small, 3, small_config(tmp_path / name, text, comm__algorithm=name, comm__gradients=gradients))
+    expected = read_losses(tmp_path / "backend")
+    assert len(expected) == 6
     for algorithm in ALGORITHMS["all_reduce"]:
         # Another order of addition of float32, carried through six steps of SGD: as in test_trainer.
-        assert losses(tmp_path / algorithm) == pytest.approx(want, rel=1e-5), algorithm
+        assert read_losses(tmp_path / algorithm) == pytest.approx(expected, rel=1e-5), algorithm
 
 
-def sent_in_a_step(world: World, algorithm: str) -> tuple:
-    """What a step sends for its gradients: the names of the operations, the bytes of this rank, the buckets' sizes."""
+def gradient_traffic(world: World, algorithm: str) -> tuple:
+    """The gradient traffic of a step: names of the operations, bytes sent by this rank, sizes of the buckets."""
     model = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=1)
     config = Config(model=model, comm=CommConfig(algorithm=algorithm))
     groups = bind(world, Mesh(dp=world.size), DEFAULT_GROUP_SPECS, meter=Meter())
     parallel = parallelize(Transformer(config.model), groups, config)
     groups.meter.records.clear()
     for name in parallel.specs:
-        parallel.reducer.ready(name)
-    parallel.reducer.finish()
-    sent = [record for record in groups.meter.records if record.use == "grads"]
+        parallel.reducer.mark_ready(name)
+    parallel.reducer.finish_reductions()
+    sent = [record for record in groups.meter.records if record.group_name == "grads"]
     buckets = [bucket.buffer.numel() for bucket in parallel.reducer._buckets]
     return {record.name for record in sent}, sum(record.wire_bytes for record in sent), buckets
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS["all_reduce"])
-def test_the_gradients_of_a_step_travel_as_the_algorithm_says(ranks, algorithm):
-    for rank, (names, sent, buckets) in enumerate(ranks(sent_in_a_step, 3, algorithm)):
+def test_gradient_traffic_matches_the_chosen_algorithm(ranks, algorithm):
+    for rank, (names, sent, buckets) in enumerate(ranks(gradient_traffic, 3, algorithm)):
         assert names == {"send", "recv"}
         assert sent == 4 * sum(sent_elements_by_algorithm("all_reduce", algorithm, n, 3, rank) for n in buckets)
 
 
-def test_every_all_reduce_can_be_chosen():
+def test_every_all_reduce_algorithm_is_a_choice_of_the_option():
     choices = get_args(get_type_hints(CommConfig)["algorithm"])
     assert choices == ("backend", *ALGORITHMS["all_reduce"])
 
 
-def waits(world: World, algorithm: str, order: list[int]) -> list:
-    """Three all-reduces launched, waited for in `order`: sums, and what was sent at each point."""
+def wait_in_order(world: World, algorithm: str, order: list[int]) -> list:
+    """Launch three all-reduces and wait in `order`; return the sums and the bytes sent before and after the waits."""
     group = bind(world, Mesh(dp=world.size), [GroupSpec("grads", ("dp",))], meter=Meter())["grads"]
-    group, meter = reduced_by(algorithm, group), group.meter
+    group, meter = with_all_reduce_algorithm(algorithm, group), group.meter
     tensors = [torch.full((n,), float(world.rank + 10 * n)) for n in (3, 4, 5)]
     handles = [comm.all_reduce(tensor, group, async_op=True) for tensor in tensors]
     sent = [meter.total_wire_bytes]
@@ -86,24 +86,24 @@ def waits(world: World, algorithm: str, order: list[int]) -> list:
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
 def test_operations_run_when_waited_for_in_the_order_of_launch(ranks, order):
     size = 3
-    for rank, (sums, (at_launch, after), names) in enumerate(ranks(waits, size, "ring", order)):
+    for rank, (sums, (at_launch, after), names) in enumerate(ranks(wait_in_order, size, "ring", order)):
         assert sums == [[3.0 + 30 * n] * n for n in (3, 4, 5)]
         assert at_launch == 0
         assert after == 4 * sum(sent_elements_by_algorithm("all_reduce", "ring", n, size, rank) for n in (3, 4, 5))
         assert names == {"send", "recv"}
 
 
-def test_the_backends_own_stays_the_groups(ranks):
-    for _, (at_launch, _), names in ranks(waits, 2, "backend", [0, 1, 2]):
+def test_algorithm_backend_uses_the_groups_all_reduce(ranks):
+    for _, (at_launch, _), names in ranks(wait_in_order, 2, "backend", [0, 1, 2]):
         assert at_launch > 0 and names == {"all_reduce"}
 
 
-def alone(world: World) -> list:
-    group = reduced_by("tree", bind(world, Mesh())["control"])
+def all_reduce_alone(world: World) -> list:
+    group = with_all_reduce_algorithm("tree", bind(world, Mesh())["control"])
     tensor = torch.ones(2)
     comm.all_reduce(tensor, group, async_op=True).wait()
     return tensor.tolist()
 
 
-def test_one_rank_has_nothing_to_send():
-    assert alone(World.single()) == [1.0, 1.0]
+def test_an_algorithm_on_one_rank_sends_nothing():
+    assert all_reduce_alone(World.single()) == [1.0, 1.0]

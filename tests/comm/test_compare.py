@@ -1,4 +1,4 @@
-"""A comparison never takes wrong for right: not in shape, not in value, not by leaving something out."""
+"""Parity's comparison finds wrong shapes, wrong values and missing tensors, on every rank."""
 
 import math
 
@@ -14,7 +14,7 @@ from minidist.tools.parity.compare import (
 )
 from minidist.tools.parity.plan import plan_cases
 from minidist.tools.parity.ranks import RankReport
-from minidist.tools.parity.run import make_row
+from minidist.tools.parity.run import make_table_row
 
 TOLERANCE = {"loss": 1e-10, "grad": 1e-10, "grad_norm": 1e-10, "param": 1e-10}
 CASE = next(case for case in plan_cases(2)[1].cases if case.dtype == "float64" and not case.clip)
@@ -29,7 +29,7 @@ def reference(*shape):
     return torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).view(shape)
 
 
-def test_equal_tensors_are_0_apart():
+def test_equal_tensors_have_difference_zero():
     assert relative_difference(reference(4, 3), reference(4, 3), spec_of((4, 3))) == 0.0
 
 
@@ -42,13 +42,13 @@ def test_the_difference_is_relative_to_the_largest_element_of_the_whole_tensor()
     assert relative_difference(mine[1:3], whole, rows) == pytest.approx(2.0 / 8.0)
 
 
-def test_it_is_absolute_where_the_reference_is_zero():
+def test_the_difference_is_absolute_if_the_reference_is_zero():
     assert relative_difference(torch.full((3,), 0.25), torch.zeros(3), spec_of((3,))) == 0.25
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("side", ["mine", "reference"])
-def test_a_number_that_is_not_finite_is_infinitely_far(wrong, side):
+def test_a_non_finite_element_gives_an_infinite_difference(wrong, side):
     mine, whole = reference(5), reference(5)
     (mine if side == "mine" else whole)[3] = wrong
     assert relative_difference(mine, whole, spec_of((5,))) == math.inf
@@ -67,7 +67,7 @@ def test_a_number_that_is_not_finite_is_infinitely_far(wrong, side):
         (torch.zeros(4), torch.zeros(3), spec_of((3,), Box((0,), (4,)))),  # a box beyond the tensor
     ],
 )
-def test_a_shape_that_does_not_fit_is_infinitely_far(mine, whole, spec):
+def test_a_wrong_shape_gives_an_infinite_difference(mine, whole, spec):
     assert relative_difference(mine, whole, spec) == math.inf
 
 
@@ -80,12 +80,12 @@ def test_several_boxes_are_compared_in_the_order_of_their_memory():
     assert relative_difference(mine, whole, spec_of((3, 4), *boxes)) == pytest.approx(1e-3)
 
 
-def test_a_rank_that_holds_nothing_of_a_tensor_has_no_difference():
+def test_an_empty_shard_has_difference_zero():
     assert relative_difference(torch.zeros(0), reference(3), spec_of((3,), Box((1,), (1,)))) == 0.0
 
 
 @pytest.mark.parametrize(("mine", "whole"), [(None, 1.0), (math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
-def test_a_loss_that_is_none_or_not_finite_is_infinitely_far(mine, whole):
+def test_a_missing_or_non_finite_loss_gives_an_infinite_difference(mine, whole):
     assert relative_scalar_difference(mine, whole) == math.inf
 
 
@@ -102,7 +102,7 @@ def test_one_relative_error_of_1e_9_in_one_element_is_found():
 
 
 @pytest.mark.parametrize(("mine", "whole"), [(None, torch.zeros(2)), (torch.zeros(2), None)])
-def test_a_gradient_that_only_one_side_has_is_wrong_even_if_it_is_zero(mine, whole):
+def test_a_gradient_on_one_side_only_is_wrong_even_if_it_is_zero(mine, whole):
     seen = Comparison(TOLERANCE)
     seen.compare_tensor("grad", 0, "w", mine, whole, spec_of((2,)))
     assert seen.first[1] == "step 0 grad w" and seen.largest["grad"] == math.inf
@@ -122,7 +122,7 @@ def test_a_nan_is_not_lost_among_larger_and_smaller_differences():
         assert seen.largest["loss"] == math.inf and seen.first[1] == "step 0 loss"
 
 
-def test_what_is_wrong_first_is_the_earliest_step_and_in_it_a_gradient():
+def test_first_is_the_earliest_step_with_gradients_before_losses():
     seen = Comparison(TOLERANCE)
     for kind, step, name in (
         ("param", 5, "p"),
@@ -135,13 +135,13 @@ def test_what_is_wrong_first_is_the_earliest_step_and_in_it_a_gradient():
     assert seen.first[1] == "step 2 grad b"
 
 
-def test_a_kind_without_a_tolerance_is_reported_and_not_judged():
+def test_a_kind_without_a_tolerance_is_reported_but_never_wrong():
     seen = Comparison({"loss": 1e-6})
     seen.add_difference("param", 5, "w", 0.5)
     assert seen.largest["param"] == 0.5 and seen.first is None and seen.worst[1] is None
 
 
-def test_what_is_wrong_is_reported_the_moment_it_is_known():
+def test_on_first_is_called_once_at_the_first_wrong_value():
     told = []
     seen = Comparison(TOLERANCE, on_first=told.append)
     seen.add_difference("grad", 1, "a", 1.0)
@@ -149,10 +149,10 @@ def test_what_is_wrong_is_reported_the_moment_it_is_known():
     assert [text for _, text in told] == ["step 1 grad a"]
 
 
-# What the ranks know only together
+# Reports of all ranks, combined into a row
 
 
-def record(**changes):
+def make_report(**changes):
     boxes = {"w": (Box.whole((2, 2)),), "b": (Box.whole((2,)),)}
     seen = Comparison(TOLERANCE)
     values = {
@@ -163,57 +163,62 @@ def record(**changes):
 
 
 def test_ranks_that_saw_nothing_wrong_make_a_row_that_is_ok():
-    row = make_row(CASE, [record(), record()])
+    row = make_table_row(CASE, [make_report(), make_report()])
     assert row["ok"] and row["first_wrong"] is None and row["worst_tensor"] == "w"
 
 
 def test_every_rank_counts_not_only_the_first():
-    wrong = record(first=((1, 0, 7), "step 1 grad b"), largest=record().largest | {"grad": 0.5}, worst=(9.0, "b"))
-    row = make_row(CASE, [record(), wrong])
+    wrong = make_report(
+        first=((1, 0, 7), "step 1 grad b"), largest=make_report().largest | {"grad": 0.5}, worst=(9.0, "b")
+    )
+    row = make_table_row(CASE, [make_report(), wrong])
     assert not row["ok"] and row["first_wrong"] == "step 1 grad b on rank 1"
     assert row["grad_diff"] == 0.5 and row["worst_tensor"] == "b"
 
 
 def test_the_first_of_all_ranks_is_named():
     early, late = ((0, 0, 3), "step 0 grad w"), ((2, 0, 1), "step 2 grad b")
-    assert make_row(CASE, [record(first=late), record(first=early)])["first_wrong"] == "step 0 grad w on rank 1"
-    assert make_row(CASE, [record(first=early), record(first=early)])["first_wrong"] == "step 0 grad w"
+    assert (
+        make_table_row(CASE, [make_report(first=late), make_report(first=early)])["first_wrong"]
+        == "step 0 grad w on rank 1"
+    )
+    assert make_table_row(CASE, [make_report(first=early), make_report(first=early)])["first_wrong"] == "step 0 grad w"
 
 
 def test_a_tensor_that_no_rank_compared_is_wrong():
     without = {"b": (Box.whole((2,)),)}
-    row = make_row(CASE, [record(boxes=without), record(boxes=without)])
+    row = make_table_row(CASE, [make_report(boxes=without), make_report(boxes=without)])
     assert not row["ok"] and "w is not on any rank" in row["first_wrong"]
 
 
-def test_a_tensor_cut_over_the_ranks_must_be_held_whole():
+def test_shards_must_cover_the_tensor():
     def halves(split):
         return [
-            record(boxes={"w": (Box((0, 0), (split, 2)),), "b": (Box.whole((2,)),)}, digests={"w": "1", "b": "y"}),
-            record(boxes={"w": (Box((1, 0), (2, 2)),), "b": (Box.whole((2,)),)}, digests={"w": "2", "b": "y"}),
+            make_report(boxes={"w": (Box((0, 0), (split, 2)),), "b": (Box.whole((2,)),)}, digests={"w": "1", "b": "y"}),
+            make_report(boxes={"w": (Box((1, 0), (2, 2)),), "b": (Box.whole((2,)),)}, digests={"w": "2", "b": "y"}),
         ]
 
-    assert make_row(CASE, halves(1))["ok"]
-    assert "w is not on any rank, or only in part" in make_row(CASE, halves(0))["first_wrong"]
+    assert make_table_row(CASE, halves(1))["ok"]
+    assert "w is not on any rank, or only in part" in make_table_row(CASE, halves(0))["first_wrong"]
 
 
 def test_replicas_that_differ_in_a_bit_are_wrong():
-    row = make_row(CASE, [record(), record(digests={"w": "x", "b": "z"})])
+    row = make_table_row(CASE, [make_report(), make_report(digests={"w": "x", "b": "z"})])
     assert row["first_wrong"] == "end param b differs between its replicas on ranks 0 and 1" and not row["ok"]
 
 
-def test_ranks_that_tell_another_loss_are_wrong():
-    row = make_row(CASE, [record(), record(scalars=((1.0, 2.0), (3.0, 4.5)))])
+def test_different_losses_on_two_ranks_are_wrong():
+    row = make_table_row(CASE, [make_report(), make_report(scalars=((1.0, 2.0), (3.0, 4.5)))])
     assert row["first_wrong"] == "step 1 loss or grad_norm differs between ranks 0 and 1"
 
 
 @pytest.mark.parametrize(("steps", "ok"), [(0, False), (1, True), (4, True), (5, False)])
 def test_a_case_about_clipping_clips_in_some_steps_and_not_in_all(steps, ok):
-    row = make_row(CLIPPED, [record(clipped_steps=steps), record(clipped_steps=steps)])
+    row = make_table_row(CLIPPED, [make_report(clipped_steps=steps), make_report(clipped_steps=steps)])
     assert row["ok"] is ok
 
 
-def test_not_held_sees_one_missing_element():
+def test_one_uncovered_element_is_found():
     assert not has_uncovered_elements((2, 2), [Box((0, 0), (1, 2)), Box((1, 0), (2, 2))])
     assert has_uncovered_elements((2, 2), [Box((0, 0), (1, 2)), Box((1, 0), (2, 1))])
     assert has_uncovered_elements((2,), [])

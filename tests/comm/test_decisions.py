@@ -1,4 +1,4 @@
-"""What is decided for one rank is decided for all, and where ranks cannot agree nothing is updated (contract 11)."""
+"""A stop or a skipped step on one rank holds for all ranks, and after a failed collective nothing is updated."""
 
 import math
 
@@ -20,7 +20,7 @@ from minidist.train.engine import Engine
 BATCH, RANKS = 6, 2
 
 
-def engine_of(world):
+def build_engine(world):
     groups = bind(world, Mesh(dp=world.size), DEFAULT_GROUP_SPECS)
     model = Transformer(ModelConfig(vocab_size=128, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2))
     init_parameters(model, 0)
@@ -28,34 +28,39 @@ def engine_of(world):
     return Engine(parallelize(model, groups, Config(optim=optim)), groups, optim, 0)
 
 
-def batches_of(world, step):
+def local_micro_batches(world, step):
     return Loader(generate_text(400), 8, 0).micro_batches(step * BATCH, BATCH, world.rank, world.size, 1)
 
 
-def values(engine):
+def copy_parameters(engine):
     return {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
 
 
-def same(before, after):
+def all_equal(before, after):
     return all(torch.equal(before[name], after[name]) for name in before)
 
 
 def step_with_a_stop(world, asked):
-    engine = engine_of(world)
-    return [engine.step(step, batches_of(world, step), 0.1, stop=world.rank in asked[step]).stop for step in range(2)]
+    engine = build_engine(world)
+    return [
+        engine.step(
+            step, local_micro_batches(world, step), 0.1, stop_requested=world.rank in asked[step]
+        ).stop_requested
+        for step in range(2)
+    ]
 
 
-def test_a_stop_asked_of_one_rank_stops_all(ranks):
+def test_a_stop_request_on_one_rank_stops_all(ranks):
     assert ranks(step_with_a_stop, RANKS, [(), (1,)]) == [[False, True], [False, True]]
 
 
 def step_with_a_bad_parameter(world, kind):
-    """Step once with something that is not finite in one place, and once more without it."""
-    engine = engine_of(world)
-    before = values(engine)
+    """Take one step with a non-finite loss or gradient on one rank, and one step without."""
+    engine = build_engine(world)
+    before = copy_parameters(engine)
 
     def poisoned():
-        type(engine).reduce(engine)
+        type(engine).finish_reduction(engine)
         if kind == "gradient":  # the same on every rank, as after a reduction, but one rank counts it in the norm
             next(p for name, p in engine.parameters.items() if engine.specs[name].owner == 1).grad.view(-1)[0] = (
                 math.inf
@@ -66,27 +71,27 @@ def step_with_a_bad_parameter(world, kind):
         engine.model.forward = lambda *args, **kwargs: (
             tuple(part * math.inf for part in forward(*args, **kwargs)[:1]) + (1,)
         )
-    engine.reduce = poisoned
-    bad = engine.step(0, batches_of(world, 0), 0.1)
-    del engine.reduce
-    untouched = same(before, values(engine))
+    engine.finish_reduction = poisoned
+    bad = engine.step(0, local_micro_batches(world, 0), 0.1)
+    del engine.finish_reduction
+    untouched = all_equal(before, copy_parameters(engine))
     engine.model.__dict__.pop("forward", None)
-    good = engine.step(1, batches_of(world, 1), 0.1)
+    good = engine.step(1, local_micro_batches(world, 1), 0.1)
     return {
-        "bad": (bad.finite, bad.applied),
+        "bad": (bad.is_finite, bad.update_successful),
         "untouched": untouched,
-        "good": (good.finite, good.applied),
-        "moved": not same(before, values(engine)),
+        "good": (good.is_finite, good.update_successful),
+        "moved": not all_equal(before, copy_parameters(engine)),
     }
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
-def test_what_is_not_finite_on_one_rank_is_skipped_by_all(ranks, kind):
+def test_a_non_finite_value_on_one_rank_skips_the_step_on_all(ranks, kind):
     expected = {"bad": (False, False), "untouched": True, "good": (True, True), "moved": True}
     assert ranks(step_with_a_bad_parameter, RANKS, kind) == [expected] * RANKS
 
 
-class Failing:
+class FailingWork:
     """A collective's work that ends, and then says that it failed."""
 
     def __init__(self, work):
@@ -98,22 +103,22 @@ class Failing:
 
 
 def step_with_a_failed_all_reduce(world, use):
-    engine = engine_of(world)
-    before, real = values(engine), dist.all_reduce
+    engine = build_engine(world)
+    before, real = copy_parameters(engine), dist.all_reduce
     group = engine.groups[use].process_group
 
     def all_reduce(tensor, **options):
         work = real(tensor, **options)
-        return Failing(work) if options["group"] is group else work
+        return FailingWork(work) if options["group"] is group else work
 
     dist.all_reduce = all_reduce
     try:
-        engine.step(0, batches_of(world, 0), 0.1)
+        engine.step(0, local_micro_batches(world, 0), 0.1)
     except CommError as error:
-        return str(error), same(before, values(engine))
+        return str(error), all_equal(before, copy_parameters(engine))
     finally:
         dist.all_reduce = real
-    return "no error", same(before, values(engine))
+    return "no error", all_equal(before, copy_parameters(engine))
 
 
 @pytest.mark.parametrize("use", ["loss", "grads", "control"])

@@ -8,31 +8,31 @@ from minidist.comm import functional as ops
 from minidist.mesh import Mesh
 
 
-def values(world: World) -> list[torch.Tensor]:
-    """Each op's result and the gradient of sum_ranks(weight * result) with respect to this rank's input."""
+def run_operations(world: World) -> list[torch.Tensor]:
+    """Each operation's result, and the gradient of sum_ranks(weight * result) with respect to this rank's input."""
     groups = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))])
     key, n = groups["tp"].key, world.size
-    found = []
+    results = []
     for name, extra in (("all_reduce", ()), ("all_gather", (n,)), ("reduce_scatter", (n,)), ("all_to_all", ())):
-        x = inputs(world.rank, n).requires_grad_()
+        x = make_input(world.rank, n).requires_grad_()
         y = getattr(ops, name)(x, key, *extra)
-        weight = weights(world.rank, y.shape)
+        weight = make_weight(world.rank, y.shape)
         (y * weight).sum().backward()
-        found += [y.detach(), x.grad]
-    return found
+        results += [y.detach(), x.grad]
+    return results
 
 
-def inputs(rank: int, n: int) -> torch.Tensor:
+def make_input(rank: int, n: int) -> torch.Tensor:
     return torch.arange(2 * n * 3, dtype=torch.float64).reshape(2 * n, 3).sin() + rank
 
 
-def weights(rank: int, shape) -> torch.Tensor:
+def make_weight(rank: int, shape) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape).cos() * (rank + 1)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_values_and_gradients_are_those_of_one_process(ranks, n):
-    xs = [inputs(rank, n).requires_grad_() for rank in range(n)]
+    xs = [make_input(rank, n).requires_grad_() for rank in range(n)]
     total, rows = sum(xs), xs[0].shape[0] // n
     results = {
         "all_reduce": [total] * n,
@@ -40,18 +40,18 @@ def test_values_and_gradients_are_those_of_one_process(ranks, n):
         "reduce_scatter": list(total.split(rows)),
         "all_to_all": [torch.cat([x.split(rows)[rank] for x in xs]) for rank in range(n)],
     }
-    want = {}
+    expected = {}
     for name, ys in results.items():
-        loss = sum((y * weights(rank, y.shape)).sum() for rank, y in enumerate(ys))
-        want[name] = ys, torch.autograd.grad(loss, xs, retain_graph=True)
-    for rank, found in enumerate(ranks(values, n)):
+        loss = sum((y * make_weight(rank, y.shape)).sum() for rank, y in enumerate(ys))
+        expected[name] = ys, torch.autograd.grad(loss, xs, retain_graph=True)
+    for rank, found in enumerate(ranks(run_operations, n)):
         for i, name in enumerate(results):
             # Sums of at most 3 numbers of size 10, in any order: 1e-14 is more than their 2 rounding errors.
-            torch.testing.assert_close(found[2 * i], want[name][0][rank].detach(), atol=1e-14, rtol=1e-14)
-            torch.testing.assert_close(found[2 * i + 1], want[name][1][rank], atol=1e-14, rtol=1e-14)
+            torch.testing.assert_close(found[2 * i], expected[name][0][rank].detach(), atol=1e-14, rtol=1e-14)
+            torch.testing.assert_close(found[2 * i + 1], expected[name][1][rank], atol=1e-14, rtol=1e-14)
 
 
-def compiled(world: World) -> tuple:
+def run_eager_and_compiled(world: World) -> tuple:
     groups = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))], meter=Meter())
     key, n, meter = groups["tp"].key, world.size, groups.meter
 
@@ -67,8 +67,8 @@ def compiled(world: World) -> tuple:
     return sent["eager"], sent["compiled"]
 
 
-def test_a_block_compiles_whole_and_its_bytes_are_still_counted(ranks):
-    for eager, compiled_ in ranks(compiled, 2):
+def test_a_block_compiles_in_one_graph_and_its_bytes_are_counted(ranks):
+    for eager, compiled_ in ranks(run_eager_and_compiled, 2):
         assert eager[0] == compiled_[0] and len(eager[0]) == 4
         # The same operations in float64; the compiler may reorder a sum of 8 numbers of size 10.
         torch.testing.assert_close(eager[1], compiled_[1], atol=1e-13, rtol=1e-13)

@@ -1,4 +1,4 @@
-"""The byte table, against the algorithms acted out message by message."""
+"""The table of wire bytes, against the algorithms simulated message by message."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ sizes = st.integers(1, 8)
 counts = st.integers(0, 50)
 
 
-def ring_all_reduce(n, size):
+def ring_all_reduce_elements(n, size):
     """Elements each rank sends, by walking the ring: reduce-scatter, then all-gather."""
     parts, sent = chunk_sizes(n, size), [0] * size
     for step in range(size - 1):
@@ -22,8 +22,8 @@ def ring_all_reduce(n, size):
     return sent
 
 
-def binomial_broadcast(n, size, root):
-    """Elements each rank sends when, round by round, everyone who has the tensor feeds one who has not."""
+def binomial_broadcast_elements(n, size, root):
+    """Elements each rank sends when, in every round, each rank that has the tensor sends it to one that has not."""
     sent, holders, distance = [0] * size, [0], 1
     while distance < size:
         for relative in list(holders):
@@ -36,26 +36,26 @@ def binomial_broadcast(n, size, root):
 
 
 @given(counts, sizes)
-def test_chunks_are_whole_and_differ_by_at_most_one(n, size):
+def test_chunk_sizes_add_up_and_differ_by_at_most_one(n, size):
     parts = chunk_sizes(n, size)
     assert sum(parts) == n and len(parts) == size and max(parts) - min(parts) <= 1
 
 
 @given(counts, sizes)
-def test_all_reduce_is_the_ring(n, size):
-    assert [sent_elements("all_reduce", n, size, rank) for rank in range(size)] == ring_all_reduce(n, size)
+def test_all_reduce_bytes_are_those_of_the_ring(n, size):
+    assert [sent_elements("all_reduce", n, size, rank) for rank in range(size)] == ring_all_reduce_elements(n, size)
 
 
 @given(counts, sizes, st.data())
-def test_broadcast_is_the_binomial_tree(n, size, data):
+def test_broadcast_bytes_are_those_of_the_binomial_tree(n, size, data):
     root = data.draw(st.integers(0, size - 1))
-    assert [sent_elements("broadcast", n, size, rank, root=root) for rank in range(size)] == binomial_broadcast(
-        n, size, root
-    )
+    assert [
+        sent_elements("broadcast", n, size, rank, root=root) for rank in range(size)
+    ] == binomial_broadcast_elements(n, size, root)
 
 
 @given(st.integers(0, 20), sizes)
-def test_gather_and_scatter_are_the_two_halves_of_an_all_reduce(part, size):
+def test_reduce_scatter_and_all_gather_send_half_of_an_all_reduce_each(part, size):
     n = part * size
     for rank in range(size):
         halves = sent_elements("reduce_scatter", n, size, rank) + sent_elements("all_gather", n, size, rank)
@@ -63,7 +63,7 @@ def test_gather_and_scatter_are_the_two_halves_of_an_all_reduce(part, size):
 
 
 @given(counts, st.integers(2, 8))
-def test_everything_sent_in_an_all_to_all_leaves_the_rank(n, size):
+def test_all_to_all_sends_all_but_the_local_chunk(n, size):
     for rank in range(size):
         assert sent_elements("all_to_all", n, size, rank) == n - chunk_sizes(n, size)[rank]
     assert sent_elements("all_to_all", 6, 2, 0, splits=[1, 5]) == 5

@@ -1,4 +1,4 @@
-"""Files of answers: what they may hold, and how edits of a solution become a program."""
+"""Files of answers: their format, and programs made from edits of a solution."""
 
 import ast
 import json
@@ -11,6 +11,7 @@ from exercises import generated_answers, stubs
 from exercises.answers import Edit, apply_edits, read_answers
 from exercises.catalogue import Catalogue
 from minidist.errors import UserError
+from tests.helpers.undefined_names import find_undefined_names
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
@@ -33,11 +34,22 @@ def exercise(tmp_path):
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_answer_is_a_program_and_no_two_are_the_same(name):
     answers = read_answers(CATALOGUE[name])
-    texts = {answer: stubs.answer(CATALOGUE[name], answer) for answer in answers.by_name}
+    texts = {answer: stubs.generate_answer(CATALOGUE[name], answer) for answer in answers.by_name}
     assert len(set(texts.values())) == len(texts)
     for answer, text in texts.items():
         if answers[answer].finding != "syntax":
             assert ast.get_docstring(ast.parse(text)), answer
+
+
+def test_no_answer_fails_because_of_an_undefined_name(tmp_path):
+    texts = {}
+    for name, exercise in CATALOGUE.items():
+        answers = read_answers(exercise)
+        for answer in answers.by_name:
+            if answers[answer].finding != "syntax":
+                texts[f"{name} {answer}"] = stubs.generate_answer(exercise, answer)
+    assert len(texts) > 500
+    assert find_undefined_names(texts, tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -76,7 +88,7 @@ def test_a_wrong_file_is_refused(exercise, text, told):
 )
 def test_an_answer_that_cannot_be_built_is_refused(exercise, text, name, told):
     with pytest.raises(UserError) as error:
-        stubs.answer(exercise(text), name)
+        stubs.generate_answer(exercise(text), name)
     assert told in str(error.value)
 
 
@@ -94,14 +106,17 @@ def test_answers_may_be_edits_of_a_right_answer_and_have_their_note_as_docstring
     text = json.dumps("def block_partition(n, world_size, rank):\n    return 1\n")
     tables = f"[right.a]\ntext = {text}\n[wrong.b]\nnote = 'two'\nof = 'right_a'\n"
     found = exercise(tables + "edits = [{ find = 'return 1', replace = 'return 2' }]\n")
-    assert stubs.answer(found, "wrong_b") == '"""two"""\n\n\ndef block_partition(n, world_size, rank):\n    return 2\n'
+    assert (
+        stubs.generate_answer(found, "wrong_b")
+        == '"""two"""\n\n\ndef block_partition(n, world_size, rank):\n    return 2\n'
+    )
 
 
 def test_generated_answers_have_one_number_in_the_place_of_each(exercise):
     found = exercise("[wrong.zero]\n[wrong.constant]\n")
     for name, number in (("wrong_zero", 0), ("wrong_constant", 3)):
         defined = {}
-        exec(stubs.answer(found, name), defined)
+        exec(stubs.generate_answer(found, name), defined)
         assert defined["block_partition"](7, 2, 0).tolist() == [number] * 4
         state = {"tensor": torch.ones(2), "of": [(1, 2.5), True]}
         assert defined["_filled"](state["of"]) == [(number, float(number)), bool(number)]
@@ -118,12 +133,12 @@ def test_generated_answers_have_one_number_in_the_place_of_each(exercise):
 def test_classes_and_programs_have_no_generated_zero():
     for name in ("gradient_sum", "repaired_script"):
         with pytest.raises(UserError, match="only an exercise about a function of the package has a generated wrong_"):
-            generated_answers.filled(CATALOGUE[name], "", "wrong_zero")
+            generated_answers.generate_constant_results(CATALOGUE[name], "", "wrong_zero")
 
 
 @pytest.mark.parametrize("name", ["gradient_sum", "weighted_loss"])
 def test_the_generated_cheat_uses_every_symbol_of_the_package(name):
-    text = stubs.answer(CATALOGUE[name], "wrong_cheat")
+    text = stubs.generate_answer(CATALOGUE[name], "wrong_cheat")
     for piece in CATALOGUE[name].pieces:
         module, _, symbol = piece.partition(":")
         assert f"import {module} as own_" in text and f".{symbol}" in text

@@ -24,16 +24,16 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the browser test needs
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
-RIGHT = stubs.answer(BLOCK, "right_loop")
+RIGHT = stubs.generate_answer(BLOCK, "right_loop")
 # An answer in which every rank first waits for the next one, which waits as well.
-WAITS = """    def finish(self) -> None:
+WAITS = """    def finish_reductions(self) -> None:
         from minidist.comm import recv
 
         group = next(iter(self._groups.values()))
         if group.size > 1:
             recv(torch.zeros(1), (group.rank + 1) % group.size, group)
 """
-HANGS = CATALOGUE["gradient_sum"].solution.read_text().replace("    def finish(self) -> None:\n", WAITS)
+HANGS = CATALOGUE["gradient_sum"].solution.read_text().replace("    def finish_reductions(self) -> None:\n", WAITS)
 PIECE = "minidist.parallel.data.replicate:make_reducer"
 STEP = """
 from minidist.comm import bind
@@ -116,7 +116,7 @@ def small(page, lab, pictures):
 
 
 def test_a_learners_first_hour(small, work):
-    """An exercise is failed and passed, a piece is edited, ranks hang and are stopped, and all goes on."""
+    """Fail and pass an exercise, edit a piece, hang and stop ranks, and continue."""
     assert "rank 0: [0, 1, 2, 3, 4]" in small.output(2)
     small.picture("1-run-all")
 

@@ -1,4 +1,4 @@
-"""The stored notebooks: their cells are the code of the package, and every chapter keeps the rules of a chapter."""
+"""The stored notebooks: cells equal the package's code, and every chapter obeys the rules for chapters."""
 
 import ast
 import base64
@@ -98,6 +98,14 @@ def test_every_prediction_is_asked_before_its_measurement(chapter):
         assert set(answered) <= set(asked), cell.source
         assert "\npredict(" not in f"\n{cell.source}" or "answer=None" in cell.source, cell.source
     assert asked == answered and len(set(asked)) == len(asked) >= MIN_PREDICTIONS
+
+
+@each_chapter
+def test_every_measured_value_of_a_prediction_is_shown(chapter):
+    for cell in code_cells(chapter):
+        if re.search(r"^score_prediction\(", cell.source, re.MULTILINE):
+            shown = [output.get("data", {}).get("text/plain", "") for output in cell.outputs]
+            assert any("\nmeasured: " in text for text in shown), cell.source
 
 
 def test_names_of_predictions_are_unique_among_all_chapters():

@@ -1,4 +1,4 @@
-"""The map, the glossary and the questions name only what is there, and leave nothing out that is."""
+"""Course map, glossary and questions refer to existing pages only, and are complete."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""How a call of the learner's code is written down for the message."""
+"""How messages show a call of the learner's code."""
 
 from types import SimpleNamespace
 

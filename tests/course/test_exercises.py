@@ -1,4 +1,4 @@
-"""Judging a learner's file: what passes, what hangs or dies and who is told of it, and what stays untouched."""
+"""Checking a learner's file: answers that pass, hang or die, the reports, and no side effects."""
 
 from pathlib import Path
 
@@ -39,53 +39,53 @@ def test_an_answer_that_hangs_is_not_asked_again_and_what_passed_before_counts(c
 
 
 def test_a_deadlock_is_reported_with_who_waits_where(check_answer):
-    text = stubs.answer(GRADIENTS, "wrong_mean").replace("import all_reduce", "import all_reduce, recv")
+    text = stubs.generate_answer(GRADIENTS, "wrong_mean").replace("import all_reduce", "import all_reduce, recv")
     text = text.replace("all_reduce(total, group)", "recv(total, 1 - group.rank, group)")
-    verdict = check_answer(GRADIENTS, text, only=["parameters_stay"])
+    verdict = check_answer(GRADIENTS, text, only=["parameters_are_not_changed"])
     finding = verdict.results[0].finding
     line = 1 + next(number for number, told in enumerate(text.splitlines()) if "recv(total" in told)
-    assert (finding.kind, finding.test) == ("deadlock", "parameters_stay")
+    assert (finding.kind, finding.test) == ("deadlock", "parameters_are_not_changed")
     assert finding.what.startswith("deadlock: ranks 0-1 wait for something that can never happen")
     for rank in (0, 1):
         assert f"rank {rank}: waiting in recv from rank {1 - rank} #1" in finding.what
     assert finding.what.count(f"gradient_sum.py:{line}") == 2
-    assert len(report.text(verdict, 3).splitlines()) <= report.MAX_LINES
+    assert len(report.format_verdict(verdict, 3).splitlines()) <= report.MAX_LINES
 
 
 def test_the_rank_that_loops_is_reported_from_those_that_wait_for_it(check_answer):
-    text = stubs.answer(GRADIENTS, "wrong_mean")
+    text = stubs.generate_answer(GRADIENTS, "wrong_mean")
     text = text.replace("all_reduce(total, group)", "while group.rank == 1: pass\n            all_reduce(total, group)")
-    finding = check_answer(GRADIENTS, text, only=["parameters_stay"]).results[0].finding
+    finding = check_answer(GRADIENTS, text, only=["parameters_are_not_changed"]).results[0].finding
     assert (finding.kind, finding.rank, finding.size) == ("hang", 1, 2)
     assert finding.source == "while group.rank == 1: pass"
     assert "rank 0: waiting in all_reduce" in finding.what and "rank 1: running" in finding.what
 
 
 def test_the_rank_that_dies_is_reported_and_not_the_broken_connection(check_answer):
-    text = stubs.answer(GRADIENTS, "wrong_mean").replace(
+    text = stubs.generate_answer(GRADIENTS, "wrong_mean").replace(
         "all_reduce(total, group)",
         "if group.rank == 1: import faulthandler; faulthandler._sigsegv()\n            all_reduce(total, group)",
     )
-    finding = check_answer(GRADIENTS, text, only=["parameters_stay"]).results[0].finding
+    finding = check_answer(GRADIENTS, text, only=["parameters_are_not_changed"]).results[0].finding
     assert (finding.kind, finding.rank) == ("died", 1)
     assert finding.what == "your code ended its process: killed by SIGSEGV"
 
 
 def test_ranks_that_call_different_things_are_reported(check_answer):
-    text = stubs.answer(GRADIENTS, "wrong_mean").replace(
+    text = stubs.generate_answer(GRADIENTS, "wrong_mean").replace(
         "total = self", "total = torch.ones(group.rank + 1) if group.rank else self"
     )
-    verdict = check_answer(GRADIENTS, text, only=["parameters_stay"])
+    verdict = check_answer(GRADIENTS, text, only=["parameters_are_not_changed"])
     assert verdict.results[0].finding.kind in ("deadlock", "network", "died", "raised")
-    assert len(report.text(verdict, 3).splitlines()) <= report.MAX_LINES
+    assert len(report.format_verdict(verdict, 3).splitlines()) <= report.MAX_LINES
 
 
-def test_the_rank_is_named_on_which_it_is_wrong(check_answer):
+def test_the_rank_with_the_wrong_result_is_named(check_answer):
     verdict = check_answer(
-        GRADIENTS, stubs.answer(GRADIENTS, "wrong_last_rank_keeps_its_own"), only=["sums_over_ranks"]
+        GRADIENTS, stubs.generate_answer(GRADIENTS, "wrong_last_rank_keeps_its_own"), only=["sums_over_ranks"]
     )
     assert (verdict.results[0].finding.rank, verdict.results[0].finding.size) == (2, 4)
-    assert report.message(verdict.results[0].finding) == [
+    assert report.format_finding(verdict.results[0].finding) == [
         "the float32 gradient of weight, at [0]",
         "  rank      2 of 4",
         "  expected  [84.0, 88.0, 92.0]",
@@ -94,30 +94,30 @@ def test_the_rank_is_named_on_which_it_is_wrong(check_answer):
 
 
 def test_a_class_of_the_package_may_not_be_inherited(check_answer):
-    verdict = check_answer(GRADIENTS, stubs.answer(GRADIENTS, "wrong_cheat"), only=["sums_over_ranks"])
-    told = "your code uses minidist.parallel.data.reducer.NaiveReducer: that is what you are to write"
-    assert report.message(verdict.results[0].finding) == [told]
+    verdict = check_answer(GRADIENTS, stubs.generate_answer(GRADIENTS, "wrong_cheat"), only=["sums_over_ranks"])
+    told = "your code uses minidist.parallel.data.reducer.NaiveReducer: this is the code that you write here"
+    assert report.format_finding(verdict.results[0].finding) == [told]
 
 
-def test_except_does_not_hide_what_was_tried(check_answer):
+def test_a_refused_call_is_reported_although_the_answer_catches_it(check_answer):
     text = "from minidist.data import partition\n\n\ndef block_partition(*args):\n"
     text += "    try:\n        partition.block_partition(*args)\n"
     verdict = check_answer(BLOCK, text + "    except BaseException:\n        return None\n", only=["divides_evenly"])
     assert verdict.results[0].finding.kind == "forbidden"
 
 
-def test_what_is_skipped_printed_or_left_in_the_folder_stays_there(check_answer, tmp_path, monkeypatch):
+def test_skips_prints_and_files_of_an_answer_do_not_affect_the_check(check_answer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
-    check_answer(BLOCK, 'print("hello")\n' + stubs.answer(BLOCK, "right_loop"))
+    check_answer(BLOCK, 'print("hello")\n' + stubs.generate_answer(BLOCK, "right_loop"))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "block_partition.py"])
 
 
 def test_stubs_and_solutions_are_what_the_package_generates():
     assert len(CATALOGUE) >= 5
     for exercise in CATALOGUE.values():
-        assert not stubs.drift(exercise)
-        compile(stubs.empty(exercise), exercise.name, "exec")
+        assert not stubs.outdated_files(exercise)
+        compile(stubs.generate_empty_answer(exercise), exercise.name, "exec")
 
 
 def test_nothing_here_names_the_learners_folder():

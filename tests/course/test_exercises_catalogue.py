@@ -1,4 +1,4 @@
-"""Exercises as exercise.toml tells them: every kind has its keys, and what is wrong with a table is told."""
+"""Reading exercise.toml: the keys of every kind of exercise, and messages about wrong tables."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What is said about answers of chapter 01 that give the right numbers in a wrong way."""
+"""Messages about answers of chapter 01 that give right values in a wrong way."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from exercises.check import check
 EXERCISES = Catalogue()
 
 # Exercise and wrong answer; the test that sees it, and what it says.
-TOLD = {
+MESSAGES = {
     ("bucketed_reducer", "wrong_after_backward"): (
         "launched_inside_backward",
         [
@@ -29,9 +29,9 @@ TOLD = {
         ],
     ),
     ("bucketed_reducer", "wrong_copy_sent"): (
-        "no_gradient_is_held_twice",
+        "no_second_copy_of_gradients",
         [
-            "at most 130 kB for gradients at any one time, not 180",
+            "at most 130 kB peak memory for gradients (measured: 180 kB)",
             "  for       80 kB of parameters",
             "  rank      0 of 2",
             "  expected  True",
@@ -42,13 +42,13 @@ TOLD = {
         "one_micro_batch_at_a_time",
         [
             "what happened",
-            "  for       backward(loss_sums=<generator>, weight=1.0, count=<Count>)",
+            "  for       backward(loss_sums=<generator>, weight=1.0, count=<AsyncSum>)",
             "  expected  ['forward', 'backward', 'forward', 'backward', 'forward', 'backward']",
             "  got       ['forward', 'forward', 'forward', 'backward']",
         ],
     ),
     ("accumulation", "wrong_left_to_autograd"): (
-        "not_every_micro_batch_uses_a_parameter",
+        "partly_unused_parameters",
         [
             "the sum of the gradients of rare",
             "  for       micro-batches that use `rare`: [True, False, False]",
@@ -59,12 +59,12 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("exercise, answer", TOLD)
-def test_what_is_said(server, tmp_path, exercise, answer):
-    test, told = TOLD[exercise, answer]
+@pytest.mark.parametrize("exercise, answer", MESSAGES)
+def test_messages_about_wrong_answers(server, tmp_path, exercise, answer):
+    test, told = MESSAGES[exercise, answer]
     file = stubs.write_answer(EXERCISES[exercise], answer, tmp_path)
     [result] = check(EXERCISES[exercise], file, server, only=[test]).results
-    assert report.message(result.finding) == told
+    assert report.format_finding(result.finding) == told
 
 
 def test_a_bucket_that_is_never_launched_on_one_rank_is_named(check_answer):
@@ -73,14 +73,14 @@ def test_a_bucket_that_is_never_launched_on_one_rank_is_named(check_answer):
     assert launch in text
     forgotten = text.replace(launch, "        if not self.group.rank:\n    " + launch)
     verdict = check_answer(EXERCISES["bucketed_reducer"], forgotten, only=["launched_inside_backward"])
-    told = report.message(verdict.results[0].finding)
+    told = report.format_finding(verdict.results[0].finding)
     what = "the bucket of head was never launched"
     assert told[0] == f"your code raised RuntimeError: nothing to wait for: {what}" and "bucket.handle.wait" in told[-1]
 
 
-def test_ranks_that_launch_in_different_orders_are_reported_so_and_nothing_of_the_judge(server, tmp_path):
+def test_different_launch_orders_are_reported_without_internals(server, tmp_path):
     exercise, test = EXERCISES["bucketed_reducer"], "launched_in_index_order"
     answer = stubs.write_answer(exercise, "wrong_order_of_readiness", tmp_path)
-    told = report.message(check(exercise, answer, server, only=[test]).results[0].finding)
+    told = report.format_finding(check(exercise, answer, server, only=[test]).results[0].finding)
     assert "is not the same on ranks 0 and 1" in told[0] and "in the same order" in told[3]
-    assert not any(word in " ".join(told) for word in ("Found", "rankside", "SIGABRT"))
+    assert not any(word in " ".join(told) for word in ("FindingStored", "rankside", "SIGABRT"))

@@ -1,4 +1,4 @@
-"""The pieces of chapter 02 lay out the model of a real run, and what is said about usual wrong answers."""
+"""The solutions of chapter 02 train a model in a real run; messages about usual wrong answers."""
 
 import json
 
@@ -6,10 +6,10 @@ import pytest
 
 from exercises import report, stubs, train
 from exercises.catalogue import Catalogue
-from exercises.check import PRELOAD, check, preload
-from exercises.train import Installed, options_of
+from exercises.check import PRELOAD, check, modules_to_preload
+from exercises.train import LearnerPiece, route_options
 from minidist.tools.launch import RankServer
-from tests.helpers.small_run import run, small_config, write_text
+from tests.helpers.small_run import small_config, train_small, write_text
 
 EXERCISES = Catalogue()
 TOGETHER = {
@@ -26,40 +26,40 @@ def losses(folder) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def piece(name: str) -> Installed:
+def piece(name: str) -> LearnerPiece:
     exercise = EXERCISES[name]
-    return Installed(name, exercise.pieces, "mine.py", exercise.solution.read_text())
+    return LearnerPiece(name, exercise.pieces, "mine.py", exercise.solution.read_text())
 
 
 @pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
 def test_the_learners_pieces_lay_out_the_model(ranks, tmp_path, names):
-    from minidist.tools.cli import train_options
+    from minidist.tools.cli import parse_train_options
 
     text, size = write_text(tmp_path), 2
     words = [
         word
         for name in names
-        for option, value in options_of(EXERCISES[name], size).items()
+        for option, value in route_options(EXERCISES[name], size).items()
         for word in (option, *value)
     ]
-    parsed, _ = train_options([], over=words)
+    parsed, _ = parse_train_options([], over=words)
 
     def config(name, **change):
         return small_config(tmp_path / name, text, train__steps=2, model__num_layers=4, **change)
 
     way = {"mesh": parsed.mesh, "parallel": parsed.parallel, "train__micro_batches": parsed.train.micro_batches}
-    ranks(run, 1, config("alone", train__micro_batches=parsed.train.micro_batches))
-    ranks(train.train_with, size, config("learner", **way), [piece(name) for name in names])
+    ranks(train_small, 1, config("alone", train__micro_batches=parsed.train.micro_batches))
+    ranks(train.train_with_pieces, size, config("learner", **way), [piece(name) for name in names])
     one, mine = losses(tmp_path / "alone"), losses(tmp_path / "learner")
     assert len(one) == 2 and mine == pytest.approx(one, rel=1e-5)  # float32 sums in another order
 
 
 def test_of_two_ways_to_lay_out_a_model_one_is_taken():
     names = ["weighted_partition", "conjugate_pair", "one_f_one_b_schedule", "ring_attention_merge"]
-    choices = train.choose([EXERCISES[name] for name in names], 2)
+    choices = train.choose_pieces([EXERCISES[name] for name in names], 2)
     assert [bool(choice.left_out) for choice in choices] == [True, True, True, False]
     assert all("--only" in choice.left_out for choice in choices[:3])
-    choices = train.choose([EXERCISES[name] for name in [*names, "ring_all_reduce"]], 2)
+    choices = train.choose_pieces([EXERCISES[name] for name in [*names, "ring_all_reduce"]], 2)
     assert [bool(choice.left_out) for choice in choices] == [False, True, True, True, False]
 
 
@@ -67,21 +67,21 @@ def test_of_two_ways_to_lay_out_a_model_one_is_taken():
 def test_a_solution_passes_on_the_server_of_a_single_check(warm):
     """What an operator imports when it is first used is not taken for the answer's doing."""
     chosen = [one for one in EXERCISES.values() if one.chapter == "ch02_model_distribution"]
-    chosen = [one for one in chosen if (preload(one) == PRELOAD) == warm]
+    chosen = [one for one in chosen if (modules_to_preload(one) == PRELOAD) == warm]
     assert len(chosen) > 3
-    with RankServer(preload=preload(chosen[0])) as server:
+    with RankServer(preload=modules_to_preload(chosen[0])) as server:
         for exercise in chosen:
             [first, *_] = exercise.tests()
             [result] = check(exercise, exercise.solution, server, only=[first.id]).results
-            assert result.finding is None, report.message(result.finding)
+            assert result.finding is None, report.format_finding(result.finding)
 
 
 # Exercise and wrong answer; the test that sees it, and what it says.
-TOLD = {
+MESSAGES = {
     ("conjugate_pair", "wrong_sums_both_ways"): (
         "gradients_are_those_of_one_process",
         [
-            "the gradient of this rank's part, at [0][0]",
+            "the gradient of this rank's factor, at [0][0]",
             "  for       reduce_from_tp(x=<(2, 3, 5) float64>, group=<Group>)",
             "  rank      0 of 2",
             "  expected  [140.0, 357.0, 352.0, 345.0, 336.0]",
@@ -89,25 +89,25 @@ TOLD = {
         ],
     ),
     ("vocabulary_cross_entropy", "wrong_gathered"): (
-        "logits_stay_where_they_are",
+        "logits_are_not_gathered",
         [
-            "what is called for a vocabulary of 12",
+            "operations for a vocabulary of 12",
             "  rank      0 of 2",
             "  expected  ['all_reduce']",
             "  got       ['all_gather', 'all_reduce']",
         ],
     ),
     ("one_f_one_b_schedule", "wrong_from_the_other_end"): (
-        "nobody_waits_for_ever",
+        "no_deadlock",
         [
             "the stages wait for each other for ever: stage 0 at B0, stage 1 at F1",
             "  for       2 stages",
         ],
     ),
     ("one_f_one_b_schedule", "wrong_one_more"): (
-        "few_are_alive",
+        "few_micro_batches_in_flight",
         [
-            "micro-batches alive at one time",
+            "peak number of micro-batches in flight",
             "  for       stage 0 of 1, 3 micro-batches",
             "  expected  at most 1",
             "  got       2",
@@ -116,14 +116,14 @@ TOLD = {
     ("stage_balance", "wrong_ends_do_not_count"): (
         "embedding_and_head_count",
         [
-            "what the costliest part costs",
+            "the cost of the costliest part",
             "  for       layers cost [1, 1, 1, 1, 1, 1, 1, 1], the embedding 0, the head 3: [(0, 4), (4, 8)]",
             "  expected  6.0",
             "  got       7.0",
         ],
     ),
     ("unsummed_norm", "wrong_norm_only"): (
-        "copies_stay_equal",
+        "replicas_stay_equal",
         [
             "norms and shifts of rank 1 and of rank 0, at [0][1][0]",
         ],
@@ -131,9 +131,9 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("exercise, answer", TOLD)
-def test_what_is_said(server, tmp_path, exercise, answer):
-    test, told = TOLD[exercise, answer]
+@pytest.mark.parametrize("exercise, answer", MESSAGES)
+def test_messages_about_wrong_answers(server, tmp_path, exercise, answer):
+    test, told = MESSAGES[exercise, answer]
     file = stubs.write_answer(EXERCISES[exercise], answer, tmp_path)
     [result] = check(EXERCISES[exercise], file, server, only=[test]).results
-    assert report.message(result.finding)[: len(told)] == told
+    assert report.format_finding(result.finding)[: len(told)] == told

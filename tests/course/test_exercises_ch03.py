@@ -1,4 +1,4 @@
-"""The pieces of chapter 03 reduce the gradients of a real run, and what is said about usual wrong answers."""
+"""The solutions of chapter 03 reduce the gradients of a real run; messages about usual wrong answers."""
 
 import json
 
@@ -7,9 +7,9 @@ import pytest
 from exercises import report, stubs, train
 from exercises.catalogue import Catalogue
 from exercises.check import check
-from exercises.train import Installed
+from exercises.train import LearnerPiece
 from minidist.errors import RunError
-from tests.helpers.small_run import run, small_config, write_text
+from tests.helpers.small_run import small_config, train_small, write_text
 
 EXERCISES = Catalogue()
 ROUTED = {
@@ -24,10 +24,10 @@ def losses(folder) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def piece(name: str, change=lambda text: text) -> Installed:
-    """The solution of an exercise, changed."""
+def piece(name: str, change=lambda text: text) -> LearnerPiece:
+    """The solution of an exercise with some text replaced."""
     exercise = EXERCISES[name]
-    return Installed(name, exercise.pieces, "mine.py", change(exercise.solution.read_text()))
+    return LearnerPiece(name, exercise.pieces, "mine.py", change(exercise.solution.read_text()))
 
 
 @pytest.mark.parametrize("algorithm", ROUTED)
@@ -37,20 +37,20 @@ def test_the_learners_pieces_reduce_the_gradients(ranks, tmp_path, algorithm):
     def config(name):
         return small_config(tmp_path / name, text, train__steps=2, comm__algorithm=algorithm)
 
-    ranks(run, 3, config("package"))
-    ranks(train.train_with, 3, config("learner"), [piece(name) for name in ROUTED[algorithm]])
+    ranks(train_small, 3, config("package"))
+    ranks(train.train_with_pieces, 3, config("learner"), [piece(name) for name in ROUTED[algorithm]])
     assert len(losses(tmp_path / "learner")) == 2 and losses(tmp_path / "learner") == losses(tmp_path / "package")
-    with pytest.raises(RunError, match="the run never called"):
+    with pytest.raises(RunError, match="some rank never called"):
         backend = small_config(tmp_path / "backend", text, train__steps=1)
-        ranks(train.train_with, 2, backend, [piece(name) for name in ROUTED[algorithm]])
+        ranks(train.train_with_pieces, 2, backend, [piece(name) for name in ROUTED[algorithm]])
 
 
 # Exercise and wrong answer; the test that sees it, and what it says.
-TOLD = {
+MESSAGES = {
     ("broadcast_tree", "wrong_flat"): (
-        "as_few_rounds_as_there_can_be",
+        "number_of_rounds_is_minimal",
         [
-            "rounds until the last rank has it",
+            "rounds until the last rank has the tensor",
             "  for       tree_broadcast(tensor=[100.0, 101.0, 102.0], src=0, group=<Group>)",
             "  rank      0 of 4",
             "  expected  2",
@@ -58,7 +58,7 @@ TOLD = {
         ],
     ),
     ("ring_all_reduce", "wrong_rest_left_out"): (
-        "sizes_need_not_divide",
+        "sizes_that_do_not_divide",
         [
             "the sum of 3 elements",
             "  for       all_reduce(tensor=[0.0, 3.0, 6.0], group=<Group>, op='sum')",
@@ -67,21 +67,21 @@ TOLD = {
             "  got       [1.0, 8.0, 6.0]",
         ],
     ),
-    ("ring_all_reduce", "wrong_ready_made"): ("everybody_has_the_sum", None),
+    ("ring_all_reduce", "wrong_ready_made"): ("all_ranks_get_the_sum", None),
     ("chunk_offset", "wrong_whole_row_in_each_round"): (
-        "round_the_ring",
+        "messages_follow_the_ring",
         [
             "elements that all ranks send in a step",
             "  for       main(...) with 241 parameters",
             "  rank      0 of 3",
-            "  expected  964, or 972 with chunks of one length",
+            "  expected  964, or 972 with padded chunks",
             "  got       2892",
         ],
     ),
     ("bucket_overlap", "wrong_early_bucket_overtakes"): (
-        "as_the_reducer_launches",
+        "matches_the_reducer",
         [
-            "gradients that are ready when each bucket leaves (the reducer was seen to launch after [10, 10, 12, 12])",
+            "gradients that are ready when each bucket starts (the trainer's reducer launches after [10, 10, 12, 12])",
             "  for       bucket_intervals(ready_s=[10, 9, 12, 11], durations_s=[0, 0, 0, 0])",
             "  rank      0 of 2",
             "  expected  [10, 10, 12, 12]",
@@ -91,12 +91,12 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("exercise, answer", TOLD)
-def test_what_is_said(server, tmp_path, exercise, answer):
-    test, told = TOLD[exercise, answer]
+@pytest.mark.parametrize("exercise, answer", MESSAGES)
+def test_messages_about_wrong_answers(server, tmp_path, exercise, answer):
+    test, told = MESSAGES[exercise, answer]
     file = stubs.write_answer(EXERCISES[exercise], answer, tmp_path)
     [result] = check(EXERCISES[exercise], file, server, only=[test]).results
-    message = report.message(result.finding)
+    message = report.format_finding(result.finding)
     if told is None:
         assert result.finding.kind == "forbidden" and "calls torch.distributed.all_reduce" in message[0]
     else:

@@ -8,9 +8,9 @@ import pytest
 from exercises import report, stubs, train
 from exercises.catalogue import Catalogue
 from exercises.check import check
-from exercises.train import Installed
+from exercises.train import LearnerPiece
 from minidist.errors import RunError
-from tests.helpers.small_run import run, small_config, write_text
+from tests.helpers.small_run import small_config, train_small, write_text
 
 EXERCISES = Catalogue()
 TOGETHER = {
@@ -25,28 +25,28 @@ def losses(folder) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def piece(name: str) -> Installed:
+def piece(name: str) -> LearnerPiece:
     exercise = EXERCISES[name]
-    return Installed(name, exercise.pieces, "mine.py", exercise.solution.read_text())
+    return LearnerPiece(name, exercise.pieces, "mine.py", exercise.solution.read_text())
 
 
 @pytest.mark.parametrize("stage", TOGETHER)
-def test_the_learners_pieces_share_out_the_model(ranks, tmp_path, stage):
+def test_the_learners_zero_pieces_train_the_model(ranks, tmp_path, stage):
     text = write_text(tmp_path)
 
     def config(name, **change):
         return small_config(tmp_path / name, text, train__steps=2, model__num_layers=2, **change)
 
-    ranks(run, 1, config("alone"))
-    ranks(train.train_with, 3, config("learner", zero__stage=stage), [piece(name) for name in TOGETHER[stage]])
+    ranks(train_small, 1, config("alone"))
+    ranks(train.train_with_pieces, 3, config("learner", zero__stage=stage), [piece(name) for name in TOGETHER[stage]])
     one, mine = losses(tmp_path / "alone"), losses(tmp_path / "learner")
     assert len(one) == 2 and mine == pytest.approx(one, rel=1e-5)  # float32 sums in another order
 
 
 def test_a_piece_of_a_later_stage_is_missed(ranks, tmp_path):
-    with pytest.raises(RunError, match="the run never called gather_and_free"):
+    with pytest.raises(RunError, match="some rank never called gather_and_free"):
         config = small_config(tmp_path / "run", write_text(tmp_path), train__steps=1, zero__stage=1)
-        ranks(train.train_with, 2, config, [piece("flat_partition"), piece("gather_and_free")])
+        ranks(train.train_with_pieces, 2, config, [piece("flat_partition"), piece("gather_and_free")])
 
 
 @pytest.mark.parametrize("name", ["gather_and_free"])
@@ -68,14 +68,14 @@ def test_neither_module_of_a_piece_may_be_read(check_answer):
         tries = f"        open({str(source)!r}).read()\n        super().__init__(*arguments, **options)\n"
         reads = text.replace("        super().__init__(*arguments, **options)\n", tries)
         assert reads != text
-        finding = check_answer(exercise, reads, only=["a_row_comes_and_goes"]).results[0].finding
+        finding = check_answer(exercise, reads, only=["gather_and_release_one"]).results[0].finding
         assert finding.kind == "forbidden" and f"reads {source.name}" in finding.what
 
 
 # Exercise and wrong answer; the test that sees it, and what it says.
-TOLD = {
+MESSAGES = {
     ("flat_partition", "wrong_rest_cut_off"): (
-        "as_short_as_can_be",
+        "padding_is_minimal",
         [
             "elements of a shard",
             "  for       lay_out_flat({'a': 5, 'b': 4, 'c': 1}, 3)",
@@ -84,7 +84,7 @@ TOLD = {
         ],
     ),
     ("stage_one_step", "wrong_all_reduced"): (
-        "two_messages_a_row",
+        "two_messages_per_flat_param",
         [
             "what is sent: (operation, elements)",
             "  for       1 micro-batch",
@@ -94,7 +94,7 @@ TOLD = {
         ],
     ),
     ("shard_gradients", "wrong_given_back_late"): (
-        "no_row_stays",
+        "flat_gradient_is_freed",
         [
             "KiB of gradients after wait()",
             "  for       four rows of 256 KiB, shards of 128; micro-batch 1, row 1",
@@ -104,7 +104,7 @@ TOLD = {
         ],
     ),
     ("shard_gradients", "wrong_waits_at_once"): (
-        "travels_while_backward_goes_on",
+        "reduction_overlaps_with_backward",
         [
             "when reduction 1 of 3 is waited for",
             "  for       3 micro-batches",
@@ -114,11 +114,11 @@ TOLD = {
         ],
     ),
     ("gather_and_free", "wrong_gone_in_backward"): (
-        "numbers_of_one_process",
+        "equals_one_process",
         ["the backward of block 1 begins, and its row has no memory", "  for       stage 3"],
     ),
     ("gather_and_free", "wrong_prefetch_never"): (
-        "on_its_way_while_another_computes",
+        "prefetch_overlaps_with_compute",
         [
             "the gather of block 0 is launched",
             "  for       prefetch=True",
@@ -128,7 +128,7 @@ TOLD = {
         ],
     ),
     ("sharded_nothing", "wrong_gradients_gathered_too"): (
-        "no_more_bytes_than_a_sum",
+        "no_more_bytes_than_an_all_reduce",
         [
             "bytes that all ranks send in a step",
             "  for       main(...)",
@@ -140,19 +140,19 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("exercise, answer", TOLD)
-def test_what_is_said(server, tmp_path, exercise, answer):
-    test, told = TOLD[exercise, answer]
+@pytest.mark.parametrize("exercise, answer", MESSAGES)
+def test_messages_about_wrong_answers(server, tmp_path, exercise, answer):
+    test, told = MESSAGES[exercise, answer]
     file = stubs.write_answer(EXERCISES[exercise], answer, tmp_path)
     [result] = check(EXERCISES[exercise], file, server, only=[test]).results
-    assert report.message(result.finding) == told
+    assert report.format_finding(result.finding) == told
 
 
 @pytest.mark.parametrize("answer", ["wrong_named_only", "wrong_cheat"])
-def test_states_that_are_not_shared_out_are_counted_in_bytes(server, tmp_path, answer):
+def test_unsharded_states_are_reported_in_bytes(server, tmp_path, answer):
     exercise = EXERCISES["sharded_nothing"]
     file = stubs.write_answer(exercise, answer, tmp_path)
-    [first, *_] = check(exercise, file, server, only=["states_are_shared_out"]).results
-    what, case, _, expected, got = report.message(first.finding)
+    [first, *_] = check(exercise, file, server, only=["states_are_sharded"]).results
+    what, case, _, expected, got = report.format_finding(first.finding)
     assert what == "KiB that a rank keeps between two steps" and case.endswith("parameters of 1875 KiB, 2 ranks")
     assert "at most 7500" in expected and int(got.split()[-1]) > 8400

@@ -1,4 +1,4 @@
-"""The pieces of chapter 06 train in fp16 with recomputation, and what is said about usual wrong answers."""
+"""The solutions of chapter 06 train in fp16 with recomputation; messages about usual wrong answers."""
 
 import json
 
@@ -7,9 +7,9 @@ import pytest
 from exercises import report, stubs, train
 from exercises.catalogue import Catalogue
 from exercises.check import check
-from exercises.train import Installed
+from exercises.train import LearnerPiece
 from minidist.errors import RunError
-from tests.helpers.small_run import run, small_config, write_text
+from tests.helpers.small_run import small_config, train_small, write_text
 
 EXERCISES = Catalogue()
 ROUTED = ["loss_scaler", "master_weights", "agreed_overflow", "recomputed_block"]
@@ -20,29 +20,29 @@ def rows(folder) -> list[tuple]:
     return [(line["loss"], line["loss_scale"]) for line in lines if "loss_scale" in line]
 
 
-def piece(name: str) -> Installed:
+def piece(name: str) -> LearnerPiece:
     exercise = EXERCISES[name]
-    return Installed(name, exercise.pieces, "mine.py", exercise.solution.read_text())
+    return LearnerPiece(name, exercise.pieces, "mine.py", exercise.solution.read_text())
 
 
 def test_the_learners_pieces_train_in_fp16(ranks, tmp_path):
     text = write_text(tmp_path)
     fp16 = {"precision__policy": "fp16", "precision__initial_scale": 2.0**24, "recompute": "block", "train__steps": 4}
-    ranks(run, 2, small_config(tmp_path / "package", text, **fp16))
+    ranks(train_small, 2, small_config(tmp_path / "package", text, **fp16))
     pieces = [piece(name) for name in ROUTED]
-    ranks(train.train_with, 2, small_config(tmp_path / "learner", text, **fp16), pieces)
+    ranks(train.train_with_pieces, 2, small_config(tmp_path / "learner", text, **fp16), pieces)
     assert rows(tmp_path / "learner") == rows(tmp_path / "package")
     scales = [scale for _, scale in rows(tmp_path / "learner")]
     assert len(scales) == 4 and scales[-1] < scales[0]  # some steps overflowed, and others did not
-    with pytest.raises(RunError, match="the run never called"):
+    with pytest.raises(RunError, match="some rank never called"):
         plain = small_config(tmp_path / "plain", text, train__steps=1)
-        ranks(train.train_with, 2, plain, [piece("loss_scaler")])
+        ranks(train.train_with_pieces, 2, plain, [piece("loss_scaler")])
 
 
 # Exercise and wrong answer; the test that sees it, and what it says.
-TOLD = {
+MESSAGES = {
     ("loss_scaler", "wrong_count_goes_on"): (
-        "every_change_begins_the_count_again",
+        "every_change_restarts_the_count",
         [
             "the scale after each step (x: overflow)",
             "  for       initial_scale 65536, growth_interval 3; steps ..x..",
@@ -61,7 +61,7 @@ TOLD = {
         ],
     ),
     ("accumulation_sends_once", "wrong_sent_every_time"): (
-        "sends_once_a_step",
+        "sends_once_per_step",
         [
             "messages between the first micro-batch and the last",
             "  for       step 1 of 2",
@@ -71,7 +71,7 @@ TOLD = {
         ],
     ),
     ("recomputed_block", "wrong_messages_again"): (
-        "messages_again_in_order",
+        "repeats_collectives_in_order",
         [
             "bytes of each message in backward",
             "  for       with_recomputation(run=<function>)",
@@ -81,10 +81,10 @@ TOLD = {
         ],
     ),
     ("lost_gradients", "wrong_widened_for_the_wire"): (
-        "every_sample_counts_as_the_first",
+        "every_sample_counts_equally",
         [
             "the masters after a step of 0.5",
-            "  for       512 samples alike",
+            "  for       512 equal samples",
             "  expected  [[[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]]]",
             "  got       [[[0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]]]",
         ],
@@ -92,16 +92,16 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("exercise, answer", TOLD)
-def test_what_is_said(server, tmp_path, exercise, answer):
-    test, told = TOLD[exercise, answer]
+@pytest.mark.parametrize("exercise, answer", MESSAGES)
+def test_messages_about_wrong_answers(server, tmp_path, exercise, answer):
+    test, told = MESSAGES[exercise, answer]
     file = stubs.write_answer(EXERCISES[exercise], answer, tmp_path)
     [result] = check(EXERCISES[exercise], file, server, only=[test]).results
-    assert report.message(result.finding) == told
+    assert report.format_finding(result.finding) == told
 
 
 def test_torchs_own_recomputation_is_refused(server, tmp_path):
     for answer in ("wrong_ready_made", "wrong_partial_of_torchs"):
         file = stubs.write_answer(EXERCISES["recomputed_block"], answer, tmp_path)
-        [result] = check(EXERCISES["recomputed_block"], file, server, only=["same_numbers"]).results
-        assert "torch.utils.checkpoint" in report.message(result.finding)[0]
+        [result] = check(EXERCISES["recomputed_block"], file, server, only=["equals_the_plain_block"]).results
+        assert "torch.utils.checkpoint" in report.format_finding(result.finding)[0]

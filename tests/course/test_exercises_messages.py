@@ -1,4 +1,4 @@
-"""What a learner is told about a file of a piece, word by word: right, wrong, and every way to be neither."""
+"""The exact messages about a learner's file: right, wrong, or unusable in any way."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from exercises import report, stubs
 from exercises.catalogue import Catalogue
 from exercises.testing import Finding, Wrong, expect
-from tests.helpers.bad_blocks import BAD, HEAD
+from tests.helpers.bad_blocks import BAD_ANSWERS, HEAD
 from tests.helpers.exhaustive import exhaustive
 
 CATALOGUE = Catalogue()
@@ -19,11 +19,11 @@ each_kind = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_said_about_a_bad_answer(check_answer, name):
-    text, expected = BAD[name]
+@pytest.mark.parametrize("name", BAD_ANSWERS)
+def test_messages_about_bad_answers(check_answer, name):
+    text, expected = BAD_ANSWERS[name]
     verdict = check_answer(BLOCK, text, only=["divides_evenly"])
-    assert report.message(verdict.results[0].finding) == expected
+    assert report.format_finding(verdict.results[0].finding) == expected
     assert verdict.points == 0 and not verdict.passed
 
 
@@ -40,7 +40,7 @@ def test_what_is_said_about_a_bad_answer(check_answer, name):
         ([[0] * 60, [0] * 60], [[0] * 60, [0] * 59 + [1]], ("sum, at [1][59]", "1", "0")),
     ],
 )
-def test_what_is_expected_is_compared_and_the_first_difference_shown(got, expected, told):
+def test_the_first_difference_from_the_expected_value_is_shown(got, expected, told):
     if told is None:
         return expect("sum", got, expected)
     with pytest.raises(Wrong) as wrong:
@@ -50,7 +50,7 @@ def test_what_is_expected_is_compared_and_the_first_difference_shown(got, expect
 
 def test_the_last_printed_line_is_shown(check_answer):
     verdict = check_answer(BLOCK, HEAD + '    print("rank", rank)\n    return np.arange(n)\n', only=["divides_evenly"])
-    assert report.message(verdict.results[0].finding) == [
+    assert report.format_finding(verdict.results[0].finding) == [
         "a block of equal size",
         "  for       block_partition(n=2, world_size=2, rank=0)",
         "  expected  [0]",
@@ -61,12 +61,12 @@ def test_the_last_printed_line_is_shown(check_answer):
 
 def test_a_long_explanation_is_cut_and_the_facts_stay():
     finding = Finding("deadlock", "\n".join("abcdefghijklmnopqrst"), call="f(1)", line=3, source="x")
-    told = report.message(finding, 6)
+    told = report.format_finding(finding, 6)
     assert told == ["a", "b", "c", "...", "  for       f(1)", "  line      3: x"]
 
 
 def test_the_verdict_for_programs_is_stable(check_answer):
-    text = stubs.answer(BLOCK, "wrong_ceiling")
+    text = stubs.generate_answer(BLOCK, "wrong_ceiling")
     first, second = (json.dumps(report.as_json(check_answer(BLOCK, text))) for _ in range(2))
     assert first == second
     told = json.loads(first)
@@ -77,14 +77,14 @@ def test_the_verdict_for_programs_is_stable(check_answer):
 
 
 def test_the_report_of_a_wrong_answer(check_answer):
-    verdict = check_answer(BLOCK, stubs.answer(BLOCK, "wrong_rest_to_last"))
-    assert report.text(verdict, 3) == "\n".join(
+    verdict = check_answer(BLOCK, stubs.generate_answer(BLOCK, "wrong_rest_to_last"))
+    assert report.format_verdict(verdict, 3) == "\n".join(
         [
             "block_partition: 5 of 10 points",
             "passed: divides_evenly, each_index_once",
             "failed: sizes_differ_by_at_most_one, more_ranks_than_samples, refuses_impossible_input",
             "",
-            "sizes_differ_by_at_most_one: No rank has two samples more than another, and the longer blocks come first.",
+            "sizes_differ_by_at_most_one: Block sizes differ by at most one, and the longer blocks come first.",
             "the sizes of the blocks",
             "  for       n=1, world_size=2",
             "  expected  [1, 0]",
@@ -95,16 +95,16 @@ def test_the_report_of_a_wrong_answer(check_answer):
 
 
 def test_a_stub_of_an_older_version_is_reported(check_answer):
-    old = stubs.stub(BLOCK).replace(stubs.version(stubs.stub(BLOCK)), "00000000")
-    assert "Your file began as an older stub" in report.text(check_answer(BLOCK, old))
-    assert "older" not in report.text(check_answer(BLOCK, stubs.stub(BLOCK)))
+    old = stubs.generate_stub(BLOCK).replace(stubs.stub_version(stubs.generate_stub(BLOCK)), "00000000")
+    assert "Your file started from an older stub" in report.format_verdict(check_answer(BLOCK, old))
+    assert "older" not in report.format_verdict(check_answer(BLOCK, stubs.generate_stub(BLOCK)))
 
 
 # How any file can be no program, and what the report says of it whatever the exercise is.
 NO_PROGRAM = {
-    "def main(:\n": "Python cannot read your file: invalid syntax",
+    "def main(:\n": "your file has a syntax error: invalid syntax",
     "import sys\nsys.exit(3)\n": "your code ends the program (sys.exit)",
-    "x = 1\n": "your file defines no ",
+    "x = 1\n": "your file must define ",
 }
 
 
@@ -113,5 +113,5 @@ NO_PROGRAM = {
 def test_a_file_that_is_no_program_is_reported_as_that(check_answer, name, text):
     exercise = CATALOGUE[name]
     measured = {test.id: [] for test in exercise.tests()}
-    told = report.text(check_answer(exercise, text, measured=measured), 3).splitlines()
+    told = report.format_verdict(check_answer(exercise, text, measured=measured), 3).splitlines()
     assert len(told) <= report.MAX_LINES and any(line.startswith(NO_PROGRAM[text]) for line in told)

@@ -1,4 +1,4 @@
-"""What a check puts around an answer: torchrun's variables, recorded groups, and scenarios whose end is measured."""
+"""The environment of a checked program: torchrun's variables, recorded groups, and measured scenarios."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def a_late_one(rank):
 
 
 def place(run):
-    """What a program finds, in a rank."""
+    """The environment that a program finds in a rank."""
     import os
 
     import torch.distributed as dist
@@ -76,7 +76,7 @@ def two_machines(world):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_program_finds_what_torchrun_would_tell(ranks, size):
+def test_a_program_finds_torchruns_environment(ranks, size):
     results = ranks(program_under_torchrun, size, backend=None)
     ports = set()
     for rank, (first, second, joined, ended, joined_later, ended_later, gathered) in enumerate(results):
@@ -90,14 +90,14 @@ def test_a_program_finds_what_torchrun_would_tell(ranks, size):
     assert len(ports) == 1 and int(ports.pop()) >= 1024
 
 
-def test_a_program_may_be_told_of_two_machines(ranks):
+def test_a_program_can_run_as_on_two_machines(ranks):
     for rank, (environ, backends) in enumerate(ranks(two_machines, 4, backend=None)):
         assert environ == [str(rank % 2), "2", str(rank // 2), str(rank), "4"]
         assert backends == ("", "gloo", "")
 
 
 def recorded_traffic(world):
-    """What a piece's raw calls and the package's collectives leave with the meter."""
+    """The meter's records of raw calls and of the package's collectives."""
     import torch
     import torch.distributed as dist
 
@@ -112,7 +112,7 @@ def recorded_traffic(world):
     return before, network.records
 
 
-def test_raw_calls_and_those_of_the_door_are_both_recorded(ranks):
+def test_raw_calls_and_collectives_are_both_recorded(ranks):
     for before, after in ranks(recorded_traffic, 2, backend=None):
         assert before == [("all_reduce", (3,)), ("all_reduce", (5,))] and not after
 
@@ -124,11 +124,13 @@ def scenarios(tmp_path):
     return file
 
 
-def test_what_is_measured_is_every_rank_that_waits_for_ever(server, scenarios):
+def test_a_deadlock_measurement_needs_every_rank_waiting(server, scenarios):
     measured = find_stuck_ranks(scenarios, ["nobody", "all_but_one", "a_late_one"], server)
     assert measured == {"nobody": [], "all_but_one": [0, 1], "a_late_one": [0, 1, 2]}
 
 
 def test_a_scenario_that_fails_is_no_measurement(server, scenarios):
-    with pytest.raises(RunError, match="the scenario one_raises neither ended nor stood still on all its 2 ranks"):
+    with pytest.raises(
+        RunError, match="the scenario one_raises neither ended nor was blocked for ever on all its 2 ranks"
+    ):
         find_stuck_ranks(scenarios, ["nobody", "one_raises"], server)

@@ -8,7 +8,7 @@ from exercises import stubs
 from exercises.__main__ import main
 from exercises.catalogue import ROOT, Catalogue
 from exercises.gate import Gate
-from exercises.new import unwritten
+from exercises.new import find_placeholders
 
 CHAPTER = "ch01_data_distribution"
 
@@ -52,9 +52,9 @@ def test_all_files_of_a_new_exercise_are_written_and_the_others_stay(course, cap
     assert after.keys() - before.keys() == new
     assert [file for file in before if before[file] != after[file]] == [tables]
     assert after[tables].startswith(before[tables])
-    told = capsys.readouterr().out
-    assert all(f"{file}\n" in told for file in [*new, tables]) and "gate own_block says what is still missing" in told
-    assert not stubs.drift(exercise) and "raise NotImplementedError" in exercise.stub.read_text()
+    output = capsys.readouterr().out
+    assert all(f"{file}\n" in output for file in [*new, tables]) and "gate own_block lists what is missing" in output
+    assert not stubs.outdated_files(exercise) and "raise NotImplementedError" in exercise.stub.read_text()
     assert exercise.section == "1.11"
 
 
@@ -74,17 +74,17 @@ def test_the_gate_says_what_is_missing_and_nothing_else(server, course):
 
 def test_an_exercise_that_the_course_map_does_not_name_is_missing_there(course, course_map):
     create(course)
-    assert not unwritten(Catalogue(course)["block_partition"])
+    assert not find_placeholders(Catalogue(course)["block_partition"])
     told = "chapters/README.md does not name it in a row of chapter 01"
-    assert unwritten(Catalogue(course)["own_block"])[-1] == told
+    assert find_placeholders(Catalogue(course)["own_block"])[-1] == told
     text = course_map.read_text()
     for chapter, missing in (("03", True), ("01", False)):
         course_map.write_text(text + f"| idea | {chapter} | | `own_block` | |\n")
-        assert (told in unwritten(Catalogue(course)["own_block"])) == missing
+        assert (told in find_placeholders(Catalogue(course)["own_block"])) == missing
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, output",
     [
         ({"name": "block_partition"}, "there is an exercise block_partition already, in ch01_data_distribution"),
         ({"name": "own-block"}, "the name of an exercise is that of its files"),
@@ -95,7 +95,7 @@ def test_an_exercise_that_the_course_map_does_not_name_is_missing_there(course, 
         ({"piece": "minidist.errors:RunError"}, "has no function whose body"),
     ],
 )
-def test_what_cannot_be_is_refused_and_nothing_is_written(course, capsys, options, told):
+def test_what_cannot_be_is_refused_and_nothing_is_written(course, capsys, options, output):
     before = content(course)
     assert create(course, **options) == 2
-    assert told in capsys.readouterr().err and content(course) == before
+    assert output in capsys.readouterr().err and content(course) == before

@@ -1,4 +1,4 @@
-"""Exercises in a notebook: the file and the report are those of the shell, and nothing a learner wrote is lost."""
+"""Exercises in a notebook: same files and reports as in the shell, and no lost edits."""
 
 import atexit
 import json
@@ -25,8 +25,8 @@ from minidist.tools.notebook.magics import RanksMagics
 
 CATALOGUE = Catalogue()
 BLOCK = CATALOGUE["block_partition"]
-STUB, RIGHT = BLOCK.stub.read_text(), stubs.answer(BLOCK, "right_loop")
-WRONG = stubs.answer(BLOCK, "wrong_rest_to_last")
+STUB, RIGHT = BLOCK.stub.read_text(), stubs.generate_answer(BLOCK, "right_loop")
+WRONG = stubs.generate_answer(BLOCK, "wrong_rest_to_last")
 
 
 @pytest.fixture
@@ -88,19 +88,19 @@ def in_the_shell(work, capsys, *words) -> str:
 @pytest.mark.parametrize("answer", [STUB, WRONG, RIGHT], ids=["stub", "wrong", "right"])
 def test_check_shows_the_report_of_the_shell_and_records_it(cell, work, capsys, answer):
     work.file(BLOCK).write_text(answer)
-    told = cell("%check block_partition")
+    output = cell("%check block_partition")
     entry = work.entry(BLOCK)
-    assert told == in_the_shell(work, capsys, "check", "block_partition")
+    assert output == in_the_shell(work, capsys, "check", "block_partition")
     assert entry["attempts"] == 1 and entry["passed"] == (answer == RIGHT)
     assert work.entry(BLOCK) == {**entry, "attempts": 2}
 
 
-def test_an_answer_in_a_cell_is_the_learners_file_and_its_lines_have_the_cells_numbers(cell, work, capsys):
-    told = cell(f"%%exercise block_partition\n{WRONG}raise ValueError('here')\n")
+def test_an_answer_in_a_cell_is_written_to_the_learners_file(cell, work, capsys):
+    output = cell(f"%%exercise block_partition\n{WRONG}raise ValueError('here')\n")
     line = 2 + WRONG.count("\n")
-    assert f"  line      {line}: raise ValueError('here')" in told
+    assert f"  line      {line}: raise ValueError('here')" in output
     assert work.file(BLOCK).read_text() == f"\n{WRONG}raise ValueError('here')\n"
-    assert told == in_the_shell(work, capsys, "check", "block_partition")
+    assert output == in_the_shell(work, capsys, "check", "block_partition")
     assert cell(f"%%exercise block_partition\n{RIGHT}").startswith("block_partition: passed, 10 of 10 points\n")
     assert work.entry(BLOCK)["passed"] and [file.name for file in backups(work)] == []
 
@@ -110,24 +110,24 @@ def test_an_untouched_stub_in_a_cell_stays_the_stub(cell, work):
     assert work.file(BLOCK).read_text() == STUB
 
 
-def test_what_was_written_elsewhere_is_kept(cell, work):
+def test_edits_made_outside_the_notebook_are_kept(cell, work):
     cell(f"%%exercise block_partition\n{WRONG}")
     work.file(BLOCK).write_text("by hand, for an hour\n")
-    told = cell(f"%%exercise block_partition\n{RIGHT}")
+    output = cell(f"%%exercise block_partition\n{RIGHT}")
     (kept,) = backups(work)
-    assert kept.read_text() == "by hand, for an hour\n" and kept.name in told
+    assert kept.read_text() == "by hand, for an hour\n" and kept.name in output
     assert work.file(BLOCK).read_text() == f"\n{RIGHT}"
     assert kept.name not in cell(f"%%exercise block_partition\n{WRONG}") and len(backups(work)) == 1
 
 
 def test_an_exercise_is_shown_and_its_file_becomes_one_cell(cell, work, offered):
-    told = cell("%exercise block_partition")
-    assert told.splitlines()[:2] == [
+    output = cell("%exercise block_partition")
+    assert output.splitlines()[:2] == [
         "Exercise 1.2: Consecutive blocks (block_partition)",
         "difficulty 1 of 5, 10 minutes, 10 points, 3 of 3 hints left (%hint block_partition)",
     ]
-    assert "Write the missing lines of block" in told and "Stub" not in told
-    assert told.endswith("Your file: work/exercises/ch01_data_distribution/block_partition.py\n")
+    assert "Write the missing lines of block" in output and "Stub" not in output
+    assert output.endswith("Your file: work/exercises/ch01_data_distribution/block_partition.py\n")
     assert offered == ["%%exercise block_partition\n" + STUB.rstrip("\n")]
     cell("%exercise block_partition")
     assert len(offered) == 1
@@ -160,12 +160,12 @@ def test_a_program_that_runs_the_notebook_gets_no_cells_and_changes_nothing(cell
 
 
 def test_the_link_leads_from_the_notebook_to_the_file(work):
-    from exercises.card import Card
+    from exercises.exercise_display import ExerciseDisplay
 
-    text = Card(BLOCK, work)._repr_markdown_()
+    text = ExerciseDisplay(BLOCK, work)._repr_markdown_()
     link = text.rpartition("(")[2].rstrip(")")
     assert Path(link).resolve() == work.file(BLOCK).resolve() and not Path(link).is_absolute()
-    assert link in Card(BLOCK, None)._repr_markdown_()
+    assert link in ExerciseDisplay(BLOCK, None)._repr_markdown_()
 
 
 def test_hints_are_counted_as_in_the_shell(cell, work, capsys):
@@ -193,7 +193,7 @@ def test_a_passed_piece_works_in_this_notebook_and_one_that_fails_does_not(cell,
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("%check", "write %check and the name of an exercise: block_partition, "),
         ("%check blok", "there is no exercise 'blok'; "),
@@ -201,9 +201,9 @@ def test_a_passed_piece_works_in_this_notebook_and_one_that_fails_does_not(cell,
         ("%%exercise block_partition\n\n", "the cell is empty; %exercise block_partition adds one"),
     ],
 )
-def test_wrong_use_is_answered_in_one_message(cell, work, line, said):
-    told = cell(line)
-    assert said.split("block_partition, ")[0] in told and len(told.splitlines()) < 5
+def test_wrong_use_is_answered_in_one_message(cell, work, line, message):
+    output = cell(line)
+    assert message.split("block_partition, ")[0] in output and len(output.splitlines()) < 5
     assert work.file(BLOCK).read_text() == STUB
 
 

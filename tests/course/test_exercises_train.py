@@ -12,7 +12,7 @@ import pytest
 from exercises import train
 from exercises.__main__ import main
 from exercises.catalogue import ROOT, Catalogue
-from exercises.train import Installed, choose, options_of, told
+from exercises.train import LearnerPiece, choose_pieces, format_calls, route_options
 from exercises.work import Work
 from minidist.errors import RunError, UserError
 from tests.helpers.small_run import small_config, write_text
@@ -48,18 +48,18 @@ def command(folder: Path, *words: str, launcher: tuple[str, ...] = ()):
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
-def losses(ranks, folder: Path, pieces: list[Installed]) -> list[float]:
+def losses(ranks, folder: Path, pieces: list[LearnerPiece]) -> list[float]:
     """Of a small run on two ranks, in process groups of the warm server."""
-    ranks(train.train_with, 2, small_config(folder / "run", write_text(folder), train__steps=2), pieces)
+    ranks(train.train_with_pieces, 2, small_config(folder / "run", write_text(folder), train__steps=2), pieces)
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def piece(name: str, change=lambda text: text, file: str = "mine.py") -> Installed:
-    """The solution of an exercise, changed."""
+def piece(name: str, change=lambda text: text, file: str = "mine.py") -> LearnerPiece:
+    """The solution of an exercise with some text replaced."""
     exercise = CATALOGUE[name]
     symbols = tuple(f"{exercise.module}:{symbol}" for symbol in exercise.symbols)
-    return Installed(name, symbols, file, change(exercise.solution.read_text()))
+    return LearnerPiece(name, symbols, file, change(exercise.solution.read_text()))
 
 
 def test_the_learners_pieces_train_the_model_and_are_counted(work):
@@ -102,7 +102,7 @@ def test_an_error_in_the_learners_code_names_its_line(ranks, tmp_path):
 
 
 def test_a_piece_that_no_rank_calls_is_an_error(ranks, tmp_path):
-    with pytest.raises(RunError, match="the run never called strided_partition on some rank"):
+    with pytest.raises(RunError, match="some rank never called strided_partition"):
         losses(ranks, tmp_path, [piece("block_partition"), piece("strided_partition")])
 
 
@@ -112,7 +112,7 @@ def test_a_piece_that_no_rank_calls_is_an_error(ranks, tmp_path):
         ([], "you have passed no piece yet"),
         (["--only", "block_partition"], "you have not passed block_partition yet"),
         (["--only", "blocks"], "there is no exercise 'blocks'"),
-        (["--only", "averaged_parameter"], "is an exercise of kind debug, no piece of the trainer"),
+        (["--only", "averaged_parameter"], "is an exercise of kind debug, not a piece of the trainer"),
     ],
 )
 def test_what_cannot_train_is_reported(work, capsys, words, message):
@@ -131,17 +131,17 @@ def test_a_file_that_was_changed_since_it_passed_is_left_out(work, capsys):
 @pytest.mark.parametrize("word", ["None", "1 1"])
 def test_options_of_another_kind_leave_the_piece_out(work, capsys, word):
     assert main(["--work", str(work("weighted_partition")), "train", "--data.shares", *word.split()]) == 2
-    assert "your options do not go with --data.shares 2 1" in capsys.readouterr().err
+    assert "your options conflict with --data.shares 2 1" in capsys.readouterr().err
 
 
 def test_options_that_lead_elsewhere_leave_the_piece_out(work, capsys):
     assert main(["--work", str(work("gradient_sum")), "train", "--comm.gradients", "bucketed"]) == 2
     assert "left out gradient_sum" in (error := capsys.readouterr().err)
-    assert "your options do not go with --comm.gradients naive" in error
+    assert "your options conflict with --comm.gradients naive" in error
 
 
 def test_of_two_pieces_on_different_ways_the_later_one_is_used():
-    chosen = choose([CATALOGUE["block_partition"], CATALOGUE["gradient_sum"], CATALOGUE["bucketed_reducer"]], 3)
+    chosen = choose_pieces([CATALOGUE["block_partition"], CATALOGUE["gradient_sum"], CATALOGUE["bucketed_reducer"]], 3)
     assert [bool(choice.left_out) for choice in chosen] == [False, True, False]
     assert "--only gradient_sum" in chosen[1].left_out
     assert chosen[2].options[:2] == ("--comm.gradients", "bucketed")
@@ -151,7 +151,7 @@ def test_a_piece_that_several_values_lead_to_takes_that_of_the_others():
     names = ["bucketed_reducer", "flat_partition", "stage_one_step", "shard_gradients", "gather_and_free"]
     stages = {}
     for count in range(2, len(names) + 1):
-        chosen = choose([CATALOGUE[name] for name in names[:count]], 2)
+        chosen = choose_pieces([CATALOGUE[name] for name in names[:count]], 2)
         assert [bool(choice.left_out) for choice in chosen] == [True] + [False] * (count - 1)
         stages[names[count - 1]] = {choice.options for choice in chosen if not choice.left_out}
     assert stages["stage_one_step"] == {("--zero.stage", "1")}
@@ -160,24 +160,26 @@ def test_a_piece_that_several_values_lead_to_takes_that_of_the_others():
 
 
 def test_either_of_several_values_may_be_asked_for():
-    from minidist.tools.cli import train_options
+    from minidist.tools.cli import parse_train_options
 
     for stage, lost in (("1", "--zero.stage 2 or 3"), ("2", ""), ("3", "")):
-        config, _ = train_options(["--zero.stage", stage])
-        assert train._lost(train.Choice(CATALOGUE["shard_gradients"]), config, 2) == lost
+        config, _ = parse_train_options(["--zero.stage", stage])
+        assert train._conflicting_option(train.PieceChoice(CATALOGUE["shard_gradients"]), config, 2) == lost
 
 
 @pytest.mark.parametrize("name", Catalogue())
 def test_every_route_can_be_read_and_is_an_option_of_the_trainer(name):
-    from minidist.tools.cli import train_options
+    from minidist.tools.cli import parse_train_options
 
     route = CATALOGUE[name].route
     if route.startswith("none: "):
         assert len(route) > len("none: ") + 10
         return
-    words = [word for option, values in options_of(CATALOGUE[name], 3).items() for word in (option, *values)]
-    config, _ = train_options([], over=words)
-    assert not train._lost(train.Choice(CATALOGUE[name]), config, 3) and (route == "always") == (not words)
+    words = [word for option, values in route_options(CATALOGUE[name], 3).items() for word in (option, *values)]
+    config, _ = parse_train_options([], over=words)
+    assert not train._conflicting_option(train.PieceChoice(CATALOGUE[name]), config, 3) and (route == "always") == (
+        not words
+    )
 
 
 def test_a_class_counts_its_methods_and_a_function_itself(ranks):
@@ -187,10 +189,10 @@ def test_a_class_counts_its_methods_and_a_function_itself(ranks):
 def counted(world):
     source = "def permutation(n, seed, epoch=0):\n    'Doc.'\n    return n\n"
     bucket = "class Bucket:\n    def launch(self, filled):\n        return filled\n"
-    calls = train.install(
+    calls = train.install_pieces(
         [
-            Installed("sizes", ("minidist.data.partition:permutation",), "mine.py", source),
-            Installed("bucket", ("minidist.parallel.data.buckets:Bucket",), "mine.py", bucket),
+            LearnerPiece("sizes", ("minidist.data.partition:permutation",), "mine.py", source),
+            LearnerPiece("bucket", ("minidist.parallel.data.buckets:Bucket",), "mine.py", bucket),
         ]
     )
     from minidist.data.partition import permutation
@@ -202,12 +204,16 @@ def counted(world):
 
 def test_a_piece_that_does_not_fit_is_reported():
     for source in ("x = 1", "block_partition = lambda n, world_size, rank: 1"):
-        with pytest.raises(UserError, match="mine cannot take its place: .* must define block_partition with def"):
-            train.install([Installed("mine", ("minidist.data.partition:block_partition",), "mine.py", source)])
+        with pytest.raises(
+            UserError, match="mine cannot replace the package's code: .* must define block_partition with def"
+        ):
+            train.install_pieces(
+                [LearnerPiece("mine", ("minidist.data.partition:block_partition",), "mine.py", source)]
+            )
 
 
 def test_calls_are_reported_by_rank():
-    lines = told(
-        [Installed("one", (), "", ""), Installed("two", (), "", "")], [Counter(one=2), {"one": 3, "two": 1200}]
+    lines = format_calls(
+        [LearnerPiece("one", (), "", ""), LearnerPiece("two", (), "", "")], [Counter(one=2), {"one": 3, "two": 1200}]
     )
     assert [line.split() for line in lines[1:]] == [["one", "2", "3"], ["two", "0", "1,200"]]

@@ -10,7 +10,7 @@ import pytest
 
 from exercises import stubs
 from exercises.__main__ import main
-from exercises.attempt import attempt
+from exercises.attempt import grade_attempt
 from exercises.catalogue import ROOT, Catalogue
 from exercises.work import Work
 from minidist.errors import UserError
@@ -84,7 +84,7 @@ def test_progress_keeps_the_best_and_what_others_wrote(work):
     file.write_text(json.dumps({**json.loads(file.read_text()), "predictions": {"a": 1}}))
     for passed, points in [(True, 10), (False, 2)]:
         work.record(BLOCK, passed, points, b"")
-    assert [work.next_hint(BLOCK) for _ in range(4)] == [1, 2, 3, 3]
+    assert [work.reveal_next_hint(BLOCK) for _ in range(4)] == [1, 2, 3, 3]
     entry = work.entry(BLOCK)
     assert (entry["attempts"], entry["passed"], entry["points"], entry["hints"]) == (2, True, 10, 3)
     assert json.loads(file.read_text())["predictions"] == {"a": 1}
@@ -109,7 +109,7 @@ def test_a_write_that_fails_leaves_the_old_file(work, monkeypatch):
 # The commands
 
 
-def test_a_learners_way_through_one_exercise(tmp_path, capfd):
+def test_a_learner_solves_one_exercise(tmp_path, capfd):
     """From the first command to a passed exercise, as a learner types it, and no file of the course is written."""
     before, mine = tracked(), tmp_path / "mine"
 
@@ -123,17 +123,17 @@ def test_a_learners_way_through_one_exercise(tmp_path, capfd):
     assert code == 1 and "not written yet: return the indices of this rank's block" in out
     code, out = type_in("hint", "block_partition")
     assert code == 0 and out == f"hint 1 of 3: {BLOCK.hints[0]}\n"
-    Work(mine).file(BLOCK).write_text(stubs.answer(BLOCK, "right_loop"))
+    Work(mine).file(BLOCK).write_text(stubs.generate_answer(BLOCK, "right_loop"))
     code, out = type_in("check", "block_partition")
     assert code == 0 and out.startswith("block_partition: passed, 10 of 10 points\n")
     code, out = type_in("solution", "block_partition")
     assert code == 0 and out == BLOCK.solution.read_text()
     code, out = type_in("progress")
-    assert "block_partition           passed, 10 of 10 points, 2 attempts, 1 hints\n" in out
+    assert "block_partition           passed, 10 of 10 points, attempts: 2, hints: 1\n" in out
     code, out = type_in("list")
     assert len(out.splitlines()) == len(CATALOGUE) and "passed  Consecutive blocks" in out
     code, out = type_in("reset", "strided_partition")
-    assert code == 0 and "strided_partition.py is the stub again\n" in out
+    assert code == 0 and "strided_partition.py is a new copy of the stub\n" in out
     assert not list(mine.rglob("strided_partition.backup*"))
     code, out = type_in("reset", "block_partition")
     assert code == 0 and "block_partition.backup-1.py" in out
@@ -141,7 +141,7 @@ def test_a_learners_way_through_one_exercise(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, output",
     [
         (
             ["check", "blok_partition"],
@@ -154,10 +154,10 @@ def test_a_learners_way_through_one_exercise(tmp_path, capfd):
         (["solution", "block_partition"], "you have not passed block_partition yet"),
     ],
 )
-def test_impossible_commands_end_in_one_line_and_exit_2(tmp_path, capsys, words, told):
+def test_impossible_commands_end_in_one_line_and_exit_2(tmp_path, capsys, words, output):
     assert main(["--work", str(tmp_path / "mine"), *words]) == 2
     out, err = capsys.readouterr()
-    assert told in err and len(err.splitlines()) == 1 and not out
+    assert output in err and len(err.splitlines()) == 1 and not out
 
 
 def test_the_command_runs_from_any_folder(tmp_path):
@@ -172,9 +172,9 @@ def test_the_command_runs_from_any_folder(tmp_path):
         "--json",
     ]
     file = ["--file", str(stubs.write_answer(BLOCK, "wrong_list", tmp_path))]
-    ran = subprocess.run([*command, *file], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 1 and not ran.stderr
-    verdict = json.loads(ran.stdout)
+    result = subprocess.run([*command, *file], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 1 and not result.stderr
+    verdict = json.loads(result.stdout)
     assert verdict["exercise"] == "block_partition" and not verdict["passed"]
     assert not (tmp_path / "mine").exists()
 
@@ -187,9 +187,9 @@ def test_a_reader_that_leaves_gets_no_traceback(tmp_path, words):
     command = [sys.executable, "-m", "exercises", "--work", str(mine), *words]
     read, write = os.pipe()
     os.close(read)
-    ran = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=240)
+    result = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=240)
     os.close(write)
-    assert (ran.returncode, ran.stderr) == (141, "")
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 def test_the_gate_command_says_what_it_checked(tmp_path, capsys):
@@ -200,9 +200,9 @@ def test_the_gate_command_says_what_it_checked(tmp_path, capsys):
     assert capsys.readouterr().out == "no exercise was checked\n"
 
 
-def test_a_file_that_changes_while_it_is_judged_is_judged_as_it_was(work, monkeypatch, server):
+def test_a_file_that_changes_during_a_check_is_checked_as_it_was(work, monkeypatch, server):
     """All tests see the file as it was when the check began, and that is what counts as passed."""
-    right = stubs.answer(BLOCK, "right_loop").encode()
+    right = stubs.generate_answer(BLOCK, "right_loop").encode()
     work.file(BLOCK).write_bytes(right)
 
     def start(*args, **options):
@@ -210,7 +210,7 @@ def test_a_file_that_changes_while_it_is_judged_is_judged_as_it_was(work, monkey
         return RankServer.start(server, *args, **options)
 
     monkeypatch.setattr(server, "start", start)
-    verdict, _ = attempt(BLOCK, work, server)
-    assert verdict.passed and verdict.content == right and not work.as_passed(BLOCK)
+    verdict, _ = grade_attempt(BLOCK, work, server)
+    assert verdict.passed and verdict.content == right and not work.is_unchanged_since_pass(BLOCK)
     work.file(BLOCK).write_bytes(right)
-    assert work.as_passed(BLOCK)
+    assert work.is_unchanged_since_pass(BLOCK)

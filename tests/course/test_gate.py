@@ -1,4 +1,4 @@
-"""The gate is green on what is there, and turns red for each thing that it is there to see."""
+"""The gate passes for the course as it is, and fails for every kind of defect."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def put(exercise, name, **keys):
 
 @pytest.fixture
 def course(tmp_path):
-    """A copy of the course that may be spoilt; `course()` is one exercise of it, with few answers."""
+    """A copy of the course for the test to change; `course()` is one exercise of it, with few answers."""
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
 
@@ -56,7 +56,7 @@ def course(tmp_path):
         exercise = Catalogue(tmp_path)[name]
         if name == "block_partition":
             remove(exercise, "right_fractions", *set(WRONG) - KEPT)
-            stubs.generate(exercise)  # a solution names the usual wrong answers
+            stubs.write_generated_files(exercise)  # a solution names the usual wrong answers
         return exercise
 
     return get
@@ -81,7 +81,7 @@ def test_a_copy_of_the_course_is_green(server, course):
 @pytest.mark.parametrize("wrong", ["wrong_ceiling", *exhaustive(*sorted(KEPT - {"wrong_ceiling"}))])
 def test_a_wrong_answer_in_the_solutions_place_is_red(server, course, wrong):
     exercise = course()
-    exercise.solution.write_text(stubs.answer(exercise, wrong))
+    exercise.solution.write_text(stubs.generate_answer(exercise, wrong))
     told = problems(server, exercise)
     assert "block_partition is right and fails" in told
     assert "block_partition.py of ch01_data_distribution is not what the package generates now" in told
@@ -132,7 +132,7 @@ def test_a_wrong_answer_that_is_only_broken_is_red_unless_it_says_so(server, cou
     assert "wrong_ceiling is caught as type" in problems(server, exercise)
 
 
-def test_a_cheat_that_is_not_seen_as_one_is_red(server, course):
+def test_an_unnoticed_cheat_is_red(server, course):
     exercise = course()
     text = "def block_partition(*_):\n    return 3\n"
     put(exercise, "wrong_cheat_alias", caught_by="divides_evenly", note="no cheat", text=text)
@@ -140,7 +140,7 @@ def test_a_cheat_that_is_not_seen_as_one_is_red(server, course):
 
 
 def test_a_report_that_shows_nothing_found_is_red(server, course, monkeypatch):
-    monkeypatch.setattr(check.Verdict, "shown", property(lambda verdict: next(iter(skipped(verdict)), None)))
+    monkeypatch.setattr(check.Verdict, "reported", property(lambda verdict: next(iter(skipped(verdict)), None)))
     assert "the message for block_partition.py does not say what was found" in problems(server, course())
 
 
@@ -151,7 +151,7 @@ def skipped(verdict):
 
 def test_a_copy_is_no_second_right_answer(server, course):
     exercise = course()
-    put(exercise, "right_again", note="-", text=stubs.right_text(exercise))
+    put(exercise, "right_again", note="-", text=stubs.solution_code(exercise))
     assert "right_again is the same program as block_partition" in problems(server, exercise)
 
 
@@ -175,8 +175,8 @@ def test_a_test_that_lets_everything_pass_is_red(server, course):
 
 
 def test_a_message_of_fifteen_lines_is_red(server, course, monkeypatch):
-    text = report.text
-    monkeypatch.setattr(report, "text", lambda *args: text(*args) + "\n" * 8 + "more")
+    text = report.format_verdict
+    monkeypatch.setattr(report, "format_verdict", lambda *args: text(*args) + "\n" * 8 + "more")
     assert "at most 14 are read" in problems(server, course())
 
 
@@ -200,7 +200,7 @@ def few(exercise):
 def test_each_kind_is_red_with_a_wrong_solution_and_a_stub_that_gives_it_away(server, course, name):
     exercise = few(course(name))
     shutil.copy(exercise.solution, exercise.stub)
-    exercise.solution.write_text(stubs.answer(exercise, "wrong_cheat"))
+    exercise.solution.write_text(stubs.generate_answer(exercise, "wrong_cheat"))
     told = problems(server, exercise)
     assert f"{name} is right and fails" in told
     test, reason = (exercise.fails, "for its fault") if exercise.fails else (exercise.tests()[0].id, "as unwritten")
@@ -224,7 +224,7 @@ def test_what_stubs_must_do_depends_on_the_kind(server, course):
         "def device_and_backend(*args):\n    pass\n"
     )
     told = problems(server, exercise)
-    assert "the stub must fail starts_where_torchrun_says for its fault, and it is told: unwritten" in told
+    assert "the stub must fail joins_with_the_assigned_rank for its fault, and it is told: unwritten" in told
 
 
 @pytest.mark.parametrize("name", ["wrong_zero", "wrong_constant", "wrong_cheat"])

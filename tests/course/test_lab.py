@@ -1,4 +1,4 @@
-"""`python -m exercises lab`, which `make lab` calls: what it starts, and with which Python."""
+"""`python -m exercises lab`, which `make lab` calls: the program, arguments and environment it starts."""
 
 import json
 import os
@@ -7,21 +7,21 @@ import sys
 
 import pytest
 
-from exercises import lab
+from exercises import jupyterlab
 from exercises.__main__ import main
 from exercises.catalogue import ROOT
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """What this process would have become: (program, arguments, environment)."""
-    found = []
-    monkeypatch.setattr(os, "execve", lambda *program: found.append(program))
+    """The (program, arguments, environment) that `lab` would have executed."""
+    results = []
+    monkeypatch.setattr(os, "execve", lambda *program: results.append(program))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    return found
+    return results
 
 
-def test_it_fills_the_learners_folder_and_becomes_jupyterlab_there(tmp_path, started, capsys):
+def test_lab_fills_the_learners_folder_and_starts_jupyterlab(tmp_path, started, capsys):
     assert main(["--work", str(tmp_path / "mine"), "lab", "--no-browser", "--port", "9999"]) == 0
     ((program, arguments, _),) = started
     assert program == sys.executable and arguments[:3] == [sys.executable, "-m", "jupyterlab"]
@@ -32,30 +32,30 @@ def test_it_fills_the_learners_folder_and_becomes_jupyterlab_there(tmp_path, sta
     assert "block_partition.py" in capsys.readouterr().out
 
 
-def test_its_terminals_find_this_python_and_the_exercises(tmp_path):
+def test_terminals_of_lab_find_this_python_and_the_exercises(tmp_path):
     """From a folder that has an `exercises` of its own, as the learner's has."""
     (tmp_path / "exercises").mkdir()
-    environ = lab.environment(os.environ)
+    environ = jupyterlab.jupyterlab_environment(os.environ)
     listed = subprocess.run(
         ["python", "-m", "exercises", "list"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
     )
     assert listed.returncode == 0 and "block_partition" in listed.stdout, listed.stderr
 
 
-def test_what_was_in_the_environment_stays(monkeypatch):
-    environ = lab.environment({"PATH": "/bin", "PYTHONPATH": "/mine", "OTHER": "1"})
+def test_lab_keeps_environment_variables(monkeypatch):
+    environ = jupyterlab.jupyterlab_environment({"PATH": "/bin", "PYTHONPATH": "/mine", "OTHER": "1"})
     assert environ["PATH"].split(os.pathsep)[-1] == "/bin" and environ["OTHER"] == "1"
     assert environ["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/mine"]
-    assert lab.environment({})["PYTHONPATH"] == str(ROOT)
+    assert jupyterlab.jupyterlab_environment({})["PYTHONPATH"] == str(ROOT)
 
 
 def test_the_courses_settings_are_where_jupyterlab_looks():
-    folder = lab.environment({})["JUPYTER_CONFIG_PATH"]
+    folder = jupyterlab.jupyterlab_environment({})["JUPYTER_CONFIG_PATH"]
     with open(os.path.join(folder, "labconfig", "default_setting_overrides.json")) as file:
         assert json.load(file)["@jupyterlab/apputils-extension:notification"]["fetchNews"] == "false"
 
 
-def test_without_jupyterlab_it_says_what_installs_it(tmp_path, monkeypatch, capsys):
+def test_lab_without_jupyterlab_says_how_to_install_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["--work", str(tmp_path / "mine"), "lab"]) == 2
     assert "JupyterLab is not installed here; make lab installs it" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Mutants of solutions: what they are, and that one which no test sees turns the gate red."""
+"""Mutants of solutions, and the gate that fails if one survives unexplained."""
 
 import ast
 import shutil
@@ -9,8 +9,8 @@ from exercises import stubs
 from exercises.__main__ import main
 from exercises.answers import read_answers
 from exercises.catalogue import ROOT, Catalogue
-from exercises.mutants import blanks, mutants
-from exercises.mutate import Mutation, mutants_of
+from exercises.mutants import blank_lines, make_mutants
+from exercises.mutate import MutationRun, solution_mutants
 from minidist.errors import UserError
 
 PIECES = [name for name, exercise in Catalogue().items() if exercise.kind == "piece"]
@@ -20,7 +20,7 @@ FOLDERS = (
 )
 
 # What stands in a blank, and what becomes of it: at least these, by kind.
-BECOMES = {
+MUTATIONS_OF_LINE = {
     "handle.wait()": {"drop a wait": {"pass"}, "drop a call": {"handle"}},
     "barrier(group)": {"drop a barrier": {"pass"}},
     "all_reduce(x, group, 'max', async_op=True)": {
@@ -74,13 +74,13 @@ BECOMES = {
 # One rank sees no strides.
 WEAK = '''"""Tests that see too little."""
 
-from exercises.testing import expect, indices, test
+from exercises.testing import expect, index_list, test
 
 
 @test(points=8)
 def one_rank(answer):
     """The only rank has all samples."""
-    expect("the samples", indices(answer.strided_partition(4, 1, 0)), [0, 1, 2, 3])
+    expect("the samples", index_list(answer.strided_partition(4, 1, 0)), [0, 1, 2, 3])
 '''
 
 
@@ -90,32 +90,32 @@ def program(body):
 
 @pytest.fixture
 def course(tmp_path):
-    """A copy of the course that may be spoilt."""
+    """A copy of the course for the test to change."""
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return lambda name="strided_partition": Catalogue(tmp_path)[name]
 
 
-@pytest.mark.parametrize("body", BECOMES)
-def test_what_becomes_of_a_line(body):
+@pytest.mark.parametrize("body", MUTATIONS_OF_LINE)
+def test_mutations_of_a_line(body):
     last = 3 + body.count("\n")
     found: dict[str, set] = {}
-    for mutant in mutants(program(body), [range(3, last + 1)]):
+    for mutant in make_mutants(program(body), [range(3, last + 1)]):
         assert mutant.text.startswith("def f(a, b):\n    before = 1 + 1\n    ")
         assert mutant.text.endswith("\n    after = 1 + 1\n")
         becomes = " ".join(mutant.text.split("\n    ", 2)[2].rsplit("\n    ", 1)[0].split())
         found.setdefault(mutant.kind, set()).add(becomes)
-    for kind, wanted in BECOMES[body].items():
-        assert wanted <= found.get(kind, set()), kind
-    assert found or not BECOMES[body]
+    for kind, expected in MUTATIONS_OF_LINE[body].items():
+        assert expected <= found.get(kind, set()), kind
+    assert found or not MUTATIONS_OF_LINE[body]
 
 
 @pytest.mark.parametrize("name", PIECES)
 def test_a_mutant_is_another_program_that_differs_in_a_blank_only(name):
     exercise = Catalogue()[name]
-    solution, found = stubs.solution(exercise), mutants_of(exercise)
+    solution, found = stubs.generate_solution(exercise), solution_mutants(exercise)
     lines, same = solution.splitlines(), ast.dump(ast.parse(solution))
-    spaces = blanks(stubs.stub(exercise), solution)
+    spaces = blank_lines(stubs.generate_stub(exercise), solution)
     assert len(spaces) == len(exercise.changes) and len(found) >= 5
     assert len({mutant.text for mutant in found}) == len(found)
     for mutant in found:
@@ -129,36 +129,37 @@ def test_a_mutant_is_another_program_that_differs_in_a_blank_only(name):
 
 def test_the_lines_of_a_blank_are_found():
     text = "'''Stub.'''\na = 1\nraise NotImplementedError('x')\nd = 4\n"
-    assert blanks(text, "'''Solution.'''\na = 1\nb = 2\nc = 3\nd = 4\n") == [range(3, 5)]
+    assert blank_lines(text, "'''Solution.'''\na = 1\nb = 2\nc = 3\nd = 4\n") == [range(3, 5)]
 
 
 def test_mutants_that_die_are_counted_and_the_gate_is_green(course, tmp_path, capsys):
     exercise = course()
     assert main(["--root", str(tmp_path), "gate", "--mutate", exercise.name]) == 0
-    told = capsys.readouterr().out
-    total = len(mutants_of(exercise))
+    output = capsys.readouterr().out
+    total = len(solution_mutants(exercise))
     assert (
-        f"strided_partition{' ' * 11}{total:>4} mutants  {total - 1:>4} killed     1 equivalent     0 survived" in told
+        f"strided_partition{' ' * 11}{total:>4} mutants  {total - 1:>4} killed     1 equivalent     0 survived"
+        in output
     )
-    assert f"all{' ' * 25}{total:>4} mutants" in told and "100.0%" in told
+    assert f"all{' ' * 25}{total:>4} mutants" in output and "100.0%" in output
 
 
-def test_tests_that_see_too_little_are_red(course, tmp_path, capsys):
+def test_weak_tests_fail_the_mutation_gate(course, tmp_path, capsys):
     exercise = course()
     exercise.test_file.write_text(WEAK)
     assert main(["--root", str(tmp_path), "gate", "--mutate", exercise.name]) == 1
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     survivor = "return np.arange(rank, n, world_size, dtype=np.int64)  ->  return np.arange(rank, n, dtype=np.int64)"
-    assert f"strided_partition: line 32 of the solution, drop an argument: {survivor}\n" in told
-    assert "1 survived" in told and told.count("of the solution") == 1
+    assert f"strided_partition: line 32 of the solution, drop an argument: {survivor}\n" in output
+    assert "1 survived" in output and output.count("of the solution") == 1
 
 
 def test_one_unexplained_survivor_is_red_whatever_the_rate(server, course):
     exercise = course()
     head, _, _ = exercise.answers.read_text().partition("[[equivalent]]")
     exercise.answers.write_text(head)
-    mutation = Mutation(server)
-    assert mutation.run(exercise).fates["survived"] == 1
+    mutation = MutationRun(server)
+    assert mutation.run(exercise).outcomes["survived"] == 1
     assert not mutation.green and len(mutation.problems) == 1
     assert (
         "line 32 of the solution, drop an argument: return np.arange(rank, n, world_size, dtype" in mutation.problems[0]
@@ -171,12 +172,12 @@ def test_an_entry_that_is_wrong_is_red(server, course):
         line = "return np.arange(rank, n, world_size, dtype=np.int64)"
         for becomes in ("return None", "return rank"):
             file.write(f'\n[[equivalent]]\nwas = "{line}"\nbecomes = "{becomes}"\nwhy = "so it is"\n')
-    mutation = Mutation(server)
+    mutation = MutationRun(server)
     mutation.run(exercise)
     assert not mutation.green
     assert mutation.problems == [
-        f"strided_partition: is no equivalent, divides_evenly sees it: {line}  ->  return None",
-        f"strided_partition: strided_partition.toml names what is no mutant: {line}  ->  return rank",
+        f"strided_partition: is not equivalent, divides_evenly fails: {line}  ->  return None",
+        f"strided_partition: strided_partition.toml lists no mutant as equivalent: {line}  ->  return rank",
     ]
 
 
@@ -199,5 +200,5 @@ def test_a_bad_file_of_equivalents_is_reported(course, text, told):
 def test_mutation_of_nothing_is_red(server, capsys):
     from exercises import mutate
 
-    assert not mutate.run([], server)
+    assert not mutate.run_mutants([], server)
     assert "nothing was mutated" in capsys.readouterr().out

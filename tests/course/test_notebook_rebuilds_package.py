@@ -43,7 +43,7 @@ def test_a_notebook_reproduces_its_stored_outputs(notebook, tmp_path):
         "--durations=5",
         str(folder),
     ]
-    ran = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=tmp_path,
         env={**os.environ, "IPYTHONDIR": str(tmp_path / "ipython"), "PYTHONPATH": str(ROOT)},
@@ -51,15 +51,15 @@ def test_a_notebook_reproduces_its_stored_outputs(notebook, tmp_path):
         text=True,
         timeout=DEADLINE_S,
     )
-    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert result.returncode == 0 and " passed" in result.stdout, result.stdout[-6000:] + result.stderr[-2000:]
     assert [path.name for path in folder.iterdir()] == [notebook.name]
 
 
 def texts(chapter: Path) -> dict[str, str]:
     """The source of every symbol that a cell or a solution of the chapter defines."""
-    found = {}
+    results = {}
     for file in chapter.glob("*.ipynb"):
-        found |= {name: source for _, name, source in weave.find_piece_cells(nbformat.read(file, as_version=4))}
+        results |= {name: source for _, name, source in weave.find_piece_cells(nbformat.read(file, as_version=4))}
     for exercise in exercises_of(chapter):
         if exercise.kind == "piece":
             solution = exercise.solution.read_text()
@@ -67,8 +67,8 @@ def texts(chapter: Path) -> dict[str, str]:
             for node in ast.parse(solution).body:
                 if (name := getattr(node, "name", None)) in piece_of:
                     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                    found[piece_of[name]] = "\n".join(solution.splitlines()[first - 1 : node.end_lineno])
-    return found
+                    results[piece_of[name]] = "\n".join(solution.splitlines()[first - 1 : node.end_lineno])
+    return results
 
 
 def rebuilt(folder: Path, pieces: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What the text of an answer may not name, and what it may."""
+"""Names that an answer's source may and may not use."""
 
 import pytest
 
@@ -47,12 +47,12 @@ if __name__ == "__main__": main()
 
 
 @pytest.mark.parametrize("text", FORBIDDEN)
-def test_what_reaches_inside_is_reported_with_its_line(text):
+def test_access_to_internals_is_reported_with_its_line(text):
     line, told = find_forbidden_code(f"x = 1\n{text}\n".encode())
     assert line == 2 and told.startswith(f"line 2 uses {FORBIDDEN[text]}: ")
 
 
-def test_what_an_answer_needs_is_allowed():
+def test_ordinary_answers_are_allowed():
     assert find_forbidden_code(ALLOWED.encode()) is None
 
 
@@ -62,18 +62,18 @@ def test_every_right_answer_and_every_solution_is_allowed():
     texts = {str(file): file.read_text() for file in files}
     for exercise in Catalogue().values():
         for answer in read_answers(exercise).right:
-            texts[f"{exercise.name} {answer.name}"] = stubs.answer(exercise, answer.name)
+            texts[f"{exercise.name} {answer.name}"] = stubs.generate_answer(exercise, answer.name)
     assert len(texts) > 30 and not [name for name, text in texts.items() if find_forbidden_code(text.encode())]
 
 
 @pytest.mark.parametrize("source", [b"def f(:\n", b"x = 1\0\n", b"(" * 5000, b"\xff\xfe"])
-def test_what_python_cannot_read_is_left_to_be_told_as_that(source):
+def test_syntax_errors_are_left_to_the_check(source):
     assert find_forbidden_code(source) is None
 
 
 @pytest.mark.parametrize("name", ["elsewhere", "thread", "alias", "notebook", "other_path"])
 def test_the_guard_sees_them_without_reading(server, tmp_path, monkeypatch, name):
-    """What is reached by a way that the text does not show is caught when it is done."""
+    """Access that the source does not show is refused at run time."""
     exercise = Catalogue()["block_partition"]
     monkeypatch.setattr(check, "find_forbidden_code", lambda source: None)
     file = stubs.write_answer(exercise, f"wrong_cheat_{name}", tmp_path)

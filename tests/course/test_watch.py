@@ -1,4 +1,4 @@
-"""`python -m exercises watch`: what is saved is judged, a pass leads on, and Ctrl-C leaves nothing behind."""
+"""`python -m exercises watch`: saved files are checked, a pass leads to the next, Ctrl-C leaves no process."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from exercises.catalogue import ROOT, Catalogue
 from exercises.watch import Watcher
 from exercises.work import Work
 from minidist.errors import UserError
-from tests.helpers.processes import alive, needs_proc, until
+from tests.helpers.processes import is_alive, needs_proc, wait_until
 
 CATALOGUE = Catalogue()
 BLOCK, STRIDED = CATALOGUE["block_partition"], CATALOGUE["strided_partition"]
@@ -27,67 +27,67 @@ def work(tmp_path):
 
 
 @pytest.fixture
-def said():
+def messages():
     return []
 
 
 @pytest.fixture
-def watcher(server, work, said):
-    return Watcher(CATALOGUE, work, server, BLOCK.name, say=said.append)
+def watcher(server, work, messages):
+    return Watcher(CATALOGUE, work, server, BLOCK.name, show=messages.append)
 
 
 def save(work, exercise, answer):
-    """As an editor does: another file takes the place of the first."""
+    """Save as an editor does: replace the file by a new one."""
     file = work.file(exercise)
-    file.with_suffix(".new").write_text(stubs.answer(exercise, answer))
+    file.with_suffix(".new").write_text(stubs.generate_answer(exercise, answer))
     os.replace(file.with_suffix(".new"), file)
 
 
-def test_nothing_is_judged_before_something_is_saved(watcher, said):
+def test_nothing_is_checked_before_a_save(watcher, messages):
     assert watcher.step() == [] and watcher.step() == []
-    assert len(said) == 1 and said[0].startswith("next: 1.2 Consecutive blocks (10 points, 10 minutes)\nsave ")
+    assert len(messages) == 1 and messages[0].startswith("next: 1.2 Consecutive blocks (10 points, 10 minutes)\nsave ")
 
 
-def test_a_saved_file_is_judged_once_it_is_no_longer_written(watcher, work, said):
+def test_a_saved_file_is_checked_once_writing_has_ended(watcher, work, messages):
     save(work, BLOCK, "wrong_rest_to_last")
     assert watcher.step() == []  # somebody may still be writing
     save(work, BLOCK, "wrong_rest_to_last")
     assert watcher.step() == []
     assert watcher.step() == [BLOCK] and watcher.step() == []
-    assert said[-1].startswith("\nblock_partition: 5 of 10 points\n") and watcher.current is BLOCK
+    assert messages[-1].startswith("\nblock_partition: 5 of 10 points\n") and watcher.current is BLOCK
     entry = work.entry(BLOCK)
     assert (entry["attempts"], entry["passed"], entry["points"]) == (1, False, 5)
 
 
-def test_a_pass_leads_to_the_next_that_is_not_passed(watcher, work, said):
+def test_a_pass_leads_to_the_next_that_is_not_passed(watcher, work, messages):
     following = next(e for e in CATALOGUE.values() if not work.entry(e).get("passed") and e is not BLOCK)
     save(work, BLOCK, "right_loop")
     assert [watcher.step(), watcher.step()] == [[], [BLOCK]]
-    assert said[1].startswith("\nblock_partition: passed, 10 of 10 points\n")
-    assert said[-1].startswith(f"next: {following.section} {following.title}")
+    assert messages[1].startswith("\nblock_partition: passed, 10 of 10 points\n")
+    assert messages[-1].startswith(f"next: {following.section} {following.title}")
     assert watcher.current is following
 
 
-def test_another_exercise_that_is_saved_is_judged_too(watcher, work, said):
+def test_another_saved_exercise_is_checked(watcher, work, messages):
     save(work, STRIDED, "right_slice")
     assert [watcher.step(), watcher.step()] == [[], [STRIDED]]
-    assert "strided_partition: passed" in said[-1] and watcher.current is BLOCK
+    assert "strided_partition: passed" in messages[-1] and watcher.current is BLOCK
 
 
-def test_after_the_last_exercise_there_is_none(server, work, said):
+def test_after_the_last_exercise_there_is_none(server, work, messages):
     for exercise in CATALOGUE.values():
         if exercise is not BLOCK:
             work.record(exercise, True, exercise.points, b"")
-    watcher = Watcher(CATALOGUE, work, server, say=said.append)
+    watcher = Watcher(CATALOGUE, work, server, show=messages.append)
     assert watcher.current is BLOCK
     save(work, BLOCK, "right_loop")
     assert [watcher.step(), watcher.step()] == [[], [BLOCK]]
-    assert said[-1] == "\nyou have passed every exercise"
+    assert messages[-1] == "\nyou have passed every exercise"
     with pytest.raises(UserError, match="you have passed every exercise; to watch one all the same"):
-        Watcher(CATALOGUE, work, server, say=said.append)
+        Watcher(CATALOGUE, work, server, show=messages.append)
 
 
-def test_a_file_that_is_taken_away_ends_nothing(watcher, work, said):
+def test_a_file_that_is_taken_away_ends_nothing(watcher, work, messages):
     work.file(BLOCK).unlink()
     assert [watcher.step(), watcher.step()] == [[], []]
     save(work, BLOCK, "right_loop")
@@ -106,12 +106,12 @@ def test_ctrl_c_ends_it_and_its_processes(work):
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout.readline().startswith("next: 1.2")
         work.file(BLOCK).write_text("while True:\n    pass\n")
-        assert until(lambda: len(family(process.pid)) >= 2)
+        assert wait_until(lambda: len(family(process.pid)) >= 2)
         pids = family(process.pid)
         process.send_signal(signal.SIGINT)
         out = process.stdout.read()
         assert process.wait(timeout=20) == 0
-    assert "Traceback" not in out and until(lambda: not any(map(alive, pids)))
+    assert "Traceback" not in out and wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def family(pid: int) -> list[int]:

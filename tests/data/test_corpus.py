@@ -33,7 +33,7 @@ def tree(tmp_path):
 
 @pytest.fixture(scope="module")
 def stdlib():
-    return corpus.stdlib_corpus()
+    return corpus.load_stdlib_corpus()
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_standard_library_is_a_corpus_of_its_python_files(stdlib):
 
 
 def test_the_standard_library_is_the_same_twice(stdlib):
-    assert corpus.stdlib_corpus().fingerprint == stdlib.fingerprint
+    assert corpus.load_stdlib_corpus().fingerprint == stdlib.fingerprint
 
 
 def test_only_python_sources_count_without_installed_packages_caches_and_link_loops(tree):
@@ -76,7 +76,7 @@ def test_only_python_sources_count_without_installed_packages_caches_and_link_lo
 
 
 def test_documents_are_whole_and_separated_by_one_zero_byte(tree):
-    loaded = corpus.stdlib_corpus(tree)
+    loaded = corpus.load_stdlib_corpus(tree)
     train, held_out = (split.tobytes().split(b"\0") for split in (loaded.train, loaded.held_out))
     assert sorted(train + held_out) == sorted(path.read_bytes() for path in tree.glob("part*/*.py") if path.is_file())
     assert held_out and not set(train) & set(held_out)
@@ -98,7 +98,7 @@ def test_a_giant_file_is_never_held_out():
 
 def test_one_file_is_split_by_position(tmp_path):
     content = bytes(range(32, 127)) * 10
-    loaded = corpus.text_corpus(write(tmp_path / "one.txt", content))
+    loaded = corpus.load_text_corpus(write(tmp_path / "one.txt", content))
     assert loaded.train.tobytes() == content[:855] and loaded.held_out.tobytes() == content[855:]
     assert loaded.name == "one.txt"
 
@@ -106,7 +106,7 @@ def test_one_file_is_split_by_position(tmp_path):
 def test_a_few_files_are_each_split_by_position(tmp_path):
     write(tmp_path / "a.txt", b"a" * 100)
     write(tmp_path / "b.txt", b"b" * 1000)
-    loaded = corpus.text_corpus(tmp_path)
+    loaded = corpus.load_text_corpus(tmp_path)
     assert loaded.train.tobytes() == b"a" * 90 + b"\0" + b"b" * 900
     assert loaded.held_out.tobytes() == b"a" * 10 + b"\0" + b"b" * 100
 
@@ -122,8 +122,8 @@ def test_a_folder_gives_every_text_file_and_nothing_else(tmp_path, pipe):
 
 
 def test_a_moved_folder_keeps_its_fingerprint(tree, tmp_path):
-    before = corpus.text_corpus(tree).fingerprint
-    assert corpus.text_corpus(tree.rename(tmp_path / "moved")).fingerprint == before
+    before = corpus.load_text_corpus(tree).fingerprint
+    assert corpus.load_text_corpus(tree.rename(tmp_path / "moved")).fingerprint == before
 
 
 def test_the_fingerprint_sees_content_names_split_and_dtype(tmp_path):
@@ -158,7 +158,7 @@ def test_the_synthetic_corpus_is_pinned():
 
 
 def test_describe_names_sizes_vocabulary_and_fingerprint(tree):
-    loaded = corpus.text_corpus(tree)
+    loaded = corpus.load_text_corpus(tree)
     line = loaded.describe()
     for fact in ("204 files", f"{loaded.train.size:,}", f"{loaded.held_out.size:,}", "256", loaded.fingerprint[:12]):
         assert fact in line
@@ -176,27 +176,27 @@ def refused(*words: str):
 
 def test_a_missing_path_is_refused(tmp_path):
     with refused("--data.path", "nowhere.txt", "does not exist"):
-        corpus.text_corpus(tmp_path / "nowhere.txt")
+        corpus.load_text_corpus(tmp_path / "nowhere.txt")
     with refused("does not exist"):
-        corpus.text_corpus(tmp_path / ("long" * 1000))  # the system's own error is another one here
+        corpus.load_text_corpus(tmp_path / ("long" * 1000))  # the system's own error is another one here
     with refused("~nobody-of-that-name", "does not exist"):
-        corpus.text_corpus("~nobody-of-that-name/text")
+        corpus.load_text_corpus("~nobody-of-that-name/text")
     with refused("--data.path is given but empty"):
         corpus.open_corpus("stdlib", "")
 
 
 def test_an_empty_file_and_an_empty_folder_are_refused(tmp_path):
     with refused("0 bytes"):
-        corpus.text_corpus(write(tmp_path / "empty.txt", b""))
+        corpus.load_text_corpus(write(tmp_path / "empty.txt", b""))
     with refused("no text", "1 files", "1 are empty"):
-        corpus.text_corpus(tmp_path)
+        corpus.load_text_corpus(tmp_path)
 
 
 def test_a_binary_file_is_refused_with_the_place(tmp_path):
     with refused("9 bytes", "not UTF-8", "byte 5 is 0xff"):
-        corpus.text_corpus(write(tmp_path / "binary", b"abcde\xff123"))
+        corpus.load_text_corpus(write(tmp_path / "binary", b"abcde\xff123"))
     with refused("byte 3 is 0"):
-        corpus.text_corpus(write(tmp_path / "binary", b"abc\x00def"))
+        corpus.load_text_corpus(write(tmp_path / "binary", b"abc\x00def"))
 
 
 def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
@@ -206,14 +206,14 @@ def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
     write(tmp_path / "secret.txt", b"text")
     monkeypatch.setattr(Path, "read_bytes", forbidden)  # root may read anything, so no mode bits here
     with refused("secret.txt", "Permission denied"):
-        corpus.text_corpus(tmp_path / "secret.txt")
+        corpus.load_text_corpus(tmp_path / "secret.txt")
     with refused("1 cannot be read"):
-        corpus.text_corpus(tmp_path)
+        corpus.load_text_corpus(tmp_path)
 
 
 def test_a_pipe_is_refused(pipe):
     with refused("neither a file nor a folder"):
-        corpus.text_corpus(pipe)
+        corpus.load_text_corpus(pipe)
 
 
 def test_a_short_text_is_refused_with_all_numbers_and_the_option_to_change(tmp_path):
@@ -222,7 +222,7 @@ def test_a_short_text_is_refused_with_all_numbers_and_the_option_to_change(tmp_p
         corpus.open_corpus(path=path, seq_len=128)
     assert corpus.open_corpus(path=path, seq_len=49).held_out.size == 50
     with refused("19 bytes", "1 held out", "2 bytes"):
-        corpus.text_corpus(write(path, b"x" * 19))
+        corpus.load_text_corpus(write(path, b"x" * 19))
 
 
 def test_a_source_that_is_too_short_or_unknown_is_refused(tmp_path):
@@ -231,4 +231,4 @@ def test_a_source_that_is_too_short_or_unknown_is_refused(tmp_path):
     with refused("wikipedia", "stdlib", "synthetic", "--data.path"):
         corpus.open_corpus("wikipedia")
     with refused("no Python source", "--data.path"):
-        corpus.stdlib_corpus(tmp_path)
+        corpus.load_stdlib_corpus(tmp_path)

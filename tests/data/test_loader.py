@@ -1,4 +1,4 @@
-"""The loader: one global batch per position, the same set in every layout."""
+"""The loader: the global batch depends on the position alone, in every layout."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minidist.data.loader import IGNORED, Loader, evaluation_loader
+from minidist.data.loader import IGNORE_INDEX, Loader, evaluation_loader
 
 TOKENS = np.arange(1000, dtype=np.uint16)  # token t is its own place in the text
 PINNED = [53, 1, 41, 21, 28, 16]  # positions 60..65, the last two of epoch 0 first
@@ -40,9 +40,9 @@ def test_a_sample_is_a_window_and_its_labels_are_the_next_tokens():
     assert batch.tokens.shape == batch.labels.shape == (20, 16)
     assert batch.tokens.dtype == batch.labels.dtype == batch.samples.dtype == torch.int64
     assert torch.equal(batch.labels, batch.tokens + 1)
-    assert batch.tokens[:, 0].tolist() == (source.order(5, 20) * 16).tolist()
+    assert batch.tokens[:, 0].tolist() == (source.window_indices(5, 20) * 16).tolist()
     assert batch.samples.tolist() == list(range(5, 25))
-    assert batch.count == 20 * 16
+    assert batch.num_loss_tokens == 20 * 16
 
 
 def test_every_window_comes_once_an_epoch_and_every_token_is_a_label_once():
@@ -55,21 +55,21 @@ def test_every_window_comes_once_an_epoch_and_every_token_is_a_label_once():
 
 def test_epochs_have_different_orders_and_a_seed_fixes_them():
     source = loader()
-    assert source.order(0, 62).tolist() != source.order(62, 62).tolist()
-    assert loader(seed=4).order(0, 62).tolist() != source.order(0, 62).tolist()
-    assert loader(seed=None).order(60, 4).tolist() == [60, 61, 0, 1]
+    assert source.window_indices(0, 62).tolist() != source.window_indices(62, 62).tolist()
+    assert loader(seed=4).window_indices(0, 62).tolist() != source.window_indices(0, 62).tolist()
+    assert loader(seed=None).window_indices(60, 4).tolist() == [60, 61, 0, 1]
 
 
 def test_the_order_is_pinned():
-    assert loader().order(60, 6).tolist() == PINNED
+    assert loader().window_indices(60, 6).tolist() == PINNED
 
 
 @quick
 @given(position=positions, n=st.integers(0, 200))
 def test_the_order_is_a_function_of_each_position(position, n):
     source = loader()
-    one_by_one = [int(source.order(p, 1)[0]) for p in reversed(range(position, position + n))]
-    assert loader().order(position, n).tolist() == one_by_one[::-1]
+    one_by_one = [int(source.window_indices(p, 1)[0]) for p in reversed(range(position, position + n))]
+    assert loader().window_indices(position, n).tolist() == one_by_one[::-1]
 
 
 @quick
@@ -108,10 +108,10 @@ def test_every_layout_sees_the_global_batch(position, size, dp_size, micro_batch
             assert sum(lengths) == 0
         batches += mine
     assert is_the_batch(batches, whole)
-    assert sum(b.count for b in batches) == whole.count
+    assert sum(b.num_loss_tokens for b in batches) == whole.num_loss_tokens
 
 
-def test_shares_cut_in_proportion():
+def test_shares_split_the_batch_in_proportion():
     sizes = [sum(len(b.samples) for b in loader().micro_batches(7, 12, r, 3, 2, shares=[1, 2, 3])) for r in range(3)]
     assert sizes == [2, 4, 6]
 
@@ -119,18 +119,18 @@ def test_shares_cut_in_proportion():
 def test_an_empty_batch_keeps_its_shape():
     empty = loader().micro_batches(0, 1, dp_rank=1, dp_size=2, micro_batches=2)
     assert [b.tokens.shape for b in empty] == [(0, 16), (0, 16)]
-    assert [b.count for b in empty] == [0, 0]
+    assert [b.num_loss_tokens for b in empty] == [0, 0]
 
 
 def test_uneven_lengths_are_a_function_of_the_sample_and_use_the_whole_range():
     batch = loader(min_length=2).global_batch(0, 500)
-    kept = batch.labels != IGNORED
+    kept = batch.labels != IGNORE_INDEX
     lengths = kept.sum(dim=1)
     assert torch.equal(kept, torch.arange(16) < lengths[:, None])  # a beginning of each sample, no holes
     assert set(lengths.tolist()) == set(range(2, 17))
     assert torch.equal(batch.tokens, loader().global_batch(0, 500).tokens)
     assert torch.equal(batch.labels[kept], loader().global_batch(0, 500).labels[kept])
-    assert batch.count == int(lengths.sum())
+    assert batch.num_loss_tokens == int(lengths.sum())
     # The mean length is uniform on 2..16: mean 9, standard deviation sqrt((15**2 - 1) / 12); six deviations of a mean.
     assert abs(lengths.double().mean() - 9) < 6 * ((15**2 - 1) / 12 / 500) ** 0.5
 
@@ -152,7 +152,7 @@ def test_a_batch_may_be_written_to_without_changing_the_next():
     source = loader()
     before = source.global_batch(0, 4)
     source.global_batch(0, 4).labels.fill_(0)
-    source.order(0, 62)[:] = 0
+    source.window_indices(0, 62)[:] = 0
     assert same(source.global_batch(0, 4), before)
 
 
@@ -166,11 +166,11 @@ def test_evaluation_windows_are_fixed_and_spread_over_the_text():
     assert source.num_samples == 4
     assert source.global_batch(0, 4).tokens[:, 0].tolist() == [0, 15 * 16, 31 * 16, 46 * 16]
     assert same(source.global_batch(4, 4), evaluation_loader(TOKENS, 16, 4).global_batch(4, 4))
-    assert source.order(4, 4).tolist() == source.order(0, 4).tolist()
+    assert source.window_indices(4, 4).tolist() == source.window_indices(0, 4).tolist()
 
 
 def test_evaluation_uses_all_windows_when_fewer_than_asked():
-    assert evaluation_loader(TOKENS, 16, num_samples=10**6).order(0, 62).tolist() == list(range(62))
+    assert evaluation_loader(TOKENS, 16, num_samples=10**6).window_indices(0, 62).tolist() == list(range(62))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_evaluation_uses_all_windows_when_fewer_than_asked():
         (lambda: loader(seq_len=0), ["seq_len=0"]),
         (lambda: loader(min_length=17), ["min_length=17", "seq_len=16"]),
         (lambda: loader(windows=[]), ["windows"]),
-        (lambda: loader().order(-1, 2), ["position=-1"]),
+        (lambda: loader().window_indices(-1, 2), ["position=-1"]),
         (lambda: loader().global_batch(0, -2), ["n=-2"]),
         (lambda: loader().micro_batches(0, 8, 2, 2, 1), ["rank=2", "world_size=2"]),
         (lambda: loader().micro_batches(0, 8, 0, 2, 0), ["micro_batches=0"]),
@@ -202,7 +202,7 @@ def test_data_imports_neither_comm_nor_a_process_group():
         "before = set(sys.modules)\n"
         "import minidist.data.corpus, minidist.data.loader, minidist.data.partition\n"
         "print([m for m in set(sys.modules) - before if m.startswith(('minidist.', 'torch.distributed'))\n"
-        "       and not m.startswith(('minidist.data', 'minidist.errors'))])"
+        "       and not m.startswith(('minidist.data', 'minidist.errors', 'minidist.hashing'))])"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""Partitions: every sample once, sizes as promised, the same on every machine."""
+"""Partitions: every sample on exactly one rank, documented sizes, equal on every machine."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minidist.data import partition
-from minidist.data.hashing import hash64
+from minidist.hashing import hash64
 
 sizes = st.integers(0, 300)
 worlds = st.integers(1, 40)  # often more ranks than samples
@@ -122,7 +122,7 @@ def test_random_ranks_hold_the_blocks_of_one_permutation():
 
 @quick
 @given(fields=st.lists(st.integers(-(2**80), 2**80), min_size=1, max_size=4))
-def test_the_hash_is_splitmix64_in_whole_numbers(fields):
+def test_the_hash_matches_splitmix64_in_python_integers(fields):
     h = 0
     for field in fields:
         z = (h + (field + 1) * 0x9E3779B97F4A7C15) % 2**64

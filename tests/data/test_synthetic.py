@@ -43,7 +43,7 @@ def loss_deviation(p: np.ndarray) -> float:
     transition[a, b, b, c] = p
     transition = transition.reshape(n * n, n * n)
     loss = -np.log(p)
-    pi = synthetic.stationary_distribution(p)
+    pi = synthetic.stationary_pair_distribution(p)
     excess = (p * loss).sum(axis=2) - synthetic.entropy_rate()
     potential = np.linalg.solve(np.eye(n * n) - transition + pi.ravel(), excess.ravel()).reshape(n, n)
     difference = loss - synthetic.entropy_rate() + potential[None, :, :] - potential[:, :, None]
@@ -85,7 +85,7 @@ def test_the_stationary_distribution_is_the_eigenvector():
     matrix[a, b, b, c] = p
     # Solving pi (T - I + 1) = 1 is another road to pi than iteration; both round at about 1024 float64 epsilons.
     solved = np.linalg.solve((matrix.reshape(1024, 1024) - np.eye(1024) + 1).T, np.ones(1024))
-    assert np.abs(synthetic.stationary_distribution(p).ravel() - solved).max() < 1024 * np.finfo(np.float64).eps
+    assert np.abs(synthetic.stationary_pair_distribution(p).ravel() - solved).max() < 1024 * np.finfo(np.float64).eps
 
 
 def test_the_entropy_rate_of_a_long_text_is_the_computed_one(symbols):
@@ -101,13 +101,13 @@ def test_the_entropy_rate_of_a_long_text_is_the_computed_one(symbols):
 
 
 def test_a_model_with_less_context_is_strictly_worse(symbols):
-    best, bigram, unigram = (synthetic.entropy_rate(context=context) for context in (2, 1, 0))
+    best, bigram, unigram = (synthetic.entropy_rate(context_len=context) for context in (2, 1, 0))
     assert best + 0.3 < bigram < unigram - 0.3
-    assert synthetic.entropy_rate(context=9) == best
+    assert synthetic.entropy_rate(context_len=9) == best
     empirical = plug_in_entropy(symbols[:-1] * 32 + symbols[1:], symbols[:-1])
     assert empirical > best + 0.3  # although it is fitted on the text that scores it
 
 
 def test_a_negative_context_is_refused():
-    with pytest.raises(ValueError, match="context=-1"):
-        synthetic.entropy_rate(context=-1)
+    with pytest.raises(ValueError, match="context_len=-1"):
+        synthetic.entropy_rate(context_len=-1)

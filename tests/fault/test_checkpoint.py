@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved in one layout is loaded bit for bit in any other. Their format on disk."""
+"""Checkpoints saved in one layout load bit for bit in any other; their files on disk."""
 
 import json
 import math
@@ -15,9 +15,16 @@ from hypothesis import strategies as st
 from minidist.fault import index as index_file
 from minidist.fault.checkpoint import load_checkpoint, read_index, save_checkpoint
 from minidist.fault.folders import latest_checkpoint
-from minidist.fault.shards import DTYPES, TensorShard, tensor_shards
+from minidist.fault.shards import DTYPES, TensorShard, make_tensor_shards
 from minidist.parameters import Box, ParamSpec, flat_boxes
-from tests.helpers.checkpoint_cases import bits, load_all, on_ranks, save_rows, targets, whole
+from tests.helpers.checkpoint_cases import (
+    bytes_of,
+    full_shard,
+    load_full_tensors,
+    make_targets,
+    run_on_threads,
+    save_sharded_rows,
+)
 
 
 @st.composite
@@ -35,7 +42,7 @@ def global_tensors(draw):
 
 
 @st.composite
-def cut(draw, tensors):
+def draw_layout(draw, tensors):
     """A layout of 1 to 4 ranks: name -> (boxes of each rank, replicated?)."""
     size, layout = draw(st.integers(1, 4)), {}
     for name, tensor in tensors.items():
@@ -60,8 +67,8 @@ def cut(draw, tensors):
     return size, layout
 
 
-def cut_pieces(tensors, layout, rank, size, fill):
-    """The pieces of one rank: copies of the tensors, or zeros to be filled."""
+def make_shards(tensors, layout, rank, size, fill):
+    """The shards of one rank: copies of the tensors, or zeros to be filled."""
     pieces = []
     for number, (name, tensor) in enumerate(tensors.items()):
         boxes, replicated = layout[name]
@@ -76,72 +83,75 @@ def cut_pieces(tensors, layout, rank, size, fill):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_what_any_layout_saves_any_layout_loads_bit_for_bit(data):
+def test_any_layout_loads_any_layouts_checkpoint_bit_for_bit(data):
     tensors = data.draw(global_tensors())
-    writers, before = data.draw(cut(tensors))
-    readers, after = data.draw(cut(tensors))
+    writers, before = data.draw(draw_layout(tensors))
+    readers, after = data.draw(draw_layout(tensors))
     root = Path(tempfile.mkdtemp())
     try:
 
         def write(rank, exchange):
             return save_checkpoint(
-                root, 3, cut_pieces(tensors, before, rank, writers, True), {"a": [1]}, exchange, rank
+                root, 3, make_shards(tensors, before, rank, writers, True), {"a": [1]}, exchange, rank
             )
 
         def read(rank, exchange):
-            pieces = cut_pieces(tensors, after, rank, readers, False)
+            pieces = make_shards(tensors, after, rank, readers, False)
             return load_checkpoint(latest_checkpoint(root), pieces, exchange, rank), pieces
 
-        assert on_ranks(writers, write) == [root / "step-00000003"] * writers
-        for loaded, pieces in on_ranks(readers, read):
+        assert run_on_threads(writers, write) == [root / "step-00000003"] * writers
+        for loaded, pieces in run_on_threads(readers, read):
             assert (loaded.step, loaded.state) == (3, {"a": [1]})
             for piece in pieces:
-                assert bits(piece.tensor) == bits(tensors[piece.name][piece.box.slices]), piece.name
+                assert bytes_of(piece.tensor) == bytes_of(tensors[piece.name][piece.box.slices]), piece.name
     finally:
         shutil.rmtree(root)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_comes_back_bit_for_bit_also_empty_and_without_dimensions(tmp_path, dtype):
+def test_every_dtype_round_trips_with_empty_and_zero_dimensional_tensors(tmp_path, dtype):
     byte_values = torch.arange(256).to(torch.uint8)  # as floats, among them NaNs with a payload and both infinities
     vector = (byte_values % 2 if dtype == "bool" else byte_values).view(DTYPES[dtype])
     saved = {"vector": vector, "scalar": vector[1].clone(), "empty": vector[:0].view(0, 4)}
     loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-    load_all(save_checkpoint(tmp_path, 1, [whole(*item) for item in saved.items()], {}), loaded)
-    assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(t) for n, t in saved.items()}
+    load_full_tensors(save_checkpoint(tmp_path, 1, [full_shard(*item) for item in saved.items()], {}), loaded)
+    assert {name: bytes_of(tensor) for name, tensor in loaded.items()} == {n: bytes_of(t) for n, t in saved.items()}
 
 
 def test_a_flat_shard_is_saved_from_and_loaded_into_views_of_its_buffer(tmp_path):
     tensor = torch.arange(35.0).view(5, 7)
     for rank, (start, stop) in enumerate([(0, 17), (17, 35)]):
         spec = ParamSpec("w", (5, 7), tuple(flat_boxes((5, 7), start, stop)), (rank,))
-        pieces = tensor_shards("params", spec, tensor.view(-1)[start:stop], rank)
-        assert [piece.box for piece in pieces] == list(spec.boxes) and all(piece.writes for piece in pieces)
-        assert all(bits(piece.tensor) == bits(tensor[piece.box.slices]) for piece in pieces)
+        pieces = make_tensor_shards("params", spec, tensor.view(-1)[start:stop], rank)
+        assert [piece.box for piece in pieces] == list(spec.boxes) and all(piece.is_saved_here for piece in pieces)
+        assert all(bytes_of(piece.tensor) == bytes_of(tensor[piece.box.slices]) for piece in pieces)
         if rank == 0:
             first = pieces
         else:
             path = save_checkpoint(tmp_path, 1, first + pieces, {})
     buffer = torch.zeros(18)
-    load_checkpoint(path, tensor_shards("params", spec, buffer, 1))
+    load_checkpoint(path, make_tensor_shards("params", spec, buffer, 1))
     assert buffer.tolist() == list(range(17, 35))
 
 
 def test_a_replica_that_does_not_own_a_parameter_does_not_write_it():
     spec = ParamSpec("w", (2,), (Box((0,), (2,)),), replicas=(1, 3))
-    assert [tensor_shards("params", spec, torch.zeros(2), rank)[0].writes for rank in (1, 3)] == [True, False]
+    assert [make_tensor_shards("params", spec, torch.zeros(2), rank)[0].is_saved_here for rank in (1, 3)] == [
+        True,
+        False,
+    ]
 
 
 def test_a_parameter_that_requires_a_gradient_is_filled_in_place(tmp_path):
-    path = save_checkpoint(tmp_path, 1, [whole("w", torch.nn.Parameter(torch.arange(3.0)))], {})
+    path = save_checkpoint(tmp_path, 1, [full_shard("w", torch.nn.Parameter(torch.arange(3.0)))], {})
     parameter = torch.nn.Parameter(torch.zeros(3))
     memory = parameter.data_ptr()
-    load_all(path, {"w": parameter})
+    load_full_tensors(path, {"w": parameter})
     assert parameter.tolist() == [0, 1, 2] and parameter.data_ptr() == memory and parameter.requires_grad
 
 
 def test_a_checkpoint_is_safetensors_and_json_with_a_sha256_for_every_file(tmp_path):
-    path = save_rows(tmp_path, 12)
+    path = save_sharded_rows(tmp_path, 12)
     assert [file.name for file in sorted(path.iterdir())] == [
         "checkpoint.json",
         "rank-00000.safetensors",
@@ -159,24 +169,27 @@ def test_a_checkpoint_is_safetensors_and_json_with_a_sha256_for_every_file(tmp_p
 
 
 def test_a_rank_with_nothing_to_write_makes_no_file(tmp_path):
-    pieces = [[whole("w", torch.zeros(2))], [whole("w", torch.zeros(2), writes=False), whole("e", torch.zeros(0))]]
-    path = on_ranks(2, lambda rank, exchange: save_checkpoint(tmp_path, 1, pieces[rank], {}, exchange, rank))[0]
+    pieces = [
+        [full_shard("w", torch.zeros(2))],
+        [full_shard("w", torch.zeros(2), is_saved_here=False), full_shard("e", torch.zeros(0))],
+    ]
+    path = run_on_threads(2, lambda rank, exchange: save_checkpoint(tmp_path, 1, pieces[rank], {}, exchange, rank))[0]
     assert sorted(os.listdir(path)) == ["checkpoint.json", "rank-00000.safetensors"]
 
 
-def test_a_checkpoint_is_as_readable_as_any_new_file(tmp_path):
+def test_checkpoint_files_have_default_permissions(tmp_path):
     (tmp_path / "plain").touch()
-    modes = {file.stat().st_mode for file in save_rows(tmp_path, 1).iterdir()}
+    modes = {file.stat().st_mode for file in save_sharded_rows(tmp_path, 1).iterdir()}
     assert modes == {(tmp_path / "plain").stat().st_mode}
 
 
-def test_the_state_comes_back_as_json_reads_it(tmp_path):
+def test_the_training_state_round_trips_as_json(tmp_path):
     state = {"position": 800, "loss": 0.1 + 0.2, "betas": (0.9, 0.95), "shares": {2: "b", 10: "a"}, "text": "ä\n"}
-    path = save_checkpoint(tmp_path, 1, [whole("w", torch.zeros(1))], state)
+    path = save_checkpoint(tmp_path, 1, [full_shard("w", torch.zeros(1))], state)
     assert read_index(path).state == json.loads(json.dumps(state))
 
 
-def test_every_file_is_on_disk_before_the_name_is_and_the_name_before_save_returns(tmp_path, monkeypatch):
+def test_files_are_synced_before_the_rename_and_the_rename_before_save_returns(tmp_path, monkeypatch):
     synced, before_rename, real = [], [], (os.fsync, os.rename)
 
     def fsync(descriptor):
@@ -190,14 +203,17 @@ def test_every_file_is_on_disk_before_the_name_is_and_the_name_before_save_retur
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
-    save_rows(tmp_path, 1)
+    save_sharded_rows(tmp_path, 1)
     (inodes, count) = before_rename
     assert len(inodes) == 4 and set(inodes) <= set(synced[:count])
     assert synced[count:] == [tmp_path.stat().st_ino]
 
 
 def test_each_file_is_hashed_once_over_all_ranks_of_a_load(tmp_path, monkeypatch):
-    path, hashed, real = save_rows(tmp_path, 1), [], index_file.FileEntry.of
-    monkeypatch.setattr(index_file.FileEntry, "of", lambda file: hashed.append(file.name) or real(file))
-    on_ranks(3, lambda rank, exchange: load_checkpoint(path, [whole(*i) for i in targets().items()], exchange, rank))
+    path, hashed, real = save_sharded_rows(tmp_path, 1), [], index_file.FileEntry.from_file
+    monkeypatch.setattr(index_file.FileEntry, "from_file", lambda file: hashed.append(file.name) or real(file))
+    run_on_threads(
+        3,
+        lambda rank, exchange: load_checkpoint(path, [full_shard(*i) for i in make_targets().items()], exchange, rank),
+    )
     assert sorted(hashed) == ["rank-00000.safetensors", "rank-00001.safetensors"]

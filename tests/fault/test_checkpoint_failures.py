@@ -1,4 +1,4 @@
-"""A save or load that fails on one rank fails on all, with one message, and nothing is lost or half loaded."""
+"""A save or load that fails on one rank fails on all with one message; nothing is lost or partly loaded."""
 
 import math
 import os
@@ -6,18 +6,25 @@ import os
 import pytest
 import torch
 
-from minidist.errors import RunError, UserError
+from minidist.errors import DamagedError, RunError, UserError
 from minidist.fault import checkpoint, folders, shards
 from minidist.fault import index as index_file
 from minidist.fault.checkpoint import load_checkpoint, read_index, save_checkpoint
-from minidist.fault.shards import TensorShard, merge_descriptions
+from minidist.fault.shards import TensorShard, merge_saved_tensors
 from minidist.parameters import Box
-from tests.helpers.checkpoint_cases import contents, load_all, on_ranks, save_rows, targets, whole
+from tests.helpers.checkpoint_cases import (
+    full_shard,
+    load_full_tensors,
+    make_targets,
+    read_files,
+    run_on_threads,
+    save_sharded_rows,
+)
 
 
 def failing_save(root, size, pieces_of_rank, step=2, state=None):
     """The one message of a save that fails on all ranks."""
-    outcomes = on_ranks(
+    outcomes = run_on_threads(
         size, lambda r, exchange: save_checkpoint(root, step, pieces_of_rank(r), state or {}, exchange, r)
     )
     assert {type(outcome) for outcome in outcomes} == {RunError}, outcomes
@@ -26,91 +33,104 @@ def failing_save(root, size, pieces_of_rank, step=2, state=None):
 
 
 @pytest.mark.parametrize("moment", ["write", "commit"])
-def test_a_full_disk_on_one_rank_fails_all_ranks_alike_and_loses_nothing(tmp_path, monkeypatch, moment):
-    save_rows(tmp_path, 1)
-    before, real = contents(tmp_path), checkpoint.save_file
+def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_loses_nothing(tmp_path, monkeypatch, moment):
+    save_sharded_rows(tmp_path, 1)
+    before, real = read_files(tmp_path), checkpoint.write_tensor_file
 
-    def save_file(tensors, file):
-        real(tensors, file)
+    def write_tensor_file(file, tensors):
+        entry = real(file, tensors)
         if file.name == "rank-00001.safetensors":
             file.write_bytes(file.read_bytes()[:50])
             raise OSError(28, "No space left on device")
+        return entry
 
     def commit(root, step):
         raise OSError(30, "Read-only file system")
 
     if moment == "write":
-        monkeypatch.setattr(checkpoint, "save_file", save_file)
+        monkeypatch.setattr(checkpoint, "write_tensor_file", write_tensor_file)
     else:
         monkeypatch.setattr(folders, "commit_checkpoint", commit)
-    message = failing_save(tmp_path, 3, lambda rank: [whole(f"t{rank}", torch.zeros(4))])
+    message = failing_save(tmp_path, 3, lambda rank: [full_shard(f"t{rank}", torch.zeros(4))])
     assert ("rank 1: [Errno 28] No space left" if moment == "write" else "rank 0: [Errno 30] Read-only") in message
     assert ("writing 16 bytes" in message) == (moment == "write")
     assert str(tmp_path / "step-00000001") in message
-    assert contents(tmp_path) == before and os.listdir(tmp_path) == ["step-00000001"]
+    assert read_files(tmp_path) == before and os.listdir(tmp_path) == ["step-00000001"]
 
 
-def test_a_root_that_cannot_be_made_fails_all_ranks_alike(tmp_path):
+def test_a_root_that_cannot_be_created_fails_the_save_on_all_ranks(tmp_path):
     (tmp_path / "file").touch()
-    message = failing_save(tmp_path / "file", 2, lambda rank: [whole(f"t{rank}", torch.zeros(1))])
+    message = failing_save(tmp_path / "file", 2, lambda rank: [full_shard(f"t{rank}", torch.zeros(1))])
     assert "rank 0" in message and "there is no earlier one" in message
 
 
-def rows(start, stop, dtype=torch.float32, total=4):
+def row_shard(start, stop, dtype=torch.float32, total=4):
     return TensorShard("params/w", (total, 2), Box((start, 0), (stop, 2)), torch.zeros(stop - start, 2, dtype=dtype))
 
 
 @pytest.mark.parametrize(
     ("pieces", "said"),
     [
-        ([rows(0, 2), rows(3, 4)], "params/w: 6 of 8 elements are written ([0:2,0:2], [3:4,0:2])"),
-        ([rows(0, 3), rows(2, 4)], "params/w is written twice: [0:3,0:2] in rank-00000.safetensors and [2:4,0:2] in"),
-        ([whole("t", torch.tensor(1.0))] * 2, "t is written twice: [] in rank-00000.safetensors and [] in rank-00001"),
-        ([rows(0, 2), rows(2, 4, torch.float64)], "params/w is float32 of shape (4, 2) here and float64 (4, 2) there"),
-        ([rows(0, 4), rows(0, 4, total=5)], "params/w is float32 of shape (4, 2) here and float32 (5, 2) there"),
+        ([row_shard(0, 2), row_shard(3, 4)], "params/w: 6 of 8 elements are written ([0:2,0:2], [3:4,0:2])"),
+        (
+            [row_shard(0, 3), row_shard(2, 4)],
+            "params/w is written twice: [0:3,0:2] in rank-00000.safetensors and [2:4,0:2] in",
+        ),
+        (
+            [full_shard("t", torch.tensor(1.0))] * 2,
+            "t is written twice: [] in rank-00000.safetensors and [] in rank-00001",
+        ),
+        (
+            [row_shard(0, 2), row_shard(2, 4, torch.float64)],
+            "params/w is float32 of shape (4, 2) here and float64 (4, 2) there",
+        ),
+        (
+            [row_shard(0, 4), row_shard(0, 4, total=5)],
+            "params/w is float32 of shape (4, 2) here and float32 (5, 2) there",
+        ),
     ],
 )
-def test_pieces_that_do_not_make_whole_tensors_are_refused_before_anything_is_written(tmp_path, pieces, said):
+def test_shards_that_do_not_cover_a_tensor_once_are_refused_before_writing(tmp_path, pieces, said):
     message = failing_save(tmp_path, 2, lambda rank: [pieces[rank]])
     assert said in message
     assert os.listdir(tmp_path) == []
 
 
-def test_every_element_is_asked_for_whichever_way_boxes_are_cut():
+def test_coverage_is_checked_for_boxes_that_no_straight_cut_separates():
     # A pinwheel: five rectangles that no straight cut separates; moving one edge makes a gap and an overlap.
     wheel = [((0, 0), (1, 2)), ((0, 2), (2, 3)), ((2, 1), (3, 3)), ((1, 0), (3, 1)), ((1, 1), (2, 2))]
 
     def description(boxes):
         pieces = [TensorShard("w", (3, 3), Box(a, b), torch.zeros(Box(a, b).shape)) for a, b in boxes]
-        return [shards.describe_shards(pieces, "f")]
+        return [shards.describe_local_shards(pieces, "f")]
 
-    assert len(merge_descriptions(description(wheel))["w"].boxes) == 5
+    assert len(merge_saved_tensors(description(wheel))["w"].boxes) == 5
     for missing in range(5):
         with pytest.raises(ValueError, match="of 9 elements"):
-            merge_descriptions(description(wheel[:missing] + wheel[missing + 1 :]))
+            merge_saved_tensors(description(wheel[:missing] + wheel[missing + 1 :]))
     with pytest.raises(ValueError, match="written twice"):
-        merge_descriptions(description([*wheel[:4], ((1, 1), (2, 3))]))
+        merge_saved_tensors(description([*wheel[:4], ((1, 1), (2, 3))]))
 
 
 def test_a_tensor_that_no_rank_writes_is_refused(tmp_path):
     assert "0 of 3 elements are written (no box)" in failing_save(
-        tmp_path, 2, lambda rank: [whole("w", torch.zeros(3), writes=False)]
+        tmp_path, 2, lambda rank: [full_shard("w", torch.zeros(3), is_saved_here=False)]
     )
 
 
 def test_ranks_at_different_steps_do_not_save(tmp_path):
-    outcomes = on_ranks(
-        2, lambda r, exchange: save_checkpoint(tmp_path, 5 + r, [whole("w", torch.zeros(1))], {}, exchange, r)
+    outcomes = run_on_threads(
+        2, lambda r, exchange: save_checkpoint(tmp_path, 5 + r, [full_shard("w", torch.zeros(1))], {}, exchange, r)
     )
     assert all("not at the same step: [5, 6]" in str(outcome) for outcome in outcomes)
 
 
 def test_a_state_that_is_not_json_is_refused_on_all_ranks(tmp_path):
-    message = failing_save(tmp_path, 2, lambda rank: [whole(f"t{rank}", torch.zeros(1))], state={"best": math.nan})
+    message = failing_save(tmp_path, 2, lambda rank: [full_shard(f"t{rank}", torch.zeros(1))], state={"best": math.nan})
     assert "not JSON compliant" in message and os.listdir(tmp_path) == []
 
 
-def change(file, position=None, cut=None):
+def damage_file(file, position=None, cut=None):
     data = bytearray(file.read_bytes())
     if position is not None:
         data[position] ^= 1
@@ -118,14 +138,14 @@ def change(file, position=None, cut=None):
 
 
 DAMAGE = {
-    "a flipped bit of a weight": lambda p: change(p / "rank-00001.safetensors", position=-1),
-    "a flipped bit of a header": lambda p: change(p / "rank-00001.safetensors", position=10),
-    "a truncated file": lambda p: change(p / "rank-00001.safetensors", cut=-7),
+    "a flipped bit of a weight": lambda p: damage_file(p / "rank-00001.safetensors", position=-1),
+    "a flipped bit of a header": lambda p: damage_file(p / "rank-00001.safetensors", position=10),
+    "a truncated file": lambda p: damage_file(p / "rank-00001.safetensors", cut=-7),
     "a missing file": lambda p: (p / "rank-00001.safetensors").unlink(),
     "a changed position in the index": lambda p: (p / "checkpoint.json").write_text(
         (p / "checkpoint.json").read_text().replace('"position": 16', '"position": 17')
     ),
-    "a truncated index": lambda p: change(p / "checkpoint.json", cut=-1),
+    "a truncated index": lambda p: damage_file(p / "checkpoint.json", cut=-1),
     "a missing index": lambda p: (p / "checkpoint.json").unlink(),
     "an index of another program": lambda p: (p / "checkpoint.json").write_text('{"format": 9}'),
     "an index that is no index": lambda p: (p / "checkpoint.json").write_text("[1]"),
@@ -134,68 +154,72 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_refused_on_all_ranks_and_the_intact_one_before_it_is_named(tmp_path, kind):
-    save_rows(tmp_path, 1)
-    path = save_rows(tmp_path, 2)
+    save_sharded_rows(tmp_path, 1)
+    path = save_sharded_rows(tmp_path, 2)
     DAMAGE[kind](path)
-    before, tensors = contents(tmp_path), [targets(), targets()]
-    outcomes = on_ranks(
+    before, tensors = read_files(tmp_path), [make_targets(), make_targets()]
+    outcomes = run_on_threads(
         2,
-        lambda rank, exchange: load_checkpoint(path, [whole(*item) for item in tensors[rank].items()], exchange, rank),
+        lambda rank, exchange: load_checkpoint(
+            path, [full_shard(*item) for item in tensors[rank].items()], exchange, rank
+        ),
     )
-    assert {type(outcome) for outcome in outcomes} == {UserError}, outcomes
+    assert {type(outcome) for outcome in outcomes} == {DamagedError}, outcomes
     assert len({str(outcome) for outcome in outcomes}) == 1
     file = path / ("checkpoint.json" if "index" in kind else "rank-00001.safetensors")
     assert str(file) in str(outcomes[0])
     assert f"Resume from {tmp_path / 'step-00000001'} instead, which is intact." in str(outcomes[0])
     assert all((tensor == 77).all() for held in tensors for tensor in held.values())
-    assert contents(tmp_path) == before
+    assert read_files(tmp_path) == before
     if "index" in kind:
         with pytest.raises(UserError, match="step-00000001 instead"):
             read_index(path)
 
 
 def test_the_message_gives_expected_and_actual_size_and_sha256(tmp_path):
-    path = save_rows(tmp_path, 1)
+    path = save_sharded_rows(tmp_path, 1)
     file = path / "rank-00001.safetensors"
     size, expected = file.stat().st_size, read_index(path).files[file.name].sha256
-    change(file, position=-1)
-    actual = index_file.FileEntry.of(file).sha256
+    damage_file(file, position=-1)
+    actual = index_file.FileEntry.from_file(file).sha256
     with pytest.raises(UserError, match=f"its sha256 is {actual}, {expected} was written. No other checkpoint"):
-        load_all(path, targets())
-    change(file, cut=-7)
+        load_full_tensors(path, make_targets())
+    damage_file(file, cut=-7)
     with pytest.raises(UserError, match=f"it has {size - 7} bytes, {size} were written"):
-        load_all(path, targets())
+        load_full_tensors(path, make_targets())
 
 
 def test_the_nearest_intact_checkpoint_before_a_damaged_one_is_offered(tmp_path):
     for step in (1, 2, 3, 4, 5):
-        save_rows(tmp_path, step)
+        save_sharded_rows(tmp_path, step)
     for step, offered in ((4, 3), (3, 2), (1, 2), (2, 5)):
         DAMAGE["a flipped bit of a weight"](tmp_path / f"step-0000000{step}")
         with pytest.raises(UserError, match=f"Resume from .*step-0000000{offered} instead"):
-            load_all(tmp_path / f"step-0000000{step}", targets())
+            load_full_tensors(tmp_path / f"step-0000000{step}", make_targets())
 
 
-def test_a_missing_file_and_another_format_are_called_so(tmp_path):
-    path = save_rows(tmp_path, 1)
+def test_a_missing_file_and_an_unknown_format_version_are_reported(tmp_path):
+    path = save_sharded_rows(tmp_path, 1)
     DAMAGE["a missing file"](path)
     with pytest.raises(UserError, match=r"rank-00001.safetensors is missing \(\d+ bytes were written\)"):
-        load_all(path, targets())
+        load_full_tensors(path, make_targets())
     DAMAGE["an index of another program"](path)
     with pytest.raises(UserError, match="has format 9; this version reads format 1"):
-        load_all(path, targets())
+        load_full_tensors(path, make_targets())
 
 
 def test_a_file_that_is_not_needed_is_not_read(tmp_path):
-    path = on_ranks(2, lambda r, e: save_checkpoint(tmp_path, 1, [whole(f"t{r}", torch.ones(2))], {}, e, r))[0]
+    path = run_on_threads(2, lambda r, e: save_checkpoint(tmp_path, 1, [full_shard(f"t{r}", torch.ones(2))], {}, e, r))[
+        0
+    ]
     DAMAGE["a flipped bit of a weight"](path)
     tensors = {"t0": torch.zeros(2)}
-    load_all(path, tensors, prefix="t0")
+    load_full_tensors(path, tensors, prefix="t0")
     assert tensors["t0"].tolist() == [1, 1]
 
 
-def misfits():
-    good = targets()
+def make_mismatches():
+    good = make_targets()
     return {
         "dtype": (
             {**good, "params/w": torch.full((4, 3), 77.0).double()},
@@ -207,42 +231,44 @@ def misfits():
     }
 
 
-@pytest.mark.parametrize("kind", misfits())
+@pytest.mark.parametrize("kind", make_mismatches())
 def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(tmp_path, kind):
-    tensors, said = misfits()[kind]
-    with pytest.raises(UserError, match=said):
-        load_all(save_rows(tmp_path, 1), tensors)
+    tensors, message = make_mismatches()[kind]
+    with pytest.raises(UserError, match=message):
+        load_full_tensors(save_sharded_rows(tmp_path, 1), tensors)
     assert all((tensor == 77).all() for tensor in tensors.values())
 
 
-def test_what_does_not_fit_one_rank_fails_all_ranks_alike(tmp_path):
-    path, held = save_rows(tmp_path, 1), [targets(), {**targets(), "params/c": torch.zeros(1)}]
-    outcomes = on_ranks(
-        2, lambda r, exchange: load_checkpoint(path, [whole(*item) for item in held[r].items()], exchange, r)
+def test_a_mismatch_on_one_rank_fails_the_load_on_all(tmp_path):
+    path, held = save_sharded_rows(tmp_path, 1), [make_targets(), {**make_targets(), "params/c": torch.zeros(1)}]
+    outcomes = run_on_threads(
+        2, lambda r, exchange: load_checkpoint(path, [full_shard(*item) for item in held[r].items()], exchange, r)
     )
     assert {type(outcome) for outcome in outcomes} == {UserError} and len({str(o) for o in outcomes}) == 1
     assert (held[0]["params/w"] == 77).all()
 
 
-def test_a_dtype_changes_only_when_asked(tmp_path):
-    tensors = {name: tensor.double() for name, tensor in targets().items()}
-    load_all(save_rows(tmp_path, 1, value=0.1), tensors, cast=True)
+def test_loading_with_cast_changes_the_dtype(tmp_path):
+    tensors = {name: tensor.double() for name, tensor in make_targets().items()}
+    load_full_tensors(save_sharded_rows(tmp_path, 1, value=0.1), tensors, cast=True)
     assert tensors["params/b"].tolist() == [float(torch.tensor(-0.1))] * 2
 
 
-def test_a_tensor_that_another_rank_wants_is_not_extra(tmp_path):
-    path = save_rows(tmp_path, 1)
+def test_a_tensor_loaded_by_another_rank_is_not_extra(tmp_path):
+    path = save_sharded_rows(tmp_path, 1)
     names = ["params/w", "params/b"]
-    outcomes = on_ranks(
-        2, lambda r, exchange: load_checkpoint(path, [whole(names[r], targets()[names[r]])], exchange, r)
+    outcomes = run_on_threads(
+        2, lambda r, exchange: load_checkpoint(path, [full_shard(names[r], make_targets()[names[r]])], exchange, r)
     )
     assert [outcome.step for outcome in outcomes] == [1, 1]
 
 
 def test_a_prefix_loads_part_of_a_checkpoint(tmp_path):
-    path = save_checkpoint(tmp_path, 1, [whole("params/w", torch.ones(2)), whole("adamw.exp_avg/w", torch.ones(2))], {})
+    path = save_checkpoint(
+        tmp_path, 1, [full_shard("params/w", torch.ones(2)), full_shard("adamw.exp_avg/w", torch.ones(2))], {}
+    )
     tensors = {"params/w": torch.zeros(2)}
-    load_all(path, tensors, prefix="params/")
+    load_full_tensors(path, tensors, prefix="params/")
     assert tensors["params/w"].tolist() == [1, 1]
     with pytest.raises(UserError, match="adamw.exp_avg/w"):
-        load_all(path, tensors)
+        load_full_tensors(path, tensors)

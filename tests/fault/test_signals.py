@@ -1,4 +1,4 @@
-"""A signal asks for a stop and the loop answers; a second Ctrl-C does not wait."""
+"""Signals request a stop; a second Ctrl-C interrupts at once."""
 
 import ctypes
 import os
@@ -13,9 +13,9 @@ from minidist.fault.signals import StopRequest
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_is_recorded_and_nothing_is_interrupted(name):
     with StopRequest() as stop:
-        assert stop.requested is None
+        assert stop.signal_name is None
         os.kill(os.getpid(), getattr(signal, name))
-        assert stop.requested == name
+        assert stop.signal_name == name
 
 
 def test_a_second_interrupt_raises_at_once():
@@ -23,18 +23,18 @@ def test_a_second_interrupt_raises_at_once():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        assert stop.requested == "SIGINT"
+        assert stop.signal_name == "SIGINT"
 
 
 def test_a_second_termination_is_the_same_request():
     with StopRequest() as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
-        assert stop.requested == "SIGTERM"
+        assert stop.signal_name == "SIGTERM"
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
-def test_the_handlers_of_before_come_back_however_the_context_ends(error):
+def test_signal_handlers_are_restored_however_the_context_ends(error):
     seen, before = [], signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
@@ -55,12 +55,12 @@ def test_a_context_entered_again_starts_without_a_request():
     with stop:
         signal.raise_signal(signal.SIGINT)
     with stop:
-        assert stop.requested is None
+        assert stop.signal_name is None
         signal.raise_signal(signal.SIGINT)
-        assert stop.requested == "SIGINT"
+        assert stop.signal_name == "SIGINT"
 
 
-def test_another_thread_is_refused_with_the_reason():
+def test_only_the_main_thread_may_handle_signals():
     errors = []
 
     def enter():
@@ -82,9 +82,9 @@ def test_a_signal_is_recorded_while_the_main_thread_is_inside_a_call():
 
     def interrupt():
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-        while stop.requested is None and not call_returned.is_set():
+        while stop.signal_name is None and not call_returned.is_set():
             os.sched_yield()
-        recorded.append((stop.requested, call_returned.is_set()))
+        recorded.append((stop.signal_name, call_returned.is_set()))
 
     with StopRequest() as stop:
         thread = threading.Thread(target=interrupt)

@@ -1,4 +1,4 @@
-"""Runs whose saved activations are compared with the estimate: configurations, engines, batches, tensors."""
+"""Configurations, engines and batches of the tests that compare saved activations with the estimate."""
 
 import dataclasses
 from collections import Counter
@@ -17,11 +17,11 @@ from minidist.tools.estimate.layout import Layout
 from minidist.train.engine import Engine
 
 SEQ_LEN = 24
-# No size of it is another one's multiple by chance, so that a wrong formula is another number.
+# Sizes for which two different formulas do not give the same number by accident.
 MODEL = {"vocab_size": 56, "hidden_size": 32, "intermediate_size": 44, "num_heads": 4, "num_kv_heads": 2}
 
 
-def configured(mesh: dict, parallel: dict | None = None, **model) -> Config:
+def make_config(mesh: dict, parallel: dict | None = None, **model) -> Config:
     return Config(
         model=ModelConfig(**{**MODEL, "num_layers": 2, **model}),
         mesh=MeshConfig(**{"dp": 1, **mesh}),
@@ -30,14 +30,14 @@ def configured(mesh: dict, parallel: dict | None = None, **model) -> Config:
     )
 
 
-def in_format(config: Config, dtype: str) -> Config:
-    """The same run with all of it in this dtype, a name of torch's."""
+def with_dtype(config: Config, dtype: str) -> Config:
+    """The same configuration with every tensor in this dtype, a name of torch's."""
     policy = {torch_name: name for name, torch_name in TORCH_NAMES.items()}[dtype]
     return dataclasses.replace(config, precision=PrecisionConfig(policy))
 
 
-def engine_of(world: World, config: Config, dtype: str) -> Engine:
-    config = in_format(config, dtype)
+def build_engine(world: World, config: Config, dtype: str) -> Engine:
+    config = with_dtype(config, dtype)
     mesh = config.mesh_of(world.size)
     groups = bind(world, mesh, group_specs(mesh, config))
     model = Transformer(config.model).to(getattr(torch, dtype))
@@ -46,20 +46,22 @@ def engine_of(world: World, config: Config, dtype: str) -> Engine:
     return engine
 
 
-def batch_of(samples: int, vocabulary: int) -> Batch:
+def random_batch(samples: int, vocabulary: int) -> Batch:
     tokens, labels = torch.randint(vocabulary, (2, samples, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     return Batch(tokens.clone(), labels.clone(), torch.arange(samples))
 
 
-def described(layout: Layout, samples: int) -> Counter:
+def estimate_saved_tensors(layout: Layout, samples: int) -> Counter:
     (chunk,) = layout.model_chunks
-    tensors = activations.local_tensors(layout, activations.saved_by_chunk(layout, chunk), samples)
+    tensors = activations.list_local_tensors(layout, activations.saved_by_chunk(layout, chunk), samples)
     return Counter((tensor.dtype, tensor.bytes) for tensor in tensors)
 
 
-SAMPLES = (3, 2, 2, 2)
+MICRO_BATCH_SIZES = (3, 2, 2, 2)
 
 
-def piped(schedule: str, **model) -> Config:
-    config = configured({"pp": 2}, {"schedule": schedule}, **{"num_layers": 5, **model})
-    return dataclasses.replace(config, train=TrainConfig(global_batch=sum(SAMPLES), micro_batches=len(SAMPLES)))
+def pipeline_config(schedule: str, **model) -> Config:
+    config = make_config({"pp": 2}, {"schedule": schedule}, **{"num_layers": 5, **model})
+    return dataclasses.replace(
+        config, train=TrainConfig(global_batch=sum(MICRO_BATCH_SIZES), micro_batches=len(MICRO_BATCH_SIZES))
+    )

@@ -1,31 +1,31 @@
-"""Bad answers to the exercise `block_partition`, each with the message about it."""
+"""Bad answers to the exercise `block_partition`, each with the check's message about it."""
 
 from exercises.catalogue import ROOT
 
-FIRST = "  for       block_partition(n=1, world_size=1, rank=0)"
+FIRST_CASE = "  for       block_partition(n=1, world_size=1, rank=0)"
 OPEN_NOTEBOOK = f"open({str(ROOT / 'chapters' / '01_data_distribution' / '01_data_distribution.ipynb')!r})"
 HEAD = "import numpy as np\n\n\ndef block_partition(n, world_size, rank):\n"
 
 # A body of `block_partition`, or a whole file; the message about it.
-BAD = {
+BAD_ANSWERS = {
     "syntax": (
         "def block_partition(n, world_size, rank)\n    return 1\n",
-        ["Python cannot read your file: expected ':'", "  line      1: def block_partition(n, world_size, rank)"],
+        ["your file has a syntax error: expected ':'", "  line      1: def block_partition(n, world_size, rank)"],
     ),
-    "no function": ("x = 1\n", ["your file defines no block_partition, which this exercise asks for"]),
-    "not a function": ("block_partition = 3\n", ["your file defines no block_partition, which this exercise asks for"]),
+    "no function": ("x = 1\n", ["your file must define block_partition"]),
+    "not a function": ("block_partition = 3\n", ["your file must define block_partition"]),
     "other arguments": (
         "def block_partition(n, world_size):\n    return 1\n",
         [
-            "block_partition must be callable like this, as in the stub: too many positional arguments",
+            "block_partition must accept these arguments, as in the stub: too many positional arguments",
             "  for       block_partition(1, 1, 0)",
         ],
     ),
     "nothing returned": (
         HEAD + "    pass\n",
         [
-            "nothing came back: is there a `return`?",
-            FIRST,
+            "the function returned None: is a `return` missing?",
+            FIRST_CASE,
             "  expected  a numpy array of int64",
             "  got       None",
         ],
@@ -34,7 +34,7 @@ BAD = {
         HEAD + "    return n\n",
         [
             "the result has the wrong type",
-            FIRST,
+            FIRST_CASE,
             "  expected  a one-dimensional numpy array of int64",
             "  got       int 1",
         ],
@@ -43,14 +43,14 @@ BAD = {
         HEAD + "    return np.zeros(n)\n",
         [
             "the result has the wrong type",
-            FIRST,
+            FIRST_CASE,
             "  expected  a one-dimensional numpy array of int64",
             "  got       float64 array of shape (1,)",
         ],
     ),
     "an error": (
         HEAD + "    return [1, 2][n + 7]\n",
-        ["your code raised IndexError: list index out of range", FIRST, "  line      5: return [1, 2][n + 7]"],
+        ["your code raised IndexError: list index out of range", FIRST_CASE, "  line      5: return [1, 2][n + 7]"],
     ),
     "an error on import": (
         "x = 1 / 0\n",
@@ -63,67 +63,71 @@ BAD = {
     ),
     "a byte of nothing": (
         "x = 1\0\n",
-        ["Python cannot read your file: source code string cannot contain null bytes"],
+        ["your file has a syntax error: source code string cannot contain null bytes"],
     ),
     "recursion": (
         HEAD + "    return block_partition(n, world_size, rank)\n",
         [
             "your code raised RecursionError: maximum recursion depth exceeded",
-            FIRST,
+            FIRST_CASE,
             "  line      5: return block_partition(n, world_size, rank)",
         ],
     ),
     "an endless loop": (
         # On one line, which is the line reported wherever in the loop the process is stopped.
         HEAD + "    while True: pass\n",
-        ["your code does not come to an end", FIRST, "  line      5: while True: pass"],
+        ["your code does not finish", FIRST_CASE, "  line      5: while True: pass"],
     ),
     "os._exit": (
         "import os\n\n\ndef block_partition(n, world_size, rank):\n    os._exit(0)\n",
-        ["line 5 calls os._exit: an answer must not end its process", FIRST, "  line      5: os._exit(0)"],
+        ["line 5 calls os._exit: an answer must not end its process", FIRST_CASE, "  line      5: os._exit(0)"],
     ),
     "sys.exit": (
         HEAD + "    raise SystemExit(0)\n",
-        ["your code ends the program (sys.exit)", FIRST, "  line      5: raise SystemExit(0)"],
+        ["your code ends the program (sys.exit)", FIRST_CASE, "  line      5: raise SystemExit(0)"],
     ),
     "a segfault": (
         "import faulthandler\n\n\ndef block_partition(n, world_size, rank):\n    faulthandler._sigsegv()\n",
-        ["your code ended its process: killed by SIGSEGV", FIRST, "  line      5: faulthandler._sigsegv()"],
+        ["your code ended its process: killed by SIGSEGV", FIRST_CASE, "  line      5: faulthandler._sigsegv()"],
     ),
     "memory without end": (
         HEAD + "    kept = []\n    while True:\n        kept.append(np.ones(1 << 20))\n",
         [
-            "your code asks for more memory than a check may use",
-            FIRST,
+            "your code needs more memory than a check allows",
+            FIRST_CASE,
             "  line      7: kept.append(np.ones(1 << 20))",
         ],
     ),
     "printing without end": (
         HEAD + '    while True: print("again and again")\n',
-        ["your code prints without end", FIRST, '  line      5: while True: print("again and again")'],
+        ["your code prints endlessly", FIRST_CASE, '  line      5: while True: print("again and again")'],
     ),
     "a file written": (
         HEAD + '    open("out.txt", "w")\n',
-        ["line 5 opens out.txt for writing: an answer writes no files", FIRST, '  line      5: open("out.txt", "w")'],
+        [
+            "line 5 opens out.txt for writing: an answer must not write files",
+            FIRST_CASE,
+            '  line      5: open("out.txt", "w")',
+        ],
     ),
     "a file removed": (
         "import os\n\n\ndef block_partition(n, world_size, rank):\n    os.remove('out.txt')\n",
         [
-            "line 5 calls os.remove on out.txt: an answer touches no files",
-            FIRST,
+            "line 5 calls os.remove on out.txt: an answer must not change files",
+            FIRST_CASE,
             "  line      5: os.remove('out.txt')",
         ],
     ),
     "the source read": (
         "from minidist.data import partition\n\n\n"
         "def block_partition(n, world_size, rank):\n    open(partition.__file__)\n",
-        ["line 5 reads partition.py: write the answer yourself", FIRST, "  line      5: open(partition.__file__)"],
+        ["line 5 reads partition.py: write the answer yourself", FIRST_CASE, "  line      5: open(partition.__file__)"],
     ),
     "a process started": (
         "import os\n\n\ndef block_partition(n, world_size, rank):\n    os.system('true')\n",
         [
-            "line 5 starts or ends a process (os.system): an answer has no business with processes",
-            FIRST,
+            "line 5 starts or ends a process (os.system): an answer must not start or end processes",
+            FIRST_CASE,
             "  line      5: os.system('true')",
         ],
     ),
@@ -131,23 +135,23 @@ BAD = {
         "from minidist.data.loader import block_partition as b\n\n\n"
         "def block_partition(n, world_size, rank):\n    return b(n, 1, 0)\n",
         [
-            "line 5 calls minidist.data.partition.block_partition: that is what you are to write",
-            FIRST,
+            "line 5 calls minidist.data.partition.block_partition: this is the code that you write here",
+            FIRST_CASE,
             "  line      5: return b(n, 1, 0)",
         ],
     ),
     "a ready-made equivalent": (
         HEAD + "    return np.array_split(np.arange(n), world_size)[rank]\n",
         [
-            "line 5 calls numpy.array_split: the exercise is to do without it",
-            FIRST,
+            "line 5 calls numpy.array_split: this exercise must be solved without it",
+            FIRST_CASE,
             "  line      5: return np.array_split(np.arange(n), world_size)[rank]",
         ],
     ),
     "the package's own piece as it is": (
         "from minidist.data.partition import block_partition\n",
         [
-            "your code uses minidist.data.partition.block_partition: that is what you are to write",
+            "your code uses minidist.data.partition.block_partition: this is the code that you write here",
             "  for       block_partition(args=[1, 1, 0])",
         ],
     ),
@@ -155,7 +159,7 @@ BAD = {
         HEAD + "    return np.array_split.__wrapped__(np.arange(n), world_size)[rank]\n",
         [
             "your code raised AttributeError: 'function' object has no attribute '__wrapped__'",
-            FIRST,
+            FIRST_CASE,
             "  line      5: return np.array_split.__wrapped__(np.arange(n), world_size)[rank]",
         ],
     ),
@@ -181,14 +185,14 @@ BAD = {
     "a folder opened": (
         "import os\n\nos.open('/', os.O_RDONLY)\n",
         [
-            "line 3 opens the folder /: an answer has no business with folders",
+            "line 3 opens the folder /: an answer must not open folders",
             "  line      3: os.open('/', os.O_RDONLY)",
         ],
     ),
     "a part of the check": (
         HEAD + "    import sys\n    sys.modules['exercise_tests'].expect = print\n",
         [
-            "line 6 uses modules: an answer has no business with the insides of Python or of the check",
+            "line 6 uses modules: an answer must not use the internals of Python or of the grader",
             "  line      6: sys.modules['exercise_tests'].expect = print",
         ],
     ),

@@ -1,4 +1,4 @@
-"""JupyterLab as a learner has it: `python -m exercises lab` on a folder, and a notebook of it in a real browser."""
+"""Drive JupyterLab in a real browser: `python -m exercises lab` on a learner's folder, and one notebook of it."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from exercises.catalogue import ROOT
-from tests.helpers.processes import until
+from tests.helpers.processes import wait_until
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 START_S = 240.0
@@ -63,9 +63,9 @@ def jupyter_lab(work: Path, private: Path) -> Iterator[str]:
     ) as process:  # fmt: skip
         try:
             address = private / "runtime" / f"jpserver-{process.pid}.json"
-            up = until(lambda: process.poll() is not None or _told(address), START_S)
+            up = wait_until(lambda: process.poll() is not None or _read_json(address), START_S)
             assert up and process.poll() is None, (private / "lab.log").read_text()
-            yield f"http://127.0.0.1:{_told(address)['port']}"
+            yield f"http://127.0.0.1:{_read_json(address)['port']}"
         finally:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -74,7 +74,7 @@ def jupyter_lab(work: Path, private: Path) -> Iterator[str]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _told(file: Path) -> dict | None:
+def _read_json(file: Path) -> dict | None:
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError):
@@ -82,7 +82,7 @@ def _told(file: Path) -> dict | None:
 
 
 class Notebook:
-    """A notebook in the browser. Cells are counted from 0; nothing here waits longer than `WAIT_MS` unless told so."""
+    """A notebook in the browser. Cells are counted from 0; every wait has a timeout, by default `WAIT_MS`."""
 
     def __init__(self, page, url: str, path: str, pictures: Path):
         self.page, self._pictures = page, pictures
@@ -109,12 +109,12 @@ class Notebook:
         return lines.index(begins)
 
     def errors(self) -> list[str]:
-        """What the notebook shows as errors: tracebacks, and what was told on stderr."""
+        """The notebook's errors: tracebacks, and output to stderr."""
         kinds = [f"[data-mime-type='application/vnd.jupyter.{kind}']" for kind in ("error", "stderr")]
         return self.page.locator(", ".join(kinds)).all_inner_texts()
 
     def run_all(self, timeout_ms: float = WAIT_MS) -> None:
-        """The menu's Run All Cells, until every cell has run or one has ended it by an error."""
+        """Choose Run All Cells in the menu; wait until every cell has run or one has raised."""
         self.page.evaluate(_MARK, [_CELLS, -1])
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
@@ -122,13 +122,13 @@ class Notebook:
         self.idle()
 
     def write(self, index: int, text: str) -> None:
-        """Put this text in the place of the cell's."""
+        """Replace the cell's source by this text."""
         self._cell(index).locator(".cm-content").click()
         self.page.keyboard.press("Control+a")
         self.page.keyboard.insert_text(text)
 
     def add(self, text: str) -> int:
-        """A new cell at the end; returns its number."""
+        """Add a cell at the end; return its number."""
         self._cell(len(self) - 1).locator(".jp-InputPrompt, .jp-InputArea-prompt").first.click()
         self.page.keyboard.press("Escape")
         before = len(self)
@@ -140,13 +140,13 @@ class Notebook:
         return before
 
     def begin(self, index: int) -> None:
-        """Run a cell, and go on while it runs."""
+        """Start a cell without waiting for its end."""
         self._cell(index).locator(".cm-content").click()
         self.page.evaluate(_MARK, [_CELLS, index])
         self.page.keyboard.press("Control+Enter")
 
     def ended(self, index: int, timeout_ms: float = WAIT_MS) -> str:
-        """Wait until a cell that has begun is done; the text below it."""
+        """Wait until a started cell has ended; return its output."""
         self.page.wait_for_function(_RAN, arg=[_CELLS, index], timeout=timeout_ms)
         self.idle()
         return self.output(index)
@@ -156,19 +156,19 @@ class Notebook:
         return self.ended(index, timeout_ms)
 
     def tell(self, text: str, timeout_ms: float = WAIT_MS) -> str:
-        """Run a new cell; the text below it."""
+        """Add a cell and run it; return its output."""
         return self.run(self.add(text), timeout_ms)
 
     def shows(self, index: int, text: str) -> None:
-        """Wait until this text is below the cell, which may still run."""
+        """Wait until the cell's output contains this text; the cell may still run."""
         self._cell(index).locator(".jp-OutputArea", has_text=text).first.wait_for()
 
     def stop(self) -> None:
-        """The toolbar's stop button."""
+        """Press the toolbar's stop button."""
         self.page.locator('.jp-NotebookPanel-toolbar [data-command="notebook:interrupt-kernel"]').first.click()
 
     def picture(self, name: str, index: int | None = None) -> None:
-        """A screenshot; of a cell with what is below it, if one is given."""
+        """Take a screenshot, scrolled to the end of a cell's output if a cell is given."""
         self._pictures.mkdir(parents=True, exist_ok=True)
         if index is not None:
             self._cell(index).evaluate("cell => cell.scrollIntoView({block: 'end'})")

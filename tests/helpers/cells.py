@@ -1,22 +1,22 @@
-"""Cells of live ranks in tests: run one that must not take long, see whether the ranks still work."""
+"""Run notebook cells on live ranks, and check that the ranks can still communicate."""
 
 import textwrap
 
 from minidist.tools.notebook import LiveRanks
 
-LATER_S = 200.0  # a cell that should have been explained before fails as "deadline"
+CELL_DEADLINE_S = 200.0  # far more than any cell takes: a result "deadline" means that a hang was not detected
 
 
-def run(live: LiveRanks, source: str, **options):
-    result = live.run(textwrap.dedent(source), **{"timeout_s": LATER_S, **options})
+def run_cell(live: LiveRanks, source: str, **options):
+    result = live.run(textwrap.dedent(source), **{"timeout_s": CELL_DEADLINE_S, **options})
     assert result.kind != "deadline", str(result)
     assert len([*result.errors, *result.notes]) == 0 or len("\n".join(result.errors).splitlines()) < 15, str(result)
     return result
 
 
-def works(live: LiveRanks) -> None:
-    """The ranks talk to each other, through torch's calls and through the package's collectives."""
-    result = run(
+def assert_ranks_communicate(live: LiveRanks) -> None:
+    """Check that the ranks communicate, through torch.distributed and through the package's collectives."""
+    result = run_cell(
         live,
         """
         import minidist.comm

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: ranks as threads, and a small checkpoint of two tensors."""
+"""Helpers of the checkpoint tests: ranks as threads, and a small checkpoint of two tensors."""
 
 import pickle
 import threading
@@ -11,8 +11,11 @@ from minidist.fault.shards import TensorShard
 from minidist.parameters import Box
 
 
-def on_ranks(size, body):
-    """Run `body(rank, exchange)` on threads that can exchange values; what each returned or raised, in order."""
+def run_on_threads(size, body):
+    """Run `body(rank, exchange)` on one thread per rank; return what each returned or raised, by rank.
+
+    exchange(value): an all-gather of Python objects.
+    """
     barrier, slots, outcomes = threading.Barrier(size, timeout=20), [None] * size, [None] * size
 
     def rank_thread(rank):
@@ -38,33 +41,33 @@ def on_ranks(size, body):
     return outcomes
 
 
-def whole(name, tensor, writes=True):
-    return TensorShard(name, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor, writes)
+def full_shard(name, tensor, is_saved_here=True):
+    return TensorShard(name, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor, is_saved_here)
 
 
-def bits(tensor):
+def bytes_of(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8).tolist()
 
 
-def contents(folder):
+def read_files(folder):
     return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def save_rows(root, step, value=1.0, size=2):
-    """`params/w` (4, 3) and `params/b` (2,), of float32 and cut into rows over the ranks."""
+def save_sharded_rows(root, step, value=1.0, size=2):
+    """Save float32 `params/w` (4, 3), sharded by rows over `size` ranks, and `params/b` (2,), written by rank 0."""
 
     def body(rank, exchange):
         w, b = torch.full((4 // size, 3), value + rank), torch.full((2,), -value)
         rows = Box((rank * 4 // size, 0), ((rank + 1) * 4 // size, 3))
-        pieces = [TensorShard("params/w", (4, 3), rows, w), whole("params/b", b, writes=rank == 0)]
+        pieces = [TensorShard("params/w", (4, 3), rows, w), full_shard("params/b", b, is_saved_here=rank == 0)]
         return save_checkpoint(root, step, pieces, {"position": step * 8}, exchange, rank)
 
-    return on_ranks(size, body)[0]
+    return run_on_threads(size, body)[0]
 
 
-def targets():
+def make_targets():
     return {"params/w": torch.full((4, 3), 77.0), "params/b": torch.full((2,), 77.0)}
 
 
-def load_all(path, tensors, **options):
-    return load_checkpoint(path, [whole(name, tensor) for name, tensor in tensors.items()], **options)
+def load_full_tensors(path, tensors, **options):
+    return load_checkpoint(path, [full_shard(name, tensor) for name, tensor in tensors.items()], **options)

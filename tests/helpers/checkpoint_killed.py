@@ -1,8 +1,8 @@
-"""Kill a process at every step of a save, and look at what it left. Run as a program; prints one JSON object.
+"""Kill a process at every file operation of a save, and read the checkpoints that it left.
 
-A clean process forks one child per step, as the disk sees them: the child ends itself with SIGKILL just before its k-th
-operation, or half-way through writing a file. Between two operations nothing changes on disk, so these are all the
-states a kill can leave.
+Run as a program; it prints one JSON object. A clean process forks one child per file operation: the child ends itself
+with SIGKILL just before its k-th operation, or half-way through writing a file. Between two operations nothing changes
+on disk, so these are all the states that a kill can leave.
 """
 
 import json
@@ -16,23 +16,23 @@ import torch
 from minidist.fault import checkpoint
 from minidist.fault.checkpoint import save_checkpoint
 from minidist.fault.folders import complete_checkpoints, latest_checkpoint, prune_checkpoints
-from tests.helpers.checkpoint_cases import load_all, whole
+from tests.helpers.checkpoint_cases import full_shard, load_full_tensors
 
 
-def write(root, step, value):
-    return save_checkpoint(root, step, [whole("w", torch.full((8,), float(value)))], {"value": value})
+def save_value(root, step, value):
+    return save_checkpoint(root, step, [full_shard("w", torch.full((8,), float(value)))], {"value": value})
 
 
-def value_of(path):
-    """The value saved in a checkpoint; raises unless it is whole."""
+def read_value(path):
+    """The value saved in a checkpoint; raises if the checkpoint is incomplete."""
     tensor = {"w": torch.zeros(8)}
-    state = load_all(path, tensor).state
+    state = load_full_tensors(path, tensor).state
     assert tensor["w"].tolist() == [state["value"]] * 8
     return state["value"]
 
 
-def kill_at(moment):
-    """From now on the process dies before its operation number `moment` on the disk, counted from 0."""
+def kill_before_operation(moment):
+    """Make this process die before its file operation number `moment`, counted from 0 from now on."""
     count = 0
 
     def reached():
@@ -67,62 +67,69 @@ def kill_at(moment):
 
     for name in ("mkdir", "rmdir", "unlink", "rename", "fsync", "chmod"):
         before(os, name)
-    half_way(checkpoint, "save_file", 1)
+    half_way(checkpoint, "write_tensor_file", 0)
     half_way(Path, "write_text", 0)
 
 
-def outcomes(root, prepare, act):
-    """For every moment: the value of the latest checkpoint after a kill there, and whether the next save is well."""
-    found = []
+def kill_everywhere(root, prepare, act):
+    """Kill `act` at every file operation; return the values of the checkpoints left after each kill.
+
+    After each kill `act` is run again without one, and must leave complete checkpoints only.
+    """
+    results = []
     for moment in range(1000):
-        place = root / str(moment)
-        place.mkdir()
-        prepare(place)
+        folder = root / str(moment)
+        folder.mkdir()
+        prepare(folder)
         child = os.fork()
         if child == 0:
-            kill_at(moment)
-            act(place)
+            kill_before_operation(moment)
+            act(folder)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
-        values = [value_of(path) for path in complete_checkpoints(place).values()]
-        found.append({"latest": value_of(latest_checkpoint(place)), "all": values})
+        values = [read_value(path) for path in complete_checkpoints(folder).values()]
+        results.append({"latest": read_value(latest_checkpoint(folder)), "all": values})
         if status == 0:
-            return found
+            return results
         assert os.WTERMSIG(status) == signal.SIGKILL
-        act(place)
-        names = sorted(os.listdir(place))
-        assert names == sorted(path.name for path in complete_checkpoints(place).values()), names
+        act(folder)
+        names = sorted(os.listdir(folder))
+        assert names == sorted(path.name for path in complete_checkpoints(folder).values()), names
         assert not any(name.endswith(".replaced") for name in names)
     raise AssertionError("the save never ended")
 
 
-def new_step(place):
-    prune_checkpoints(place, keep=2, written=write(place, 2, 20))
+def save_new_step(folder):
+    prune_checkpoints(folder, keep=2, just_saved=save_value(folder, 2, 20))
 
 
-def same_step(place):
-    prune_checkpoints(place, keep=2, written=write(place, 1, 20))
+def replace_step(folder):
+    prune_checkpoints(folder, keep=2, just_saved=save_value(folder, 1, 20))
 
 
-def keep_one(place):
-    prune_checkpoints(place, keep=1, written=write(place, 3, 20))
+def save_and_keep_one(folder):
+    prune_checkpoints(folder, keep=1, just_saved=save_value(folder, 3, 20))
 
 
-def one(place):
-    write(place, 1, 10)
+def one_checkpoint(folder):
+    save_value(folder, 1, 10)
 
 
-def two(place):
-    write(place, 1, 5)
-    write(place, 2, 10)
+def two_checkpoints(folder):
+    save_value(folder, 1, 5)
+    save_value(folder, 2, 10)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    cases = {"new step": (one, new_step), "same step": (one, same_step), "keep one": (two, keep_one)}
+    cases = {
+        "new step": (one_checkpoint, save_new_step),
+        "same step": (one_checkpoint, replace_step),
+        "keep one": (two_checkpoints, save_and_keep_one),
+    }
     results = {}
     for name, (prepare, act) in cases.items():
         place = Path(sys.argv[1], name)
         place.mkdir()
-        results[name] = outcomes(place, prepare, act)
+        results[name] = kill_everywhere(place, prepare, act)
     print(json.dumps(results))

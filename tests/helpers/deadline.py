@@ -106,9 +106,9 @@ def _where(frame) -> str:
         lines += [f"thread {names.get(ident, ident)}, innermost call last:", *traceback.format_list(calls)]
     for job in [job for server in _rank_servers() for job in list(server._jobs.values())]:
         try:
-            from minidist.tools.launch.failure_report import deadline_report
+            from minidist.tools.launch.failure_report import report_missed_deadline
 
-            report = str(deadline_report(0.0, job.status_snapshots(), job.dump_stacks()))
+            report = str(report_missed_deadline(0.0, job.status_snapshots(), job.dump_stacks()))
             lines += [f"a job of {job.size} ranks:", *report.splitlines()[1:]]
         except Exception as error:  # the report of the deadline is worth more than that of one job
             lines.append(f"where the ranks of a job stand cannot be read: {error!r}")

@@ -9,6 +9,8 @@ were clear at first reading.
 
 import argparse
 import ast
+import importlib
+import inspect
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def public_symbols() -> Iterator[tuple[str, str, str]]:
-    """(module, signature, docstring) of every public function, class, method and property of the package."""
+    """(module, signature, docstring) of every public function, class, method and property of the package.
+
+    A method without a docstring of its own has that of the base class whose method it overrides.
+    """
     for file in sorted((ROOT / "minidist").rglob("*.py")):
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         yield from _symbols_in(ast.parse(file.read_text()).body, module, "")
@@ -27,7 +32,7 @@ def _symbols_in(body: list[ast.stmt], module: str, owner: str) -> Iterator[tuple
     for node in body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
-        text = ast.get_docstring(node) or ""
+        text = ast.get_docstring(node) or (owner and _inherited_docstring(module, owner + node.name)) or ""
         if isinstance(node, ast.ClassDef):
             fields = [ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)]
             yield module, f"class {node.name}({', '.join(fields)})", text
@@ -35,6 +40,12 @@ def _symbols_in(body: list[ast.stmt], module: str, owner: str) -> Iterator[tuple
         else:
             result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
             yield module, f"{owner}{node.name}({ast.unparse(node.args)}){result}", text
+
+
+def _inherited_docstring(module: str, method: str) -> str:
+    owner, name = method.split(".")[-2:]
+    cls = getattr(importlib.import_module(module), owner, None)
+    return inspect.getdoc(getattr(cls, name, None)) or ""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The estimate compared with a real step: model states and bytes sent of every rank."""
+"""Compare the estimate with a real step: every rank's bytes of model states and bytes sent."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ from minidist.tools.parity.cases import SWITCHES, Case
 from minidist.tools.parity.layouts import Layout
 from minidist.train.engine import Engine
 
-PLAIN = {name: values[0] for name, values in SWITCHES.items()}
-MEASURED = (
+DEFAULT_SWITCHES = {name: values[0] for name, values in SWITCHES.items()}
+COMPARED_FIELDS = (
     "samples",
     "local_parameters",
     "parameter_bytes",
@@ -25,70 +25,79 @@ MEASURED = (
 )
 
 
-def configured(layout: Layout, world: int, micro_batches: int = 4, **more) -> Config:
+def make_config(layout: Layout, world: int, micro_batches: int = 4, **more) -> Config:
     """A small model, buckets of 4 kB, and a batch of 29 samples, which no number of ranks divides."""
-    values = PLAIN | {"micro_batches": micro_batches, "gradients": "bucketed"}
+    values = DEFAULT_SWITCHES | {"micro_batches": micro_batches, "gradients": "bucketed"}
     values |= {name: more.pop(name) for name in list(more) if name in SWITCHES}
     config = Case(world, max(2, layout.pp * layout.chunks), layout, **values).config()
     parts = {name: dataclasses.replace(getattr(config, name), **changed) for name, changed in more.items()}
     return dataclasses.replace(config, **parts)
 
 
-def measured(world: World, configs: list[Config]) -> list[dict]:
-    """What this rank has and has sent after one step of each: what the estimate says under the same names."""
-    found = []
+def measure_steps(world: World, configs: list[Config]) -> list[dict]:
+    """Run one step of each configuration; return this rank's `COMPARED_FIELDS` as measured."""
+    results = []
     for config in configs:
         mesh = config.mesh_of(world.size)
         groups = bind(world, mesh, group_specs(mesh, config), meter=Meter())
         engine = Engine(parallelize(Transformer(config.model), groups, config), groups, config.optim, seed=1)
-        loader, at = Loader(generate_text(2000), config.data.seq_len, seed=1), mesh.coords(world.rank)["dp"]
+        loader, dp_rank = Loader(generate_text(2000), config.data.seq_len, seed=1), mesh.coords(world.rank)["dp"]
         train, shares = config.train, config.data.shares
-        batches = loader.micro_batches(0, train.global_batch, at, mesh.dp, train.micro_batches, shares)
-        groups.meter.wire_bytes.clear()  # of the start
-        seen = {}
-        engine.step(0, batches, lr=0.1, inspect=lambda engine=engine, seen=seen: seen.update(held(engine)))
+        batches = loader.micro_batches(0, train.global_batch, dp_rank, mesh.dp, train.micro_batches, shares)
+        groups.meter.wire_bytes.clear()  # of the initial broadcast
+        measured = {}
+        engine.step(
+            0,
+            batches,
+            lr=0.1,
+            inspect=lambda engine=engine, measured=measured: measured.update(model_state_bytes(engine)),
+        )
         states = [
             tensor for state in engine.optimizer.state.values() for tensor in state.values() if tensor is not None
         ]
         sent = {use: count for use, count in groups.meter.wire_bytes.items() if count}
-        seen |= {"optimizer_bytes": size(states), "wire_bytes": sent, "samples": sum(len(b.samples) for b in batches)}
-        found.append(seen)
+        measured |= {
+            "optimizer_bytes": tensor_bytes(states),
+            "wire_bytes": sent,
+            "samples": sum(len(b.samples) for b in batches),
+        }
+        results.append(measured)
         groups.destroy()
-    return found
+    return results
 
 
-def held(engine: Engine) -> dict:
-    """The memory behind parameters, gradients and masters when backward is over."""
+def model_state_bytes(engine: Engine) -> dict:
+    """Bytes of parameters, gradients and master weights at the end of backward."""
     parameters, members = list(engine.parameters.values()), getattr(engine.reducer, "members", [])
     if members:
         gradients = [member.gradients.result for member in members]
-        behind = [*parameters, *(member.flat_param.part for member in members)]
+        tensors_with_memory = [*parameters, *(member.flat_param.shard for member in members)]
     else:
-        gradients, behind = [parameter.grad for parameter in parameters], parameters
+        gradients, tensors_with_memory = [parameter.grad for parameter in parameters], parameters
     return {
         "local_parameters": sum(parameter.numel() for parameter in parameters),
-        "parameter_bytes": storages(behind),
-        "gradient_bytes": storages(gradients),
-        "master_bytes": storages(
+        "parameter_bytes": storage_bytes(tensors_with_memory),
+        "gradient_bytes": storage_bytes(gradients),
+        "master_bytes": storage_bytes(
             member.flat_param.masters.tensor for member in members if member.flat_param.masters.separate
         ),
     }
 
 
-def storages(tensors) -> int:
-    """Bytes of the memory behind tensors, each piece counted once."""
-    behind = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in behind}.values())
+def storage_bytes(tensors) -> int:
+    """Bytes of the tensors' storages, each storage counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def size(tensors) -> int:
+def tensor_bytes(tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def answers_agree(ranks, world: int, configs: list[Config]) -> None:
-    by_rank = ranks(measured, world, configs)
+def assert_estimate_is_measured(ranks, world: int, configs: list[Config]) -> None:
+    by_rank = ranks(measure_steps, world, configs)
     for number, config in enumerate(configs):
         for cost in estimate(config, world).ranks:
-            told = {name: getattr(cost, name) for name in MEASURED}
-            told["wire_bytes"] = {use: count for use, count in told["wire_bytes"].items() if count}
-            assert told == by_rank[cost.rank][number], (cost.coords, config.parallel, config.comm)
+            estimated = {name: getattr(cost, name) for name in COMPARED_FIELDS}
+            estimated["wire_bytes"] = {use: count for use, count in estimated["wire_bytes"].items() if count}
+            assert estimated == by_rank[cost.rank][number], (cost.coords, config.parallel, config.comm)

@@ -1,4 +1,4 @@
-"""Faults kept as patches, and programs run on a patched copy of the package.
+"""Read the fault patches of tests/faults, and run programs on a patched copy of the package.
 
 A copy must be imported by a process that has not imported minidist, and torch takes seconds to import. So one clean
 process per test session imports torch, and forks for every copy; the rank servers that the copy starts are forked too.
@@ -36,11 +36,11 @@ class Edit:
 
 @dataclass(frozen=True)
 class Fault:
-    """One wrong package.
+    """A patch that makes the package wrong, and the check that must notice.
 
-    source: where the fault was seen. only: the names of the rows of parity, on `ranks` ranks, that must turn red: any
-    that `--full` has; expect: what, by regular expression, is wrong first, or why the rows could not run. detector: the
-    test that must fail, for what parity cannot see.
+    source: where the fault was seen. only: names of parity rows (any of `--full`) on `ranks` ranks that must fail.
+    expect: a regular expression for the first wrong value of these rows, or for the reason why they could not run.
+    detector: for a fault that parity cannot see, the test that must fail.
     """
 
     name: str
@@ -58,18 +58,18 @@ class Fault:
             raise ValueError(f"{self.name} needs edits, and either `only` and `expect` or `detector`")
 
 
-def read(file: Path) -> Fault:
+def read_fault(file: Path) -> Fault:
     """The fault in a TOML file. Raises TypeError for a key that a fault does not have."""
     values = tomllib.loads(file.read_text())
     lists = {"edit": tuple(Edit(**edit) for edit in values["edit"]), "only": tuple(values.get("only", ()))}
     return Fault(file.stem, **{**values, **lists})
 
 
-def faults() -> list[Fault]:
-    return [read(file) for file in sorted(FAULTS.glob("*.toml"))]
+def read_faults() -> list[Fault]:
+    return [read_fault(file) for file in sorted(FAULTS.glob("*.toml"))]
 
 
-def copy(folder: Path, edits: Sequence[Edit] = ()) -> Path:
+def copy_package(folder: Path, edits: Sequence[Edit] = ()) -> Path:
     """Copy the package into `folder` and edit it. Raises ValueError for an edit that does not apply exactly once."""
     shutil.copytree(PACKAGE, folder / "minidist")
     for edit in edits:
@@ -82,7 +82,7 @@ def copy(folder: Path, edits: Sequence[Edit] = ()) -> Path:
 
 
 class ForkServer:
-    """Runs `python -m MODULE ARGUMENTS` on a copy of the package, without the seconds that imports take."""
+    """Runs `python -m MODULE ARGUMENTS` on a copy of the package in a process that has already imported torch."""
 
     def __init__(self):
         ours, theirs = socket.socketpair()
@@ -103,7 +103,7 @@ class ForkServer:
         ours.close()
 
     def run(self, folder: Path, module: str, arguments: Sequence[str], deadline_s: float) -> tuple[int | None, str]:
-        """Exit code, None when the deadline passed, and what was printed."""
+        """Exit code (None when the deadline passed) and output."""
         log = folder / "output.txt"
         request = {"folder": str(folder), "argv": [module, *arguments], "log": str(log), "deadline_s": deadline_s}
         print(json.dumps(request), file=self._stream, flush=True)
@@ -197,7 +197,7 @@ def _serve(stream) -> None:
         pid = os.fork()
         if not pid:
             with _exits_with_code():
-                _become(request)
+                _run_request(request)
         code = _wait(pid, request["deadline_s"])
         if code is None:
             os.killpg(pid, signal.SIGKILL)  # rank servers and ranks end with their client
@@ -205,7 +205,7 @@ def _serve(stream) -> None:
         print(json.dumps(code), file=stream, flush=True)
 
 
-def _become(request: dict) -> None:
+def _run_request(request: dict) -> None:
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for fd in (1, 2):

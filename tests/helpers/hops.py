@@ -1,4 +1,4 @@
-"""Count the files of minidist that one step of ZeRO stage 1 enters, and those that building it enters.
+"""Count the files of minidist that building an engine with ZeRO stage 1 enters, and those that one step enters.
 
 python -m tests.helpers.hops    # two ranks; prints, for rank 0, the files by phase
 
@@ -27,12 +27,12 @@ MODEL = ModelConfig(vocab_size=128, hidden_size=8, intermediate_size=16, num_lay
 
 
 @contextmanager
-def files_entered(found: set[str]) -> Iterator[None]:
+def files_entered(files: set[str]) -> Iterator[None]:
     """Add to `found` every file of the package in which a function is called within this context."""
 
     def profile(frame, event, argument):
         if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
-            found.add(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
+            files.add(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
 
     sys.setprofile(profile)
     try:
@@ -41,7 +41,7 @@ def files_entered(found: set[str]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def trace(world: World) -> dict[str, list[str]]:
+def trace_files(world: World) -> dict[str, list[str]]:
     """The files entered while the engine is built and in its second step, by phase."""
     config = Config(
         model=MODEL,
@@ -69,10 +69,10 @@ def trace(world: World) -> dict[str, list[str]]:
     return {phase: sorted(files) for phase, files in phases.items()}
 
 
-def hops(files: list[str]) -> list[str]:
-    """The files that a reader enters to follow one parameter: of the core, `comm` counted as one.
+def followed_files(files: list[str]) -> list[str]:
+    """The core's files that a reader opens to follow one parameter, with `comm` counted as one file.
 
-    Left out are the model's operators and the data, which are the same in every layout, and tools.
+    Models and data, which are the same in every layout, and tools are left out.
     """
     core = [file for file in files if not file.startswith(("models/", "data/", "tools/"))]
     return sorted({"comm" if file.startswith("comm/") else file for file in core})
@@ -80,13 +80,13 @@ def hops(files: list[str]) -> list[str]:
 
 def main() -> None:
     """Print the files of each phase."""
-    from tests.helpers.hops import trace as measured  # ranks cannot import `__main__`
+    from tests.helpers.hops import trace_files as in_module  # ranks cannot import `__main__`
 
     with RankServer() as server:
-        found = server.run(measured, 2, (), deadline_s=60).values[0]
+        found = server.run(in_module, 2, (), deadline_s=60).values[0]
     for phase, files in found.items():
-        print(f"{phase}: {len(files)} files; {len(hops(files))} to follow one parameter:")
-        print("    " + "\n    ".join(hops(files)))
+        print(f"{phase}: {len(files)} files; {len(followed_files(files))} to follow one parameter:")
+        print("    " + "\n    ".join(followed_files(files)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A second way to time a pipeline, sharing no code with the package: the longest path to an operation, by recursion."""
+"""A reference for pipeline timing that shares no code with the package: longest paths, by recursion."""
 
 
 class Deadlock(Exception):
     """An operation waits for itself."""
 
 
-def part(stage, chunk, stages, placement):
-    """Which part of the model: looked up in the list of all stages in the order the model passes through them."""
+def model_part(stage, chunk, stages, placement):
+    """Position in the model of a stage's chunk, from the list of (stage, chunk) in the order of the forward pass."""
     chunks = chunk + 1
     rows = [list(range(stages)) for _ in range(chunks)]
     if placement == "v":
@@ -14,14 +14,14 @@ def part(stage, chunk, stages, placement):
     return [(s, c) for c, row in enumerate(rows) for s in row].index((stage, chunk))
 
 
-def longest_paths(orders, takes, comm=0.0, placement="loop", carried=lambda kind, micro_batch, stage: True):
+def longest_paths(orders, duration_of, comm=0.0, placement="loop", carried=lambda kind, micro_batch, stage: True):
     """{(kind, micro_batch, part): (start, end)} of all operations.
 
-    orders: for every stage a list of (kind, micro-batch, chunk). takes(kind, part): how long. carried: whether what
-    comes from another stage is waited for at all. Raises Deadlock.
+    orders: for every stage a list of (kind, micro-batch, chunk). duration_of(kind, part): seconds. carried: whether an
+    operation waits for the transfer from another stage. Raises Deadlock.
     """
     stages = len(orders)
-    part_of = {(s, c): part(s, c, stages, placement) for s in range(stages) for c in {op[2] for op in orders[s]}}
+    part_of = {(s, c): model_part(s, c, stages, placement) for s in range(stages) for c in {op[2] for op in orders[s]}}
     stage_of = {p: stage for (stage, _), p in part_of.items()}
     before = {}
     for stage, order in enumerate(orders):
@@ -46,7 +46,7 @@ def longest_paths(orders, takes, comm=0.0, placement="loop", carried=lambda kind
             source = {"F": ("F", m, p - 1), "B": ("B", m, p + 1)}.get(kind)
             if source in before and (stage_of[source[2]] == stage_of[p] or carried(kind, m, stage_of[p])):
                 at.append(end(source) + (comm if stage_of[source[2]] != stage_of[p] else 0.0))
-            known[key] = (max(at), max(at) + takes(kind, p))
+            known[key] = (max(at), max(at) + duration_of(kind, p))
         return known[key]
 
     for key in before:
@@ -54,11 +54,11 @@ def longest_paths(orders, takes, comm=0.0, placement="loop", carried=lambda kind
     return known
 
 
-def cost(orders, known, placement="loop"):
-    """The longest that a stage takes from its own start to its own end."""
+def longest_stage_span(orders, known, placement="loop"):
+    """The longest time that a stage takes from its first start to its last end."""
     stages = len(orders)
     spans = [
-        [known[kind, m, part(stage, c, stages, placement)] for kind, m, c in order]
+        [known[kind, m, model_part(stage, c, stages, placement)] for kind, m, c in order]
         for stage, order in enumerate(orders)
     ]
     return max(span[-1][1] - span[0][0] for span in spans)

@@ -1,4 +1,4 @@
-"""Whether processes are there, and waiting for something without a clock to guess."""
+"""Check whether processes live, and wait for a condition."""
 
 import os
 import sys
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-AUTO = "shm" if sys.platform == "linux" else "gloo"  # the backend of ranks on the CPUs of one host
+DEFAULT_CPU_BACKEND = "shm" if sys.platform == "linux" else "gloo"  # the backend of ranks on the CPUs of one host
 
 
-def alive(pid: int) -> bool:
-    """Whether the process exists and is not just a zombie that its parent has not asked for yet."""
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def until(condition, deadline_s=120.0) -> bool:
-    """Whether the condition comes true by the deadline."""
+def wait_until(condition, deadline_s=120.0) -> bool:
+    """Poll until the condition is true; return False if it is not by the deadline."""
     end_s = time.monotonic() + deadline_s
     while not condition() and time.monotonic() < end_s:
         os.sched_yield()

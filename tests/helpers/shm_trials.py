@@ -1,6 +1,6 @@
-"""Random operations on `shm` beside gloo, and ranks killed in the middle of them; the suite runs a few.
+"""Compare random operations on `shm` with gloo, and kill ranks in the middle of operations; the suite runs a few.
 
-Many: `python tests/helpers/shm_trials.py random --count 10000 --seed 0`, and `kill --count 50` for the other kind.
+To run many: `python -m tests.helpers.shm_trials random --count 10000 --seed 0`, or `kill --count 50`.
 """
 
 import argparse
@@ -45,8 +45,8 @@ class Step:
     seed: int
 
 
-def plan(seed: int, count: int, groups: list[tuple[int, ...]]) -> list[Step]:
-    """`count` operations drawn from `seed`. Most tensors are small, some longer than a slot."""
+def draw_steps(seed: int, count: int, groups: list[tuple[int, ...]]) -> list[Step]:
+    """`count` operations drawn from `seed`. Most tensors are small, some larger than a slot of shared memory."""
     draw = random.Random(seed)
     steps = []
     for i in range(count):
@@ -61,7 +61,7 @@ def plan(seed: int, count: int, groups: list[tuple[int, ...]]) -> list[Step]:
     return steps
 
 
-def values(step: Step, rank: int, numel: int, salt: int = 0) -> torch.Tensor:
+def draw_values(step: Step, rank: int, numel: int, salt: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step.seed * 64 + rank * 4 + salt)
     if step.dtype.is_floating_point:
         return torch.randn(numel, generator=generator, dtype=torch.float64).to(step.dtype)
@@ -71,14 +71,14 @@ def values(step: Step, rank: int, numel: int, salt: int = 0) -> torch.Tensor:
 def launch(step: Step, group: dist.ProcessGroup, rank: int, size: int, ranks: tuple[int, ...]):
     """Start the operation. Returns (works, tensors whose values must agree with gloo's)."""
     n, options = step.numel, {"group": group, "async_op": True}
-    mine, root = values(step, rank, n), ranks[step.root]
+    mine, root = draw_values(step, rank, n), ranks[step.root]
     empty = torch.zeros(0, dtype=step.dtype)
     parts = [torch.full((n,), 7, dtype=step.dtype) for _ in range(size)]
     match step.kind:
         case "all_reduce":
             return [dist.all_reduce(mine, op=OPS[step.op], **options)], [mine]
         case "coalesced":
-            both = [mine, values(step, rank, n // 2 + 1, 1)]
+            both = [mine, draw_values(step, rank, n // 2 + 1, 1)]
             return [dist.all_reduce_coalesced(both, op=OPS[step.op], **options)], both
         case "reduce":
             return [dist.reduce(mine, root, op=OPS[step.op], **options)], [mine if rank == step.root else empty]
@@ -93,16 +93,16 @@ def launch(step: Step, group: dist.ProcessGroup, rank: int, size: int, ranks: tu
             here = rank == step.root
             return [dist.gather(mine, parts if here else None, dst=root, **options)], parts if here else []
         case "scatter":
-            parts = [values(step, rank, n, 1 + i % 3) for i in range(size)] if rank == step.root else None
+            parts = [draw_values(step, rank, n, 1 + i % 3) for i in range(size)] if rank == step.root else None
             return [dist.scatter(mine, parts, src=root, **options)], [mine]
         case "reduce_scatter":
-            whole = values(step, rank, n * size)
+            whole = draw_values(step, rank, n * size)
             return [dist.reduce_scatter_tensor(mine, whole, op=OPS[step.op], **options)], [mine]
         case "all_to_all":
             sent = [(step.seed + 3 * rank + 5 * i) % 7 * (n // 50 + 1) for i in range(size)]
             received = [(step.seed + 3 * i + 5 * rank) % 7 * (n // 50 + 1) for i in range(size)]
             out = torch.zeros(sum(received), dtype=step.dtype)
-            return [dist.all_to_all_single(out, values(step, rank, sum(sent)), received, sent, **options)], [out]
+            return [dist.all_to_all_single(out, draw_values(step, rank, sum(sent)), received, sent, **options)], [out]
         case "transfer":
             if rank == step.root:
                 return [dist.isend(mine, ranks[step.peer], group=group, tag=step.tag)], []
@@ -115,7 +115,7 @@ def launch(step: Step, group: dist.ProcessGroup, rank: int, size: int, ranks: tu
 
 
 def tolerance(step: Step, size: int) -> float:
-    """What one element may differ by: another order of addition, (N - 1) eps sum|x|; |x| < 6 as drawn."""
+    """The largest allowed difference of one element: the order of addition differs, (N - 1) eps sum|x|, |x| < 6."""
     exact = not step.dtype.is_floating_point or size == 2 or step.op in ("max", "min")
     if exact or step.kind not in ("all_reduce", "coalesced", "reduce", "reduce_scatter"):
         return 0.0
@@ -123,46 +123,46 @@ def tolerance(step: Step, size: int) -> float:
     return (size - 1) * torch.finfo(step.dtype).eps * bound
 
 
-def compare(world: World, seed: int, count: int, copies: int = 1) -> int:
-    """Run the plan on shm, several operations in flight, and then on gloo; return how many tensors were compared.
+def compare_with_gloo(world: World, seed: int, count: int, copies: int = 1) -> int:
+    """Run random steps on shm, several in flight, and then on gloo; return how many tensors were compared.
 
-    copies: how often there is each group; with three, most have to borrow memory.
+    copies: how many groups of each set of ranks exist; with three, most groups have to borrow memory.
     """
     everyone = tuple(range(world.size))
     sets = [everyone, everyone, tuple(sorted({0, world.size - 1})), everyone[:2]] * copies
     shm, gloo = ([dist.new_group(list(ranks), backend=name) for ranks in sets] for name in ("shm", "gloo"))
-    compared, flying = 0, []
+    compared, in_flight = 0, []
 
     def land(some: list) -> None:
         nonlocal compared
-        for step, works, got in some:
+        for step, works, result in some:
             for work in works:
-                patient = step.seed % 2 and isinstance(work, dist.Work)  # a coalesced one is a future
-                work.wait(timedelta(seconds=30)) if patient else work.wait()
+                timed = step.seed % 2 and isinstance(work, dist.Work)  # a coalesced operation returns a future
+                work.wait(timedelta(seconds=30)) if timed else work.wait()
             ranks = sets[step.group]
-            works, wanted = launch(step, gloo[step.group], ranks.index(world.rank), len(ranks), ranks)
+            works, expected = launch(step, gloo[step.group], ranks.index(world.rank), len(ranks), ranks)
             for work in works:
                 work.wait()
-            for a, b in zip(got, wanted, strict=True):
+            for a, b in zip(result, expected, strict=True):
                 limit = tolerance(step, len(ranks))
                 same = torch.equal(a, b) if not limit else ((a.double() - b.double()).abs() <= limit).all()
                 assert same, f"{step} on rank {world.rank}: {a} is not {b}"
                 compared += 1
 
-    for step in plan(seed, count, sets):
+    for step in draw_steps(seed, count, sets):
         ranks = sets[step.group]
         if world.rank not in ranks:
             continue
-        flying.append((step, *launch(step, shm[step.group], ranks.index(world.rank), len(ranks), ranks)))
-        if step.wait or len(flying) >= IN_FLIGHT:
-            land(flying)
-            flying = []
-    land(flying)
+        in_flight.append((step, *launch(step, shm[step.group], ranks.index(world.rank), len(ranks), ranks)))
+        if step.wait or len(in_flight) >= IN_FLIGHT:
+            land(in_flight)
+            in_flight = []
+    land(in_flight)
     return compared
 
 
 def work_until_killed(rank: int, size: int, victim: int, seed: int, folder: Path) -> None:
-    """Collectives and transfers without end; rank `victim` kills itself at a random point, the others note when."""
+    """Run collectives and transfers until rank `victim` kills itself; the others write down when they noticed."""
     dist.init_process_group("shm", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
     draw = random.Random(seed)
     last = draw.randrange(5, 60)
@@ -183,8 +183,8 @@ def work_until_killed(rank: int, size: int, victim: int, seed: int, folder: Path
         (folder / f"seen{rank}").write_text(f"{time.time()} {error}")
 
 
-def family(world: World, size: int, seed: int, folder: str) -> int:
-    """Fork `size` ranks from this clean process and wait for them, which the rank server would not after a death."""
+def fork_ranks(world: World, size: int, seed: int, folder: str) -> int:
+    """Fork `size` ranks from this process and wait for all; the rank server would end the others after a death."""
     victim, children = random.Random(seed).randrange(size), []
     for rank in range(size):
         if child := os.fork():
@@ -200,16 +200,16 @@ def family(world: World, size: int, seed: int, folder: str) -> int:
     return victim
 
 
-def kill(server: RankServer, seed: int, size: int, folder: Path) -> tuple[float, list[str]]:
-    """Kill one of `size` ranks in the middle of it: seconds until the last of the others reported, and their words."""
-    victim = server.run(family, 1, (size, seed, str(folder)), deadline_s=60).values[0]
+def kill_one_rank(server: RankServer, seed: int, size: int, folder: Path) -> tuple[float, list[str]]:
+    """Kill one of `size` ranks in an operation; return the seconds until all others noticed, and their errors."""
+    victim = server.run(fork_ranks, 1, (size, seed, str(folder)), deadline_s=60).values[0]
     killed = float((folder / "killed").read_text())
     seen = [(folder / f"seen{rank}").read_text().split(" ", 1) for rank in range(size) if rank != victim]
-    words = [text for _, text in seen]
-    # Who waited for one that has reported and gone may hear of that one first.
-    assert any(f"rank {victim} " in text for text in words), words
-    assert all(re.search(r"rank \d has (left|ended)|rank \d gave up", text) for text in words), words
-    return max(float(at) for at, _ in seen) - killed, words
+    messages = [text for _, text in seen]
+    # A rank may report another survivor that has already reported and left.
+    assert any(f"rank {victim} " in text for text in messages), messages
+    assert all(re.search(r"rank \d has (left|ended)|rank \d gave up", text) for text in messages), messages
+    return max(float(at) for at, _ in seen) - killed, messages
 
 
 def main() -> None:
@@ -224,13 +224,13 @@ def main() -> None:
     with RankServer() as server:
         for size in options.ranks or (2, 4):
             if options.what == "random":
-                done = server.run(compare, size, (options.seed, options.count), deadline_s=3600).values
+                done = server.run(compare_with_gloo, size, (options.seed, options.count), deadline_s=3600).values
                 print(f"{options.count} operations on {size} ranks: {sum(done)} tensors agree with gloo's", flush=True)
             else:
                 worst = 0.0
                 for seed in range(options.seed, options.seed + options.count):
                     with tempfile.TemporaryDirectory() as folder:
-                        worst = max(worst, kill(server, seed, size, Path(folder))[0])
+                        worst = max(worst, kill_one_rank(server, seed, size, Path(folder))[0])
                 print(f"{options.count} ranks of {size} killed: seen after {worst:.2f} s at most", flush=True)
 
 

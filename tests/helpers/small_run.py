@@ -1,5 +1,6 @@
-"""A run small enough for a test: a few thousand parameters, a text of a few thousand bytes, steps of milliseconds."""
+"""Training runs small enough for a test: a few thousand parameters and bytes of text, steps of milliseconds."""
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -35,9 +36,9 @@ def write_text(folder: Path, seed: int = 0) -> Path:
 
 
 def small_config(folder: Path, text: Path, **changes) -> Config:
-    """Run `folder` on `text`: 12 samples a step (they divide by 1, 2, 3, and 4), dropout on, plain SGD.
+    """A configuration of 12 samples per step (divisible by 1, 2, 3 and 4), with dropout and SGD.
 
-    changes: `section__field=value`, or `field=value` of the top.
+    changes: `section__field=value`, or `field=value` of `Config` itself.
     """
     config = Config(
         model=ModelConfig(hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1, dropout=0.1),
@@ -49,10 +50,10 @@ def small_config(folder: Path, text: Path, **changes) -> Config:
         checkpoint=CheckpointConfig(every=3),
         folder=folder,
     )
-    return changed(config, **changes)
+    return with_changes(config, **changes)
 
 
-def changed(config: Config, **changes) -> Config:
+def with_changes(config: Config, **changes) -> Config:
     for name, value in changes.items():
         section, _, field = name.partition("__")
         if field:
@@ -61,31 +62,31 @@ def changed(config: Config, **changes) -> Config:
     return config
 
 
-def resuming(config: Config, resume: Path, **changes) -> Config:
+def with_resume(config: Config, resume: Path, **changes) -> Config:
     """The configuration of a run that resumes from `resume`."""
     every = config.checkpoint.every
-    return changed(config, checkpoint=CheckpointConfig(every=every, resume=resume), **changes)
+    return with_changes(config, checkpoint=CheckpointConfig(every=every, resume=resume), **changes)
 
 
-def rows_of(folder: Path) -> list[dict]:
+def read_metrics(folder: Path) -> list[dict]:
     """The rows of the metrics file of a run."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def curve_of(folder: Path) -> list[dict]:
-    """What must be equal in two runs: everything but times and memory."""
+def read_curve(folder: Path) -> list[dict]:
+    """The metrics that two equal runs share: all but times and memory."""
     names = ("step", "tokens", "loss", "grad_norm", "lr", "comm_bytes", "held_out_loss")
-    return [{name: row[name] for name in names if name in row} for row in rows_of(folder) if "step" in row]
+    return [{name: row[name] for name in names if name in row} for row in read_metrics(folder) if "step" in row]
 
 
 class Stop:
-    """A request to stop that comes while step `after` of this process runs; never when None."""
+    """A request to stop that arrives during step number `after` of this process; never if None."""
 
     def __init__(self, after: int | None = None):
         self._left = after
 
     @property
-    def requested(self) -> str | None:
+    def signal_name(self) -> str | None:
         if self._left is None:
             return None
         self._left -= 1
@@ -97,18 +98,19 @@ def make_trainer(world, config: Config) -> Trainer:
     return Trainer(world, config, make_observers(config), make_meter(config))
 
 
-def run(world, config: Config, stop_after: int | None = None) -> dict:
+def train_small(world, config: Config, stop_after: int | None = None) -> dict:
     """Train on this rank; returns the summary."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a model this small is slower on every further thread
     try:
-        return make_trainer(world, config).run(Stop(stop_after))
+        with contextlib.closing(make_trainer(world, config)) as trainer:
+            return trainer.run(Stop(stop_after))
     finally:
         torch.set_num_threads(threads)
 
 
 class Command:
-    """`minidist ...` (or another module) as a process of its own, whose output is read as it comes."""
+    """A process that runs `minidist ...` (or another module), with its output read line by line."""
 
     def __init__(self, *arguments, module: tuple[str, ...] = ("minidist",), folder: Path):
         self.output = ""
@@ -136,7 +138,7 @@ class Command:
             self.output += line
             if text in line:
                 return
-        raise AssertionError(f"{text!r} was never said:\n{self.output}")
+        raise AssertionError(f"{text!r} was never printed:\n{self.output}")
 
     def end(self) -> int:
         """Read to the end; returns the exit code."""
@@ -145,7 +147,7 @@ class Command:
 
 
 def descendants(pid: int) -> dict[int, int]:
-    """Process id to parent's, of all processes below `pid`."""
+    """{process id: parent's process id} of all descendants of `pid`."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -153,15 +155,15 @@ def descendants(pid: int) -> dict[int, int]:
         except OSError:
             continue
     below: dict[int, int] = {}
-    found = {pid}
-    while found:
-        found = {child for child, parent in parents.items() if parent in found}
-        below |= {child: parents[child] for child in found}
+    level = {pid}
+    while level:
+        level = {child for child, parent in parents.items() if parent in level}
+        below |= {child: parents[child] for child in level}
     return below
 
 
-def all_gone(pids, within_s: float = 60.0) -> bool:
-    """Whether none of these processes is there any more, after at most that long."""
+def wait_until_gone(pids, within_s: float = 60.0) -> bool:
+    """Wait until none of these processes exists; return False if one still does after `within_s`."""
     end_s = time.monotonic() + within_s
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         if time.monotonic() > end_s:

@@ -1,4 +1,4 @@
-"""A dropout mask is a function of the address alone, and as good as random."""
+"""A dropout mask is a function of its address alone, and passes statistical tests."""
 
 import dataclasses
 import hashlib
@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from minidist.models import DropoutAddress, ModelConfig, Transformer, init_parameters
-from minidist.models.dropout import dropout, dropout_site, keep_mask
+from minidist.models.dropout import dropout, dropout_site_index, keep_mask
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, dropout=0.25)
 
@@ -20,7 +20,7 @@ def address(seed=0, step=0, samples=6, positions=10, features=None) -> DropoutAd
 
 
 def mask(where: DropoutAddress, site: int = 0, width: int = 32, p: float = 0.25) -> torch.Tensor:
-    return keep_mask(where.keys(site, width), p)
+    return keep_mask(where.site_keys(site, width), p)
 
 
 def reference(seed: int, step: int, site: int, sample: int, position: int, feature: int, p: float) -> bool:
@@ -44,21 +44,21 @@ def reference(seed: int, step: int, site: int, sample: int, position: int, featu
 
 
 @pytest.mark.parametrize(("seed", "step"), [(0, 0), (7, 123456), (-1, 3), (2**70 + 5, 2**40)])
-def test_mask_is_that_of_plain_integers(seed, step):
+def test_mask_matches_a_reference_in_python_integers(seed, step):
     samples, positions, features = [0, 5, 2**40 + 1], [0, 1, 131071], [0, 3, 8191]
     where = DropoutAddress(seed, step, *map(torch.tensor, (samples, positions, features)))
-    found = keep_mask(where.keys(9, 3), 0.3).flatten().tolist()
+    found = keep_mask(where.site_keys(9, 3), 0.3).flatten().tolist()
     elements = itertools.product(samples, positions, features)
     assert found == [reference(seed, step, 9, *element, 0.3) for element in elements]
 
 
-def test_mask_is_that_of_the_first_release():
+def test_mask_is_pinned_to_the_first_release():
     """A run resumed by a later version must go on with the same masks."""
     bits = mask(address(seed=1, step=2), site=3).flatten().to(torch.uint8).numpy().tobytes()
     assert hashlib.sha256(bits).hexdigest()[:16] == "fa156b2f8ebf443f"
 
 
-def test_cut_in_any_way_it_is_the_cut_of_the_whole_mask():
+def test_the_mask_of_a_shard_is_the_shard_of_the_mask():
     whole = mask(address(seed=3, step=4), site=5)
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
@@ -84,7 +84,7 @@ def test_seed_and_step_give_an_unrelated_mask(other):
 
 
 def test_every_site_has_a_mask_of_its_own():
-    sites = [0] + [dropout_site(layer, branch) for layer in range(3) for branch in (0, 1)]
+    sites = [0] + [dropout_site_index(layer, branch) for layer in range(3) for branch in (0, 1)]
     assert len(set(sites)) == 7
     masks = [mask(address(samples=32, positions=64), site) for site in sites]
     assert all(abs(correlation(a, b, 0.25)) < 5 for a, b in itertools.combinations(masks, 2))
@@ -102,7 +102,7 @@ def grid(request):
 
 
 @pytest.mark.parametrize("kept", [axes for n in (1, 2, 3) for axes in itertools.combinations(range(5), n)])
-def test_keep_rate_is_the_same_along_every_axis_and_pair_and_triple(grid, kept):
+def test_keep_rate_is_uniform_along_every_axis_pair_and_triple(grid, kept):
     p, draws = grid
     cells = draws.sum([axis for axis in range(5) if axis not in kept])
     count, variance = cells.numel(), draws.numel() / cells.numel() * p * (1 - p)
@@ -115,7 +115,7 @@ def test_keep_rate_is_the_same_along_every_axis_and_pair_and_triple(grid, kept):
 
 
 @pytest.mark.parametrize("last", [4, 3, 2])
-def test_no_two_rows_or_columns_are_alike(grid, last):
+def test_no_two_rows_or_columns_of_a_mask_are_equal(grid, last):
     p, draws = grid
     lines = draws.movedim(last, -1).flatten(0, 3)
     distinct = len(torch.unique(lines > 0, dim=0))
@@ -147,7 +147,7 @@ def test_rows_and_features_do_not_interact(grid, axis, distance):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_mask_is_the_same_in_every_dtype(dtype):
-    keys = address().keys(1, 32)
+    keys = address().site_keys(1, 32)
     ones = torch.ones(6, 10, 32)
     assert torch.equal(dropout(ones.to(dtype), 0.25, keys) != 0, dropout(ones, 0.25, keys) != 0)
     assert dropout(ones.to(dtype), 0.25, keys).dtype == dtype
@@ -155,7 +155,7 @@ def test_mask_is_the_same_in_every_dtype(dtype):
 
 def test_kept_elements_and_their_gradients_are_scaled():
     hidden = torch.randn(6, 10, 32, dtype=torch.float64, requires_grad=True)
-    out = dropout(hidden, 0.25, address().keys(1, 32))
+    out = dropout(hidden, 0.25, address().site_keys(1, 32))
     out.sum().backward()
     kept = mask(address(), 1)
     assert torch.allclose(out, torch.where(kept, hidden / 0.75, 0.0), rtol=1e-15, atol=0)
@@ -168,7 +168,7 @@ def test_probability_zero_keeps_everything():
 
 def test_another_number_of_features_is_refused():
     with pytest.raises(ValueError, match="names 3 features, the hidden state has 32"):
-        address(features=torch.arange(3)).keys(0, 32)
+        address(features=torch.arange(3)).site_keys(0, 32)
 
 
 def test_mask_has_a_shape_on_the_meta_device():
@@ -197,8 +197,10 @@ def test_evaluation_drops_nothing():
 
 def test_model_drops_at_the_embedding_and_at_both_branches_of_each_block(monkeypatch):
     used = []
-    keys = DropoutAddress.keys
-    monkeypatch.setattr(DropoutAddress, "keys", lambda self, site, width: used.append(site) or keys(self, site, width))
+    keys = DropoutAddress.site_keys
+    monkeypatch.setattr(
+        DropoutAddress, "site_keys", lambda self, site, width: used.append(site) or keys(self, site, width)
+    )
     dropping_model()(TOKENS, address=address())
     assert sorted(used) == [0, 1, 2, 3, 4]
 
@@ -209,11 +211,11 @@ def test_each_branch_of_a_block_is_dropped_with_its_own_mask():
     block.self_attn.forward = lambda hidden, rotary: torch.ones_like(hidden)
     block.mlp.forward = lambda hidden: torch.full_like(hidden, 10.0)
     out = block(torch.zeros(6, 10, 32, dtype=torch.float64), None, model.model.dropout_keys(1, address(step=7)))
-    attention, feed_forward = (mask(address(step=7), dropout_site(1, branch)) for branch in (0, 1))
+    attention, feed_forward = (mask(address(step=7), dropout_site_index(1, branch)) for branch in (0, 1))
     assert torch.allclose(out, (attention + 10.0 * feed_forward).double() / 0.75, rtol=1e-15, atol=0)
 
 
-def test_loss_and_gradients_of_a_cut_batch_add_up_to_those_of_the_whole():
+def test_loss_and_gradients_of_shards_add_up_to_those_of_the_batch():
     def gradients(model):
         return {name: p.grad for name, p in model.named_parameters()}
 

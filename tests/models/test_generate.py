@@ -1,4 +1,4 @@
-"""Sampling text: what changes the next token and what must not."""
+"""Sampling text: temperature, top-k, context and generator determine the next token."""
 
 import pytest
 import torch
@@ -55,8 +55,8 @@ def test_frequencies_follow_the_softmax_at_the_temperature(model):
 
 def test_tokens_before_the_context_do_not_matter(model):
     other = torch.cat((PROMPT.flip(0), PROMPT), dim=1)
-    same = generate(model, PROMPT, 8, context=3, generator=source())
-    assert torch.equal(generate(model, other, 8, context=3, generator=source())[:, 3:], same)
+    same = generate(model, PROMPT, 8, context_len=3, generator=source())
+    assert torch.equal(generate(model, other, 8, context_len=3, generator=source())[:, 3:], same)
     assert not torch.equal(generate(model, other, 8, generator=source())[:, 3:], same)
 
 
@@ -79,7 +79,7 @@ def test_the_model_is_left_in_its_mode_and_without_gradients(model, training):
         (PROMPT[0], {}, r"prompt has shape \(3,\)"),
         (PROMPT, {"temperature": -1.0}, r"temperature=-1\.0"),
         (PROMPT, {"top_k": 0}, "top_k=0"),
-        (PROMPT, {"context": 0}, "context=0"),
+        (PROMPT, {"context_len": 0}, "context_len=0"),
     ],
 )
 def test_an_impossible_request_is_refused(model, prompt, arguments, message):

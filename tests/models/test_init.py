@@ -56,7 +56,7 @@ def test_names_with_wrappers_in_them_start_at_the_same_values():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_values_are_those_of_float32_cast(dtype):
+def test_initial_values_are_drawn_in_float32_and_cast(dtype):
     expected = initialised()
     for name, parameter in initialised(dtype=dtype).named_parameters():
         assert torch.equal(parameter, expected.get_parameter(name).to(dtype)), name
@@ -119,8 +119,8 @@ def test_global_random_state_is_neither_read_nor_written():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_values_are_those_of_the_first_release():
-    """Two versions can be compared only when they start alike. The bound is for other CPUs' logarithms."""
+def test_initial_values_are_pinned_to_the_first_release():
+    """Two versions can be compared only if they start equal. The tolerance is for other CPUs' logarithms."""
     value = initial_value(Q, (32, 32), 0, CONFIG).flatten()[:4]
     assert torch.allclose(
         value, torch.tensor([-0.001900304, 0.019842844, 0.026650283, -0.004604546]), atol=1e-7, rtol=0

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from minidist.models import IGNORE_INDEX, ModelConfig, Transformer, init_parameters
-from minidist.models.hf import to_llama_config
+from minidist.tools.hugging_face import to_llama_config
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 
@@ -38,7 +38,7 @@ def pair(tied: bool, kv_heads: int, dtype: torch.dtype) -> tuple[Transformer, to
 
 
 def compute_in_float64(theirs: torch.nn.Module, config: ModelConfig) -> None:
-    """Replace angles and norms, which theirs computes in float32 whatever its dtype, hiding all below 1e-6."""
+    """Compute angles and norms in float64: Hugging Face's float32 there would hide differences below 1e-6."""
     theirs.model.rotary_emb = Rotary64(config.head_dim, config.rope_theta)
 
     def norm() -> torch.nn.Module:

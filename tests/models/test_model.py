@@ -1,4 +1,4 @@
-"""The transformer: its loss contract, its size, and what it must not know."""
+"""The transformer: loss, parameter count and FLOPs, compilation, and its imports."""
 
 import ast
 import copy
@@ -91,7 +91,7 @@ def test_loss_is_the_sum_over_the_labels_that_count():
     assert abs(loss - expected) < 1e-13 * expected  # 28 additions in float64
 
 
-def test_labels_that_all_are_ignored_give_zero_and_zero_gradients():
+def test_a_batch_of_ignored_labels_gives_zero_loss_and_gradients():
     model, tokens = initialised(), some_tokens()
     loss, count = model(tokens, torch.full_like(tokens, IGNORE_INDEX))
     loss.backward()
@@ -118,7 +118,7 @@ def test_loss_is_summed_in_at_least_float32(dtype, expected):
     assert initialised(dtype=dtype)(tokens).dtype == dtype
 
 
-def test_losses_of_a_cut_batch_add_up_to_that_of_the_whole():
+def test_losses_of_shards_add_up_to_that_of_the_batch():
     model, tokens, labels = initialised(), some_tokens(), some_tokens(seed=1)
     parts = sum(model(tokens[i : i + 1], labels[i : i + 1])[0] for i in range(3))
     whole = model(tokens, labels)[0]
@@ -183,7 +183,7 @@ def test_norm_and_rotation_are_computed_in_at_least_float32(dtype, computed):
 # Compilation and independence
 
 
-def test_a_block_compiles_whole_and_once_with_dropout_on():
+def test_a_block_compiles_into_one_graph_with_dropout():
     model = initialised(ModelConfig(**{**vars(CONFIG), "dropout": 0.2})).train()
     torch._dynamo.reset()
     graphs = []
@@ -192,7 +192,7 @@ def test_a_block_compiles_whole_and_once_with_dropout_on():
         graphs.append(graph)
         return graph.forward
 
-    rotary = model.model.rotary(torch.arange(12), torch.float64)
+    rotary = model.model.rotary_tables(torch.arange(12), torch.float64)
     hidden = torch.randn(3, 12, 32, dtype=torch.float64)
     block = torch.compile(model.model.layers[1], fullgraph=True, backend=count)
     for step in range(4):
@@ -202,7 +202,7 @@ def test_a_block_compiles_whole_and_once_with_dropout_on():
     assert not torch.equal(dropout(hidden, 0.2, keys[0]), hidden)
 
 
-def test_the_model_compiles_whole():
+def test_the_model_compiles_into_one_graph():
     model, tokens = initialised(), some_tokens()
     torch._dynamo.reset()
     loss, count = torch.compile(model, fullgraph=True, backend="eager")(tokens, tokens)

@@ -1,4 +1,4 @@
-"""Context parallelism without ranks: who holds what, who computes what, and how blocks of attention become one."""
+"""Context parallelism without ranks: the tokens of each rank, the work of each step, and merging attention blocks."""
 
 import math
 from dataclasses import replace
@@ -9,16 +9,17 @@ import torch
 
 from minidist.models import ModelConfig
 from minidist.parallel.context import kernels
-from minidist.parallel.context.causal import load_balance_efficiency, score_block, scores_per_step
+from minidist.parallel.context.causal import score_block
 from minidist.parallel.context.chunks import resolve_layout
+from minidist.parallel.context.kernels import merge_attention
 from minidist.parallel.context.layout import rank_positions, shard_sequence
-from minidist.parallel.context.merge import merge_attention
+from minidist.tools.simulate.context_balance import load_balance_efficiency, scores_per_ring_step
 from minidist.validation import validate_context_parallel
 
 CONFIG = ModelConfig(48, 24, 36, 1, 12, 2, 64)
 
 
-def test_where_the_tokens_of_a_rank_stand():
+def test_positions_of_each_ranks_tokens():
     assert [rank_positions("contiguous", 12, 3, r).tolist() for r in range(3)] == [
         [0, 1, 2, 3],
         [4, 5, 6, 7],
@@ -34,7 +35,7 @@ def test_where_the_tokens_of_a_rank_stand():
     )
 
 
-def test_labels_go_with_their_tokens():
+def test_labels_are_sharded_like_their_tokens():
     text = torch.arange(2 * 13).view(2, 13)
     tokens, labels = shard_sequence(text[:, :-1], text[:, 1:], rank_positions("zigzag", 12, 3, 0))
     assert tokens.tolist() == [[0, 1, 10, 11], [13, 14, 23, 24]]
@@ -43,8 +44,8 @@ def test_labels_go_with_their_tokens():
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_the_parts_are_the_causal_mask(layout, size):
-    """Over all ranks and steps every score that the mask leaves is computed once, and no other."""
+def test_blocks_of_all_ranks_cover_the_causal_mask_once(layout, size):
+    """Over all ranks and steps, every unmasked score is computed once, and no masked one."""
     length = 48
     computed = torch.zeros(length, length, dtype=torch.int64)
     for rank in range(size):
@@ -58,9 +59,9 @@ def test_the_parts_are_the_causal_mask(layout, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_zigzag_keeps_every_rank_as_busy_as_the_others(size):
+def test_zigzag_balances_the_load_exactly(size):
     for length in (2, 6, 30):
-        contiguous, zigzag = (scores_per_step(layout, size, length) for layout in ("contiguous", "zigzag"))
+        contiguous, zigzag = (scores_per_ring_step(layout, size, length) for layout in ("contiguous", "zigzag"))
         assert load_balance_efficiency(contiguous) == Fraction(size, 2 * size - 1)
         assert load_balance_efficiency(zigzag) == 1
         assert all(len(set(step)) == 1 for step in zigzag)
@@ -68,7 +69,7 @@ def test_zigzag_keeps_every_rank_as_busy_as_the_others(size):
         assert sum(map(sum, contiguous)) == sum(map(sum, zigzag)) == whole * whole / 2
 
 
-def test_unknown_forms_and_layouts_are_refused():
+def test_unknown_context_parallelism_and_layouts_are_refused():
     for call in (lambda: resolve_layout("star", None), lambda: validate_context_parallel(CONFIG, 24, 2, "star")):
         with pytest.raises(ValueError, match="there is no context parallelism 'star'; possible: ring, ulysses"):
             call()
@@ -78,7 +79,7 @@ def test_unknown_forms_and_layouts_are_refused():
     assert (resolve_layout("ring", None), resolve_layout("ulysses", None)) == ("zigzag", "contiguous")
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     ((20, 4, "ring"), "seq_len=20 is not divisible into 8 equal chunks, as cp=4 needs in the zigzag layout "
      "(two chunks per rank); possible cp: 1, 2, 5, 10; or seq_len=24"),
     ((10, 4, "ring", "contiguous"), "seq_len=10 is not divisible into 4 equal chunks, as cp=4 needs in the "
@@ -90,10 +91,10 @@ def test_unknown_forms_and_layouts_are_refused():
     ((24, 4, "ring", None, 4, True), "seq_len=24 over cp=4 leaves 6 tokens per rank, not divisible by tp=4 "
      "as sequence parallelism needs; seq_len=32 works"),
 ])  # fmt: skip
-def test_sizes_that_do_not_divide_are_refused_with_those_that_do(arguments, said):
+def test_sizes_that_do_not_divide_are_refused_with_those_that_do(arguments, message):
     with pytest.raises(ValueError) as caught:
         validate_context_parallel(CONFIG, *arguments)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_sizes_that_divide_are_accepted():
@@ -104,12 +105,12 @@ def test_sizes_that_divide_are_accepted():
     validate_context_parallel(CONFIG, 24, 4, "ring", None, 4)
 
 
-def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+def random_tensor(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def softmax_over(query, key, value, mask=None):
-    """Attention and log-sum-exp, term by term; heads of key and value as many as those of query."""
+def reference_attention(query, key, value, mask=None):
+    """Attention output and log-sum-exp by the formula; key and value have as many heads as query."""
     scores = torch.einsum("bhqd,bhkd->bhqk", query, key) / query.shape[-1] ** 0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -117,19 +118,23 @@ def softmax_over(query, key, value, mask=None):
     return torch.einsum("bhqk,bhkd->bhqd", weights / weights.sum(-1, keepdim=True), value), weights.sum(-1).log()
 
 
-def test_two_parts_of_the_keys_make_the_whole():
-    query, key, value = numbers(2, 3, 4, 5), numbers(2, 3, 9, 5, seed=1, scale=3), numbers(2, 3, 9, 5, seed=2)
-    wanted = softmax_over(query, key, value)
+def test_merging_two_blocks_of_keys_equals_full_attention():
+    query, key, value = (
+        random_tensor(2, 3, 4, 5),
+        random_tensor(2, 3, 9, 5, seed=1, scale=3),
+        random_tensor(2, 3, 9, 5, seed=2),
+    )
+    expected = reference_attention(query, key, value)
     for at in (1, 4, 8):
-        first = softmax_over(query, key[:, :, :at], value[:, :, :at])
-        second = softmax_over(query, key[:, :, at:], value[:, :, at:])
+        first = reference_attention(query, key[:, :, :at], value[:, :, :at])
+        second = reference_attention(query, key[:, :, at:], value[:, :, at:])
         for merged in (merge_attention(*first, *second), merge_attention(*second, *first)):
-            for got, want in zip(merged, wanted, strict=True):
+            for got, want in zip(merged, expected, strict=True):
                 torch.testing.assert_close(got, want, rtol=0, atol=1e-14)  # a handful of roundings of numbers near 1
 
 
-def test_a_part_without_keys_adds_nothing():
-    out, lse = numbers(2, 3), numbers(2, seed=1)
+def test_merging_an_empty_block_changes_nothing():
+    out, lse = random_tensor(2, 3), random_tensor(2, seed=1)
     nothing = torch.zeros(2, 3, dtype=torch.float64), torch.full((2,), -torch.inf, dtype=torch.float64)
     for merged in (merge_attention(out, lse, *nothing), merge_attention(*nothing, out, lse)):
         assert torch.equal(merged[0], out)
@@ -138,7 +143,7 @@ def test_a_part_without_keys_adds_nothing():
     assert torch.equal(merge_attention(*nothing, *nothing)[1], nothing[1])
 
 
-def test_huge_scores_do_not_overflow_and_16_bits_are_merged_in_32():
+def test_merging_does_not_overflow_and_uses_float32_for_16_bits():
     out, lse = merge_attention(torch.ones(1, 1), torch.tensor([3e4]), torch.zeros(1, 1), torch.tensor([3e4]))
     assert out.item() == 0.5
     assert lse.item() == pytest.approx(3e4 + math.log(2))
@@ -148,17 +153,17 @@ def test_huge_scores_do_not_overflow_and_16_bits_are_merged_in_32():
 
 @pytest.mark.parametrize("kernel", ["of the device", "written out"])
 @pytest.mark.parametrize("shape", [(2, 6, 2, 7, 5), (1, 1, 1, 1, 1), (1, 4, 1, 2, 3), (0, 2, 1, 4, 2)])
-def test_a_block_contributes_its_gradient_of_the_whole_softmax(shape, kernel, monkeypatch):
+def test_block_gradients_add_up_to_those_of_full_attention(shape, kernel, monkeypatch):
     if kernel == "written out":
         monkeypatch.setattr(kernels, "_kernels", lambda _: (kernels._written, kernels._written_backward))
     b, heads, kv_heads, s, d = shape
-    query = numbers(b, heads, s, d).requires_grad_()
-    key, value = (numbers(b, kv_heads, 2 * s, d, seed=i).requires_grad_() for i in (1, 2))
+    query = random_tensor(b, heads, s, d).requires_grad_()
+    key, value = (random_tensor(b, kv_heads, 2 * s, d, seed=i).requires_grad_() for i in (1, 2))
     each = heads // kv_heads
     mask = torch.ones(s, 2 * s, dtype=torch.bool).tril(s)  # the first s keys lie in the past of every query
-    wanted, wanted_lse = softmax_over(query, *(x.repeat_interleave(each, 1) for x in (key, value)), mask)
-    grad = numbers(*query.shape, seed=3)
-    wanted.backward(grad)
+    expected, wanted_lse = reference_attention(query, *(x.repeat_interleave(each, 1) for x in (key, value)), mask)
+    grad = random_tensor(*query.shape, seed=3)
+    expected.backward(grad)
 
     blocks = [(slice(0, s), False), (slice(s, 2 * s), True)]
     with torch.no_grad():
@@ -169,7 +174,7 @@ def test_a_block_contributes_its_gradient_of_the_whole_softmax(shape, kernel, mo
             for at, causal in blocks
         ]
     # Sums of some ten terms near 1 in another order: 1e-14 is tens of roundings.
-    torch.testing.assert_close(out, wanted.detach(), rtol=0, atol=1e-14)
+    torch.testing.assert_close(out, expected.detach(), rtol=0, atol=1e-14)
     torch.testing.assert_close(lse, wanted_lse.detach(), rtol=0, atol=1e-14)
     torch.testing.assert_close(gradients[0][0] + gradients[1][0], query.grad, rtol=0, atol=1e-14)
     for i, whole in ((1, key), (2, value)):
@@ -177,8 +182,8 @@ def test_a_block_contributes_its_gradient_of_the_whole_softmax(shape, kernel, mo
 
 
 @pytest.mark.parametrize("kernel", ["_flash", "_efficient"])
-def test_the_cuda_kernels_take_what_they_are_given(kernel):
-    """Shapes and signatures only, on tensors without numbers: these kernels need a GPU to run."""
+def test_cuda_kernels_accept_the_shapes_of_a_block(kernel):
+    """Shapes and signatures only, on meta tensors: these kernels need a GPU to run."""
     dtype = torch.bfloat16 if kernel == "_flash" else torch.float32
     query, key, value = (torch.empty(2, 4, s, 5, dtype=dtype, device="meta") for s in (6, 3, 3))
     out, lse = getattr(kernels, kernel)(query, key, value, False)

@@ -1,4 +1,4 @@
-"""Context parallelism against one process in float64: attention, then whole models, every gradient."""
+"""Context parallelism against one process in float64: attention, then full models, with every gradient."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ from minidist.parallel.context.split import apply_context_parallel
 from minidist.parallel.context.ulysses import ulysses_attention
 from minidist.parallel.tensor.split import apply_tensor_parallel
 from minidist.parameters import named_parameters
-from minidist.tools.deadlock.nccl_rules import violations
+from minidist.tools.deadlock.nccl_rules import find_nccl_violations
 
 FORMS = [(kind, layout) for kind in ("ring", "ulysses") for layout in ("zigzag", "contiguous")]
 by_form = pytest.mark.parametrize(("kind", "layout"), FORMS)
@@ -25,21 +25,21 @@ by_form = pytest.mark.parametrize(("kind", "layout"), FORMS)
 SHAPES = [(2, 12, 12, 48, 4), (1, 12, 4, 24, 5), (2, 12, 2, 24, 3), (3, 12, 1, 24, 2), (0, 12, 3, 24, 2)]
 
 
-def numbers(*shape: int, seed: int) -> torch.Tensor:
+def random_tensor(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def problem(shape: tuple) -> tuple:
-    """Query, key, value and the gradient of the output, whole. Large queries: a softmax that is far from even."""
+def make_inputs(shape: tuple) -> tuple:
+    """Unsharded query, key, value and output gradient. Large queries make the softmax far from uniform."""
     b, heads, kv_heads, s, d = shape
     sizes = [(b, heads, s, d), (b, kv_heads, s, d), (b, kv_heads, s, d), (b, heads, s, d)]
-    query, *others = (numbers(*size, seed=seed) for seed, size in enumerate(sizes))
+    query, *others = (random_tensor(*size, seed=seed) for seed, size in enumerate(sizes))
     return 3 * query, *others
 
 
-def in_one_process(shape: tuple) -> list:
+def reference_attention(shape: tuple) -> list:
     """Output and gradients by plain softmax with a mask."""
-    query, key, value, grad = problem(shape)
+    query, key, value, grad = make_inputs(shape)
     leaves = [x.requires_grad_() for x in (query, key, value)]
     group = shape[1] // shape[2]
     scores = torch.einsum("bhqd,bhkd->bhqk", query, key.repeat_interleave(group, 1)) / shape[4] ** 0.5
@@ -50,31 +50,31 @@ def in_one_process(shape: tuple) -> list:
     return [out.detach(), *(x.grad for x in leaves)]
 
 
-def attention(kind: str, layout: str, group):
+def make_attention(kind: str, layout: str, group):
     if kind == "ring":
         return partial(ring_attention, group=group, layout=layout)
     return partial(ulysses_attention, attend=partial(Attention.attend, None), group=group, layout=layout)
 
 
-def attended(world: World, kind: str, layout: str, shapes: list) -> list:
+def run_attention(world: World, kind: str, layout: str, shapes: list) -> list:
     group = bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))])["context"]
-    found = []
+    results = []
     for shape in shapes:
         own = rank_positions(layout, shape[3], group.size, group.rank)
-        *leaves, grad = (x[:, :, own] for x in problem(shape))
+        *leaves, grad = (x[:, :, own] for x in make_inputs(shape))
         leaves = [
             x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in leaves
         ]  # as a model has them
-        out = attention(kind, layout, group)(*leaves)
+        out = make_attention(kind, layout, group)(*leaves)
         out.backward(grad)
-        found.append([out.detach(), *(x.grad for x in leaves)])
-    return found
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    return results
 
 
 def assert_attention(seen: list, shapes: list, layout: str) -> None:
-    """What `attended` found on each rank is that rank's positions of what one process finds."""
+    """Check that each rank's results of `run_attention` are its positions of the reference."""
     for index, shape in enumerate(shapes):
-        for whole, *parts in zip(in_one_process(shape), *(one[index] for one in seen), strict=True):
+        for whole, *parts in zip(reference_attention(shape), *(one[index] for one in seen), strict=True):
             for rank, part in enumerate(parts):
                 own = rank_positions(layout, shape[3], len(seen), rank)
                 # Sums of some hundred products of numbers near 1, in float64: 1e-12 is thousands of roundings.
@@ -84,34 +84,36 @@ def assert_attention(seen: list, shapes: list, layout: str) -> None:
 @by_form
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_attention_and_its_gradients_are_those_of_one_process(ranks, size, kind, layout):
-    shapes = [*SHAPES, (1, 12, 12, 2 * size, 1)]  # the shortest sequence that zigzag can share
-    assert_attention(ranks(attended, size, kind, layout, shapes), shapes, layout)
+    shapes = [*SHAPES, (1, 12, 12, 2 * size, 1)]  # the shortest sequence that zigzag can shard
+    assert_attention(ranks(run_attention, size, kind, layout, shapes), shapes, layout)
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_gloo_carries_it_as_well(ranks, kind):
-    assert_attention(ranks(attended, 4, kind, "zigzag", SHAPES, backend="gloo"), SHAPES, "zigzag")
+def test_attention_matches_one_process_over_gloo(ranks, kind):
+    assert_attention(ranks(run_attention, 4, kind, "zigzag", SHAPES, backend="gloo"), SHAPES, "zigzag")
 
 
-def uneven_heads(world: World) -> str:
+def error_of_uneven_heads(world: World) -> str:
     group = bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))])["context"]
-    query, key, value, _ = problem((1, 3, 3, 4, 2))
+    query, key, value, _ = make_inputs((1, 3, 3, 4, 2))
     try:
-        attention("ulysses", "contiguous", group)(query, key, value)
+        make_attention("ulysses", "contiguous", group)(query, key, value)
     except ValueError as error:
         return str(error)
     return "no error"
 
 
 def test_heads_that_do_not_divide_are_refused(ranks):
-    assert ranks(uneven_heads, 2) == ["3 query heads cannot be shared equally by 2 ranks: use ring attention"] * 2
+    assert (
+        ranks(error_of_uneven_heads, 2) == ["3 query heads cannot be shared equally by 2 ranks: use ring attention"] * 2
+    )
 
 
 LENGTH = 24
 CONFIG = ModelConfig(48, 24, 36, 2, 12, 2, 32, dropout=0.3)
 
 
-def whole(config: ModelConfig = CONFIG) -> Transformer:
+def full_model(config: ModelConfig = CONFIG) -> Transformer:
     model = Transformer(config).double()
     init_parameters(model, 3)
     with torch.no_grad():
@@ -123,7 +125,7 @@ def whole(config: ModelConfig = CONFIG) -> Transformer:
     return model
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     tokens, labels = (torch.randint(CONFIG.vocab_size, (3, LENGTH), generator=generator) for _ in range(2))
     labels[0, :3] = IGNORE_INDEX
@@ -137,25 +139,25 @@ SAMPLES = torch.tensor([4, 9, 2])
 
 def loss_of(model: Transformer, own: torch.Tensor, rows: slice = slice(None)) -> tuple:
     """Loss sum and count of these samples at these positions."""
-    tokens, labels = shard_sequence(*(x[rows] for x in batch()), own)
+    tokens, labels = shard_sequence(*(x[rows] for x in make_batch()), own)
     return model(tokens, labels, address=DropoutAddress(7, 11, SAMPLES[rows], own), positions=own)
 
 
-def grads(model: Transformer) -> dict:
+def collect_gradients(model: Transformer) -> dict:
     return {name: p.grad for name, p in named_parameters(model).items()}
 
 
-def one_process() -> tuple:
-    model = whole()
+def train_in_one_process() -> tuple:
+    model = full_model()
     total, count = loss_of(model, torch.arange(LENGTH))
     total.backward()
-    return total.item(), count.item(), grads(model)
+    return total.item(), count.item(), collect_gradients(model)
 
 
-def trained(world: World, kind: str, layout: str | None, how: str = "plain") -> tuple:
+def train_model(world: World, kind: str, layout: str | None, how: str = "plain") -> tuple:
     meter = Meter()
     group = bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))], meter=meter)["context"]
-    model = whole()
+    model = full_model()
     apply_context_parallel(model, group, kind, layout)
     layout = layout or {"ring": "zigzag", "ulysses": "contiguous"}[kind]
     own = rank_positions(layout, LENGTH, group.size, group.rank)
@@ -167,12 +169,12 @@ def trained(world: World, kind: str, layout: str | None, how: str = "plain") -> 
     for total, _ in results:
         total.backward()
     total, count = (sum(x.item() for x in column) for column in zip(*results, strict=True))
-    return total, count, grads(model), meter.records
+    return total, count, collect_gradients(model), meter.records
 
 
-def assert_sums(seen: list, wanted: tuple) -> None:
+def assert_sums(seen: list, expected: tuple) -> None:
     """Losses, counts and gradients of the ranks add up to those of one process."""
-    total, count, gradients = wanted
+    total, count, gradients = expected
     assert sum(one[1] for one in seen) == count
     # Sums of some hundred terms in another order, in float64: 1e-13 is hundreds of roundings.
     assert sum(one[0] for one in seen) == pytest.approx(total, rel=1e-13)
@@ -184,68 +186,70 @@ def assert_sums(seen: list, wanted: tuple) -> None:
 @by_form
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_loss_and_gradients_of_a_model_are_those_of_one_process(ranks, size, kind, layout):
-    seen = ranks(trained, size, kind, layout)
-    assert_sums(seen, one_process())
-    assert violations({rank: one[3] for rank, one in enumerate(seen)}) == []
+    by_rank = ranks(train_model, size, kind, layout)
+    assert_sums(by_rank, train_in_one_process())
+    assert find_nccl_violations({rank: one[3] for rank, one in enumerate(by_rank)}) == []
 
 
 @pytest.mark.parametrize("how", ["recomputed", "micro-batches"])
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 def test_recomputation_and_micro_batches_in_flight_change_nothing(ranks, kind, how):
-    seen = ranks(trained, 3, kind, None, how)
-    assert_sums(seen, one_process())
-    assert violations({rank: one[3] for rank, one in enumerate(seen)}) == []
+    by_rank = ranks(train_model, 3, kind, None, how)
+    assert_sums(by_rank, train_in_one_process())
+    assert find_nccl_violations({rank: one[3] for rank, one in enumerate(by_rank)}) == []
 
 
-def on_a_mesh(world: World, kind: str, sequence: bool) -> tuple:
+def train_with_tensor_parallelism(world: World, kind: str, sequence: bool) -> tuple:
     uses = [GroupSpec("context", ("cp",)), GroupSpec("tp", ("tp",))]
     groups = bind(world, Mesh(cp=2, tp=2), uses, meter=Meter())
-    model = whole()
+    model = full_model()
     held = apply_tensor_parallel(model, groups["tp"], sequence)
     apply_context_parallel(model, groups["context"], kind)
     layout = {"ring": "zigzag", "ulysses": "contiguous"}[kind]
     total, count = loss_of(model, rank_positions(layout, LENGTH, 2, groups["context"].rank))
     total.backward()
-    return total.item(), count.item(), grads(model), held, groups.meter.records
+    return total.item(), count.item(), collect_gradients(model), held, groups.meter.records
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_it_composes_with_tensor_parallelism(ranks, kind, sequence):
-    seen = ranks(on_a_mesh, 4, kind, sequence)
-    assert violations({rank: one[4] for rank, one in enumerate(seen)}) == []
-    total, count, gradients = one_process()
+def test_context_parallelism_composes_with_tensor_parallelism(ranks, kind, sequence):
+    by_rank = ranks(train_with_tensor_parallelism, 4, kind, sequence)
+    assert find_nccl_violations({rank: one[4] for rank, one in enumerate(by_rank)}) == []
+    total, count, gradients = train_in_one_process()
     for tp in range(2):
-        held = seen[tp][3]
+        held = by_rank[tp][3]
         parts = []
         for cp in range(2):  # tp ranks are neighbours
-            loss, n, found, _, _ = seen[2 * cp + tp]
+            loss, n, found, _, _ = by_rank[2 * cp + tp]
             holders = {name: h.holders if h.partial else (tp,) for name, h in held.items()}
-            summed = {name: sum(seen[2 * cp + other][2][name] for other in holders[name]) for name in found}
+            summed = {name: sum(by_rank[2 * cp + other][2][name] for other in holders[name]) for name in found}
             parts.append((loss, n, summed))
         assert_sums(parts, (total, count, {name: grad[held[name].box.slices] for name, grad in gradients.items()}))
 
 
-def compiled(world: World, kind: str, layout: str) -> list:
+def run_eager_and_compiled(world: World, kind: str, layout: str) -> list:
     meter = Meter()
     group = bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))], meter=meter)["context"]
-    found = []
+    results = []
     for wrap in (lambda layer: layer, lambda layer: torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        model = whole()
+        model = full_model()
         apply_context_parallel(model, group, kind, layout)
         before, layer = len(meter.records), model.model.layers[0]
         x = torch.linspace(-1, 1, 2 * 4 * CONFIG.hidden_size, dtype=torch.float64).view(2, 4, -1).requires_grad_()
-        y = wrap(layer)(x, model.model.rotary(torch.arange(4) + 4 * world.rank, x.dtype))
+        y = wrap(layer)(x, model.model.rotary_tables(torch.arange(4) + 4 * world.rank, x.dtype))
         (y * y).sum().backward()
-        found.append((y.detach(), x.grad, layer.self_attn.k_proj.weight.grad, [r.name for r in meter.records[before:]]))
-    return found
+        results.append(
+            (y.detach(), x.grad, layer.self_attn.k_proj.weight.grad, [r.name for r in meter.records[before:]])
+        )
+    return results
 
 
 @by_form
 def test_a_block_compiles_in_one_graph_and_its_bytes_are_counted(ranks, kind, layout):
     # The ring of two: one hop forward; backward one of keys and values, one of their gradients.
     names = ["send", "recv"] * 3 if kind == "ring" else ["all_to_all"] * 4
-    for eager, graph in ranks(compiled, 2, kind, layout):
+    for eager, graph in ranks(run_eager_and_compiled, 2, kind, layout):
         for a, b in zip(eager[:3], graph[:3], strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
         assert eager[3] == graph[3] == names

@@ -1,4 +1,4 @@
-"""What context parallelism costs: bytes on the wire, what travels meanwhile, memory, and work on real calls."""
+"""Costs of context parallelism: bytes on the wire, overlap with attention, scores computed, and memory."""
 
 from fractions import Fraction
 from functools import partial
@@ -14,26 +14,26 @@ from minidist.comm import Group, GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
 from minidist.models.layers import Attention
 from minidist.parallel.context import kernels, ring
-from minidist.parallel.context.causal import scores_per_step
 from minidist.parallel.context.ulysses import ulysses_attention
-from minidist.tools.deadlock.nccl_rules import violations
+from minidist.tools.deadlock.nccl_rules import find_nccl_violations
+from minidist.tools.simulate.context_balance import scores_per_ring_step
 
 B, HEADS, KV_HEADS, D = 2, 12, 2, 4
 
 
-def context(world: World, meter: Meter | None = None) -> Group:
+def make_group(world: World, meter: Meter | None = None) -> Group:
     return bind(world, Mesh(cp=world.size), [GroupSpec("context", ("cp",))], meter=meter)["context"]
 
 
-def own_part(length: int, dtype=torch.float64, kv_heads: int = KV_HEADS) -> list[torch.Tensor]:
+def local_query_key_value(length: int, dtype=torch.float64, kv_heads: int = KV_HEADS) -> list[torch.Tensor]:
     """Query, key and value of a rank."""
     return [torch.ones((B, n, length, D), dtype=dtype).requires_grad_() for n in (HEADS, kv_heads, kv_heads)]
 
 
-def traffic(world: World, kind: str, length: int, dtype: torch.dtype, kv_heads: int) -> tuple:
+def measure_traffic(world: World, kind: str, length: int, dtype: torch.dtype, kv_heads: int) -> tuple:
     meter = Meter()
-    group = context(world, meter)
-    leaves = own_part(length, dtype, kv_heads)
+    group = make_group(world, meter)
+    leaves = local_query_key_value(length, dtype, kv_heads)
     if kind == "ring":
         out = ring.ring_attention(*leaves, group, "zigzag")
     else:
@@ -50,43 +50,43 @@ def test_the_ring_sends_keys_values_and_their_gradients(ranks, size, dtype):
     length = 6
     kv = 2 * B * KV_HEADS * length * D  # of a rank; heads are sent once, not once per query head
     grads = torch.promote_types(dtype, torch.float32)
-    seen = ranks(traffic, size, "ring", length, dtype, KV_HEADS)
-    for forward, backward, _ in seen:
+    by_rank = ranks(measure_traffic, size, "ring", length, dtype, KV_HEADS)
+    for forward, backward, _ in by_rank:
         assert forward == (size - 1) * kv * dtype.itemsize
         assert backward == (size - 1) * kv * (dtype.itemsize + grads.itemsize)
-    assert violations({rank: records for rank, (_, _, records) in enumerate(seen)}) == []
+    assert find_nccl_violations({rank: records for rank, (_, _, records) in enumerate(by_rank)}) == []
 
 
 @pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (2, 1), (3, 2), (4, 12), (4, 6)])
-def test_ulysses_sends_a_share_of_what_a_rank_has(ranks, size, kv_heads):
+def test_ulysses_sends_all_but_one_shard_of_a_ranks_tensors(ranks, size, kv_heads):
     length, dtype = 6, torch.float64
     repeated = kv_heads * size // gcd(kv_heads, size)
     elements = B * length * D * (HEADS + 2 * repeated + HEADS)  # query, key, value and output
-    seen = ranks(traffic, size, "ulysses", length, dtype, kv_heads)
-    for forward, backward, records in seen:
+    by_rank = ranks(measure_traffic, size, "ulysses", length, dtype, kv_heads)
+    for forward, backward, records in by_rank:
         assert forward == backward == elements * dtype.itemsize * (size - 1) // size
         assert [record.name for record in records] == ["all_to_all"] * 4
-    assert violations({rank: records for rank, (_, _, records) in enumerate(seen)}) == []
+    assert find_nccl_violations({rank: records for rank, (_, _, records) in enumerate(by_rank)}) == []
 
 
-def in_order(world: World) -> tuple:
+def record_events(world: World) -> tuple:
     meter = Meter()
-    group = context(world, meter)
+    group = make_group(world, meter)
     for name in ("forward", "backward"):
         real = getattr(kernels, f"attention_{name}")
 
         def marked(*args, _real=real, _name=name):
-            meter.event(_name)
+            meter.add_event(_name)
             return _real(*args)
 
         setattr(kernels, f"attention_{name}", marked)
-    ring.ring_attention(*own_part(4), group, "zigzag").sum().backward()
+    ring.ring_attention(*local_query_key_value(4), group, "zigzag").sum().backward()
     return meter.records, meter.events
 
 
-def test_a_block_travels_while_another_is_attended(ranks):
-    """By the order of events: every hop but the gradients' last is launched before, and waited for after, a block."""
-    for records, events in ranks(in_order, 3):
+def test_each_hop_overlaps_the_attention_of_a_block(ranks):
+    """By the order of events: all hops but the last of the gradients are in flight while a block is computed."""
+    for records, events in ranks(record_events, 3):
         assert [label for _, label in events] == ["forward"] * 3 + ["backward"] * 3
         hops = {record.batch: record for record in records}
         assert len(hops) == 2 + 4
@@ -96,9 +96,9 @@ def test_a_block_travels_while_another_is_attended(ranks):
         assert meanwhile == [["forward"]] * 2 + [["backward"]] * 3 + [[]]
 
 
-def counted(world: World, layout: str, length: int) -> list:
-    """Scores of every kernel call of a rank, forward and backward, from the sizes that the kernels were given."""
-    group = context(world)
+def count_scores(world: World, layout: str, length: int) -> list:
+    """Scores of every kernel call of a rank, forward and backward, from the shapes of the kernels' arguments."""
+    group = make_group(world)
     calls = []
     for name in ("forward", "backward"):
         real = getattr(kernels, f"attention_{name}")
@@ -110,24 +110,24 @@ def counted(world: World, layout: str, length: int) -> list:
             return _real(*args)
 
         setattr(kernels, f"attention_{name}", counting)
-    ring.ring_attention(*own_part(length), group, layout).sum().backward()
+    ring.ring_attention(*local_query_key_value(length), group, layout).sum().backward()
     return [[scores for name, scores in calls if name == which] for which in ("forward", "backward")]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_work_of_real_calls_is_what_the_formula_says(ranks, size, layout):
+def test_scores_computed_match_the_formula(ranks, size, layout):
     length = 6
-    for calls in zip(*ranks(counted, size, layout, length), strict=True):
+    for calls in zip(*ranks(count_scores, size, layout, length), strict=True):
         # Contiguous, the steps that a rank skips are its last.
         steps = [[per[step] if step < len(per) else 0 for per in calls] for step in range(size)]
-        assert steps == scores_per_step(layout, size, length)
+        assert steps == scores_per_ring_step(layout, size, length)
         useful = Fraction(sum(map(sum, steps))) / (size * Fraction(sum(map(max, steps))))
         assert useful == (Fraction(size, 2 * size - 1) if layout == "contiguous" else 1)
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made in this context held at one time. What kernels use inside is not seen."""
+    """Peak bytes of the tensors created in this context, without the workspace of kernels."""
 
     def __init__(self):
         super().__init__()
@@ -144,10 +144,10 @@ class LiveBytes(TorchDispatchMode):
         return made
 
 
-def remembered(world: World, layout: str, length: int) -> tuple:
-    """Peaks of forward and backward, and what autograd keeps between them, in bytes."""
-    group = context(world)
-    leaves = own_part(length)
+def measure_memory(world: World, layout: str, length: int) -> tuple:
+    """Peak bytes of forward, of backward, and the bytes that autograd saves between them."""
+    group = make_group(world)
+    leaves = local_query_key_value(length)
     kept = {}
 
     def keep(x):
@@ -165,17 +165,19 @@ def remembered(world: World, layout: str, length: int) -> tuple:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_memory_depends_on_a_ranks_own_part_only(ranks, layout):
+def test_memory_depends_on_the_local_sequence_length_only(ranks, layout):
     own = 12
-    small, large = ranks(remembered, 4, layout, own), ranks(remembered, 5, layout, own)
-    assert set(large) == set(small), "a longer sequence on more ranks is the same to each of them"
-    twice = ranks(remembered, 4, layout, 2 * own)
-    assert twice == [tuple(2 * n for n in each) for each in small], "and it grows with the part, not with its square"
+    small, large = ranks(measure_memory, 4, layout, own), ranks(measure_memory, 5, layout, own)
+    assert set(large) == set(small), "more ranks with a longer sequence change the memory of a rank"
+    twice = ranks(measure_memory, 4, layout, 2 * own)
+    assert twice == [tuple(2 * n for n in each) for each in small], "memory is not linear in the local sequence length"
     query, kv, lse = B * HEADS * own * D * 8, 2 * B * KV_HEADS * own * D * 8, B * HEADS * own * 8
     for forward, backward, kept in small:
         assert kept == 2 * query + kv + lse  # query, output; key and value; log-sum-exp
-        # This rank's block, two on the way. Output, the block's, and while they are merged both scaled and their sum.
+        # Keys and values: this rank's block and two in flight. Outputs: the running one, the block's, both scaled
+        # while they are merged, and their sum.
         assert forward <= 3 * kv + 5 * query + 6 * lse
-        # Two blocks, three of gradients, a share of them. Repeated for the kernel key and value are like two queries,
-        # and so are their gradients; with those of the query, of the block and in all, that is six.
+        # Two blocks of keys and values, three of gradients and a share of them. Key and value, repeated for the kernel,
+        # are as large as two queries, and so are their gradients; with the query's gradients (the block's and the sum)
+        # that is six.
         assert backward <= 6 * kv + 6 * query + lse

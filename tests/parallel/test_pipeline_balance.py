@@ -1,4 +1,4 @@
-"""Stages balanced by cost: the best of all cuts, found by trying them all."""
+"""Balancing stages by cost, against an exhaustive search over all cuts."""
 
 from itertools import combinations
 
@@ -18,7 +18,7 @@ def all_cuts(layers, parts):
         yield [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
 
 
-def loads(cut, costs, embedding, head):
+def part_loads(cut, costs, embedding, head):
     sums = [sum(costs[i] for i in part) for part in cut]
     sums[0] += embedding
     sums[-1] += head
@@ -26,17 +26,17 @@ def loads(cut, costs, embedding, head):
 
 
 @given(COSTS, st.integers(1, 6), st.integers(0, 20), st.integers(0, 20))
-def test_no_cut_has_a_smaller_largest_part_and_none_of_those_is_more_even(costs, parts, embedding, head):
+def test_balance_is_the_best_of_all_cuts(costs, parts, embedding, head):
     parts = min(parts, len(costs))
 
     def worth(cut):
-        of = loads(cut, costs, embedding, head)
+        of = part_loads(cut, costs, embedding, head)
         return max(of), sum(load**2 for load in of), [part.stop for part in cut]
 
     assert balance_layers(costs, parts, embedding=embedding, head=head) == min(all_cuts(len(costs), parts), key=worth)
 
 
-def test_the_largest_part_comes_before_evenness():
+def test_the_largest_load_matters_more_than_evenness():
     """1 | 5 | 2 3 against 1 5 | 2 | 3, whose sum of squares is less."""
     assert balance_layers([1, 5, 2, 3], 3) == [range(0, 1), range(1, 2), range(2, 4)]
 
@@ -49,7 +49,7 @@ def test_equal_layers_are_spread_evenly(layers, stages):
 
 
 @given(st.integers(2, 30), st.integers(1, 8))
-def test_costs_that_round_differently_are_still_equal(layers, stages):
+def test_equal_costs_balance_equally_despite_rounding(layers, stages):
     stages = min(stages, layers)
     assert balance_layers([0.1] * layers, stages) == balance_layers([1] * layers, stages)
 
@@ -60,12 +60,12 @@ def test_a_costly_head_takes_layers_from_the_last_stage():
     assert [len(part) for part in balance_layers([1] * 12, 4, embedding=3.0)] == [1, 3, 4, 4]
 
 
-def test_chunks_are_parts_of_their_own():
+def test_each_chunk_is_a_part():
     parts = balance_layers([1] * 8, 2, chunks=2)
     assert parts == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
 
 
-def test_large_models_are_cut_too():
+def test_126_layers_over_16_stages():
     assert [len(part) for part in balance_layers([1.0] * 126, 16, embedding=1.0, head=2.0)] == [7, *[8] * 14, 7]
 
 

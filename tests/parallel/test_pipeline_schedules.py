@@ -1,4 +1,4 @@
-"""The schedules are those of the papers, and what each says of its memory is so."""
+"""Pipeline schedules against the figures and the memory claims of their papers."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.actions import Op, StageOp, last_backward_index
+from minidist.parallel.pipeline.actions import Action, StageAction, last_backward_index
 from minidist.parallel.pipeline.check import check_schedule, live_micro_batches, peak_live_micro_batches
 from minidist.parallel.pipeline.schedules import KINDS, build_schedule
 
@@ -16,19 +16,19 @@ MICRO_BATCHES = st.integers(1, 14)
 
 
 def any_schedule(kind, stages, micro_batches, chunks=3):
-    """One of that kind, with as many more micro-batches as it needs."""
+    """A schedule of this kind, with more micro-batches if the kind needs them."""
     if kind == "interleaved":
         return build_schedule(kind, stages, stages * (1 + micro_batches // 4), chunks)
     return build_schedule(kind, stages, max(micro_batches, 2 * stages - 1) if kind == "zb-h2" else micro_batches)
 
 
-def numbers(order):
-    """A row of a paper's figure: micro-batches counted from 1, whatever is done with them."""
-    return " ".join(str(op.micro_batch + 1) for op in order)
+def micro_batch_numbers(order):
+    """One line of a paper's figure: the micro-batch of each operation, counted from 1."""
+    return " ".join(str(action.micro_batch + 1) for action in order)
 
 
-def letters(order):
-    return "".join(op.kind for op in order)
+def operation_kinds(order):
+    return "".join(action.kind for action in order)
 
 
 # Qi et al. 2023, figures 2, 3 and 8: 4 stages, 8 micro-batches.
@@ -53,30 +53,33 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("kind", FIGURES)
-def test_the_order_of_every_stage_is_that_of_the_papers_figure(kind):
+def test_stage_orders_match_the_papers_figures(kind):
     rows = [" ".join(row.split()) for row in FIGURES[kind].splitlines()]
-    assert [numbers(order) for order in build_schedule(kind, 4, 8).orders] == rows
+    assert [micro_batch_numbers(order) for order in build_schedule(kind, 4, 8).orders] == rows
 
 
-def test_zb_h1_delays_its_weight_halves_by_the_place_of_the_stage():
+def test_zb_h1_delays_weight_gradients_by_stage():
     """The letters beside the numbers of figure 3, top."""
     orders = build_schedule("zb-h1", 4, 8).orders
-    assert letters(orders[0]) == "FFFF" + "BWF" * 4 + "BW" * 4
-    assert letters(orders[3]) == "FB" * 3 + "FBW" * 5 + "WWW"
+    assert operation_kinds(orders[0]) == "FFFF" + "BWF" * 4 + "BW" * 4
+    assert operation_kinds(orders[3]) == "FB" * 3 + "FBW" * 5 + "WWW"
 
 
 def test_gpipe_runs_all_forwards_first():
-    assert {letters(order) for order in build_schedule("gpipe", 3, 5).orders} == {"F" * 5 + "B" * 5}
+    assert {operation_kinds(order) for order in build_schedule("gpipe", 3, 5).orders} == {"F" * 5 + "B" * 5}
 
 
 def test_interleaved_takes_a_group_of_micro_batches_through_each_chunk():
     """Narayanan et al. 2021, figure 4, bottom: 4 devices, 8 micro-batches, 2 chunks; its first and its last device."""
     first, *_, last = build_schedule("interleaved", 4, 8).orders
-    forwards = [f"{op.micro_batch + 1}{'ab'[op.chunk]}" for op in first if op.kind == "F"]
+    forwards = [f"{action.micro_batch + 1}{'ab'[action.chunk]}" for action in first if action.kind == "F"]
     assert " ".join(forwards) == "1a 2a 3a 4a 1b 2b 3b 4b 5a 6a 7a 8a 5b 6b 7b 8b"
-    backwards = [f"{op.micro_batch + 1}{'ab'[op.chunk]}" for op in last if op.kind == "B"]
+    backwards = [f"{action.micro_batch + 1}{'ab'[action.chunk]}" for action in last if action.kind == "B"]
     assert " ".join(backwards) == "1b 2b 3b 4b 1a 2a 3a 4a 5b 6b 7b 8b 5a 6a 7a 8a"
-    assert letters(first) == "F" * 11 + "BF" * 5 + "B" * 11 and letters(last) == "F" * 4 + "FB" * 12 + "B" * 4
+    assert (
+        operation_kinds(first) == "F" * 11 + "BF" * 5 + "B" * 11
+        and operation_kinds(last) == "F" * 4 + "FB" * 12 + "B" * 4
+    )
 
 
 @given(st.sampled_from(list(KINDS)), STAGES, MICRO_BATCHES)
@@ -97,34 +100,34 @@ def test_owner_and_position_are_each_others_inverse(kind, stages, micro_batches)
 
 
 @given(st.sampled_from(list(KINDS)), STAGES, MICRO_BATCHES)
-def test_what_an_operation_feeds_needs_it(kind, stages, micro_batches):
+def test_feeds_and_needs_are_inverse(kind, stages, micro_batches):
     made = any_schedule(kind, stages, micro_batches)
-    places = [StageOp(stage, op) for stage, order in enumerate(made.orders) for op in order]
-    fed = {(place, goes_to) for place in places if (goes_to := made.feeds(*place))}
-    assert fed == {(n, p) for p in places for n in made.needs(*p) if n.op.kind == p.op.kind}
+    places = [StageAction(stage, action) for stage, order in enumerate(made.orders) for action in order]
+    fed = {(place, consumer) for place in places if (consumer := made.consumer(*place))}
+    assert fed == {(n, p) for p in places for n in made.dependencies(*p) if n.action.kind == p.action.kind}
     assert len(fed) == 2 * (made.positions - 1) * made.micro_batches
 
 
-def test_a_v_ends_on_the_stage_where_it_begins():
+def test_zb_v_ends_on_its_first_stage():
     made = build_schedule("zb-v", 3, 5)
     assert [made.owner(position) for position in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
 
 
 @given(STAGES, MICRO_BATCHES)
-def test_one_f_one_b_holds_a_micro_batch_for_every_stage_from_its_own_on(stages, micro_batches):
+def test_1f1b_keeps_one_live_micro_batch_per_stage_from_its_own_on(stages, micro_batches):
     assert peak_live_micro_batches(build_schedule("1f1b", stages, micro_batches)) == [
         min(stages - stage, micro_batches) for stage in range(stages)
     ]
 
 
 @given(STAGES, MICRO_BATCHES)
-def test_gpipe_holds_all_micro_batches(stages, micro_batches):
+def test_gpipe_keeps_all_micro_batches_live(stages, micro_batches):
     assert peak_live_micro_batches(build_schedule("gpipe", stages, micro_batches)) == [micro_batches] * stages
 
 
 @given(STAGES, MICRO_BATCHES)
-def test_the_zero_bubble_schedules_hold_what_their_paper_says(stages, micro_batches):
-    """Qi et al. 2023, table 2 and section 6: p, 2p - 1, and p again, which is 2p halves of a stage."""
+def test_live_micro_batches_of_zero_bubble_schedules_match_the_paper(stages, micro_batches):
+    """Qi et al. 2023, table 2 and section 6: p, 2p - 1, and for ZB-V p, which is 2p chunks of half a stage."""
     assert (
         peak_live_micro_batches(build_schedule("zb-h1", stages, micro_batches)) == [min(stages, micro_batches)] * stages
     )
@@ -135,13 +138,13 @@ def test_the_zero_bubble_schedules_hold_what_their_paper_says(stages, micro_batc
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3), (8, 4)])
-def test_interleaved_holds_more_than_one_f_one_b(stages, chunks):
+def test_interleaved_keeps_more_micro_batches_live_than_1f1b(stages, chunks):
     """Korthikanti et al. 2022, section 4.2.3: 1 + (p - 1) / (p v) of 1F1B's p micro-batches on the first stage."""
     peak = peak_live_micro_batches(build_schedule("interleaved", stages, 4 * stages, chunks))[0]
     assert peak / chunks == pytest.approx(stages * (1 + (stages - 1) / (stages * chunks)))
 
 
-def test_a_micro_batch_is_alive_until_its_last_backward_has_ended():
+def test_a_micro_batch_is_live_until_its_last_backward_ends():
     assert live_micro_batches(build_schedule("1f1b", 2, 3), 0) == [1, 2, 2, 2, 2, 1]
     assert live_micro_batches(build_schedule("zb-h1", 2, 2), 1) == [1, 1, 2, 2, 2, 1]
 
@@ -153,7 +156,7 @@ def test_a_chunks_gradients_are_complete_after_its_last_backward(kind, stages, m
         for chunk, index in last_backward_index(made, stage).items():
             ends = ("W",) if kind.startswith("zb") else ("B",)
             assert order[index].kind in ends and order[index].chunk == chunk
-            assert not [op for op in order[index + 1 :] if op.chunk == chunk and op.kind in ends]
+            assert not [action for action in order[index + 1 :] if action.chunk == chunk and action.kind in ends]
 
 
 @pytest.mark.parametrize(
@@ -173,14 +176,14 @@ def test_a_chunks_gradients_are_complete_after_its_last_backward(kind, stages, m
         ),
     ],
 )
-def test_what_a_schedule_cannot_do_is_refused_with_what_it_can(arguments, message):
+def test_impossible_schedules_are_refused_with_possible_ones(arguments, message):
     with pytest.raises(UserError) as error:
         build_schedule(*arguments)
     assert message in str(error.value)
 
 
 @given(STAGES, MICRO_BATCHES)
-def test_what_the_messages_offer_works(stages, micro_batches):
+def test_the_schedules_offered_in_the_message_work(stages, micro_batches):
     if micro_batches < 2 * stages - 1:
         with pytest.raises(UserError) as error:
             build_schedule("zb-h2", stages, micro_batches)
@@ -190,5 +193,5 @@ def test_what_the_messages_offer_works(stages, micro_batches):
         build_schedule("zb-h2", stages, 2 * stages - 1), build_schedule("zb-h2", fits, micro_batches)
 
 
-def test_an_operation_has_a_name_people_can_write():
-    assert [str(Op("F", 3)), str(Op("W", 12, 1))] == ["F3", "W12.1"]
+def test_operations_print_as_in_a_schedule_file():
+    assert [str(Action("F", 3)), str(Action("W", 12, 1))] == ["F3", "W12.1"]

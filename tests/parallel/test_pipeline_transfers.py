@@ -1,11 +1,11 @@
-"""Sends and receives: no program made from a timeline deadlocks, even where a send ends only when it is matched."""
+"""Sends and receives of a pipeline: programs made from a timeline never deadlock, even if sends are synchronous."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.actions import Op, StageOp
+from minidist.parallel.pipeline.actions import Action, StageAction
 from minidist.parallel.pipeline.schedules import KINDS, build_schedule
 from minidist.parallel.pipeline.transfers import Transfer, check_rendezvous, insert_transfers
 from minidist.tools.simulate.timeline import StageTimes, simulate_schedule
@@ -13,29 +13,31 @@ from minidist.tools.simulate.timeline import StageTimes, simulate_schedule
 TIME = st.integers(0, 8).map(lambda quarters: quarters / 4)
 
 
-def naive(made):
-    """Receive right before an operation, send right after it."""
+def insert_blocking_transfers(made):
+    """Put each receive right before the operation that needs it, and each send right after its operation."""
     programs = []
     for stage, order in enumerate(made.orders):
         program = []
-        for op in order:
-            program += [Transfer("recv", need.stage, need) for need in made.needs(stage, op) if need.stage != stage]
-            program.append(op)
-            if (goes_to := made.feeds(stage, op)) and goes_to.stage != stage:
-                program.append(Transfer("send", goes_to.stage, StageOp(stage, op)))
+        for action in order:
+            program += [
+                Transfer("recv", need.stage, need) for need in made.dependencies(stage, action) if need.stage != stage
+            ]
+            program.append(action)
+            if (consumer := made.consumer(stage, action)) and consumer.stage != stage:
+                program.append(Transfer("send", consumer.stage, StageAction(stage, action)))
         programs.append(program)
     return programs
 
 
 @given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.lists(TIME, min_size=4, max_size=4))
-def test_programs_made_from_a_timeline_end_whatever_the_times(kind, stages, times):
+def test_programs_made_from_any_timeline_do_not_deadlock(kind, stages, times):
     made = build_schedule(kind, stages, 2 * stages)
     programs = insert_transfers(simulate_schedule(made, StageTimes(1.0 + times[0], *times[1:])))
     check_rendezvous(made, programs)
-    assert [[step for step in program if isinstance(step, Op)] for program in programs] == [*map(list, made.orders)]
+    assert [[step for step in program if isinstance(step, Action)] for program in programs] == [*map(list, made.orders)]
 
 
-def test_a_transfer_stands_after_what_began_before_it_was_there():
+def test_a_transfer_follows_operations_that_started_before_it():
     """The middle stage, F taking 1, B 2, a transfer 0.5: F0 runs from 1.5 to 2.5, and at 2 stage 0 has ended F1."""
     program = insert_transfers(simulate_schedule(build_schedule("1f1b", 3, 4), StageTimes(1.0, 1.0, 1.0, 0.5)))[1]
     assert " | ".join(map(str, program[:10])) == (
@@ -45,7 +47,7 @@ def test_a_transfer_stands_after_what_began_before_it_was_there():
 
 
 @given(st.sampled_from(list(KINDS)), st.integers(2, 4))
-def test_what_one_stage_sends_another_receives_in_the_same_order(kind, stages):
+def test_sends_and_receives_are_in_the_same_order(kind, stages):
     programs = insert_transfers(simulate_schedule(build_schedule(kind, stages, 2 * stages), StageTimes()))
     for a in range(stages):
         for b in range(stages):
@@ -55,8 +57,8 @@ def test_what_one_stage_sends_another_receives_in_the_same_order(kind, stages):
 
 
 @pytest.mark.parametrize(("kind", "edges"), [("1f1b", 3 * 2), ("interleaved", 7 * 2), ("zb-v", 6 * 2)])
-def test_every_edge_between_stages_is_one_transfer_and_the_turn_of_a_v_is_none(kind, edges):
-    """4 stages: 3 edges; 8 parts in a loop: 7; in a V: 6, as parts 3 and 4 are on one stage. Forward and back."""
+def test_one_transfer_per_edge_between_stages_and_none_within_a_stage(kind, edges):
+    """4 stages have 3 edges; 8 parts in a loop 7; in a V 6, as parts 3 and 4 are on one stage. Times 2: F and B."""
     programs = insert_transfers(simulate_schedule(build_schedule(kind, 4, 8), StageTimes()))
     transfers = [step for program in programs for step in program if isinstance(step, Transfer)]
     assert (
@@ -64,31 +66,31 @@ def test_every_edge_between_stages_is_one_transfer_and_the_turn_of_a_v_is_none(k
     )
 
 
-def test_one_f_one_b_deadlocks_when_stages_send_at_once_and_in_turn():
+def test_1f1b_deadlocks_with_blocking_sends_after_each_operation():
     made = build_schedule("1f1b", 2, 4)
     with pytest.raises(UserError) as error:
-        check_rendezvous(made, naive(made))
+        check_rendezvous(made, insert_blocking_transfers(made))
     assert str(error.value).startswith(
         "the transfers deadlock: stage 0 waits in send F1 to stage 1; stage 1 waits in send B0 to stage 0. "
     )
 
 
-def test_gpipe_does_not():
+def test_gpipe_does_not_deadlock_with_blocking_sends():
     made = build_schedule("gpipe", 3, 4)
-    check_rendezvous(made, naive(made))
+    check_rendezvous(made, insert_blocking_transfers(made))
 
 
-def test_a_program_that_uses_what_it_has_not_received_is_refused():
+def test_using_an_activation_before_its_receive_is_refused():
     made = build_schedule("gpipe", 2, 1)
-    programs = naive(made)
+    programs = insert_blocking_transfers(made)
     del programs[1][0], programs[0][1]  # the transfer of F0
     with pytest.raises(UserError, match="stage 1 runs F0 before it has received F0 of stage 0: put that first"):
         check_rendezvous(made, programs)
 
 
-def test_a_program_that_sends_what_it_has_not_run_is_refused():
+def test_sending_a_result_before_it_is_computed_is_refused():
     made = build_schedule("gpipe", 2, 1)
-    programs = naive(made)
+    programs = insert_blocking_transfers(made)
     programs[0][0], programs[0][1] = programs[0][1], programs[0][0]
     with pytest.raises(UserError, match="stage 0 sends it before it has run F0 of stage 0"):
         check_rendezvous(made, programs)
@@ -96,14 +98,14 @@ def test_a_program_that_sends_what_it_has_not_run_is_refused():
 
 def test_a_send_that_nobody_receives_is_a_deadlock():
     made = build_schedule("gpipe", 2, 1)
-    programs = naive(made)
+    programs = insert_blocking_transfers(made)
     del programs[0][2]  # stage 0 does not receive the gradient
     with pytest.raises(UserError, match="stage 1 waits in send B0 to stage 0|stage 0 runs B0 before it has received"):
         check_rendezvous(made, programs)
 
 
-def test_transfers_have_names():
-    place = StageOp(0, Op("F", 2))
+def test_transfers_print_readably():
+    place = StageAction(0, Action("F", 2))
     assert [str(Transfer("send", 1, place)), str(Transfer("recv", 0, place))] == [
         "send F2 to stage 1",
         "recv F2 from stage 0",

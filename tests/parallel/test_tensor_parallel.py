@@ -23,7 +23,7 @@ SHAPES = {
 }
 
 
-def whole(config: ModelConfig) -> Transformer:
+def full_model(config: ModelConfig) -> Transformer:
     model = Transformer(config).double()
     init_parameters(model, 3)
     with torch.no_grad():
@@ -33,25 +33,25 @@ def whole(config: ModelConfig) -> Transformer:
     return model
 
 
-def batch(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     tokens, labels = (torch.randint(config.vocab_size, (3, LENGTH), generator=generator) for _ in range(2))
     labels[0, :3] = IGNORE_INDEX
     return tokens, labels
 
 
-def address(config: ModelConfig) -> DropoutAddress | None:
+def make_address(config: ModelConfig) -> DropoutAddress | None:
     return DropoutAddress(7, 11, torch.tensor([4, 9, 2]), torch.arange(LENGTH)) if config.dropout else None
 
 
-def in_parallel(world: World, config: ModelConfig, sequence: bool) -> tuple:
+def train_in_parallel(world: World, config: ModelConfig, sequence: bool) -> tuple:
     group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))], meter=Meter())["tp"]
-    model = whole(config)
+    model = full_model(config)
     held = apply_tensor_parallel(model, group, sequence)
-    total, count = model(*batch(config), address=address(config))
+    total, count = model(*make_batch(config), address=make_address(config))
     total.backward()
     model.eval()
-    logits = model(batch(config)[0]).detach()
+    logits = model(make_batch(config)[0]).detach()
     parameters = named_parameters(model)
     assert held.keys() == parameters.keys()
     found = {name: (held[name], p.detach(), p.grad) for name, p in parameters.items()}
@@ -65,28 +65,28 @@ def in_parallel(world: World, config: ModelConfig, sequence: bool) -> tuple:
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_loss_and_gradients_are_those_of_one_process(ranks, shape, size, sequence):
     config = SHAPES[shape]
-    model = whole(config)
-    tokens, labels = batch(config)
-    total, count = cross_entropy_sum(model.lm_head(model.model(tokens, address=address(config))), labels)
+    model = full_model(config)
+    tokens, labels = make_batch(config)
+    total, count = cross_entropy_sum(model.lm_head(model.model(tokens, address=make_address(config))), labels)
     total.backward()
     model.eval()
-    wanted = named_parameters(model)
-    seen = ranks(in_parallel, size, config, sequence)
-    for loss, n, _, found in seen:
+    expected = named_parameters(model)
+    by_rank = ranks(train_in_parallel, size, config, sequence)
+    for loss, n, _, found in by_rank:
         assert n == count.item()
         # Sums of some hundred terms in another order, in float64: 1e-13 is hundreds of roundings.
         assert loss == pytest.approx(total.item(), rel=1e-13)
-        assert found.keys() == wanted.keys()
-    logits = torch.cat([logits for _, _, logits, _ in seen], -1)
+        assert found.keys() == expected.keys()
+    logits = torch.cat([logits for _, _, logits, _ in by_rank], -1)
     torch.testing.assert_close(logits, model(tokens).detach(), rtol=0, atol=1e-12)
-    for name, p in wanted.items():
+    for name, p in expected.items():
         covered = torch.zeros(p.shape, dtype=torch.int64)
-        for rank, (_, _, _, found) in enumerate(seen):
+        for rank, (_, _, _, found) in enumerate(by_rank):
             held, values, grad = found[name]
             assert rank in held.holders
             assert torch.equal(values, p.detach()[held.box.slices]), name
             if held.partial:
-                grad = sum(seen[other][3][name][2] for other in held.holders)
+                grad = sum(by_rank[other][3][name][2] for other in held.holders)
             torch.testing.assert_close(
                 grad, p.grad[held.box.slices], rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
             )
@@ -95,46 +95,49 @@ def test_loss_and_gradients_are_those_of_one_process(ranks, shape, size, sequenc
         assert (covered == 1).all(), f"{name} is not covered once"
 
 
-def traffic(world: World, config: ModelConfig, sequence: bool) -> list:
+def record_traffic(world: World, config: ModelConfig, sequence: bool) -> list:
     meter = Meter()
     group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))], meter=meter)["tp"]
-    model = whole(config)
+    model = full_model(config)
     apply_tensor_parallel(model, group, sequence)
-    model(*batch(config))[0].backward()
+    model(*make_batch(config))[0].backward()
     return [(record.name, tuple(record.shape)) for record in meter.records]
 
 
-def test_what_a_step_sends(ranks):
+def test_collectives_of_one_step(ranks):
     config = replace(SHAPES["two for four"], dropout=0.0)
     b, s, h = 3, LENGTH, config.hidden_size
     forward = [(b, s, h)] + [(b, s, h)] * 2 * config.num_layers + [(b * s,), (2, b * s)]
     backward = [(b, s, h)] * (1 + 2 * config.num_layers)  # the head's input, and each branch's
-    for records in ranks(traffic, 2, config, False):
+    for records in ranks(record_traffic, 2, config, False):
         assert records == [("all_reduce", shape) for shape in forward + backward]
-    # Sequence parallel: in place of each all-reduce of an activation its two halves.
+    # Sequence parallelism replaces each all-reduce of an activation by a reduce-scatter and an all-gather.
     inside = ["reduce_scatter"] + ["all_gather", "reduce_scatter"] * 2 * config.num_layers + ["all_gather"]
     back = [{"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}[name] for name in reversed(inside)]
-    for records in ranks(traffic, 2, config, True):
+    for records in ranks(record_traffic, 2, config, True):
         assert [name for name, _ in records] == [*inside, "all_reduce", "all_reduce", *back]
 
 
-def uneven(world: World) -> str:
+def error_of_uneven_sequence(world: World) -> str:
     config = SHAPES["grouped"]
     group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))])["tp"]
-    model = whole(config)
-    apply_tensor_parallel(model, group, sequence=True)
+    model = full_model(config)
+    apply_tensor_parallel(model, group, sequence_parallel=True)
     try:
-        model(batch(config)[0][:, :7])
+        model(make_batch(config)[0][:, :7])
     except ValueError as error:
         return str(error)
     return "no error"
 
 
 def test_a_sequence_that_does_not_divide_is_refused(ranks):
-    assert ranks(uneven, 2) == ["dimension 1 has 7 elements, which cannot be sharded equally over 2 ranks"] * 2
+    assert (
+        ranks(error_of_uneven_sequence, 2)
+        == ["dimension 1 has 7 elements, which cannot be sharded equally over 2 ranks"] * 2
+    )
 
 
-def extreme(world: World) -> list:
+def loss_of_extreme_logits(world: World) -> list:
     group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))])["tp"]
     logits = torch.tensor([[[1e4, -1e4, 0.0, 3.0], [5.0, 5.0, 5.0, 5.0], [1.0, 2.0, 3.0, 4.0]]])
     first = 2 * group.rank
@@ -146,51 +149,51 @@ def extreme(world: World) -> list:
     return [total, count, part.grad]
 
 
-def test_huge_logits_and_ignored_labels(ranks):
+def test_vocab_parallel_loss_handles_huge_logits_and_ignored_labels(ranks):
     logits = torch.tensor([[[1e4, -1e4, 0.0, 3.0], [5.0, 5.0, 5.0, 5.0], [1.0, 2.0, 3.0, 4.0]]], requires_grad=True)
     total, count = cross_entropy_sum(logits, torch.tensor([[2, 1, IGNORE_INDEX]]))
     (3 * total).backward()
-    for rank, (mine, n, grad) in enumerate(ranks(extreme, 2)):
+    for rank, (mine, n, grad) in enumerate(ranks(loss_of_extreme_logits, 2)):
         assert n == count == 2
         torch.testing.assert_close(mine, total.detach())
         torch.testing.assert_close(grad, logits.grad[..., 2 * rank : 2 * rank + 2])
 
 
-@pytest.mark.parametrize(("change", "size", "said"), [
+@pytest.mark.parametrize(("change", "size", "message"), [
     ({"num_heads": 4, "num_kv_heads": 2}, 3, "num_heads=4 is not divisible by tp=3; possible tp: 1, 2"),
     ({"intermediate_size": 30}, 4, "intermediate_size=30 is not divisible by tp=4"),
-    ({"vocab_size": 25}, 2, "vocab_size=25 is not divisible by tp=2; possible tp: 1, 5; or vocab_size=26"),
+    ({"vocab_size": 25}, 2, "vocab_size=25 is not divisible by tp=2; possible tp: 1; or vocab_size=26"),
     ({"num_heads": 12, "num_kv_heads": 3}, 2, "num_kv_heads=3 and tp=2: one must divide the other"),
 ])  # fmt: skip
-def test_sizes_that_do_not_divide_are_refused_with_those_that_do(change, size, said):
+def test_sizes_that_do_not_divide_are_refused_with_those_that_do(change, size, message):
     config = replace(SHAPES["grouped"], **change)
     with pytest.raises(ValueError) as caught:
         validate_tensor_parallel(config, size)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def compiled(world: World, sequence: bool) -> tuple:
+def run_eager_and_compiled(world: World, sequence: bool) -> tuple:
     config = replace(SHAPES["two for four"], dropout=0.0)
     meter = Meter()
     group = bind(world, Mesh(tp=world.size), [GroupSpec("tp", ("tp",))], meter=meter)["tp"]
-    found = []
+    results = []
     for wrap in (lambda layer: layer, lambda layer: torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        model = whole(config)
+        model = full_model(config)
         apply_tensor_parallel(model, group, sequence)
         before, layer = len(meter.records), model.model.layers[0]
         x = torch.linspace(-1, 1, 2 * 4 * config.hidden_size, dtype=torch.float64).view(2, 4, -1).requires_grad_()
         length = 4 * world.size if sequence else 4
-        y = wrap(layer)(x, model.model.rotary(torch.arange(length), x.dtype))
+        y = wrap(layer)(x, model.model.rotary_tables(torch.arange(length), x.dtype))
         (y * y).sum().backward()
         names = [record.name for record in meter.records[before:]]
-        found.append((y.detach(), x.grad, layer.self_attn.k_proj.weight.grad, names))
-    return found
+        results.append((y.detach(), x.grad, layer.self_attn.k_proj.weight.grad, names))
+    return results
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_a_block_compiles_in_one_graph_and_its_bytes_are_counted(ranks, sequence):
     names = ["all_gather", "reduce_scatter"] * 4 if sequence else ["all_reduce"] * 4
-    for eager, graph in ranks(compiled, 2, sequence):
+    for eager, graph in ranks(run_eager_and_compiled, 2, sequence):
         for a, b in zip(eager[:3], graph[:3], strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
         assert eager[3] == graph[3] == names

@@ -1,4 +1,4 @@
-"""A tied head stays the embedding, whatever happens to the model, and its tensor is named once."""
+"""A tied output head stays the embedding's tensor through copies and loading, and is named once."""
 
 import copy
 import pickle
@@ -39,7 +39,7 @@ def test_tied_head_is_the_embedding_and_is_named_once():
     ],
     ids=["deepcopy", "to_empty", "to", "pickle", "assign", "assign another's"],
 )
-def test_the_tie_survives(change):
+def test_tied_weights_survive_copies_and_loading(change):
     model = change(initialised())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     model.load_state_dict(initialised().state_dict())  # the hooks survive too

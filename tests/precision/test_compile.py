@@ -1,4 +1,4 @@
-"""Compiled layers: one graph each, under every parallelism, with the numbers of layers that are not."""
+"""Compiled layers: one graph under every parallelism, with the results of eager layers."""
 
 import dataclasses
 
@@ -13,13 +13,14 @@ from minidist.data.loader import Batch
 from minidist.models import ModelConfig, Transformer, init_parameters
 from minidist.parallelize import group_specs, parallelize
 from minidist.tools.cli import main
+from minidist.tools.console.next_token_logits import next_token_logits
 from minidist.train.engine import Engine
 
 SEQ_LEN = 24
 DEADLINE_S = 240.0  # a graph takes seconds to make, on a busy machine tens
 
 
-def configured(mesh: dict, parallel: dict | None = None, recompute: str = "none", stage: int = 0) -> Config:
+def make_config(mesh: dict, parallel: dict | None = None, recompute: str = "none", stage: int = 0) -> Config:
     return Config(
         model=ModelConfig(56, 32, 44, 4, num_heads=4, num_kv_heads=2, dropout=0.1),
         data=DataConfig(seq_len=SEQ_LEN),
@@ -34,21 +35,21 @@ def configured(mesh: dict, parallel: dict | None = None, recompute: str = "none"
 
 def micro_batches(replica: int) -> list[Batch]:
     """Four, of 2 samples each: compiled once."""
-    found = []
+    results = []
     for number in range(4):
         generator = torch.Generator().manual_seed(10 * replica + number)
         tokens, labels = torch.randint(56, (2, 2, SEQ_LEN), generator=generator)
-        found.append(Batch(tokens.clone(), labels.clone(), torch.arange(2) + 2 * number + 8 * replica))
-    return found
+        results.append(Batch(tokens.clone(), labels.clone(), torch.arange(2) + 2 * number + 8 * replica))
+    return results
 
 
-def stepped(world: World, configs: list[Config]) -> list[list]:
-    """Of every configuration with and without compiled layers: loss, norm, gradients and bytes sent of one step."""
+def step_eager_and_compiled(world: World, configs: list[Config]) -> list[list]:
+    """One step of every configuration, compiled and eager: loss, gradient norm, gradients, bytes sent, graphs."""
     compiled.BACKEND = "aot_eager"  # in this rank's process: graphs as of inductor, without its code
-    return [[step_of(world, dataclasses.replace(config, compile=on)) for on in (True, False)] for config in configs]
+    return [[run_step(world, dataclasses.replace(config, compile=on)) for on in (True, False)] for config in configs]
 
 
-def step_of(world: World, config: Config) -> tuple:
+def run_step(world: World, config: Config) -> tuple:
     mesh = config.mesh_of(world.size)
     groups = bind(world, mesh, group_specs(mesh, config), meter=Meter())
     model = Transformer(config.model)
@@ -65,29 +66,29 @@ def step_of(world: World, config: Config) -> tuple:
     result = engine.step(0, batches, lr=0.1, inspect=look)
     sent = dict(groups.meter.wire_bytes)
     engine.model.eval()
-    engine.next_logits(torch.zeros((1, 3), dtype=torch.int64))  # another shape, for which nothing is compiled
+    next_token_logits(engine, torch.zeros((1, 3), dtype=torch.int64))  # another shape, for which nothing is compiled
     graphs = counters["stats"]["unique_graphs"] - before
     groups.destroy()
     return result.loss, result.grad_norm, grads, sent, graphs
 
 
 LAYOUTS = {
-    1: [configured({})],
+    1: [make_config({})],
     2: [
-        configured({"tp": 2}),
-        configured({"dp": 2}, stage=3, recompute="block"),
-        configured({"tp": 2}, {"sequence": True}, "block"),
-        configured({"cp": 2}),
-        configured({"cp": 2}, {"context": "ulysses"}),
-        configured({"pp": 2}, recompute="block"),
-        configured({"pp": 2}, {"schedule": "interleaved"}),
+        make_config({"tp": 2}),
+        make_config({"dp": 2}, stage=3, recompute="block"),
+        make_config({"tp": 2}, {"sequence": True}, "block"),
+        make_config({"cp": 2}),
+        make_config({"cp": 2}, {"context": "ulysses"}),
+        make_config({"pp": 2}, recompute="block"),
+        make_config({"pp": 2}, {"schedule": "interleaved"}),
     ],
 }
 
 
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_a_compiled_step_is_the_plain_one(ranks, world):
-    for found in ranks(stepped, world, LAYOUTS[world], deadline_s=DEADLINE_S):
+def test_a_compiled_step_equals_the_eager_one(ranks, world):
+    for found in ranks(step_eager_and_compiled, world, LAYOUTS[world], deadline_s=DEADLINE_S):
         for config, (on, off) in zip(LAYOUTS[world], found, strict=True):
             # The same operations in float64; a compiler may add gradients of a tensor up in another order.
             torch.testing.assert_close(on[:3], off[:3], rtol=1e-12, atol=1e-12)
@@ -110,18 +111,18 @@ def test_many_models_of_many_sizes_are_compiled_in_one_process(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, output",
     [
         ("--mesh.pp 2 --train.micro-batches 4 --parallel.schedule zb-h1", "give --no-compile, or --parallel.schedule"),
         ("--recompute selective", "give --recompute none or block, or --no-compile"),
     ],
 )
-def test_what_does_not_go_with_compiled_layers_is_refused(capsys, words, told):
+def test_options_incompatible_with_compile_are_refused(capsys, words, output):
     for command in ("train", "estimate"):
         assert main([command, "--device", "cpu", "--ranks", "2", "--compile", *words.split()]) == 2
-        assert told in capsys.readouterr().err
+        assert output in capsys.readouterr().err
 
 
 def test_the_estimate_says_that_the_compiler_decides(capsys):
     assert main(["estimate", "--ranks", "2", "--compile"]) == 0
-    assert "compile: the compiler decides what a compiled layer saves" in capsys.readouterr().out
+    assert "compile: the compiler decides which tensors a compiled layer saves" in capsys.readouterr().out

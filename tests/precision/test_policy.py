@@ -1,4 +1,4 @@
-"""What a precision policy stands for, and which are refused: with what was given, and the one change to make."""
+"""The dtypes of each precision policy, and the policies refused, with the one change that makes them valid."""
 
 import itertools
 import re
@@ -14,7 +14,7 @@ from minidist.config import Config, Dtype, PrecisionConfig
 from minidist.errors import UserError
 from minidist.precision.policy import PRECISION_BYTES, TORCH_NAMES, Policy, resolve_policy
 from minidist.validation import validate
-from tests.helpers.small_run import changed
+from tests.helpers.small_run import with_changes
 
 # compute, parameter, accumulate, reduce, state, master, scaled
 NAMED = {
@@ -26,18 +26,18 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_named_policy_says_the_format_of_each_thing(name):
+def test_dtypes_of_each_named_policy(name):
     policy = resolve_policy(PrecisionConfig(policy=name))
     assert astuple(policy) == NAMED[name]
     assert policy.separate_masters == (name in ("bf16", "fp16"))
 
 
-def test_the_policies_here_are_all_that_there_are():
+def test_all_named_policies_are_tested():
     assert set(NAMED) == set(get_args(PrecisionConfig.__annotations__["policy"])) == set(PRECISION_BYTES)
 
 
 @pytest.mark.parametrize("name", get_args(Dtype))
-def test_names_and_sizes_are_torchs(name):
+def test_dtype_names_and_sizes_match_torch(name):
     assert getattr(torch, TORCH_NAMES[name]).itemsize == PRECISION_BYTES[name]
 
 
@@ -56,7 +56,7 @@ def test_names_and_sizes_are_torchs(name):
         ({"policy": "fp64", "grad_accum": "fp32"}, {"accumulate": "fp32", "reduce": "fp32"}),
     ],
 )
-def test_each_thing_can_be_said_by_itself(given, changes):
+def test_each_dtype_can_be_set_separately(given, changes):
     names = list(Policy.__dataclass_fields__)
     assert astuple(resolve_policy(PrecisionConfig(**given))) == tuple(
         changes.get(name, usual) for name, usual in zip(names, NAMED[given["policy"]], strict=True)
@@ -71,7 +71,7 @@ def test_each_thing_can_be_said_by_itself(given, changes):
         ({"policy": "fp32", "compute": "bf16"}, True),
     ],
 )
-def test_masters_are_a_copy_where_their_format_is_another(given, separate):
+def test_masters_are_separate_where_their_dtype_differs(given, separate):
     assert resolve_policy(PrecisionConfig(**given)).separate_masters is separate
 
 
@@ -129,18 +129,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "message", "change"), REFUSED)
-def test_what_cannot_train_is_refused_and_the_change_it_names_mends_it(given, message, change):
+def test_policies_that_cannot_train_are_refused_with_a_change_that_works(given, message, change):
     pattern = "".join(".*" if part == ".*" else re.escape(part) for part in re.split(r"(\.\*)", message))
     with pytest.raises(UserError, match=pattern + "$"):
         resolve_policy(PrecisionConfig(**given))
     resolve_policy(PrecisionConfig(**given | change))
 
 
-def test_whatever_is_accepted_can_train():
+def test_every_accepted_policy_is_sound():
     """Over all combinations: no gradient in fp16 without a scale, no master narrower than its parameter."""
-    formats, accepted = (None, *get_args(Dtype)), 0
+    dtypes, accepted = (None, *get_args(Dtype)), 0
     masters = (None, "fp64", "fp32", "stochastic")
-    for name, compute, accum, reduce, master in itertools.product(NAMED, formats, formats, formats, masters):
+    for name, compute, accum, reduce, master in itertools.product(NAMED, dtypes, dtypes, dtypes, masters):
         for scale in ("auto", "dynamic", "none"):
             given = PrecisionConfig(name, compute, None, accum, reduce, master, scale)
             try:
@@ -158,11 +158,11 @@ def test_whatever_is_accepted_can_train():
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), 1e39, 1e-39])
-def test_a_first_scale_is_one_that_float32_can_hold(scale):
+def test_an_initial_scale_out_of_range_is_refused(scale):
     with pytest.raises(
         UserError, match=re.escape(f"precision.initial-scale is {scale}; it must be from 1e-30 to 1e+30")
     ):
-        validate(changed(Config(), precision__initial_scale=scale), 1)
+        validate(with_changes(Config(), precision__initial_scale=scale), 1)
 
 
 def test_a_policy_needs_no_torch():

@@ -1,4 +1,4 @@
-"""Recomputation gives the gradients of no recomputation, bit for bit, and keeps what it says."""
+"""Recomputation gives bit-equal gradients, saves only the tensors it declares, and frees them during backward."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from minidist.models import DropoutAddress, ModelConfig, Transformer, init_parameters
-from minidist.parallel.pipeline.split_backward import DeferWeightGradients, weight_gradient
+from minidist.parallel.pipeline.split_backward import DeferWeightGradients, compute_weight_gradient
 from minidist.parameters import named_parameters
 from minidist.recompute import apply_recomputation, with_recomputation
 
@@ -15,7 +15,7 @@ SEQ_LEN, SAMPLES = 24, 3
 KINDS = ["none", "block", "selective"]
 
 
-def transformer(dropout: float = 0.1, dtype: torch.dtype = torch.float64) -> Transformer:
+def make_model(dropout: float = 0.1, dtype: torch.dtype = torch.float64) -> Transformer:
     config = ModelConfig(56, 32, 44, 3, num_heads=4, num_kv_heads=2, dropout=dropout)
     model = Transformer(config)
     init_parameters(model, seed=1)
@@ -28,8 +28,8 @@ def loss_of(model: Transformer, step: int = 0) -> torch.Tensor:
     return model(tokens, tokens.roll(-1, 1), address=address)[0]
 
 
-def trained(model: Transformer) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    """Loss and gradients of two micro-batches, the second backward before the first as a pipeline may have it."""
+def train_two_micro_batches(model: Transformer) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    """Loss and gradients of two micro-batches; the second runs backward before the first, as in some pipelines."""
     losses = [loss_of(model, step) for step in (0, 1)]
     for loss in reversed(losses):
         loss.backward()
@@ -48,35 +48,35 @@ def equal(one, other) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_bit_equal_to_those_without_and_to_torchs_own(kind, dtype):
-    plain, ours, torchs = (transformer(dtype=dtype) for _ in range(3))
+def test_gradients_are_bit_equal_without_recomputation_and_with_torchs(kind, dtype):
+    plain, ours, torchs = (make_model(dtype=dtype) for _ in range(3))
     names = list(named_parameters(ours))
     apply_recomputation(ours, kind)
     assert list(named_parameters(ours)) == names
     for layer in torchs.model.layers:
         layer.forward = lambda *args, run=layer.forward: checkpoint(run, *args, use_reentrant=False)
-    wanted = trained(plain)
-    assert all(grad.abs().sum() > 0 for grad in wanted[1].values())
-    assert equal(trained(ours), wanted) and equal(trained(torchs), wanted)
+    expected = train_two_micro_batches(plain)
+    assert all(grad.abs().sum() > 0 for grad in expected[1].values())
+    assert equal(train_two_micro_batches(ours), expected) and equal(train_two_micro_batches(torchs), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_frozen_and_what_is_unused_stay_so(kind):
+def test_frozen_and_unused_parameters_get_no_gradient(kind):
     found = []
     for how in ("none", kind):
-        model = transformer()
+        model = make_model()
         model.model.layers[1].unused = nn.Parameter(torch.ones(3))
         model.model.embed_tokens.weight.requires_grad_(False)  # the first layer's input takes no gradient
         for name in ("input_layernorm", "mlp"):
             getattr(model.model.layers[0], name).requires_grad_(False)
         model.model.layers[2].requires_grad_(False)  # a whole layer, through which gradients pass
         apply_recomputation(model, how)
-        found.append(trained(model))
+        found.append(train_two_micro_batches(model))
     assert equal(*found)
     assert sum(grad is not None for grad in found[0][1].values()) == 1 + 9 + 5  # last norm, layer 1, part of layer 0
 
 
-def counting(model: Transformer) -> list[int]:
+def count_layer_runs(model: Transformer) -> list[int]:
     """Counts how often each layer's norm runs."""
     runs = [0] * len(model.model.layers)
 
@@ -92,8 +92,8 @@ def counting(model: Transformer) -> list[int]:
 
 
 def test_each_layer_runs_twice_and_without_gradients_once():
-    model = transformer()
-    runs = counting(model)
+    model = make_model()
+    runs = count_layer_runs(model)
     apply_recomputation(model, "block")
     loss = loss_of(model)
     assert runs == [1, 1, 1]
@@ -104,17 +104,17 @@ def test_each_layer_runs_twice_and_without_gradients_once():
     assert runs == [3, 3, 3]
 
 
-def test_the_second_run_ends_with_the_last_tensor_that_backward_asks_for():
+def test_recomputation_stops_at_the_last_tensor_that_backward_needs():
     for dropout, seen in ((0.0, 1), (0.1, 2)):  # the mask of the last dropout comes after the last projection
-        model, runs = transformer(dropout), []
+        model, runs = make_model(dropout), []
         model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_, runs=runs: runs.append(1))
         apply_recomputation(model, "block")
         loss_of(model).backward()
         assert len(runs) == seen
 
 
-def test_a_graph_can_be_gone_through_twice():
-    model, twice = transformer(), transformer()
+def test_backward_can_run_twice_with_retain_graph():
+    model, twice = make_model(), make_model()
     loss_of(model).backward()
     apply_recomputation(twice, "block")
     loss = loss_of(twice)
@@ -127,26 +127,28 @@ def test_a_graph_can_be_gone_through_twice():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_can_be_left_for_later(kind):
-    plain, model = transformer(), transformer()
+def test_recomputed_layers_can_defer_weight_gradients(kind):
+    plain, model = make_model(), make_model()
     apply_recomputation(model, kind)
-    wanted = trained(plain)[1]
-    names, halves = {p: name for name, p in named_parameters(model).items()}, []
+    expected = train_two_micro_batches(plain)[1]
+    names, deferred = {p: name for name, p in named_parameters(model).items()}, []
     for step in (1, 0):
-        with DeferWeightGradients(names, halves):
+        with DeferWeightGradients(names, deferred):
             loss = loss_of(model, step)
         loss.backward()  # where the context is over
-    later = {name for name, *_ in halves}
+    later = {name for name, *_ in deferred}
     assert {name for name in names.values() if name.endswith("proj.weight")} <= later
     for name, parameter in named_parameters(model).items():
         assert (parameter.grad is None) == (name in later - {"model.embed_tokens.weight"})
-        found = sum((weight_gradient(half) for half in halves if half[0] == name), torch.zeros_like(parameter))
+        found = sum(
+            (compute_weight_gradient(half) for half in deferred if half[0] == name), torch.zeros_like(parameter)
+        )
         found += 0 if parameter.grad is None else parameter.grad
         # Other kernels for the same sums of 72 products in float64.
-        torch.testing.assert_close(found, wanted[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, expected[name], rtol=1e-12, atol=1e-12)
 
 
-def test_what_was_found_is_let_go_as_backward_goes_on():
+def test_recomputed_tensors_are_freed_during_backward():
     made, expired = [], []
 
     def run(x):
@@ -157,16 +159,16 @@ def test_what_was_found_is_let_go_as_backward_goes_on():
             first.register_hook(lambda _: expired.append([reference.expired() for reference in made[-1]]))
         return second
 
-    with_recomputation(run_to_the_end(run))(torch.ones(5, requires_grad=True)).sum().backward()
+    with_recomputation(with_last_saved_tensor(run))(torch.ones(5, requires_grad=True)).sum().backward()
     assert len(made) == 2 and expired == [[False, True]]
 
 
-def run_to_the_end(run):
-    """With something that is saved after all the rest, so that the second run comes as far."""
+def with_last_saved_tensor(run):
+    """Append an operation that saves a tensor, so that recomputation runs to the end of `run`."""
     return lambda x: run(x) * torch.ones(5)
 
 
-def test_a_second_run_that_differs_is_an_error():
+def test_recomputation_that_differs_from_the_forward_raises():
     sizes = iter((3, 4))
     run = with_recomputation(lambda x: (x[: next(sizes)].exp() * 2).exp().sum())
     out = run(torch.ones(5, requires_grad=True))

@@ -1,4 +1,4 @@
-"""The loss scale moves as torch's GradScaler moves it, and a checkpoint carries it on."""
+"""The loss scale follows torch's GradScaler, and a checkpoint restores it."""
 
 import json
 
@@ -37,7 +37,7 @@ class Reference:
 )
 @example([False] * 12, 2, 2.0**126)  # to the largest power of two, and no further
 @example([True] * 3, 2, 2.0**-148)  # to 0, as torch's does
-def test_the_scale_is_torchs_step_by_step(overflows, interval, initial):
+def test_the_scale_matches_torchs_gradscaler_at_every_step(overflows, interval, initial):
     config = PrecisionConfig(initial_scale=initial, growth_interval=interval)
     ours, theirs = LossScaler(config), Reference(config)
     assert ours.scale == theirs.scaler.get_scale()
@@ -59,12 +59,12 @@ def test_the_defaults_are_torchs():
 
 
 @given(st.lists(st.booleans(), max_size=30), st.lists(st.booleans(), max_size=30))
-def test_a_loaded_scaler_goes_on_as_the_saved_one(before, after):
+def test_a_loaded_scaler_continues_like_the_saved_one(before, after):
     config = PrecisionConfig(growth_interval=3, max_overflows=4)
     saved, loaded = LossScaler(config), LossScaler(config)
     for overflow in before:
         saved.update(overflow)
-    loaded.load(json.loads(json.dumps(saved.state())))
+    loaded.load_state_dict(json.loads(json.dumps(saved.state_dict())))
     for overflow in after:
         saved.update(overflow)
         loaded.update(overflow)
@@ -74,17 +74,17 @@ def test_a_loaded_scaler_goes_on_as_the_saved_one(before, after):
 def test_a_state_is_not_changed_by_later_steps():
     scaler = LossScaler(PrecisionConfig())
     scaler.update(True)
-    state = scaler.state()
+    state = scaler.state_dict()
     scaler.update(True)
     assert state["overflowed"] == [2.0**16] and state["scale"] == 2.0**15
     other = LossScaler(PrecisionConfig())
-    other.load(state)
+    other.load_state_dict(state)
     other.update(True)
     assert state["overflowed"] == [2.0**16]
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_overflows_one_after_another_are_counted_with_their_scales(most):
+def test_consecutive_overflows_are_counted_with_their_scales(most):
     scaler = LossScaler(PrecisionConfig(max_overflows=most))
     for _ in range(most - 1):
         scaler.update(True)

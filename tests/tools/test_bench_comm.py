@@ -1,4 +1,4 @@
-"""`python -m bench comm` measures both backends in the same run, and evaluates what it measured."""
+"""`python -m bench comm` measures both backends in one run and evaluates the measurements."""
 
 import json
 import sys
@@ -7,11 +7,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from bench import comm, comm_rounds
+from bench import compare_backends, time_backends
 from bench.__main__ import main as bench
-from bench.comm_report import Row
-from bench.statistics import Interval
-from bench.workload import SIZES
+from bench.backend_report import OperationResult
+from bench.bootstrap import ConfidenceInterval
+from bench.workload import WORKLOADS
 from minidist.errors import RunError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux")
@@ -23,9 +23,9 @@ def test_one_run_measures_operations_and_steps_on_both(server, tmp_path, capsys)
     options = ["--ranks", "2", "--rounds", "2", "--sizes", "3", "--steps", "1"]
     files = {"json": tmp_path / "comm.json", "picture": tmp_path / "comm.png"}
     paths = [f"--{name}={path}" for name, path in files.items()]
-    assert comm.main([*options, *paths], server, SIZES["tiny"]) == 0
+    assert compare_backends.main([*options, *paths], server, WORKLOADS["tiny"]) == 0
     found = json.loads(files["json"].read_text())
-    rows = {(row["name"], row["bytes"]): row for row in found["rows"]}
+    rows = {(row["name"], row["bytes"]): row for row in found["results"]}
     small, large = {("all_reduce", 4096), ("all_reduce", 262144)}, {"all_reduce", "reduce_scatter", "all_gather"}
     assert rows.keys() == small | {(name, 4 * MIB) for name in large | {"send_recv"}} | {("DDP", 0), ("FSDP2", 0)}
     assert all(row["gloo_s"] > 0 and row["shm_s"] > 0 for row in rows.values())
@@ -36,41 +36,43 @@ def test_one_run_measures_operations_and_steps_on_both(server, tmp_path, capsys)
     assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 10
 
 
-def row(name, size, ratio, copies=None, ranks=2):
-    ratio, copies = (value and Interval(value, value, value) for value in (ratio, copies))
-    return Row(ranks, name, size, 2.0, 1.0, ratio, ratio, copies)
+def result(name, size, ratio, copy_ratio=None, ranks=2):
+    ratio, copy_ratio = (value and ConfidenceInterval(value, value, value) for value in (ratio, copy_ratio))
+    return OperationResult(ranks, name, size, 2.0, 1.0, ratio, ratio, copy_ratio)
 
 
 @pytest.mark.parametrize(
     "one, verdict",
     [
-        (row("all_reduce", 4096, 20.0, 9.0), "ok"),
-        (row("all_reduce", 4096, 19.9, 9.0), "wanted 20"),
-        (row("all_reduce", 64 * MIB, 2.5, 1.5), "ok"),
-        (row("all_reduce", 64 * MIB, 2.4, 1.6), "wanted 2.5; wanted at most 1.5 copies"),
-        (row("all_reduce", 64 * MIB, 2.6, 2.0, ranks=4), "ok"),
-        (row("all_reduce", 64 * MIB, 2.6, 2.1, ranks=4), "wanted at most 2 copies"),
-        (row("DDP", 0, 1.09), "wanted 1.1"),
-        (row("send_recv", 4096, 1.0), ""),
+        (result("all_reduce", 4096, 20.0, 9.0), "met"),
+        (result("all_reduce", 4096, 19.9, 9.0), "MISSED: gloo / shm >= 20"),
+        (result("all_reduce", 64 * MIB, 2.5, 1.5), "met"),
+        (result("all_reduce", 64 * MIB, 2.4, 1.6), "MISSED: gloo / shm >= 2.5, shm / copy <= 1.5"),
+        (result("all_reduce", 64 * MIB, 2.6, 2.0, ranks=4), "met"),
+        (result("all_reduce", 64 * MIB, 2.6, 2.1, ranks=4), "MISSED: shm / copy <= 2"),
+        (result("DDP", 0, 1.09), "MISSED: gloo / shm >= 1.1"),
+        (result("send_recv", 4096, 1.0), ""),
     ],
 )
-def test_a_row_says_what_it_misses(one, verdict):
+def test_a_verdict_names_the_missed_targets(one, verdict):
     assert one.verdict == verdict
 
 
 class Losing:
-    """A rank server whose shm is wrong in the last digit."""
+    """A rank server whose results over shm are wrong in the last digit."""
 
     def run(self, function, ranks, args, **_):
-        spans = {(wrapper, b): [(0.0, 1.0, 0.5)] for wrapper in ("DDP", "FSDP2") for b in comm_rounds.BACKENDS}
+        spans = {(wrapper, b): [(0.0, 1.0, 0.5)] for wrapper in ("DDP", "FSDP2") for b in time_backends.BACKENDS}
         losses = {f"{wrapper} {b}": [1.0 + 1e-7 * (b == "shm")] for wrapper, b in spans}
         return type("Result", (), {"values": [(spans, losses)] * ranks})
 
 
 def test_losses_that_differ_end_the_bench():
     with pytest.raises(RunError, match="DDP: the losses on shm are 1.0e-07 off"):
-        comm.compare_steps(Losing(), 2, 1, 1, None)
-    assert len(comm.compare_steps(Losing(), 4, 1, 1, None)[0]) == 2  # another order of addition is allowed there
+        compare_backends.compare_steps(Losing(), 2, 1, 1, None)
+    assert (
+        len(compare_backends.compare_steps(Losing(), 4, 1, 1, None)[0]) == 2
+    )  # another order of addition is allowed there
 
 
 def test_wrong_requests_are_refused(server, capsys):

@@ -1,4 +1,4 @@
-"""The bench measures equal work, refuses a contender that computes wrongly, and its instruments read what is there."""
+"""`python -m bench dp`: equal work, refusal of wrong contenders, and its instruments."""
 
 import io
 import itertools
@@ -13,17 +13,18 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from bench import lineup, memory, peers, report, rounds
+from bench import baselines, compare_dp, contender_report, peak_memory
 from bench.__main__ import main
-from bench.contenders import MODES, ContenderContext, Floor, Ours, TorchDDP
-from bench.contest import FLOOR, Row, Run
-from bench.statistics import median_interval, paired_ratios, step_times
-from bench.workload import SIZES, Share
+from bench.bootstrap import median_interval, paired_ratios, slowest_rank_times
+from bench.compare_contenders import Comparison, ContenderResult
+from bench.contenders import MODES, NO_COMMUNICATION, ContenderContext, Minidist, NoCommunication, TorchDDP
+from bench.time_contenders import TOLERANCE, max_relative_error, single_process_steps
+from bench.workload import WORKLOADS, RankBatch
 from minidist.comm import GroupSpec, bind
 from minidist.errors import RunError
 from minidist.mesh import Mesh
 
-TINY = SIZES["tiny"]
+TINY = WORKLOADS["tiny"]
 MIB = 2**20
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
 
@@ -31,11 +32,11 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="read from /proc
 
 
 def test_a_step_lasts_from_the_first_start_to_the_last_end():
-    spans = np.array([[[0.0, 3.0], [10.0, 11.0]], [[1.0, 2.0], [10.5, 14.0]]])  # 2 ranks, 2 rounds
-    assert step_times(spans).tolist() == [3.0, 4.0]
+    timings = np.array([[[0.0, 3.0], [10.0, 11.0]], [[1.0, 2.0], [10.5, 14.0]]])  # 2 ranks, 2 rounds
+    assert slowest_rank_times(timings).tolist() == [3.0, 4.0]
 
 
-def test_what_slows_a_whole_round_does_not_change_its_ratio():
+def test_slowing_a_whole_round_does_not_change_ratios():
     slow = np.array([1.0, 7.0, 1.0, 30.0])
     assert paired_ratios(2 * slow, 4 * slow).tolist() == [0.5] * 4
 
@@ -63,13 +64,13 @@ def test_the_interval_covers_the_true_median_as_often_as_it_says():
 
 
 def verdicts(world, kinds):
-    """Name and mode to how far the contender is off one process, or to why it is not timed."""
-    table = bind(world, Mesh(dp=world.size), [GroupSpec("bench", ("dp",))])["bench"]
-    shares, wanted, found = TINY.batches(world.rank, world.size), rounds.one_process(TINY), {}
+    """{(name, mode): relative error against one process, or why the contender is not timed}."""
+    group = bind(world, Mesh(dp=world.size), [GroupSpec("bench", ("dp",))])["bench"]
+    batches, references, found = TINY.rank_batches(world.rank, world.size), single_process_steps(TINY), {}
     for name, mode in itertools.product(kinds, MODES):
-        contender = (lineup.LINEUP.get(name) or WRONG[name])(ContenderContext(TINY, mode, world))
+        contender = (compare_dp.CONTENDERS.get(name) or WRONG[name])(ContenderContext(TINY, mode, world))
         try:
-            found[name, mode] = rounds.agree(name, contender, shares, wanted, table)
+            found[name, mode] = max_relative_error(name, contender, batches, references, group)
         except RunError as error:
             found[name, mode] = str(error)
     return found
@@ -83,8 +84,8 @@ class ScaledGradient(TorchDDP):
 class MeanOfMeans(TorchDDP):
     """Every rank divides by its own count, and DDP takes the mean."""
 
-    def step(self, share, inspect=None):
-        own = Share(share.batch, share.batch.count * self.size)
+    def step(self, batch, inspect=None):
+        own = RankBatch(batch.batch, batch.batch.num_loss_tokens * self.size)
         self.full = False
         return super().step(own, inspect)
 
@@ -100,15 +101,15 @@ class Silent(TorchDDP):
         return {name: grad for name, grad in super().gradients().items() if name != "lm_head.weight"}
 
 
-WRONG = {kind.__name__: kind for kind in (ScaledGradient, MeanOfMeans, OtherUpdate, Silent, Floor)}
-RIGHT = [name for name in lineup.LINEUP if name.startswith(("minidist", "torch"))]
+WRONG = {kind.__name__: kind for kind in (ScaledGradient, MeanOfMeans, OtherUpdate, Silent, NoCommunication)}
+RIGHT = [name for name in compare_dp.CONTENDERS if name.startswith(("minidist", "torch"))]
 
 
-def test_contenders_have_the_numbers_of_one_process(ranks):
+def test_contenders_match_one_process(ranks):
     for found in ranks(verdicts, 2, RIGHT):
         assert len(found) == 2 * len(RIGHT) == 8
         for key, off in found.items():
-            assert isinstance(off, float) and off < rounds.TOLERANCE / 10, key
+            assert isinstance(off, float) and off < TOLERANCE / 10, key
 
 
 def test_a_contender_that_computes_wrongly_is_not_timed(ranks):
@@ -119,8 +120,8 @@ def test_a_contender_that_computes_wrongly_is_not_timed(ranks):
 
 
 def clipping_and_counts(world):
-    steps = rounds.one_process(TINY)
-    counts = [share.batch.count for share in TINY.batches(world.rank, world.size)]
+    steps = single_process_steps(TINY)
+    counts = [batch.batch.num_loss_tokens for batch in TINY.rank_batches(world.rank, world.size)]
     return [step.grad_norm for step in steps], counts
 
 
@@ -131,7 +132,10 @@ def test_the_workload_clips_and_pads_unevenly(ranks):
 
 
 def kernels(world):
-    return {name: lineup.LINEUP[name](ContenderContext(TINY, "full", world)).kernel for name in [*RIGHT, FLOOR]}
+    return {
+        name: compare_dp.CONTENDERS[name](ContenderContext(TINY, "full", world)).kernel
+        for name in [*RIGHT, NO_COMMUNICATION]
+    }
 
 
 def test_all_run_the_same_optimizer_kernel(ranks):
@@ -140,13 +144,13 @@ def test_all_run_the_same_optimizer_kernel(ranks):
 
 
 def test_a_peer_that_is_not_installed_is_left_out_in_one_line(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    names, left_out = lineup.present(2, 8)
-    assert names == [*RIGHT, FLOOR]
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None)
+    names, left_out = compare_dp.available_contenders(2, 8)
+    assert names == [*RIGHT, NO_COMMUNICATION]
     assert len(left_out) == 2 and all("minidist[peers]" in line for line in left_out)
     console = Console(file=io.StringIO(), width=120)
-    row = Row("ours", "fused", None, [1.0], None, None, [1.0], None, None, None)
-    report.print_run(Run(2, "full", [row], left_out), [], console)
+    result = ContenderResult("ours", "fused", None, [1.0], None, None, [1.0], None, None, None)
+    contender_report.print_comparison(Comparison(2, "full", [result], left_out), [], console)
     assert console.file.getvalue().count("pip install 'minidist[peers]'") == 2
 
 
@@ -155,7 +159,7 @@ def test_a_peer_that_is_not_installed_is_left_out_in_one_line(monkeypatch):
 
 def buckets_of_ddp(world):
     model = nn.Linear(512, 512, bias=False)  # 1 MiB
-    with memory.StoragePeak() as peak:
+    with peak_memory.StoragePeak() as peak:
         wrapped = nn.parallel.DistributedDataParallel(model)
         peak.reset_peak()
     del wrapped
@@ -169,8 +173,8 @@ def test_buckets_that_ddp_holds_in_cpp_are_seen(ranks):
 
 @needs_proc
 def test_the_resident_peak_sees_memory_that_torch_did_not_allocate():
-    before = memory.pss_bytes()
-    with memory.ResidentPeak() as peak:
+    before = peak_memory.read_pss_bytes()
+    with peak_memory.PeakResidentMemory() as peak:
         held = bytearray(os.urandom(32 * MIB))
         while peak.bytes - before < 31 * MIB:  # until the sampling thread has looked
             os.sched_yield()
@@ -191,16 +195,16 @@ def test_the_command_writes_figures_and_a_picture(server, tmp_path, capsys):
     )  # fmt: skip
     assert code == 0
     result = json.loads(figures.read_text())
-    (run,) = result["runs"]
+    (run,) = result["comparisons"]
     assert (run["ranks"], run["mode"], list(run["contenders"])) == (2, "full", names)
     for name, row in run["contenders"].items():
         assert len(row["step_s"]) == len(row["cpu_s"]) == 2 and min(row["step_s"] + row["cpu_s"]) > 0
         assert row["kernel"] == "AdamW fused"
         assert row["tensor_bytes"] > 4 * 4 * TINY.model.num_parameters()  # weights, two moments, gradients or buckets
-        assert (row["ours"] is None) == (name == "minidist")
-        assert (row["over_floor"] is None) == (name == "no communication")
+        assert (row["minidist_ratio"] is None) == (name == "minidist")
+        assert (row["time_over_no_communication"] is None) == (name == "no communication")
     assert result["machine"]["torch"] == torch.__version__ and result["machine"]["threads_per_rank"] == 1
-    assert len(run["verdict"]) == 2
+    assert len(run["verdicts"]) == 2
     pixels = matplotlib.image.imread(picture)[..., :3]
     red = np.abs(pixels - np.array([0xC4, 0x4E, 0x52]) / 255).max(-1) < 0.02
     assert red.mean() > 0.001  # bars of ours are drawn
@@ -211,26 +215,26 @@ def test_the_command_writes_figures_and_a_picture(server, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--ranks", "1"], "needs 2 ranks or more"),
-        (["--ranks", "9"], "at most one per sample (8)"),
+        (["--ranks", "1"], "needs 2 to 8 ranks"),
+        (["--ranks", "9"], "needs 2 to 8 ranks, one per sample at most"),
         (["--rounds", "0"], "--rounds is 0; it must be at least 1"),
-        (["--only", "nobody"], "'nobody' is no contender; possible: minidist,"),
+        (["--only", "nobody"], "'nobody': there is no such contender; possible: minidist,"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(server, capsys, arguments, said):
+def test_invalid_requests_are_refused_in_one_line(server, capsys, arguments, said):
     assert main(["dp", *arguments], server) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
 
-def test_the_bare_mode_of_ours_sends_neither_count_nor_control(ranks):
+def test_minidists_bare_mode_sends_gradients_only(ranks):
     for by_use in ranks(bare_traffic, 2):
         assert by_use == {"grads"}
 
 
 def bare_traffic(world):
-    ours = Ours(ContenderContext(TINY, "bare", world))
+    ours = Minidist(ContenderContext(TINY, "bare", world))
     meter = ours.engine.groups.meter
     meter.operations.clear()
-    ours.step(TINY.batches(world.rank, world.size)[0])
+    ours.step(TINY.rank_batches(world.rank, world.size)[0])
     return {use for use, _ in meter.operations}

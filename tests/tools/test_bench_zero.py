@@ -1,4 +1,4 @@
-"""`python -m bench zero`: ours and each peer have the numbers of one process, and what was wanted is judged."""
+"""`python -m bench zero`: minidist and each peer match one process, and the verdicts on the measurements."""
 
 import importlib.util
 import json
@@ -6,22 +6,23 @@ import json
 import numpy as np
 import pytest
 
-from bench import peers, rounds, zero, zero_peers
+from bench import baselines, compare_zero, zero_baselines
 from bench.__main__ import main
-from bench.contenders import MODES, ContenderContext, Ours
-from bench.contest import FLOOR, Row, Run
-from bench.statistics import overhead_ratio
-from bench.workload import SIZES
+from bench.bootstrap import overhead_ratio
+from bench.compare_contenders import Comparison, ContenderResult
+from bench.contenders import MODES, NO_COMMUNICATION, ContenderContext, Minidist
+from bench.time_contenders import TOLERANCE, max_relative_error, single_process_steps
+from bench.workload import WORKLOADS
 from minidist.comm import GroupSpec, bind
 from minidist.errors import RunError
 from minidist.mesh import Mesh
 
-TINY = SIZES["tiny"]
+TINY = WORKLOADS["tiny"]
 # DeepSpeed leaves segments in /dev/shm, which no test may; its numbers are checked before it is timed, as everybody's.
-CHECKED = [name for name, peer in zero_peers.PEERS.items() if peer.needs != "deepspeed"]
+CHECKED = [name for name, baseline in zero_baselines.BASELINES.items() if baseline.package != "deepspeed"]
 
 
-class OtherClip(zero_peers.FSDP2):
+class OtherClip(zero_baselines.FSDP2):
     """Clips by the norm of its own shards."""
 
     def clip(self):
@@ -30,12 +31,12 @@ class OtherClip(zero_peers.FSDP2):
         return norm
 
 
-class OtherNorm(zero_peers.FSDP2):
+class OtherNorm(zero_baselines.FSDP2):
     def clip(self):
         return super().clip() / 2**0.5
 
 
-class OtherShard(Ours):
+class OtherShard(Minidist):
     """Shows a gradient of which one rank's shard is missing."""
 
     def gradients(self):
@@ -45,31 +46,33 @@ class OtherShard(Ours):
 
 
 def verdicts(world, names):
-    """Name and mode to how far the peer is off one process, or to why it is not timed."""
-    table = bind(world, Mesh(dp=world.size), [GroupSpec("bench", ("dp",))])["bench"]
-    shares, wanted, found = TINY.batches(world.rank, world.size), rounds.one_process(TINY), {}
+    """{(name, mode): relative error against one process, or why the peer is not timed}."""
+    group = bind(world, Mesh(dp=world.size), [GroupSpec("bench", ("dp",))])["bench"]
+    batches, references, found = TINY.rank_batches(world.rank, world.size), single_process_steps(TINY), {}
     wrong = {kind.__name__: lambda context, kind=kind: kind(context, reshard=True) for kind in (OtherClip, OtherNorm)}
     wrong["OtherShard"] = lambda context: OtherShard(context, stage=3)
     for name in names:
         for mode in MODES:
-            make = wrong[name] if name in wrong else zero.LINEUP[name]
-            peer = make(ContenderContext(TINY, mode, world))
-            assert peer.kernel == "AdamW fused", name
+            make = wrong[name] if name in wrong else compare_zero.CONTENDERS[name]
+            contender = make(ContenderContext(TINY, mode, world))
+            assert contender.kernel == "AdamW fused", name
             try:
-                found[name, mode] = rounds.agree(name, peer, shares, wanted, table)
+                found[name, mode] = max_relative_error(name, contender, batches, references, group)
             except RunError as error:
                 found[name, mode] = str(error)
     return found
 
 
-OURS = [zero.ours_at(stage, backend) for stage in zero.STAGES for backend in zero.BACKENDS]
+OURS = [
+    compare_zero.minidist_name(stage, backend) for stage in compare_zero.STAGES for backend in compare_zero.BACKENDS
+]
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ours_has_the_numbers_of_one_process_in_every_stage(ranks, size):
+def test_minidist_matches_one_process_in_every_stage(ranks, size):
     for found in ranks(verdicts, size, OURS):
         assert set(found) == {(name, mode) for name in OURS for mode in MODES}
-        assert all(isinstance(off, float) and off < rounds.TOLERANCE / 10 for off in found.values()), found
+        assert all(isinstance(off, float) and off < TOLERANCE / 10 for off in found.values()), found
 
 
 def test_a_gradient_without_a_shard_is_found(ranks):
@@ -78,13 +81,13 @@ def test_a_gradient_without_a_shard_is_found(ranks):
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_a_peer_has_the_numbers_of_one_process(ranks, name):
-    needs = zero_peers.PEERS[name].needs
+def test_peers_match_one_process(ranks, name):
+    needs = zero_baselines.BASELINES[name].package
     if needs and not importlib.util.find_spec(needs):
         pytest.skip(f"{needs} is not installed")
     for found in ranks(verdicts, 2, [name]):
         assert set(found) == {(name, mode) for mode in MODES}
-        assert all(isinstance(off, float) and off < rounds.TOLERANCE / 10 for off in found.values()), found
+        assert all(isinstance(off, float) and off < TOLERANCE / 10 for off in found.values()), found
 
 
 def test_a_peer_that_clips_wrongly_is_not_timed(ranks):
@@ -94,20 +97,20 @@ def test_a_peer_that_clips_wrongly_is_not_timed(ranks):
 
 
 def test_every_stage_has_peers_of_torchs_own_or_more():
-    assert {peer.stage for peer in zero_peers.PEERS.values()} == {1, 2, 3}
-    assert {peer.stage for peer in zero_peers.PEERS.values() if peer.needs is None} == {1, 2, 3}
+    assert {baseline.stage for baseline in zero_baselines.BASELINES.values()} == {1, 2, 3}
+    assert {baseline.stage for baseline in zero_baselines.BASELINES.values() if baseline.package is None} == {1, 2, 3}
 
 
 def test_peers_that_are_missing_are_left_out_in_one_line_each(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    names, left_out = zero_peers.present(2, 8)
-    assert names == [name for name, peer in zero_peers.PEERS.items() if peer.needs is None]
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None)
+    names, left_out = zero_baselines.available_baselines(2, 8)
+    assert names == [name for name, baseline in zero_baselines.BASELINES.items() if baseline.package is None]
     assert len(left_out) == 5 and all("minidist[peers]" in line and "\n" not in line for line in left_out)
 
 
 def test_a_batch_that_deepspeed_cannot_cut_leaves_it_out(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: True)
-    names, left_out = zero_peers.present(3, 8)
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: True)
+    names, left_out = zero_baselines.available_baselines(3, 8)
     assert not any("DeepSpeed" in name for name in names)
     assert len(left_out) == 3 and all("must divide by 3 ranks" in line for line in left_out)
 
@@ -115,59 +118,59 @@ def test_a_batch_that_deepspeed_cannot_cut_leaves_it_out(monkeypatch):
 # -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
-def row(name, milliseconds, mebibytes):
-    """A contender that took so long in each of four rounds."""
+def contender(name, milliseconds, mebibytes):
+    """The measurements of a contender in four rounds."""
     seconds = [one * 1e-3 for one in milliseconds]
-    return Row(name, "AdamW fused", 0.0, seconds, None, None, seconds, None, int(mebibytes * 2**20), None)
+    return ContenderResult(name, "AdamW fused", 0.0, seconds, None, None, seconds, None, int(mebibytes * 2**20), None)
 
 
 def run_of(**changed):
-    """Four rounds in which everything that is wanted of stage 3 just holds; `changed`: rows by what they are."""
+    """Four rounds in which every requirement on stage 3 just holds. changed: replacement rows."""
     rows = {
-        "floor": row(FLOOR, [100, 100, 200, 300], 50),
-        "gloo": row("minidist ZeRO-3 gloo", [142, 142, 227, 312], 60),
-        "shm": row("minidist ZeRO-3 shm", [114, 114, 214, 310], 61),
-        "fsdp2": row("torch FSDP2", [150, 150, 240, 330], 60),
-        "slow": row("DeepSpeed ZeRO-3", [190, 190, 290, 390], 70),
-        "fsdp2_shm": row("FSDP2 on shm", [114, 114, 214, 310], 61),
+        "floor": contender(NO_COMMUNICATION, [100, 100, 200, 300], 50),
+        "gloo": contender("minidist ZeRO-3 gloo", [142, 142, 227, 312], 60),
+        "shm": contender("minidist ZeRO-3 shm", [114, 114, 214, 310], 61),
+        "fsdp2": contender("torch FSDP2", [150, 150, 240, 330], 60),
+        "slow": contender("DeepSpeed ZeRO-3", [190, 190, 290, 390], 70),
+        "fsdp2_shm": contender("FSDP2 on shm", [114, 114, 214, 310], 61),
     }
-    return Run(2, "full", list((rows | changed).values()))
+    return Comparison(2, "full", list((rows | changed).values()))
 
 
 def failed(**changed):
-    """What does not hold, by the first words of its line."""
-    lines = list(zero.verdict(run_of(**changed)))
+    """The first words of each verdict that fails."""
+    lines = list(compare_zero.verdicts(run_of(**changed)))
     assert len(lines) == 5
-    return [line.split(":")[1].split(" /")[0].split(" peaks")[0].strip() for line in lines if "DOES NOT HOLD" in line]
+    return [line.split(":")[1].split(" /")[0].split(" peaks")[0].strip() for line in lines if "MISSED" in line]
 
 
 def test_a_verdict_holds_up_to_its_limit():
     """142 / 150 is 0.947, and in the last rounds 0.945; beyond the floor, (14, 14, 14, 10) over (50, 50, 40, 30) is
     14 / 45 of the medians."""
     assert failed() == []
-    told = list(zero.verdict(run_of()))
-    assert "minidist ZeRO-3 gloo / torch FSDP2 = 0.946" in told[0]  # the best peer, not the slow one
-    assert "minidist ZeRO-3 shm / torch FSDP2 = 0.311" in told[1]
-    assert "minidist ZeRO-3 shm / FSDP2 on shm = 1.000" in told[2]
-    assert "peaks at 60.0 MiB, torch FSDP2 at 60.0" in told[3] and "peaks at 61.0 MiB, FSDP2 on shm" in told[4]
+    lines = list(compare_zero.verdicts(run_of()))
+    assert "minidist ZeRO-3 gloo / torch FSDP2 = 0.946" in lines[0]  # the best peer, not the slow one
+    assert "minidist ZeRO-3 shm / torch FSDP2 = 0.311" in lines[1]
+    assert "minidist ZeRO-3 shm / FSDP2 on shm = 1.000" in lines[2]
+    assert "peaks at 60.0 MiB, torch FSDP2 at 60.0" in lines[3] and "peaks at 61.0 MiB, FSDP2 on shm" in lines[4]
 
 
 def test_each_verdict_can_fail_alone():
-    assert failed(gloo=row("minidist ZeRO-3 gloo", [143.5, 143.5, 230, 316], 60)) == ["minidist ZeRO-3 gloo"]
-    assert failed(shm=row("minidist ZeRO-3 shm", [116, 116, 216, 309], 61)) == ["minidist ZeRO-3 shm"] * 2
-    assert failed(fsdp2_shm=row("FSDP2 on shm", [113, 113, 213, 309], 61)) == ["minidist ZeRO-3 shm"]
-    assert failed(gloo=row("minidist ZeRO-3 gloo", [140, 140, 220, 300], 60.1)) == ["minidist ZeRO-3 gloo"]
-    assert failed(fsdp2_shm=row("FSDP2 on shm", [120, 120, 220, 320], 60.9)) == ["minidist ZeRO-3 shm"]
+    assert failed(gloo=contender("minidist ZeRO-3 gloo", [143.5, 143.5, 230, 316], 60)) == ["minidist ZeRO-3 gloo"]
+    assert failed(shm=contender("minidist ZeRO-3 shm", [116, 116, 216, 309], 61)) == ["minidist ZeRO-3 shm"] * 2
+    assert failed(fsdp2_shm=contender("FSDP2 on shm", [113, 113, 213, 309], 61)) == ["minidist ZeRO-3 shm"]
+    assert failed(gloo=contender("minidist ZeRO-3 gloo", [140, 140, 220, 300], 60.1)) == ["minidist ZeRO-3 gloo"]
+    assert failed(fsdp2_shm=contender("FSDP2 on shm", [120, 120, 220, 320], 60.9)) == ["minidist ZeRO-3 shm"]
 
 
 def test_stage_1_is_set_beside_the_fsdp2_that_keeps_parameters():
     rows = [
-        row("minidist ZeRO-1 shm", [100], 60),
-        row("FSDP2 on shm, parameters kept", [200], 61),
-        row("FSDP2 on shm", [50], 61),
+        contender("minidist ZeRO-1 shm", [100], 60),
+        contender("FSDP2 on shm (no reshard)", [200], 61),
+        contender("FSDP2 on shm", [50], 61),
     ]
-    (line,) = zero.verdict(Run(2, "full", rows))
-    assert "step holds" in line and "ZeRO-1 shm / FSDP2 on shm, parameters kept = 0.500" in line
+    (line,) = compare_zero.verdicts(Comparison(2, "full", rows))
+    assert "step time target met" in line and "ZeRO-1 shm / FSDP2 on shm (no reshard) = 0.500" in line
 
 
 def test_an_overhead_is_that_of_the_medians_over_rounds():
@@ -184,8 +187,8 @@ def test_an_overhead_is_that_of_the_medians_over_rounds():
 
 def test_the_command_measures_judges_and_writes(server, tmp_path, capsys):
     figures, picture = tmp_path / "zero.json", tmp_path / "zero.png"
-    names = ["minidist ZeRO-2 gloo", "minidist ZeRO-2 shm", "torch FSDP2, parameters kept"]
-    names += ["FSDP2 on shm, parameters kept", FLOOR]
+    names = ["minidist ZeRO-2 gloo", "minidist ZeRO-2 shm", "torch FSDP2 (no reshard)"]
+    names += ["FSDP2 on shm (no reshard)", NO_COMMUNICATION]
     only = [word for name in names for word in ("--only", name)]
     code = main(
         ["zero", "--size", "tiny", "--ranks", "2", "--rounds", "2", "--steps", "1", *only,
@@ -194,20 +197,20 @@ def test_the_command_measures_judges_and_writes(server, tmp_path, capsys):
     )  # fmt: skip
     assert code == 0
     result = json.loads(figures.read_text())
-    (run,) = result["runs"]
+    (run,) = result["comparisons"]
     assert result["machine"]["backend"] == "gloo and shm" and list(run["contenders"]) == names
     for name, found in run["contenders"].items():
         assert len(found["step_s"]) == 2 and min(found["step_s"]) > 0 and found["kernel"] == "AdamW fused"
-        assert (found["ours"] is None) == (name not in zero_peers.PEERS)
+        assert (found["minidist_ratio"] is None) == (name not in zero_baselines.BASELINES)
         assert found["tensor_bytes"] > 0
     # Two ranks halve the 8 bytes of states per parameter, which no row of theirs takes twice.
-    floor, shared = (run["contenders"][name]["tensor_bytes"] for name in (FLOOR, "minidist ZeRO-2 gloo"))
+    floor, shared = (run["contenders"][name]["tensor_bytes"] for name in (NO_COMMUNICATION, "minidist ZeRO-2 gloo"))
     assert floor > shared
-    assert len(run["verdict"]) == 5 and picture.stat().st_size > 10_000
-    assert "torch FSDP2, parameters kept" in capsys.readouterr().out
+    assert len(run["verdicts"]) == 5 and picture.stat().st_size > 10_000
+    assert "torch FSDP2 (no reshard)" in capsys.readouterr().out
 
 
-def test_a_name_that_nobody_has_is_refused_in_one_line(capsys):
+def test_an_unknown_contender_is_refused_in_one_line(capsys):
     assert main(["zero", "--only", "nobody"]) == 2
     error = capsys.readouterr().err
-    assert "'nobody' is no contender; possible: minidist ZeRO-1 gloo" in error and error.count("\n") == 1
+    assert "'nobody': there is no such contender; possible: minidist ZeRO-1 gloo" in error and error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The command line: one message for whatever is wrong, the right exit code, and nothing left behind."""
+"""The command line: one message per error, exit codes, and no process left behind."""
 
 import json
 import os
@@ -13,18 +13,26 @@ import pytest
 
 from minidist.comm import World
 from minidist.fault.index import verify_checkpoint
-from minidist.tools.cli import main, train_options
-from tests.helpers.processes import AUTO
-from tests.helpers.small_run import OPTIONS, Command, all_gone, descendants, run, small_config, write_text
+from minidist.tools.cli import main, parse_train_options
+from tests.helpers.processes import DEFAULT_CPU_BACKEND
+from tests.helpers.small_run import (
+    OPTIONS,
+    Command,
+    descendants,
+    small_config,
+    train_small,
+    wait_until_gone,
+    write_text,
+)
 
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2")
 
 
 def refused(capsys, *arguments) -> str:
-    """The one message with which `minidist ARGUMENTS` refuses, without having started a rank."""
+    """The one message with which `minidist ARGUMENTS` fails, before any rank is started."""
     code = main([str(argument) for argument in arguments])
-    told = capsys.readouterr()
-    text = (told.out + told.err).strip()
+    output = capsys.readouterr()
+    text = (output.out + output.err).strip()
     assert code == 2 and text and "Traceback" not in text
     assert text.count("minidist: ") == 1 and len(text.splitlines()) == 1
     return text
@@ -42,7 +50,7 @@ def finished(tmp_path_factory):
     """A run folder with checkpoints of steps 3 and 6, the last of the run; and its text."""
     folder = tmp_path_factory.mktemp("finished")
     text = write_text(folder)
-    run(World.single(), small_config(folder / "run", text))
+    train_small(World.single(), small_config(folder / "run", text))
     return folder / "run", text
 
 
@@ -62,7 +70,7 @@ def finished(tmp_path_factory):
         (["train", "--optim.lr", "--compile"], "--optim.lr needs a value: a number"),
         (["train", "--optim.betas", "0.9"], "--optim.betas has 1 values; it needs 2"),
         (["train", "--optim.kind", "adam"], "--optim.kind is 'adam'; did you mean adamw[?] possible: adamw, sgd, muon"),
-        (["train", "--compile=yes"], "--compile takes no value, and was given 'yes'"),
+        (["train", "--compile=yes"], "--compile takes no value, but 'yes' was given"),
         (["train", "text.txt"], "'text.txt' belongs to no option; options begin with --"),
         (["train", "--data.pth", "x"], "there is no option --data.pth; did you mean --data.path[?]"),
         (["train", "--batch-size", "4"], "there is no option --batch-size; did you mean --train.global-batch[?]"),
@@ -81,7 +89,7 @@ def finished(tmp_path_factory):
         (["sample", "--checkpoint", ".", "--prompt", ""], "--prompt is empty"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_message(place, capsys, arguments, message):
+def test_invalid_options_are_refused_in_one_message(place, capsys, arguments, message):
     assert re.search(message, refused(capsys, *arguments))
     assert not list(place.iterdir()), "a refused run leaves nothing"
 
@@ -94,28 +102,30 @@ def test_texts_that_cannot_be_learned_from_are_refused(place, capsys):
 
 
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="there is a GPU here")
-def test_devices_and_backends_that_are_not_here_are_refused(place, capsys):
+def test_missing_devices_and_backends_are_refused(place, capsys):
     assert "--device cuda: torch sees 0 GPUs here" in refused(capsys, "train", "--device", "cuda")
     assert "--device cuda:3: torch sees 0 GPUs here" in refused(capsys, "train", "--device", "cuda:3")
-    told = refused(capsys, "train", "--zero.offload", "--ranks", "2")
-    assert "zero.offload true has no effect" in told and "the 2 ranks run on the CPU (--device auto)" in told
-    told = refused(capsys, "train", "--comm.backend", "nccl", "--ranks", "2")
-    assert "nccl needs a GPU of its own for each rank; here are 2 ranks on cpu and 0 GPUs" in told
+    message = refused(capsys, "train", "--zero.offload", "--ranks", "2")
+    assert "zero.offload true has no effect" in message and "the 2 ranks run on the CPU (--device auto)" in message
+    message = refused(capsys, "train", "--comm.backend", "nccl", "--ranks", "2")
+    assert "nccl needs a GPU of its own for each rank; here are 2 ranks on cpu and 0 GPUs" in message
 
 
-def test_a_folder_that_is_not_free_is_refused(place, capsys, finished):
+def test_a_run_folder_already_in_use_is_refused(place, capsys, finished):
     folder, text = finished
     Path("notes").mkdir()
     Path("notes/a.txt").touch()
     train = ("train", *OPTIONS, "--data.path", text, "--folder")
     assert "--folder notes is not empty (it holds a.txt)" in refused(capsys, *train, "notes")
-    assert f"go on with this one by --checkpoint.resume {folder}" in refused(capsys, *train, folder)
+    message = refused(capsys, *train, folder)
+    assert "holds a run with other options (" in message and "optim.kind sgd there, adamw here" in message
+    assert f"go on with that run under these options with --checkpoint.resume {folder}" in message
     assert "notes/a.txt is a file" in refused(capsys, *train, "notes/a.txt")
-    told = refused(capsys, *train, "notes/a.txt/run")
-    assert "notes/a.txt/run cannot be made: Not a directory. Give --folder a place where you may write" in told
+    message = refused(capsys, *train, "notes/a.txt/run")
+    assert "notes/a.txt/run cannot be made: Not a directory. Give --folder a place where you may write" in message
 
 
-def test_checkpoints_that_cannot_be_gone_on_from_are_refused(place, capsys, finished):
+def test_checkpoints_that_cannot_be_resumed_are_refused(place, capsys, finished):
     folder, text = finished
     resume = ("train", "--checkpoint.resume", folder)
     assert "is at step 6, and the run ends at step 6: nothing is left to do" in refused(capsys, *resume)
@@ -125,8 +135,8 @@ def test_checkpoints_that_cannot_be_gone_on_from_are_refused(place, capsys, fini
     assert "with --train.seed 1234, this run has 5" in refused(capsys, *more, "--train.seed", "5")
     assert "with --data.seq-len 16, this run has 8" in refused(capsys, *more, "--data.seq-len", "8")
     earlier = folder / "checkpoints" / "step-00000003"
-    told = refused(capsys, "train", "--checkpoint.resume", earlier)
-    assert f"{earlier} is at step 3, and its run has gone on to step 6: resume the latest with" in told
+    message = refused(capsys, "train", "--checkpoint.resume", earlier)
+    assert f"{earlier} is at step 3, and its run has gone on to step 6: resume the latest with" in message
     Path("toml").write_text(f"[checkpoint]\nresume = '{folder}'")
     assert "is at step 6, and the run ends at step 6" in refused(capsys, "train", "--config", "toml")
 
@@ -137,12 +147,12 @@ def test_empty_foreign_and_damaged_folders_are_refused(place, capsys, finished):
     Path("foreign").mkdir()
     Path("foreign/notes.txt").touch()
     assert "1 entry that is no checkpoint (notes.txt)" in refused(capsys, "train", "--checkpoint.resume", "foreign")
-    run(World.single(), small_config(Path("hurt"), finished[1]))
+    train_small(World.single(), small_config(Path("hurt"), finished[1]))
     capsys.readouterr()
     index = Path("hurt/checkpoints/step-00000006/checkpoint.json")
     index.write_text(index.read_text().replace('"step": 6', '"step": 7'))
-    told = refused(capsys, "train", "--checkpoint.resume", "hurt")
-    assert "is damaged: its sha256 is" in told and "hurt/checkpoints/step-00000003 instead" in told
+    message = refused(capsys, "train", "--checkpoint.resume", "hurt")
+    assert "is damaged: its sha256 is" in message and "hurt/checkpoints/step-00000003 instead" in message
 
 
 @pytest.mark.parametrize("arguments", [["estimate", "--json"], ["simulate"], ["train", "--help"], ["--help"]])
@@ -155,15 +165,15 @@ def test_a_closed_pipe_ends_the_command_without_a_message(place, arguments):
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_ranks_can_stand_in_the_file(place, capsys, monkeypatch):
+def test_ranks_can_be_set_in_the_config_file(place, capsys, monkeypatch):
     Path("run.toml").write_text("ranks = 3\n[train]\nsteps = 9")
-    config, ranks = train_options(["--config", "run.toml"])
+    config, ranks = parse_train_options(["--config", "run.toml"])
     assert (config.train.steps, ranks) == (9, 3)
-    assert train_options(["--config", "run.toml", "--ranks", "2"])[1] == 2
+    assert parse_train_options(["--config", "run.toml", "--ranks", "2"])[1] == 2
     monkeypatch.setenv("RANK", "0")
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
-    assert train_options(["--config", "run.toml"])[1] is None  # torchrun decides
+    assert parse_train_options(["--config", "run.toml"])[1] is None  # torchrun decides
     monkeypatch.delenv("RANK")
     Path("run.toml").write_text("ranks = 'two'")
     assert "run.toml: ranks is 'two', a text; it must be a whole number" in refused(
@@ -171,12 +181,12 @@ def test_ranks_can_stand_in_the_file(place, capsys, monkeypatch):
     )
 
 
-def test_options_are_read_as_they_are_written():
+def test_options_are_parsed():
     words = "--train.micro_batches=2 --optim.betas 0.5 0.6 --optim.clip-norm none --zero.stage 2 --zero.no-prefetch"
-    config, _ = train_options([*words.split(), "--compile"])
+    config, _ = parse_train_options([*words.split(), "--compile"])
     assert (config.train.micro_batches, config.optim.betas, config.optim.clip_norm) == (2, (0.5, 0.6), None)
     assert (config.zero.stage, config.zero.prefetch, config.compile) == (2, False, True)
-    assert train_options(["--trace", "a.json"])[0].trace.file == Path("a.json")
+    assert parse_train_options(["--trace", "a.json"])[0].trace.file == Path("a.json")
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -185,15 +195,15 @@ def test_help_is_as_wide_as_the_terminal_at_most(capsys, monkeypatch, columns, c
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
-    told = capsys.readouterr().out
-    assert not ended.value.code and f"usage: minidist {command}" in told
-    assert max(map(len, told.splitlines())) <= columns and "None" not in told
+    output = capsys.readouterr().out
+    assert not ended.value.code and f"usage: minidist {command}" in output
+    assert max(map(len, output.splitlines())) <= columns and "None" not in output
 
 
 def test_help_and_refusals_do_not_wait_for_torch(place):
     ask = """
 import sys
-from minidist.tools.cli import main, train_options
+from minidist.tools.cli import main, parse_train_options
 for arguments in ("--help", "trian", "train --ranks 0", "train --data.path no", "train --help"):
     try:
         main(arguments.split())
@@ -212,7 +222,7 @@ def test_the_command_trains_and_then_samples(place, capsys):
     with Command("train", *arguments, "--folder", "run", folder=place) as command:
         assert command.end() == 0, command.output
     lines = command.output.splitlines()
-    assert lines[0].startswith(f"2 ranks on cpu over {AUTO}, mesh pp=1 x dp=2 x cp=1 x tp=1; model of")
+    assert lines[0].startswith(f"2 ranks on cpu over {DEFAULT_CPU_BACKEND}, mesh pp=1 x dp=2 x cp=1 x tp=1; model of")
     steps = [line for line in lines if re.match(r"step +\d+  loss [\d.]+  grad norm [\d.]+  lr", line)]
     assert [int(line.split()[1]) for line in steps] == [1, 2, 4]
     assert re.fullmatch(
@@ -231,7 +241,7 @@ def test_the_command_trains_and_then_samples(place, capsys):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-def test_a_killed_rank_is_named_all_go_and_the_last_checkpoint_is_whole(place):
+def test_a_killed_rank_is_reported_and_the_last_checkpoint_is_complete(place):
     arguments = (*OPTIONS, "--data.path", write_text(place), "--ranks", "2", "--train.steps", "100000")
     with Command("train", *arguments, "--checkpoint.every", "5", "--folder", "run", folder=place) as command:
         command.read_until("checkpoint: run/checkpoints")
@@ -240,30 +250,30 @@ def test_a_killed_rank_is_named_all_go_and_the_last_checkpoint_is_whole(place):
         assert len(ranks) == 2
         os.kill(max(ranks), signal.SIGKILL)
         assert command.end() == 1, command.output
-        assert all_gone(below)
-    told = command.output[command.output.index("minidist: ") :]
-    assert re.match(r"minidist: rank [01] died: killed by SIGKILL\nmeanwhile\n  rank [01]: ", told)
-    last = re.search(r"The last checkpoint is (\S+): go on with --checkpoint.resume run$", told.strip())
+        assert wait_until_gone(below)
+    output = command.output[command.output.index("minidist: ") :]
+    assert re.match(r"minidist: rank [01] died: killed by SIGKILL\nmeanwhile\n  rank [01]: ", output)
+    last = re.search(r"The last checkpoint is (\S+): go on with --checkpoint.resume run$", output.strip())
     assert not verify_checkpoint(place / last[1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-def test_nothing_is_left_of_a_command_that_is_killed(place):
+def test_a_killed_command_leaves_no_process(place):
     arguments = (*OPTIONS, "--data.path", write_text(place), "--ranks", "2", "--train.steps", "100000")
     with Command("train", *arguments, folder=place) as command:
         command.read_until("step      1 ")
         below = descendants(command.process.pid)
         assert len(below) == 3
         command.process.kill()
-        assert all_gone(below)
+        assert wait_until_gone(below)
 
 
-def test_under_torchrun_rank_0_tells_once(place):
+def test_under_torchrun_rank_0_alone_prints(place):
     train = ("--standalone", "-m", "minidist", "train", *OPTIONS, "--data.path", write_text(place))
     with Command(*train, "--mesh.dp", "3", module=TORCHRUN, folder=place) as command:
         assert command.end() == 1
-    said, table = command.output.split("ChildFailedError", 1)
-    assert said.count("minidist: the mesh") == 1, command.output
+    message, table = command.output.split("ChildFailedError", 1)
+    assert message.count("minidist: the mesh") == 1, command.output
     # torchrun repeats the message in its table of failed ranks, where a person looks first.
     assert table.count("traceback : minidist: the mesh") == 1 and "traceback : the same error as rank 0" in table
     assert "needs 3 ranks, the world has 2: set --mesh.dp 2" in command.output
@@ -275,8 +285,8 @@ def test_under_torchrun_port_0_is_refused(place):
     train = ("-m", "minidist", "train", *OPTIONS, "--data.path", write_text(place))
     with Command("--master-port", "0", *train, module=TORCHRUN, folder=place) as command:
         assert command.end() == 1
-    said = command.output.partition("ChildFailedError")[0]
-    assert said.count("minidist: MASTER_PORT is 0, so the 2 ranks cannot find each other") == 1
+    message = command.output.partition("ChildFailedError")[0]
+    assert message.count("minidist: MASTER_PORT is 0, so the 2 ranks cannot find each other") == 1
 
 
 def test_a_port_in_use_is_refused(place, monkeypatch):
@@ -286,11 +296,11 @@ def test_a_port_in_use_is_refused(place, monkeypatch):
             monkeypatch.setenv(name, value)
         with Command("train", *OPTIONS, "--data.path", write_text(place), folder=place) as command:
             assert command.end() == 2
-    assert command.output.startswith(f"minidist: port {port} of 127.0.0.1, where the 2 ranks are to meet, is in use")
+    assert command.output.startswith(f"minidist: port {port} of 127.0.0.1, the rendezvous of the 2 ranks, is in use")
     assert len(command.output.splitlines()) == 1
 
 
-def test_ranks_are_not_asked_for_twice(place, capsys, monkeypatch):
+def test_ranks_under_torchrun_are_refused(place, capsys, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     before = signal.getsignal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Stretches of time, what they cover together, and one clock for all ranks."""
+"""Time intervals, their union, and a common clock for all ranks."""
 
 import time
 from dataclasses import replace
@@ -18,12 +18,12 @@ rows = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)).map(lambda row:
 
 
 def cells(intervals):
-    """The units of time that are covered."""
+    """The unit intervals that are covered."""
     return {unit for begin, end in intervals for unit in range(begin, end)}
 
 
 @given(rows, rows)
-def test_what_intervals_cover_is_what_their_units_cover(a, b):
+def test_the_union_of_intervals_covers_their_cells(a, b):
     assert cells(merge_intervals(a)) == cells(a) and covered_time(a) == len(cells(a))
     assert cells(intersect_intervals(a, b)) == cells(a) & cells(b) and covered_time(intersect_intervals(a, b)) == len(
         cells(a) & cells(b)
@@ -44,7 +44,7 @@ AHEAD_NS = 5_000_000_000
 
 
 def measured_offset(world):
-    """As if every rank were a host whose clock is ahead of the one before it."""
+    """Clock offsets measured as if every rank were a host whose clock is ahead of the previous rank's."""
     world = replace(world, node_rank=world.rank)
     group = bind(world, Mesh(dp=world.size))["control"]
     return measure_clock_offset(group, lambda: time.monotonic_ns() + world.rank * AHEAD_NS)
@@ -65,8 +65,8 @@ def test_ranks_of_one_host_have_one_clock(ranks):
     assert ranks(own_host, 3) == [(0, 0)] * 3
 
 
-def test_moments_of_a_device_are_placed_by_its_events(monkeypatch):
-    """The queue of a device that is 2.5 ms behind at the second moment; no GPU is needed to place it."""
+def test_device_events_are_placed_on_the_host_clock(monkeypatch):
+    """Places events of a simulated device queue that is 2.5 ms behind at its second event; needs no GPU."""
     recorded = []
 
     class Event:

@@ -1,4 +1,4 @@
-"""The cases of parity cover every pair of switch values, which this file counts by itself."""
+"""The cases of parity cover every pair of switch values, counted independently here."""
 
 from itertools import combinations, product
 
@@ -52,7 +52,7 @@ def test_the_same_seed_gives_the_same_cases_and_another_one_others():
     assert pairwise_cover(families, 3) == pairwise_cover(families, 3) != pairwise_cover(families, 4)
 
 
-def test_what_families_have_in_common_meets_what_it_can():
+def test_switches_common_to_families_meet_all_possible_pairs():
     families = [CaseFamily({"x": (1, 2), "y": (1, 2)}, {"f": "a"}), CaseFamily({"x": (1,), "y": (1, 2)}, {"f": "b"})]
     cases = pairwise_cover(families)
     assert {(case["f"], case["x"]) for case in cases} == {("a", 1), ("a", 2), ("b", 1)}
@@ -104,7 +104,7 @@ def test_coverage_counts_what_a_part_of_the_rows_leaves_out():
     assert part.coverage(part.cases[:1]) == (len(list(combinations(SWITCHES, 2))), pairs)
 
 
-def test_what_cannot_be_is_refused_and_never_a_row():
+def test_impossible_combinations_are_never_a_row():
     names = {name for part in plan_cases(4) for name in part.refused}
     assert "pp=4 interleaved micro-batches=1" in names and "pp=4 zb-h2 micro-batches=1" in names
     rows = list_cases(plan_cases(2, full=True))

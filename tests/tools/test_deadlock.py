@@ -1,4 +1,4 @@
-"""Programs that hang, each for its own reason, and what is said about them."""
+"""Reports about programs that hang, each for another reason."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def failure(server, function, ranks, *args) -> RankFailure:
 
 
 def line_of(function, text) -> str:
-    """`tools/file.py:line` of the line of `function` that holds `text`."""
+    """`tools/file.py:line` of the line in `function` that contains `text`."""
     import inspect
 
     lines, start = inspect.getsourcelines(function)
@@ -62,7 +62,7 @@ def send_head_to_head(world):
     recv(tensor, peer, grads)
 
 
-def test_sends_head_to_head_are_a_circle_of_two(server):
+def test_two_blocking_sends_to_each_other_are_a_cycle(server):
     error = failure(server, send_head_to_head, 2)
     where = line_of(send_head_to_head, "send(tensor")
     assert error.kind == "deadlock" and error.ranks == (0, 1)
@@ -95,7 +95,7 @@ def two_groups_crossed(world):
     all_reduce(torch.zeros(2), made[second])
 
 
-def test_groups_in_crossed_order_are_a_circle(server):
+def test_groups_used_in_opposite_orders_are_a_cycle(server):
     error = failure(server, two_groups_crossed, 2)
     assert error.kind == "deadlock"
     assert "rank 0 waits for rank 1 to launch all_reduce #1 of 'a'" in str(error)
@@ -144,12 +144,12 @@ def receive_from_one_that_dies(world, how):
     recv(torch.zeros(7), 1, grads)
 
 
-@pytest.mark.parametrize(("how", "told"), [("exit", "exited with code 3"), ("kill", "killed by SIGKILL")])
-def test_a_death_is_reported_with_what_the_others_waited_for(server, how, told):
+@pytest.mark.parametrize(("how", "description"), [("exit", "exited with code 3"), ("kill", "killed by SIGKILL")])
+def test_a_death_is_reported_with_what_the_others_waited_for(server, how, description):
     error = failure(server, receive_from_one_that_dies, 2, how)
     assert error.kind == "died" and error.ranks == (1,)
     where = line_of(receive_from_one_that_dies, "recv(")
-    assert f"rank 1 died: {told}" in str(error)
+    assert f"rank 1 died: {description}" in str(error)
     assert f"rank 0: waiting in recv from rank 1 #1 (7,) float32 of 'grads' (ranks 0-1) at {where}" in str(error)
 
 

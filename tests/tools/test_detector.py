@@ -8,12 +8,12 @@ from minidist.errors import format_ranks
 from minidist.tools.deadlock.detector import DeadlockDetector, detect_deadlock
 from minidist.tools.deadlock.status_page import StatusPage
 from minidist.tools.deadlock.watchdog import Watchdog
-from tests.helpers.status_pages import GRADS, returned, snapshots, waiting
+from tests.helpers.status_pages import GRADS, mark_returned, mark_waiting, take_snapshots
 
 
 def test_a_rank_that_waits_for_one_that_returned_is_deadlocked():
     verdict = detect_deadlock(
-        snapshots(r0=waiting(StatusPage(), GRADS), r1=returned(), r2=waiting(StatusPage(), GRADS))
+        take_snapshots(r0=mark_waiting(StatusPage(), GRADS), r1=mark_returned(), r2=mark_waiting(StatusPage(), GRADS))
     )
     assert (verdict.kind, verdict.ranks) == ("deadlock", (0, 2))
     assert verdict.text.splitlines() == [
@@ -24,135 +24,151 @@ def test_a_rank_that_waits_for_one_that_returned_is_deadlocked():
     ]
 
 
-def test_a_rank_that_is_not_seen_may_still_come():
-    assert detect_deadlock(snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), GRADS))) is None
-
-
-def test_a_rank_that_runs_may_still_come():
-    running = StatusPage()
-    running.resume()
+def test_an_unseen_rank_is_not_deadlocked():
     assert (
-        detect_deadlock(snapshots(r0=waiting(StatusPage(), GRADS), r1=running, r2=waiting(StatusPage(), GRADS))) is None
+        detect_deadlock(take_snapshots(r0=mark_waiting(StatusPage(), GRADS), r1=mark_waiting(StatusPage(), GRADS)))
+        is None
     )
 
 
-def test_all_ranks_in_one_operation_are_the_networks_business():
-    assert detect_deadlock(snapshots(**{f"r{r}": waiting(StatusPage(), GRADS) for r in range(3)})) is None
+def test_a_running_rank_is_not_deadlocked():
+    running = StatusPage()
+    running.on_resume()
+    assert (
+        detect_deadlock(
+            take_snapshots(r0=mark_waiting(StatusPage(), GRADS), r1=running, r2=mark_waiting(StatusPage(), GRADS))
+        )
+        is None
+    )
 
 
-def test_a_rank_that_returned_with_its_part_launched_is_not_missed():
+def test_all_ranks_waiting_in_one_operation_are_not_deadlocked():
+    assert detect_deadlock(take_snapshots(**{f"r{r}": mark_waiting(StatusPage(), GRADS) for r in range(3)})) is None
+
+
+def test_a_returned_rank_that_launched_its_operation_is_not_missing():
     early = StatusPage()
-    early.launch(GRADS, "all_reduce", (4,), "float32")
-    pages = snapshots(r0=waiting(StatusPage(), GRADS), r1=returned(early), r2=waiting(StatusPage(), GRADS))
+    early.on_launch(GRADS, "all_reduce", (4,), "float32")
+    pages = take_snapshots(
+        r0=mark_waiting(StatusPage(), GRADS), r1=mark_returned(early), r2=mark_waiting(StatusPage(), GRADS)
+    )
     assert detect_deadlock(pages) is None
 
 
-def test_a_waiting_rank_that_will_be_served_can_still_come():
+def test_a_rank_whose_wait_will_end_is_not_missing():
     pair = Channel("collective", "pair", (1, 3))
-    pages = snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), pair), r2=waiting(StatusPage(), GRADS))
-    served = {**pages, 3: waiting(StatusPage(), pair).snapshot()}
+    pages = take_snapshots(
+        r0=mark_waiting(StatusPage(), GRADS), r1=mark_waiting(StatusPage(), pair), r2=mark_waiting(StatusPage(), GRADS)
+    )
+    served = {**pages, 3: mark_waiting(StatusPage(), pair).take_snapshot()}
     assert detect_deadlock(served) is None
 
 
 def test_a_chain_of_waits_ends_at_the_rank_that_died():
     pair = Channel("collective", "pair", (1, 3))
-    pages = snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), pair), r2=waiting(StatusPage(), GRADS))
-    verdict = detect_deadlock({**pages, 3: replace(StatusPage().snapshot(), state="died")})
+    pages = take_snapshots(
+        r0=mark_waiting(StatusPage(), GRADS), r1=mark_waiting(StatusPage(), pair), r2=mark_waiting(StatusPage(), GRADS)
+    )
+    verdict = detect_deadlock({**pages, 3: replace(StatusPage().take_snapshot(), state="died")})
     assert verdict.ranks == (0, 1, 2)
     assert verdict.text.endswith("rank 3 died without launching all_reduce #1 of 'pair'")
 
 
 def test_one_lost_member_is_enough_while_another_still_works():
-    pages = snapshots(r0=waiting(StatusPage(), GRADS), r1=returned())  # rank 2 runs
+    pages = take_snapshots(r0=mark_waiting(StatusPage(), GRADS), r1=mark_returned())  # rank 2 runs
     assert detect_deadlock(pages).ranks == (0,)
 
 
 def test_a_recv_is_served_by_the_send_of_its_tag_only():
     def recv(tag):
-        return waiting(StatusPage(), Channel("recv", "pp", (0, 1), 1, tag), "recv")
+        return mark_waiting(StatusPage(), Channel("recv", "pp", (0, 1), 1, tag), "recv")
 
     sender = StatusPage()
-    sender.launch(Channel("send", "pp", (0, 1), 0, 3), "send", (4,), "float32")
-    sender.finish("returned")
-    assert detect_deadlock(snapshots(r0=recv(3), r1=sender)) is None
-    assert "without launching send #1 to rank 0 of 'pp'" in detect_deadlock(snapshots(r0=recv(4), r1=sender)).text
+    sender.on_launch(Channel("send", "pp", (0, 1), 0, 3), "send", (4,), "float32")
+    sender.record_end("returned")
+    assert detect_deadlock(take_snapshots(r0=recv(3), r1=sender)) is None
+    assert "without launching send #1 to rank 0 of 'pp'" in detect_deadlock(take_snapshots(r0=recv(4), r1=sender)).text
 
 
 def test_a_second_recv_needs_a_second_send():
     receiver, channel = StatusPage(), Channel("recv", "pp", (0, 1), 1)
-    receiver.launch(channel, "recv", (4,), "float32")
-    waiting(receiver, channel, "recv")
+    receiver.on_launch(channel, "recv", (4,), "float32")
+    mark_waiting(receiver, channel, "recv")
     sender = StatusPage()
-    sender.launch(Channel("send", "pp", (0, 1), 0), "send", (4,), "float32")
-    assert "send #2" in detect_deadlock(snapshots(r0=receiver, r1=returned(sender))).text
+    sender.on_launch(Channel("send", "pp", (0, 1), 0), "send", (4,), "float32")
+    assert "send #2" in detect_deadlock(take_snapshots(r0=receiver, r1=mark_returned(sender))).text
 
 
 def test_another_shape_at_the_same_place_is_a_mismatch():
-    verdict = detect_deadlock(snapshots(r0=waiting(StatusPage(), GRADS), r1=waiting(StatusPage(), GRADS, shape=(5,))))
+    verdict = detect_deadlock(
+        take_snapshots(r0=mark_waiting(StatusPage(), GRADS), r1=mark_waiting(StatusPage(), GRADS, shape=(5,)))
+    )
     assert (verdict.kind, verdict.ranks) == ("mismatch", (0, 1))
     assert "rank 0: all_reduce (4,) float32" in verdict.text and "rank 1: all_reduce (5,) float32" in verdict.text
 
 
 def test_a_mismatch_is_found_although_one_rank_is_already_further():
     ahead = StatusPage()
-    ahead.launch(GRADS, "broadcast", (4,), "float32")
-    ahead.launch(GRADS, "all_reduce", (4,), "float32")
-    verdict = detect_deadlock(snapshots(r0=waiting(StatusPage(), GRADS), r1=returned(ahead)))
+    ahead.on_launch(GRADS, "broadcast", (4,), "float32")
+    ahead.on_launch(GRADS, "all_reduce", (4,), "float32")
+    verdict = detect_deadlock(take_snapshots(r0=mark_waiting(StatusPage(), GRADS), r1=mark_returned(ahead)))
     assert verdict.kind == "mismatch" and "operation #1 of 'grads'" in verdict.text
 
 
 def test_a_send_and_a_recv_of_as_many_elements_match():
-    send = waiting(StatusPage(), Channel("send", "pp", (0, 1), 1), "send", (2, 4))
-    recv = waiting(StatusPage(), Channel("recv", "pp", (0, 1), 0), "recv", (8,))
-    assert detect_deadlock(snapshots(r0=send, r1=recv)) is None
-    short = waiting(StatusPage(), Channel("recv", "pp", (0, 1), 0), "recv", (7,))
-    assert detect_deadlock(snapshots(r0=send, r1=short)).kind == "mismatch"
+    send = mark_waiting(StatusPage(), Channel("send", "pp", (0, 1), 1), "send", (2, 4))
+    recv = mark_waiting(StatusPage(), Channel("recv", "pp", (0, 1), 0), "recv", (8,))
+    assert detect_deadlock(take_snapshots(r0=send, r1=recv)) is None
+    short = mark_waiting(StatusPage(), Channel("recv", "pp", (0, 1), 0), "recv", (7,))
+    assert detect_deadlock(take_snapshots(r0=send, r1=short)).kind == "mismatch"
 
 
 def test_unequal_shares_of_an_all_to_all_match():
-    pages = {f"r{r}": waiting(StatusPage(), GRADS, "all_to_all", (r + 1, 2)) for r in range(3)}
-    assert detect_deadlock(snapshots(**pages)) is None
+    pages = {f"r{r}": mark_waiting(StatusPage(), GRADS, "all_to_all", (r + 1, 2)) for r in range(3)}
+    assert detect_deadlock(take_snapshots(**pages)) is None
 
 
-def test_a_circle_of_many_ranks_is_reported_in_few_lines():
+def test_a_cycle_of_many_ranks_is_reported_in_few_lines():
     size = 40
     ranks = tuple(range(size))
     pages = {
-        f"r{r}": waiting(StatusPage(), Channel("recv", "ring", ranks, (r - 1) % size), "recv", where=f"ring.py:{r}")
+        f"r{r}": mark_waiting(
+            StatusPage(), Channel("recv", "ring", ranks, (r - 1) % size), "recv", where=f"ring.py:{r}"
+        )
         for r in ranks
     }
-    verdict = detect_deadlock(snapshots(**pages))
+    verdict = detect_deadlock(take_snapshots(**pages))
     assert verdict.ranks == ranks and len(verdict.text.splitlines()) < 15
 
 
 def test_a_verdict_needs_two_equal_readings():
-    stuck, detector = waiting(StatusPage(), GRADS), DeadlockDetector()
-    gone = returned().snapshot()
-    assert detector.update({0: stuck.snapshot(), 1: gone}, 0.0) is None
-    stuck.resume()
-    waiting(stuck, GRADS)  # looks alike, but has moved
-    assert detector.update({0: stuck.snapshot(), 1: gone}, 1.0) is None
-    assert detector.update({0: stuck.snapshot(), 1: gone}, 2.0).ranks == (0,)
+    stuck, detector = mark_waiting(StatusPage(), GRADS), DeadlockDetector()
+    gone = mark_returned().take_snapshot()
+    assert detector.update({0: stuck.take_snapshot(), 1: gone}, 0.0) is None
+    stuck.on_resume()
+    mark_waiting(stuck, GRADS)  # the same operation, but the status has changed
+    assert detector.update({0: stuck.take_snapshot(), 1: gone}, 1.0) is None
+    assert detector.update({0: stuck.take_snapshot(), 1: gone}, 2.0).ranks == (0,)
 
 
 def test_a_rank_about_to_join_a_deadlock_is_waited_for():
-    pages = {0: waiting(StatusPage(), GRADS), 1: returned(), 2: StatusPage()}
-    pages[2].resume()
+    pages = {0: mark_waiting(StatusPage(), GRADS), 1: mark_returned(), 2: StatusPage()}
+    pages[2].on_resume()
     detector = DeadlockDetector()
 
     def see(now_s):
-        return detector.update({rank: page.snapshot() for rank, page in pages.items()}, now_s)
+        return detector.update({rank: page.take_snapshot() for rank, page in pages.items()}, now_s)
 
     assert [see(0.0), see(0.1), see(0.2)] == [None] * 3
-    waiting(pages[2], GRADS)
+    mark_waiting(pages[2], GRADS)
     assert see(0.3) is None  # it has just moved
     assert see(0.4).ranks == (0, 2)
 
 
 def test_a_deadlock_is_reported_though_another_rank_works_on_and_on():
-    pages = {0: waiting(StatusPage(), GRADS), 1: returned(), 2: StatusPage()}
-    pages[2].resume()
-    detector, seen = DeadlockDetector(), {rank: page.snapshot() for rank, page in pages.items()}
+    pages = {0: mark_waiting(StatusPage(), GRADS), 1: mark_returned(), 2: StatusPage()}
+    pages[2].on_resume()
+    detector, seen = DeadlockDetector(), {rank: page.take_snapshot() for rank, page in pages.items()}
     assert [detector.update(seen, now_s) for now_s in (0.0, 0.5, 1.4)] == [None] * 3
     assert detector.update(seen, 1.6).ranks == (0,)
 
@@ -165,7 +181,7 @@ def test_rank_names_are_merged_into_runs():
 
 
 class Store(dict):
-    """What the watchdog needs of torch's store."""
+    """The part of torch's store that the watchdog uses."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -189,35 +205,35 @@ PAIR = Channel("collective", "grads", (0, 1))
 
 
 def test_the_lowest_waiting_rank_reports_once_for_all():
-    store, said, done = Store(), [], threading.Event()
+    store, message, done = Store(), [], threading.Event()
 
     def end(rank):
-        return lambda report: (said.append((rank, report)), done.set())
+        return lambda report: (message.append((rank, report)), done.set())
 
     pages = [StatusPage(), StatusPage()]
-    dogs = [Watchdog(r, 2, pages[r], store, end=end(r)) for r in range(2)]
-    waiting(pages[1], PAIR)
-    waiting(pages[0], PAIR, name="broadcast")
+    dogs = [Watchdog(r, 2, pages[r], store, on_report=end(r)) for r in range(2)]
+    mark_waiting(pages[1], PAIR)
+    mark_waiting(pages[0], PAIR, name="broadcast")
     assert done.wait(20)
-    pages[1].finish("returned")
-    pages[0].finish("returned")
+    pages[1].record_end("returned")
+    pages[0].record_end("returned")
     for dog in dogs:
-        threading.Thread(target=dog.finish, daemon=True).start()
+        threading.Thread(target=dog.wait_until_all_ranks_end, daemon=True).start()
     for dog in dogs:
         dog._thread.join(20)
-    assert [rank for rank, _ in said] == [0] and "mismatch: operation #1" in said[0][1]
+    assert [rank for rank, _ in message] == [0] and "mismatch: operation #1" in message[0][1]
 
 
-def watched(rank, page, store, size=2):
-    """A watchdog whose thread has ended: the test calls what the thread would."""
+def watchdog_without_thread(rank, page, store, size=2):
+    """A watchdog without its thread: the test calls the thread's function."""
     dog = Watchdog(rank, size, page, store)
     dog.stop()
     return dog
 
 
-def test_a_board_posted_once_may_be_out_of_date():
-    store, pages = Store(), [waiting(StatusPage(), PAIR), waiting(StatusPage(), PAIR, shape=(9,))]
-    first, second = [watched(rank, page, store) for rank, page in enumerate(pages)]
+def test_a_status_page_posted_once_may_be_out_of_date():
+    store, pages = Store(), [mark_waiting(StatusPage(), PAIR), mark_waiting(StatusPage(), PAIR, shape=(9,))]
+    first, second = [watchdog_without_thread(rank, page, store) for rank, page in enumerate(pages)]
     for _ in range(3):  # rank 1 may have gone on since it posted: it has nothing to say while it runs
         first._post()
         assert first._read() is None
@@ -226,9 +242,9 @@ def test_a_board_posted_once_may_be_out_of_date():
     assert first._read().kind == "mismatch"
 
 
-def test_a_waiting_rank_leaves_the_word_to_a_lower_one():
-    store, pages = Store(), [waiting(StatusPage(), PAIR), waiting(StatusPage(), PAIR, shape=(9,))]
-    first, second = dogs = [watched(rank, page, store) for rank, page in enumerate(pages)]
+def test_the_lowest_waiting_rank_reports_the_deadlock():
+    store, pages = Store(), [mark_waiting(StatusPage(), PAIR), mark_waiting(StatusPage(), PAIR, shape=(9,))]
+    first, second = dogs = [watchdog_without_thread(rank, page, store) for rank, page in enumerate(pages)]
     for dog in dogs:
         dog._read()
     for dog in dogs:
@@ -237,23 +253,23 @@ def test_a_waiting_rank_leaves_the_word_to_a_lower_one():
 
 
 def test_a_wait_longer_than_the_timeout_is_reported_by_its_own_rank():
-    said, done = [], threading.Event()
+    message, done = [], threading.Event()
     page = StatusPage()
-    dog = Watchdog(0, 2, page, Store(), timeout_s=0.1, end=lambda report: (said.append(report), done.set()))
-    waiting(page, PAIR)  # rank 1 never shows
+    dog = Watchdog(0, 2, page, Store(), timeout_s=0.1, on_report=lambda report: (message.append(report), done.set()))
+    mark_waiting(page, PAIR)  # rank 1 never shows
     assert done.wait(20)
-    assert "after 0.1 s in one wait\n  rank 0: waiting in all_reduce #1" in said[0]
+    assert "after 0.1 s in one wait\n  rank 0: waiting in all_reduce #1" in message[0]
     dog._thread.join(20)
 
 
 def test_the_watchdog_too_waits_for_a_rank_about_to_join():
-    store, pages = Store(), [waiting(StatusPage(), GRADS), returned(), StatusPage()]
-    pages[2].resume()
-    dogs = [watched(rank, page, store, size=3) for rank, page in enumerate(pages)]
+    store, pages = Store(), [mark_waiting(StatusPage(), GRADS), mark_returned(), StatusPage()]
+    pages[2].on_resume()
+    dogs = [watchdog_without_thread(rank, page, store, size=3) for rank, page in enumerate(pages)]
     for _ in range(3):
         dogs[0]._post()
         assert dogs[0]._read() is None
-    waiting(pages[2], GRADS)
+    mark_waiting(pages[2], GRADS)
     for _ in range(2):
         dogs[0]._post()
         dogs[2]._post()

@@ -1,15 +1,15 @@
-"""A rank's place from the launcher's variables."""
+"""Rank, world size and node of a process from the launcher's environment variables."""
 
 import pytest
 
 from minidist.errors import UserError
 from minidist.tools.launch.environment import rank_and_world, read_integer
 
-TOLD = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+VARIABLES = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
 
 
-def test_the_place_is_as_it_was_told():
-    assert rank_and_world(TOLD) == (5, 8, 1, 4, 1)
+def test_ranks_are_read_from_the_environment():
+    assert rank_and_world(VARIABLES) == (5, 8, 1, 4, 1)
 
 
 def test_without_local_numbers_there_is_one_machine():
@@ -24,15 +24,15 @@ def test_without_local_numbers_there_is_one_machine():
         ({"RANK": "-1"}, "RANK is '-1'"),
         ({"RANK": "1.0"}, "RANK is '1.0'"),
         ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
-        ({"RANK": "8"}, "RANK is 8 and WORLD_SIZE 8; it must be less"),
+        ({"RANK": "8"}, "RANK is 8 and WORLD_SIZE 8; the rank must be less"),
         ({"LOCAL_RANK": "4"}, r"LOCAL_RANK \(or RANK .*\) is 4 and LOCAL_WORLD_SIZE \(or WORLD_SIZE\) 4"),
         ({"LOCAL_RANK": None}, r"LOCAL_RANK \(or RANK without it\) is 5 and LOCAL_WORLD_SIZE \(or WORLD_SIZE\) 4"),
         ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE is 9 and WORLD_SIZE 8"),
         ({"WORLD_SIZE": "0"}, "RANK is 5 and WORLD_SIZE 0"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_numbers(change, message):
-    environ = {name: value for name, value in (TOLD | change).items() if value is not None}
+def test_inconsistent_environments_are_refused(change, message):
+    environ = {name: value for name, value in (VARIABLES | change).items() if value is not None}
     with pytest.raises(UserError, match=message):
         rank_and_world(environ)
 

@@ -1,4 +1,4 @@
-"""The moment of the peak: what the estimate says of it is what steps of real engines have, all of it and by kind."""
+"""Estimated peak memory against steps of real engines, in total and by category."""
 
 import dataclasses
 import sys
@@ -69,16 +69,16 @@ def steps_of(world: World, config: Config):
 
 
 def peaks(world: World, configs: list[Config], steps: int = 1) -> list:
-    """Of each configuration the peak of the step after so many, on this rank."""
-    found = []
+    """The peak memory on this rank of one step of each configuration, after some steps."""
+    results = []
     for config in configs:
         engine, step = steps_of(world, config)
         for number in range(steps):
             step(number)()
-        found.append(measure_peak(step(steps), engine_tensors_by_kind(engine)))
+        results.append(measure_peak(step(steps), engine_tensors_by_kind(engine)))
         barrier(engine.groups["control"])  # a rank that has ended shares its pages with nobody
         engine.groups.destroy()
-    return found
+    return results
 
 
 GRID = {
@@ -115,11 +115,11 @@ GRID = {
 
 
 @pytest.mark.parametrize("world", GRID)
-def test_the_peak_and_its_kinds_are_those_of_real_steps(ranks, world):
-    said = [estimate(config, world).ranks for config in GRID[world]]
+def test_peak_memory_by_category_matches_real_steps(ranks, world):
+    message = [estimate(config, world).ranks for config in GRID[world]]
     for rank, found in enumerate(ranks(peaks, world, GRID[world])):
         for number, peak in enumerate(found):
-            cost, where = said[number][rank], (GRID[world][number], rank)
+            cost, where = message[number][rank], (GRID[world][number], rank)
             assert (
                 cost.peak_memory_bytes == sum(cost.peak_breakdown.values()) == pytest.approx(peak.total, rel=TOTAL)
             ), where
@@ -136,7 +136,7 @@ def test_the_peak_and_its_kinds_are_those_of_real_steps(ranks, world):
                 assert getattr(cost, name) == most, (kind, where)
 
 
-def test_what_stays_is_exact(ranks):
+def test_model_states_are_estimated_exactly(ranks):
     for world in (1, 2):
         for rank, found in enumerate(ranks(peaks, world, GRID[world][:3])):
             for peak, config in zip(found, GRID[world], strict=False):
@@ -147,7 +147,7 @@ def test_what_stays_is_exact(ranks):
                     assert getattr(cost, name) == peak.peak_by_kind.get(kind, 0), (kind, config)
 
 
-def test_a_shard_of_gradients_is_there_only_where_backward_is_over():
+def test_gradient_shards_exist_only_after_backward():
     """At the end of forward none is; with several micro-batches all are, from the first one on."""
     one, many = (estimate(configured(stage=3, k=k), 2).ranks[0] for k in (1, 4))
     assert one.peak_breakdown["gradients"] == 0 < one.gradient_bytes == many.peak_breakdown["gradients"]
@@ -173,11 +173,11 @@ MAPPED = [
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the backend shm, and its pages in /proc")
 @pytest.mark.parametrize(("world", "config"), MAPPED)
-def test_mapped_segments_are_what_the_ranks_have_touched(ranks, world, config):
+def test_mapped_segments_match_the_pages_that_ranks_touched(ranks, world, config):
     found = [each.shared_segments for (each,) in ranks(peaks, world, [config], 3)]
-    said = [cost.shared_segment_bytes for cost in estimate(config, world).ranks]
+    message = [cost.shared_segment_bytes for cost in estimate(config, world).ranks]
     # Whose part of a shared page is counted how depends on who has it mapped at the time, but their sum does not.
-    assert sum(said) == pytest.approx(sum(found), rel=0.15), (said, found)
+    assert sum(message) == pytest.approx(sum(found), rel=0.15), (message, found)
 
 
 def test_over_other_backends_and_alone_nothing_is_mapped():

@@ -1,4 +1,4 @@
-"""Recomputation in the estimate: bytes kept, bytes at the peak, FLOPs and messages are those of real steps."""
+"""Estimated recomputation against real steps: saved bytes, peak bytes, FLOPs and messages."""
 
 import dataclasses
 from collections import Counter
@@ -17,26 +17,26 @@ from minidist.models.dropout import DropoutAddress
 from minidist.models.transformer import Transformer
 from minidist.tools.estimate import activations, saved_tensors
 from minidist.tools.estimate.estimate import estimate
-from minidist.tools.estimate.layout import layout_of
+from minidist.tools.estimate.layout import plan_layout
 from minidist.tools.parity.layouts import Layout, list_layouts
 from tests.helpers.activation_cases import (
+    MICRO_BATCH_SIZES,
     MODEL,
-    SAMPLES,
     SEQ_LEN,
-    batch_of,
-    configured,
-    described,
-    engine_of,
-    in_format,
-    piped,
+    build_engine,
+    estimate_saved_tensors,
+    make_config,
+    pipeline_config,
+    random_batch,
+    with_dtype,
 )
-from tests.helpers.estimate_checks import answers_agree
-from tests.helpers.estimate_checks import configured as traffic_of
+from tests.helpers.estimate_checks import assert_estimate_is_measured
+from tests.helpers.estimate_checks import make_config as traffic_of
 from tests.helpers.exhaustive import exhaustive
 
 
 class Living(TorchDispatchMode):
-    """Remembers, without holding it, the storage of everything that an operation makes."""
+    """Keeps weak references to the storages of all results of operations."""
 
     def __init__(self, known: set[int]):
         super().__init__()
@@ -56,19 +56,19 @@ class Living(TorchDispatchMode):
         return out
 
     def now(self) -> Counter:
-        """(dtype, bytes) of every storage that is still there."""
+        """(dtype, bytes) of every storage that is still live."""
         return Counter((dtype, size) for reference, dtype, size in self._made.values() if not reference.expired())
 
 
 def living(world: World, rows: list) -> list[Counter]:
     """The tensors that a forward saves on this rank, up to a loss with an autograd graph."""
-    return [left_by(engine_of(world, config, dtype), samples) for config, dtype, samples in rows]
+    return [left_by(build_engine(world, config, dtype), samples) for config, dtype, samples in rows]
 
 
 def left_by(engine, samples: int) -> Counter:
-    batches = engine.forward_backward.cut_sequences([batch_of(samples, engine.model.config.vocab_size)])
+    batches = engine.forward_backward.shard_sequences([random_batch(samples, engine.model.config.vocab_size)])
     with Living({parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}) as made:
-        loss = engine.forward_backward.loss_sum(0, batches[0])
+        loss = engine.forward_backward.forward_loss(0, batches[0])
         found = made.now()
     assert loss.grad_fn is not None
     engine.groups.destroy()
@@ -86,27 +86,27 @@ def with_recomputation(config: Config, how: str) -> Config:
 
 ROWS = {
     1: [
-        (configured({}), "float32", 3),
-        (configured({}, dropout=0.1, num_kv_heads=1), "float64", 1),
-        (configured({}, dropout=0.1), "bfloat16", 3),
+        (make_config({}), "float32", 3),
+        (make_config({}, dropout=0.1, num_kv_heads=1), "float64", 1),
+        (make_config({}, dropout=0.1), "bfloat16", 3),
     ],
     2: [
-        (configured({"tp": 2}, dropout=0.1), "float32", 3),
-        (configured({"tp": 2}, {"sequence": True}, dropout=0.1), "bfloat16", 2),
-        (configured({"cp": 2}), "float32", 3),
-        (configured({"cp": 2}, {"context": "ulysses"}, dropout=0.1), "float32", 3),
-        (configured({"cp": 2}, {"context": "ulysses"}, num_kv_heads=1), "float64", 1),
+        (make_config({"tp": 2}, dropout=0.1), "float32", 3),
+        (make_config({"tp": 2}, {"sequence": True}, dropout=0.1), "bfloat16", 2),
+        (make_config({"cp": 2}), "float32", 3),
+        (make_config({"cp": 2}, {"context": "ulysses"}, dropout=0.1), "float32", 3),
+        (make_config({"cp": 2}, {"context": "ulysses"}, num_kv_heads=1), "float64", 1),
     ],
 }
 
 
 @pytest.mark.parametrize("world", ROWS)
 @pytest.mark.parametrize("how", ["none", "block", "selective"])
-def test_a_forward_leaves_behind_what_is_said(ranks, how, world):
+def test_bytes_saved_by_a_forward_match_the_estimate(ranks, how, world):
     rows = [(with_recomputation(config, how), *rest) for config, *rest in ROWS[world]]
     for by_row in ranks(living, world, rows):
         for (config, dtype, samples), found in zip(rows, by_row, strict=True):
-            wanted = described(layout_of(in_format(config, dtype), world), samples)
+            wanted = estimate_saved_tensors(plan_layout(with_dtype(config, dtype), world), samples)
             assert counted(found) == counted(wanted), (config.mesh, config.parallel, dtype)
 
 
@@ -114,7 +114,7 @@ def test_a_forward_leaves_behind_what_is_said(ranks, how, world):
 
 
 class Watch:
-    """Looks, whenever a tensor is saved or kept to compute again from, at which of those storages are alive."""
+    """Sums the live storages whenever a tensor is saved, by autograd or for recomputation."""
 
     def __init__(self, engine):
         self._known = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
@@ -128,7 +128,7 @@ class Watch:
             self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         living = {at: size for at, (reference, size) in self._storages.items() if not reference.expired()}
         if self._pipeline is not None:
-            halves = [half for of_one in self._pipeline._halves.values() for half in of_one]
+            halves = [half for of_one in self._pipeline._deferred.values() for half in of_one]
             waiting = [tensor.untyped_storage() for _, *two in halves for tensor in two]
             living |= {storage._cdata: storage.nbytes() for storage in waiting}
         self.most = max(self.most, sum(living.values()))
@@ -152,11 +152,11 @@ DETACHED = recompute._detached
 
 
 def at_most(world: World, configs: list[Config]) -> list[int]:
-    """The most bytes that were alive on this rank in a step of each."""
+    """The peak of live bytes on this rank in one step of each configuration."""
     found = []
     for config in configs:
-        engine = engine_of(world, config, "float32")
-        batches = [batch_of(samples, config.model.vocab_size) for samples in SAMPLES]
+        engine = build_engine(world, config, "float32")
+        batches = [random_batch(samples, config.model.vocab_size) for samples in MICRO_BATCH_SIZES]
         watch = Watch(engine)
         recompute.saved_tensors_hooks, recompute._detached = watch.hooks, watch.detached  # in this rank's process
         try:
@@ -177,17 +177,20 @@ def said(config: Config, world: int, stage: int, monkeypatch) -> int:
             patch.setattr(
                 saved_tensors, name, lambda layout, of=described: [t for t in of(layout) if t.dtype != "int64"]
             )
-        return activations.peak_activation_bytes(layout_of(config, world), stage, SAMPLES)
+        return activations.peak_activation_bytes(plan_layout(config, world), stage, MICRO_BATCH_SIZES)
 
 
 DEEP = {"num_layers": 5}
 PEAKS = {
-    1: [configured({}, dropout=0.1, **DEEP), configured({}, num_layers=1)],
+    1: [make_config({}, dropout=0.1, **DEEP), make_config({}, num_layers=1)],
     2: [
-        configured({"tp": 2}, {"sequence": True}, dropout=0.1, **DEEP),
-        configured({"cp": 2}, **DEEP),
-        configured({"cp": 2}, {"context": "ulysses"}, **DEEP),
-        *(piped(schedule, tie_embeddings=schedule != "1f1b") for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v")),
+        make_config({"tp": 2}, {"sequence": True}, dropout=0.1, **DEEP),
+        make_config({"cp": 2}, **DEEP),
+        make_config({"cp": 2}, {"context": "ulysses"}, **DEEP),
+        *(
+            pipeline_config(schedule, tie_embeddings=schedule != "1f1b")
+            for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v")
+        ),
     ],
 }
 
@@ -195,7 +198,7 @@ PEAKS = {
 @pytest.mark.parametrize(
     ("how", "world"), [("selective", 1), ("block", 2), *exhaustive(("block", 1), ("selective", 2))]
 )
-def test_no_more_is_alive_than_is_said(ranks, monkeypatch, how, world):
+def test_live_bytes_never_exceed_the_estimate(ranks, monkeypatch, how, world):
     configs = [with_recomputation(config, how) for config in PEAKS[world]]
     for rank, found in enumerate(ranks(at_most, world, configs)):
         for config, most in zip(configs, found, strict=True):
@@ -203,8 +206,8 @@ def test_no_more_is_alive_than_is_said(ranks, monkeypatch, how, world):
             assert most == said(config, world, stage, monkeypatch), (config.mesh, config.parallel)
 
 
-def test_blocks_are_kept_by_their_inputs_alone(ranks):
-    config = configured({}, **DEEP)
+def test_block_recomputation_saves_block_inputs_only(ranks):
+    config = make_config({}, **DEEP)
     (none,), (block,) = (
         ranks(living, 1, [(with_recomputation(config, how), "float32", 3)]) for how in ("none", "block")
     )
@@ -216,7 +219,7 @@ def test_blocks_are_kept_by_their_inputs_alone(ranks):
 
 
 def flops_of_a_step(config: Config) -> int:
-    """What a step multiplies and adds, counted operation by operation."""
+    """The FLOPs of a step, counted operation by operation."""
 
     def attention(query, key, *_, out_shape=None, **__):
         b, heads, s, d = query
@@ -237,8 +240,8 @@ def flops_of_a_step(config: Config) -> int:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("how", ["none", "block", "selective"])
-def test_hardware_flops_are_those_that_are_computed(how, dropout):
-    config = with_recomputation(configured({}, num_layers=3, dropout=dropout), how)
+def test_hardware_flops_match_counted_flops(how, dropout):
+    config = with_recomputation(make_config({}, num_layers=3, dropout=dropout), how)
     (cost,) = estimate(dataclasses.replace(config, train=TrainConfig(global_batch=2)), 1).ranks
     # The estimate is of 6 per parameter; the weights of norms, 7 times 32 for 3 layers, are in no matrix.
     norms = 6 * 7 * MODEL["hidden_size"] * 2 * SEQ_LEN
@@ -246,12 +249,12 @@ def test_hardware_flops_are_those_that_are_computed(how, dropout):
     assert (cost.hardware_flops > cost.flops) == (how != "none")
 
 
-def test_messages_inside_of_what_is_computed_again_are_sent_again(ranks):
+def test_recomputation_repeats_the_messages_inside_it(ranks):
     two = [layout for layout in list_layouts(2) if layout.dp == 1 and layout.schedule in (None, "1f1b", "zb-v")]
     how = [("block", 0.0), ("block", 0.1), ("selective", 0.0)]
     configs = [traffic_of(layout, 2, recompute=kind, dropout=dropout) for layout in two for kind, dropout in how]
-    answers_agree(ranks, 2, configs)
+    assert_estimate_is_measured(ranks, 2, configs)
     four = [Layout(cp=2, tp=2, context="ulysses", sequence=True), Layout(cp=2, tp=2, context="ring", sequence=False)]
-    answers_agree(
+    assert_estimate_is_measured(
         ranks, 4, [traffic_of(layout, 4, recompute=kind, dropout=dropout) for layout in four for kind, dropout in how]
     )

@@ -1,32 +1,30 @@
-"""`minidist estimate` against real steps: what every rank holds, and what it sends for each use, to the byte."""
+"""`minidist estimate` against real steps: every rank's model states and traffic per group, to the byte."""
 
 from itertools import cycle
 
 import pytest
 
 from minidist.config import Config, PrecisionConfig
-from minidist.parallel.data import buckets
-from minidist.tools.estimate import gradient_reduction
 from minidist.tools.estimate.estimate import estimate
 from minidist.tools.parity.cases import GRADIENTS
 from minidist.tools.parity.layouts import Layout, list_layouts
 from minidist.tools.parity.plan import possible_switches
-from tests.helpers.estimate_checks import answers_agree, configured
+from tests.helpers.estimate_checks import assert_estimate_is_measured, make_config
 from tests.helpers.exhaustive import exhaustive
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, *exhaustive(4)])
-def test_every_layout_holds_and_sends_what_was_said(ranks, world):
+def test_model_states_and_traffic_match_the_estimate_in_every_layout(ranks, world):
     chosen = (
         list_layouts(world)
         if world < 4
         else [each for i, each in enumerate(list_layouts(4)) if not i % 5 or not each.schedule]
     )
-    answers_agree(ranks, world, [configured(layout, world) for layout in chosen])
+    assert_estimate_is_measured(ranks, world, [make_config(layout, world) for layout in chosen])
 
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
-def test_every_layout_keeps_and_sends_what_was_said_under_zero_and_in_16_bits(ranks, world):
+def test_model_states_and_traffic_match_the_estimate_under_zero_and_16_bits(ranks, world):
     """Each layout is combined with some of the ways to shard and some dtypes; parity covers all combinations."""
     chosen, configs = [layout for layout in list_layouts(world) if world < 4 or layout.schedule != "zb-h1"], []
     kinds = cycle([kind for kind in GRADIENTS if kind.startswith("zero")])
@@ -44,8 +42,8 @@ def test_every_layout_keeps_and_sends_what_was_said_under_zero_and_in_16_bits(ra
         optimizer = next(optimizers)
         values["optimizer"] = optimizer if optimizer in able["optimizer"] else "adamw"
         micro_batches = max(next(counts), 2 if layout.schedule else 1)
-        configs.append(configured(layout, world, micro_batches, **values))
-    answers_agree(ranks, world, configs)
+        configs.append(make_config(layout, world, micro_batches, **values))
+    assert_estimate_is_measured(ranks, world, configs)
 
 
 SMALL = {"vocab_size": 48, "hidden_size": 24, "intermediate_size": 36, "num_heads": 4, "num_kv_heads": 1}
@@ -67,16 +65,8 @@ SWITCHED = {
 }
 
 
-def test_switches_change_what_was_said(ranks):
-    answers_agree(ranks, 4, [configured(layout, 4, **more) for layout, more in SWITCHED.values()])
-
-
-@pytest.mark.parametrize("limit", [1, 7, 10, 1000])
-def test_buckets_are_cut_as_the_reducer_cuts_them(limit):
-    sizes = [5, 3, 3, 12, 1, 1, 1, 6, 2]
-    for first in (4, 50):
-        cut = buckets.assign(dict(enumerate(sizes)), limit, first)
-        assert gradient_reduction.fill_buckets(sizes, limit, first) == [sum(sizes[i] for i in bucket) for bucket in cut]
+def test_model_states_and_traffic_match_the_estimate_for_every_switch(ranks):
+    assert_estimate_is_measured(ranks, 4, [make_config(layout, 4, **more) for layout, more in SWITCHED.values()])
 
 
 @pytest.mark.parametrize("policy, dtype", [("fp32", "float32"), ("fp64", "float64"), ("bf16", "bfloat16")])

@@ -1,4 +1,4 @@
-"""The rank server: what ranks are given, what they give back, and how their errors are told."""
+"""The rank server: arguments, environment, results and errors of ranks."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from minidist.errors import RunError, UserError
 from minidist.tools.launch import RankFailure, RankServer, threads_per_rank
 from minidist.tools.launch.device import choose_backend, choose_device
-from tests.helpers.processes import AUTO
+from tests.helpers.processes import DEFAULT_CPU_BACKEND
 
 DEADLINE_S = 240.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def place_and_sum(world, start):
 def test_ranks_return_values_and_output_by_rank(server):
     for _ in range(2):  # the second ranks are as fresh as the first: KEPT has one entry again
         result = server.run(place_and_sum, 3, (10,), deadline_s=DEADLINE_S)
-        assert result.values == [(rank, 3, rank, AUTO, 33.0, 1) for rank in range(3)]
+        assert result.values == [(rank, 3, rank, DEFAULT_CPU_BACKEND, 33.0, 1) for rank in range(3)]
         assert result.output == [f"I am {rank}\nto stderr\n" for rank in range(3)]
 
 
@@ -55,7 +55,7 @@ def surroundings(world):
 def test_a_rank_has_the_folder_environment_and_threads_of_its_launch(ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SAID_LATE", "yes")
-    assert ranks(surroundings, 2) == [(str(tmp_path), "yes", threads_per_rank(2), True, AUTO)] * 2
+    assert ranks(surroundings, 2) == [(str(tmp_path), "yes", threads_per_rank(2), True, DEFAULT_CPU_BACKEND)] * 2
     assert ranks(surroundings, 1, threads=3) == [(str(tmp_path), "yes", 3, False, None)]
     assert ranks(surroundings, 1, backend="gloo")[0][3:] == (True, "gloo")
     assert ranks(surroundings, 2, backend=None)[0][3:] == (False, None)
@@ -119,7 +119,7 @@ def test_arguments_that_cannot_be_pickled_are_refused(server):
 
 @pytest.mark.parametrize("count", [0, -1, 2.0])
 def test_a_number_of_ranks_that_is_none_is_refused(server, count):
-    with pytest.raises(UserError, match="ask for a whole number of at least 1"):
+    with pytest.raises(UserError, match="give a whole number of at least 1"):
         server.run(double, count)
 
 
@@ -130,18 +130,18 @@ def unpicklable(world):
 def test_a_result_that_cannot_be_pickled_is_one_message(ranks):
     with pytest.raises(RankFailure, match="result of unpicklable is a function, which cannot be pickled") as caught:
         ranks(unpicklable, 2)
-    assert str(caught.value).count("cannot be pickled and so") == 1
+    assert str(caught.value).count("cannot be pickled and sent back") == 1
 
 
 @pytest.mark.parametrize(
     ("gpus", "asked", "local_size", "device", "backend"),
     [
-        (0, "auto", 2, "cpu", AUTO),
+        (0, "auto", 2, "cpu", DEFAULT_CPU_BACKEND),
         (2, "auto", 2, "cuda:1", "nccl"),
         (1, "cuda", 1, "cuda:0", None),
-        (1, "auto", 2, "cpu", AUTO),
-        (1, "cuda:0", 2, "cuda:0", AUTO),
-        (8, "cpu", 2, "cpu", AUTO),
+        (1, "auto", 2, "cpu", DEFAULT_CPU_BACKEND),
+        (1, "cuda:0", 2, "cuda:0", DEFAULT_CPU_BACKEND),
+        (8, "cpu", 2, "cpu", DEFAULT_CPU_BACKEND),
     ],
 )
 def test_the_device_decides_the_backend(monkeypatch, gpus, asked, local_size, device, backend):

@@ -1,4 +1,4 @@
-"""The rank server: endless loops, deaths, signals, and what they leave behind."""
+"""The rank server: endless loops, dead processes, signals, and cleaning up after them."""
 
 import atexit
 import os
@@ -9,9 +9,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from minidist.tools.launch import RankFailure, forward_signals, protocol
-from tests.helpers.processes import alive, needs_proc, until
+from tests.helpers.processes import is_alive, needs_proc, wait_until
 
 DEADLINE_S = 240.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +38,7 @@ def leave_a_file(world, folder):
 
 
 @pytest.mark.parametrize("clean_exit", [True, False])
-def test_ranks_that_need_not_be_tidy_run_no_exit_functions(ranks, tmp_path, clean_exit):
+def test_ranks_can_skip_exit_functions(ranks, tmp_path, clean_exit):
     assert ranks(leave_a_file, 2, str(tmp_path), clean_exit=clean_exit) == [0, 1]
     left = sorted(file.name for file in tmp_path.iterdir())
     assert left == (["rank-0", "rank-1"] if clean_exit else [])
@@ -47,8 +49,8 @@ def babble(world):
         protocol.len = lambda _: 1  # as when its code assigns to `builtins.len`
 
 
-def test_a_rank_that_sends_nonsense_has_died(ranks):
-    with pytest.raises(RankFailure, match="rank 1 died: what it sent cannot be read") as failure:
+def test_a_rank_that_sends_invalid_messages_is_reported_as_died(ranks):
+    with pytest.raises(RankFailure, match="rank 1 died: its messages cannot be unpickled") as failure:
         ranks(babble, 2)
     assert failure.value.ranks == (1,)
     assert ranks(leave_a_file, 2, "/nowhere", clean_exit=False) == [0, 1]  # the server is as before
@@ -67,7 +69,7 @@ def test_ranks_meet_with_and_without_a_process_group(ranks, backend):
     assert ranks(meet, 3, backend=backend) == [["here"] * 3] * 3
 
 
-def test_who_watches_ranks_needs_no_torch():
+def test_the_launcher_does_not_import_torch():
     modules = "minidist.tools.launch.live_job, exercises.check, exercises.rank_tests, exercises.stuck_ranks"
     ask = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", ask], cwd=ROOT, timeout=240).returncode == 0
@@ -87,15 +89,46 @@ def test_an_endless_loop_ends_at_the_deadline_with_its_line(ranks):
 @needs_proc
 def test_a_killed_rank_takes_its_job_and_its_own_children_along(server):
     job = server.start(loop_for_ever, 3, (True,))
-    assert until(lambda: not job.poll(0.01) and all(job.pids) and job.output(0).endswith("\n"))
-    assert until(lambda: all(page and page.state == "running" for page in job.status_snapshots()))
+    assert wait_until(lambda: not job.poll(0.01) and all(job.pids) and job.output(0).endswith("\n"))
+    assert wait_until(lambda: all(page and page.state == "running" for page in job.status_snapshots()))
     pids, child = job.pids, int(job.output(0))
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(RankFailure) as caught:
         job.wait()
     assert caught.value.ranks == (0,)
     assert str(caught.value).startswith("rank 0 died: killed by SIGKILL\nmeanwhile\n  ranks 1-2: running")
-    assert until(lambda: not any(map(alive, [*pids, child])))
+    assert wait_until(lambda: not any(map(is_alive, [*pids, child])))
+
+
+def crash(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def test_a_crash_is_reported_with_its_signal_and_python_stack(server):
+    with pytest.raises(RankFailure) as caught:
+        server.run(crash, 2, backend="gloo", deadline_s=DEADLINE_S)
+    line = crash.__code__.co_firstlineno + 2
+    stack = f'Python stack, innermost call first:\n  File "{__file__}", line {line} in crash'
+    assert caught.value.stacks == {1: stack}
+    assert str(caught.value).startswith(f"rank 1 died: killed by SIGSEGV\n  {stack.replace('  ', '    ')}\nmeanwhile\n")
+
+
+def receive_too_much(world):
+    if world.rank:
+        dist.send(torch.ones(100), 0)
+        loop_for_ever(world, False)
+    dist.recv(torch.ones(10), 1)
+
+
+def test_a_crash_in_a_thread_of_gloo_is_reported_with_its_reason_and_where_the_main_thread_was(server):
+    with pytest.raises(RankFailure) as caught:
+        server.run(receive_too_much, 2, backend="gloo", deadline_s=DEADLINE_S)
+    report = str(caught.value)
+    assert report.startswith("rank 0 died: killed by SIGABRT\n  terminate called after throwing an instance of 'gloo::")
+    assert "a thread without Python code crashed; stack of the main thread, innermost call first:\n" in report
+    assert f'"{__file__}", line {receive_too_much.__code__.co_firstlineno + 4} in receive_too_much' in report
 
 
 def hold_the_interpreter(world):
@@ -106,13 +139,13 @@ def hold_the_interpreter(world):
 @needs_proc
 def test_a_killed_server_takes_its_ranks_along_and_its_successor_has_one_thread(server, ranks):
     job = server.start(hold_the_interpreter, 2)
-    assert until(lambda: not job.poll(0.01) and job.output(0) == job.output(1) == "holding\n")
+    assert wait_until(lambda: not job.poll(0.01) and job.output(0) == job.output(1) == "holding\n")
     pids = [*job.pids, server.pid]
     os.kill(server.pid, signal.SIGKILL)
     with pytest.raises(RankFailure, match="the rank server .* died, and all ranks with it"):
         job.wait()
-    assert until(lambda: not any(map(alive, pids)))
-    server.wait_until_ready()
+    assert wait_until(lambda: not any(map(is_alive, pids)))
+    server.ensure_ready()
     # Before its first fork: OpenBLAS would end its threads when the process forks.
     assert "Threads:\t1\n" in Path(f"/proc/{server.pid}/status").read_text()
     assert ranks(double, 2, 4) == [8, 8]
@@ -148,16 +181,16 @@ def test_a_killed_parent_leaves_no_process(tmp_path):
     ) as parent:
         assert parent.stdout.readline() == "0 1\n"  # classes of a script's __main__ travel too
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 5 and all(map(alive, pids))
+        assert len(pids) == 5 and all(map(is_alive, pids))
         parent.kill()
         parent.communicate(timeout=DEADLINE_S)
-    assert until(lambda: not any(map(alive, pids)))
+    assert wait_until(lambda: not any(map(is_alive, pids)))
 
 
 @needs_proc
 def test_an_interrupted_wait_leaves_no_rank(server):
     job = server.start(loop_for_ever, 2, (False,))
-    assert until(lambda: not job.poll(0.01) and all(job.pids))
+    assert wait_until(lambda: not job.poll(0.01) and all(job.pids))
     before = signal.signal(signal.SIGUSR2, signal.default_int_handler)
     timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR2))
     timer.start()
@@ -165,17 +198,17 @@ def test_an_interrupted_wait_leaves_no_rank(server):
         job.wait()
     timer.join()
     signal.signal(signal.SIGUSR2, before)
-    assert not any(map(alive, job.pids))
+    assert not any(map(is_alive, job.pids))
 
 
 # A job that its caller watches
 
 
 def until_told(world):
-    told = []
-    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    signals = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     print("ready", flush=True)
-    while not told:
+    while not signals:
         sum(range(1000))
     return f"saved by {world.rank}"
 
@@ -183,19 +216,19 @@ def until_told(world):
 def test_a_forwarded_signal_lets_ranks_end_in_their_own_way(server):
     job = server.start(until_told, 2, deadline_s=DEADLINE_S)
     with forward_signals(job, signal.SIGTERM):
-        assert until(lambda: not job.poll(0.01) and job.output(0) == job.output(1) == "ready\n")
+        assert wait_until(lambda: not job.poll(0.01) and job.output(0) == job.output(1) == "ready\n")
         os.kill(os.getpid(), signal.SIGTERM)
         assert job.wait().values == ["saved by 0", "saved by 1"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_running_job_shows_boards_and_stacks_and_can_be_killed(server):
+def test_a_running_job_has_status_pages_and_stacks_and_can_be_killed(server):
     job = server.start(until_told, 2)
-    assert until(lambda: not job.poll(0.01) and job.output(0) == job.output(1) == "ready\n")
+    assert wait_until(lambda: not job.poll(0.01) and job.output(0) == job.output(1) == "ready\n")
     assert [page.state for page in job.status_snapshots()] == ["running", "running"]
     assert all("in until_told" in stack for stack in job.dump_stacks().values())
     job.kill()
-    assert job.done and job.poll()
+    assert job.has_ended and job.poll()
     with pytest.raises(RankFailure, match="the job was killed"):
         job.wait()
 

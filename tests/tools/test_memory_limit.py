@@ -1,4 +1,4 @@
-"""How much memory a rank may take: a share of what the machine or its container has left."""
+"""The memory limit of a rank: an equal share of what the machine or its container has available."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def system(tmp_path):
     return make
 
 
-def test_what_the_machine_has_left_counts(system):
+def test_the_limit_is_the_machines_available_memory(system):
     assert available_memory(**system(free_kib=2048)) == 2048 << 10
 
 
@@ -35,7 +35,7 @@ def test_a_container_without_a_limit_has_what_the_machine_has(system):
     assert available_memory(**system(free_kib=2048, most="max", now=2000)) == 2048 << 10
 
 
-def test_where_nothing_is_known_nothing_is_limited(system):
+def test_without_known_memory_there_is_no_limit(system):
     assert available_memory(**system()) is None
 
 

@@ -1,4 +1,4 @@
-"""The layouts obey the rules of NCCL, by their own logs; and the checker sees each way to break one."""
+"""All layouts obey NCCL's rules according to their logs, and the checker finds every kind of violation."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from minidist.data.synthetic import generate_text
 from minidist.mesh import Mesh
 from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
-from minidist.tools.deadlock.nccl_rules import violations
+from minidist.tools.deadlock.nccl_rules import find_nccl_violations
 from minidist.tools.parity.cases import SWITCHES, Case
 from minidist.tools.parity.layouts import Layout, list_layouts
 from minidist.train.engine import Engine
@@ -19,8 +19,8 @@ from tests.helpers.exhaustive import exhaustive
 PLAIN = {name: values[0] for name, values in SWITCHES.items()}
 
 
-def training(world: World, layout: Layout, gradients: str, micro_batches: int) -> list:
-    """The records of a start, two training steps and an evaluation."""
+def record_training(world: World, layout: Layout, gradients: str, micro_batches: int) -> list:
+    """The records of the start, of two training steps and of an evaluation."""
     values = PLAIN | {"gradients": gradients, "micro_batches": micro_batches}
     case = Case(world.size, max(2, layout.pp * layout.chunks), layout, **values)
     config = case.config()
@@ -37,24 +37,24 @@ def training(world: World, layout: Layout, gradients: str, micro_batches: int) -
 @pytest.mark.parametrize("gradients, micro_batches", [("bucketed", 1), ("bucketed", 4), ("naive", 2)])
 @pytest.mark.parametrize("size", [2, *exhaustive(4)])
 def test_data_parallelism_obeys_the_rules(ranks, size, gradients, micro_batches):
-    logs = dict(enumerate(ranks(training, size, Layout(dp=size), gradients, micro_batches)))
+    logs = dict(enumerate(ranks(record_training, size, Layout(dp=size), gradients, micro_batches)))
     assert all(len(log) > 20 for log in logs.values())
-    assert violations(logs) == []
+    assert find_nccl_violations(logs) == []
 
 
 def many(world: World, chosen: list[Layout]) -> list:
-    return [training(world, layout, "bucketed", 4) for layout in chosen]
+    return [record_training(world, layout, "bucketed", 4) for layout in chosen]
 
 
 @pytest.mark.parametrize("size", [2, *exhaustive(4)])
 def test_every_layout_obeys_the_rules(ranks, size):
     chosen = [layout for layout in list_layouts(size) if layout != Layout(dp=size)]
-    seen = ranks(many, size, chosen)
+    by_rank = ranks(many, size, chosen)
     assert len(chosen) == {2: 10, 4: 48}[size]
     for number, layout in enumerate(chosen):
-        logs = {rank: logs[number] for rank, logs in enumerate(seen)}
+        logs = {rank: logs[number] for rank, logs in enumerate(by_rank)}
         assert all(len(log) > 20 for log in logs.values()), layout
-        assert violations(logs) == [], layout
+        assert find_nccl_violations(logs) == [], layout
 
 
 def disorderly(world: World) -> list:
@@ -67,7 +67,7 @@ def disorderly(world: World) -> list:
 
 
 def test_groups_used_in_another_order_are_found(ranks):
-    assert violations(dict(enumerate(ranks(disorderly, 2)))) == [
+    assert find_nccl_violations(dict(enumerate(ranks(disorderly, 2)))) == [
         "rank 0: all_reduce #1 of 'a' would not end if operations ran one after the other, in the order of launch",
         "rank 1: all_reduce #1 of 'b' would not end if operations ran one after the other, in the order of launch",
     ]
@@ -90,9 +90,9 @@ def transfers(world: World, how: str) -> list:
 
 
 def test_transfers_head_to_head_must_be_batched_or_have_one_order(ranks):
-    assert violations(dict(enumerate(ranks(transfers, 2, "batched")))) == []
-    assert violations(dict(enumerate(ranks(transfers, 2, "one order")))) == []
-    lines = violations(dict(enumerate(ranks(transfers, 2, "head to head"))))
+    assert find_nccl_violations(dict(enumerate(ranks(transfers, 2, "batched")))) == []
+    assert find_nccl_violations(dict(enumerate(ranks(transfers, 2, "one order")))) == []
+    lines = find_nccl_violations(dict(enumerate(ranks(transfers, 2, "head to head"))))
     assert [line.split(" would")[0] for line in lines] == [
         "rank 0: send #1 with rank 1 of 'control'",
         "rank 1: send #1 with rank 0 of 'control'",
@@ -107,15 +107,15 @@ def log(*devices: str) -> list:
 
 
 def test_a_rank_has_one_device_and_shares_no_gpu():
-    assert violations({0: log("cuda:0"), 1: log("cuda:1")}) == []
-    assert violations({0: log("cpu"), 1: log("cpu")}) == []
-    assert violations({0: log("cuda:0"), 1: log("cuda:0")}) == ["ranks 0 and 1 share cuda:0"]
-    assert violations({0: log("cuda:0"), 1: log("cuda:0")}, nodes={0: 0, 1: 1}) == []
-    assert violations({0: log("cuda:0", "cuda:1"), 1: log("cpu", "cpu")}) == [
+    assert find_nccl_violations({0: log("cuda:0"), 1: log("cuda:1")}) == []
+    assert find_nccl_violations({0: log("cpu"), 1: log("cpu")}) == []
+    assert find_nccl_violations({0: log("cuda:0"), 1: log("cuda:0")}) == ["ranks 0 and 1 share cuda:0"]
+    assert find_nccl_violations({0: log("cuda:0"), 1: log("cuda:0")}, node_by_rank={0: 0, 1: 1}) == []
+    assert find_nccl_violations({0: log("cuda:0", "cuda:1"), 1: log("cpu", "cpu")}) == [
         "rank 0 sends from several devices: cuda:0, cuda:1"
     ]
 
 
 def test_a_missing_operation_is_found():
-    (line,) = violations({0: log("cpu", "cpu"), 1: log("cpu")})
+    (line,) = find_nccl_violations({0: log("cpu", "cpu"), 1: log("cpu")})
     assert line.startswith("rank 0: all_reduce #2 of 'a' would not end")

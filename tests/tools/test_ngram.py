@@ -35,7 +35,7 @@ def test_losses_are_those_of_counting_by_hand(dense, chunk, train, held_out, k):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ngram, "_DENSE", dense)
         patch.setattr(ngram, "_CHUNK", chunk)
-        ours = ngram.baselines(as_corpus(train, held_out, 7), k)
+        ours = ngram.ngram_losses(as_corpus(train, held_out, 7), k)
     # At most 59 terms below ln(60 / 0.01) < 9, summed in another order: 59 * 9 float64 epsilons are about 1e-13.
     assert ours == pytest.approx(losses_by_hand(train, held_out, 7, k), abs=1e-12)
 
@@ -43,7 +43,7 @@ def test_losses_are_those_of_counting_by_hand(dense, chunk, train, held_out, k):
 def test_a_vocabulary_of_100000_needs_no_table_of_all_pairs():
     generator = np.random.default_rng(0)
     train, held_out = generator.integers(0, 100_000, (2, 2000), dtype=np.uint32)
-    ours = ngram.baselines(as_corpus(train, held_out, 100_000))
+    ours = ngram.ngram_losses(as_corpus(train, held_out, 100_000))
     assert ours == pytest.approx(losses_by_hand(train, held_out, 100_000, ngram.K), abs=1e-10)
 
 
@@ -55,19 +55,19 @@ def test_probabilities_of_all_tokens_sum_to_one():
 
 
 def test_on_the_synthetic_text_both_reach_what_their_context_allows():
-    loaded = corpus.synthetic_corpus()
-    ours = ngram.baselines(loaded)
+    loaded = corpus.make_synthetic_corpus()
+    ours = ngram.ngram_losses(loaded)
     for name, context, freedoms in (("unigram", 0, 31), ("bigram", 1, 32 * 31)):
         # A fit on n tokens costs about freedoms / (2n) on fresh text. A loss per token lies within its range, at most
         # ln 256 + smoothing < 6, and neighbours are correlated over a few tokens (a factor of 3 in the deviation, by
         # far): six deviations of the mean over the held-out tokens.
         bound = freedoms / (2 * loaded.train.size) + 6 * 3 * 6 / 2 / math.sqrt(loaded.held_out.size)
-        assert abs(ours[name] - synthetic.entropy_rate(context=context)) < bound
+        assert abs(ours[name] - synthetic.entropy_rate(context_len=context)) < bound
     assert loaded.entropy_rate + 0.3 < ours["bigram"] < ours["unigram"] - 0.3
 
 
 def test_the_smoothing_constant_hardly_matters_on_a_megabyte():
-    loaded = corpus.synthetic_corpus()
+    loaded = corpus.make_synthetic_corpus()
     losses = [ngram.bigram_loss(loaded.train, loaded.held_out, 256, k) for k in (0.1, ngram.K, 0.001)]
     # Smoothing adds between -ln(1 + k / count(a, b)) and ln(1 + 256 k / count(a)) to the loss of a pair. The rarest
     # symbol is 0.4 % of the text and each follows it once in 256: count(a) > 4000, count(a, b) about 16 and more, so
@@ -76,7 +76,7 @@ def test_the_smoothing_constant_hardly_matters_on_a_megabyte():
 
 
 def test_on_python_sources_a_bigram_beats_a_unigram_and_both_beat_nothing():
-    losses = ngram.baselines(corpus.stdlib_corpus())
+    losses = ngram.ngram_losses(corpus.load_stdlib_corpus())
     assert 2.0 < losses["bigram"] < losses["unigram"] - 0.5 < math.log(256) - 1
 
 

@@ -60,8 +60,8 @@ def test_ranks_answer_and_keep_their_variables(cell):
 
 def test_lines_and_cells_are_numbered_as_the_notebook_shows_them(cell):
     cell("%ranks 2")
-    told = cell("%%ranks\nx = 1\nif rank == 0:\n    dist.barrier()")
-    assert "at line 4 of the cell" in told
+    output = cell("%%ranks\nx = 1\nif rank == 0:\n    dist.barrier()")
+    assert "at line 4 of the cell" in output
     assert "line 3 of the cell: 1 / 0" in cell("%%ranks\nx\n1 / 0")
 
 
@@ -87,7 +87,7 @@ def test_ranks_asked_for_again_are_new_ones(cell):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("%%ranks\n1", "there are no ranks yet"),
         ("%ranks none", "'none' is no number of ranks"),
@@ -107,9 +107,9 @@ def test_ranks_asked_for_again_are_new_ones(cell):
         ("%%piece minidist.data.partition:block_partition\n1 / 0", "raised ZeroDivisionError"),
     ],
 )
-def test_wrong_use_is_answered_in_one_message(cell, line, said):
-    told = cell(line)
-    assert said in told and len(told.splitlines()) < 5
+def test_wrong_use_is_answered_in_one_message(cell, line, message):
+    output = cell(line)
+    assert message in output and len(output.splitlines()) < 5
 
 
 def test_a_piece_reaches_the_kernel_the_ranks_and_ranks_started_later(cell):
@@ -142,9 +142,9 @@ def test_a_piece_replaced_before_there_are_ranks_reaches_them(cell):
 def test_an_error_in_a_piece_names_the_line_that_called_it(cell):
     cell("%ranks 2")
     cell(f"%%piece {PIECE}\n\ndef block_partition(n, world_size, rank):\n    return 1 / 0\n")
-    told = cell("%%ranks\nfrom minidist.data.partition import block_partition\nblock_partition(1, 1, 0)")
-    assert "line 3 of the cell: block_partition(1, 1, 0)" in told
-    assert f"raised at piece {PIECE}:4 in block_partition" in told
+    output = cell("%%ranks\nfrom minidist.data.partition import block_partition\nblock_partition(1, 1, 0)")
+    assert "line 3 of the cell: block_partition(1, 1, 0)" in output
+    assert f"raised at piece {PIECE}:4 in block_partition" in output
 
 
 def test_the_extension_loads_and_leaves_nothing(shell, capsys):
@@ -155,7 +155,7 @@ def test_the_extension_loads_and_leaves_nothing(shell, capsys):
     live = shell.user_ns["ranks"]
     shell.run_line_magic("unload_ext", "minidist.tools.notebook")
     assert capsys.readouterr().out.startswith("1 rank on cpu\nrank 0: 0\n")
-    assert live._job.done and live._server._process.poll() is not None
+    assert live._job.has_ended and live._server._process.poll() is not None
     assert len(imported_before(4, 2, 0)) == 2
 
 
@@ -190,8 +190,8 @@ def test_what_ranks_print_is_seen_until_the_result_takes_its_place(cell, shell, 
     published.then = lambda text: (tmp_path / text[-1]).touch()
     cell("%ranks 2")
     source = "import os\nprint('a')\n" + wait.format("a") + "print('b')\n" + wait.format("b") + last
-    told = cell(f"%%ranks\n{source}")
-    assert told == "ranks 0-1:\n  a\n  b\n" + "  c\n" * bool(last)
+    output = cell(f"%%ranks\n{source}")
+    assert output == "ranks 0-1:\n  a\n  b\n" + "  c\n" * bool(last)
     assert [entry[0] for entry in published] == ["display", "update", "clear"]
     assert published[0][1] == "ranks 0-1: a" and published[-1] == ("clear", True)
 

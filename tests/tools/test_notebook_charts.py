@@ -1,11 +1,11 @@
-"""The charts: their data is what ranks measured, what shares memory counts once, and an empty chart is an error."""
+"""Charts draw the ranks' measurements, count shared storages once, and refuse empty data."""
 
 import matplotlib
 import pytest
 import torch
 
 from minidist.errors import UserError
-from minidist.tools.notebook import LiveRanks, compare_memory, plot_losses, plot_memory, tensor_bytes
+from minidist.tools.notebook import LiveRanks, compare_memory, memory_by_category, plot_losses, plot_memory
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -28,23 +28,25 @@ def trained(size=3):
 def test_every_part_of_training_is_counted_in_bytes():
     model, optimizer = trained()
     one = 4 * (9 + 3)
-    assert tensor_bytes(model, optimizer) == {"parameters": one, "gradients": one, "optimizer state": one}
-    assert tensor_bytes(model)["gradients"] == one
+    assert memory_by_category(model, optimizer) == {"parameters": one, "gradients": one, "optimizer state": one}
+    assert memory_by_category(model)["gradients"] == one
     model.zero_grad()
-    assert tensor_bytes(model) == {"parameters": one}
+    assert memory_by_category(model) == {"parameters": one}
 
 
 def test_memory_that_is_shared_counts_once():
     flat = torch.zeros(10)
-    assert tensor_bytes(first=flat[:5], second=[flat[5:], {"own": torch.zeros(2)}]) == {"first": 40, "second": 8}
+    assert memory_by_category(first=flat[:5], second=[flat[5:], {"own": torch.zeros(2)}]) == {"first": 40, "second": 8}
     model, _ = trained()
-    assert tensor_bytes(model, again=list(model.parameters())) == {"parameters": 48, "gradients": 48, "again": 0}
+    assert memory_by_category(model, again=list(model.parameters())) == {"parameters": 48, "gradients": 48, "again": 0}
 
 
-def test_bars_are_what_the_ranks_hold(server):
+def test_bars_are_the_ranks_bytes(server):
     with LiveRanks(2, server=server) as live:
-        live.run("from minidist.tools.notebook import tensor_bytes\nmodel = torch.nn.Linear(2 + rank, 1, bias=False)")
-        held = plot_memory(live.get("tensor_bytes(model, extra=torch.ones(rank))"))
+        live.run(
+            "from minidist.tools.notebook import memory_by_category\nmodel = torch.nn.Linear(2 + rank, 1, bias=False)"
+        )
+        held = plot_memory(live.get("memory_by_category(model, extra=torch.ones(rank))"))
     assert held == [{"parameters": 8, "extra": 0}, {"parameters": 12, "extra": 4}]
     axes = plt.gcf().axes[0]
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == [[8, 12], [0, 4]]
@@ -58,7 +60,7 @@ def test_a_part_that_only_some_ranks_have_is_drawn():
     assert [bar.get_height() for bar in plt.gcf().axes[0].containers[1]] == [0, 2]
 
 
-def test_what_was_estimated_stands_beside_what_was_measured():
+def test_estimates_are_drawn_beside_measurements():
     drawn = compare_memory([{"a": 10, "b": 4}, {"a": 6}], [{"a": 9}, {"c": 3, "a": 6}])
     assert drawn == {"measured": [{"a": 10, "b": 4}, {"a": 6}], "estimated": [{"a": 9}, {"c": 3, "a": 6}]}
     axes = plt.gcf().axes[0]
@@ -77,7 +79,7 @@ def test_what_was_estimated_stands_beside_what_was_measured():
     assert {"measured\n14 B", "estimated\n9 B"} <= {text.get_text() for text in axes.texts}
 
 
-def test_curves_lie_over_the_one_of_one_process():
+def test_difference_curves_against_one_process():
     curves = plot_losses({"2 ranks": torch.tensor([3.0, 2.0]), "4 ranks": [3, 2.5, 2]}, [3.0, 2.5])
     assert curves == {"one process": [3.0, 2.5], "2 ranks": [3.0, 2.0], "4 ranks": [3.0, 2.5, 2.0]}
     lines = plt.gcf().axes[0].get_lines()
@@ -86,7 +88,7 @@ def test_curves_lie_over_the_one_of_one_process():
 
 
 @pytest.mark.parametrize(
-    ("draw", "told"),
+    ("draw", "message"),
     [
         (lambda: plot_memory([]), "no memory to draw"),
         (lambda: plot_memory([{}, {"a": 0}]), "no memory to draw"),
@@ -99,7 +101,7 @@ def test_curves_lie_over_the_one_of_one_process():
         (lambda: plot_losses({"2 ranks": [1.0, float("nan")]}, [1.0]), "2 ranks are not all finite"),
     ],
 )
-def test_an_empty_chart_is_an_error(draw, told):
-    with pytest.raises(UserError, match=told):
+def test_an_empty_chart_is_an_error(draw, message):
+    with pytest.raises(UserError, match=message):
         draw()
     assert not plt.get_fignums()

@@ -1,4 +1,4 @@
-"""Curves and fields of costs: what is drawn is what was given, and an empty picture is an error."""
+"""Curves and fields of costs draw the data given; an empty picture is an error."""
 
 import matplotlib
 import pytest

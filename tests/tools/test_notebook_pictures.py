@@ -1,4 +1,4 @@
-"""The pictures: their data is what the meters saw, and nothing to draw is an error."""
+"""Pictures draw the meters' records; an empty picture is an error."""
 
 import matplotlib
 import pytest
@@ -23,7 +23,7 @@ def figures():
 
 
 def records(name: str, n: int, root: int = 0, size: int = SIZE, ranks=None) -> list[list]:
-    """What the meters of `size` ranks have after one collective over n elements of 4 bytes."""
+    """The meters' records of `size` ranks after one collective over n elements of 4 bytes."""
     meters = [Meter() for _ in range(size)]
     ranks = ranks or tuple(range(size))
     for place, rank in enumerate(ranks):
@@ -86,9 +86,9 @@ dist.barrier()
 
 def test_marks_stand_in_the_same_order_of_events(server):
     source = """
-meter.event("computed")
+meter.add_event("computed")
 work = dist.all_reduce(torch.ones(2), async_op=True)
-meter.event("computed")
+meter.add_event("computed")
 work.wait()
 """
     with LiveRanks(2, server=server) as live:
@@ -100,7 +100,7 @@ work.wait()
     assert marks == {"computed": [[0, 0], [2, 0], [0, 1], [2, 1]]}
 
 
-def test_what_is_in_flight_together_has_lanes_of_its_own():
+def test_concurrent_operations_are_drawn_in_separate_lanes():
     spans = [Span("a", 0, 5, 1), Span("b", 1, 3, 1), Span("c", 2, None, 1), Span("d", 3, 6, 1), Span("e", 5, 7, 1)]
     assert assign_lanes(spans) == [0, 1, 2, 1, 0]
 

@@ -1,4 +1,4 @@
-"""Predict, then run: what is scored, what is not, and the file that keeps it."""
+"""Predictions of a notebook: scoring, and the progress file."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def test_no_answer_is_no_score_and_stops_nothing(file):
     assert "no answer yet" in repr(prediction)
     prediction = score_prediction("q", 12, file=file)
     assert prediction.score is None and prediction.answer is None
-    assert "measured: 12" in repr(prediction) and "no answer was given before" in repr(prediction)
+    assert "measured: 12" in repr(prediction) and "you made no prediction before the measurement" in repr(prediction)
 
 
 def test_an_answer_may_change_until_the_measurement(file):
@@ -44,14 +44,14 @@ def test_an_answer_after_the_measurement_is_not_scored(file, first):
     asked(file, first, 12)
     late = predict("q", "How many bytes?", 12, unit="bytes", file=file)
     assert late.answer == first and late.score == (None if first is None else 0)
-    assert "12 bytes was said after the measurement and is not scored" in repr(late)
+    assert "12 bytes was entered after the measurement and is not scored" in repr(late)
     assert score_prediction("q", 12, file=file).score == (None if first is None else 0)
 
 
 def test_running_the_notebook_again_keeps_the_score(file):
     asked(file, 12, 12)
     again = predict("q", "How many bytes?", 12, unit="bytes", file=file)
-    assert again.score == 1 and again.late is None
+    assert again.score == 1 and again.late_answer is None
     predict("q", "How many bytes?", None, file=file)
     assert score_prediction("q", 12, file=file).score == 1
 
@@ -114,12 +114,12 @@ def test_a_measurement_without_its_question_is_refused(file):
         ("1, 4", [4.0, 1.0], 0.0, 0),
     ],
 )
-def test_answers_of_every_kind_are_judged(file, answer, value, tolerance, score):
+def test_answers_of_every_kind_are_scored(file, answer, value, tolerance, score):
     assert asked(file, answer, value, tolerance=tolerance).score == score
     json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def test_the_file_keeps_what_others_wrote_and_nothing_lies_beside_it(file):
+def test_other_entries_of_the_progress_file_are_kept(file):
     file.parent.mkdir()
     file.write_text(json.dumps({"exercises": {"block": "passed"}}))
     asked(file, 1, 1)

@@ -1,17 +1,17 @@
-"""The order of events and the memory that the tests of an exercise see."""
+"""The order of events and the memory that an exercise's tests observe."""
 
 import pytest
 import torch
 
 from exercises.network import Network
-from exercises.observed import Held, Moved, PeakMemory, expect_order, timeline
+from exercises.observations import DeviceMoveTracker, LiveTensorMemory, PeakMemory, expect_order, timeline
 from exercises.testing import Wrong
 from minidist.comm import all_reduce
 
 KB = 1000
 
 
-def test_memory_is_that_of_what_is_alive_at_once():
+def test_peak_memory_counts_tensors_live_at_one_time():
     with PeakMemory() as memory:
         for _ in range(5):
             kept = torch.zeros(250)
@@ -22,14 +22,14 @@ def test_memory_is_that_of_what_is_alive_at_once():
     assert memory.peak_bytes == 3 * KB
 
 
-def test_what_was_there_before_and_stays_is_not_counted():
+def test_earlier_tensors_are_not_counted():
     before = torch.zeros(2500)
     with PeakMemory() as memory:
         views = before.view(50, 50), before[:10]
     assert memory.peak_bytes == 0 and len(views) == 2
 
 
-def test_what_autograd_keeps_and_makes_is_counted():
+def test_saved_tensors_and_gradients_are_counted():
     x = torch.zeros(250, requires_grad=True)
     with PeakMemory() as memory:
         y = x.exp()
@@ -45,9 +45,9 @@ def test_the_profiler_adds_nothing_to_what_the_code_prints(capfd):
     assert (out, err) == ("hello\n", "")
 
 
-def test_what_was_brought_to_the_device_and_what_came_of_it_is_known():
+def test_tensors_moved_to_the_device_and_their_results_are_recorded():
     model, there, here = torch.nn.Linear(3, 2), torch.ones(3), torch.ones(3)
-    with Moved() as moved:
+    with DeviceMoveTracker() as moved:
         model.to(moved.device)
         there = torch.stack([there.to("cpu:1"), here])
         out = [model(there), torch.zeros(2, device=moved.device), here.view(3, 1)[0]]
@@ -58,12 +58,12 @@ def test_what_was_brought_to_the_device_and_what_came_of_it_is_known():
 
 
 def test_another_name_of_the_cpu_is_not_the_device():
-    with Moved() as moved:
+    with DeviceMoveTracker() as moved:
         tensors = [torch.ones(2).to("cpu"), torch.ones(2).to(torch.device("cpu", 0)), torch.ones(2, device="cpu")]
     assert not any(tensor in moved for tensor in tensors)
 
 
-def events(world):
+def record_events(world):
     """Two operations, waited for in the other order, a third not at all, and marks between them; then another test."""
     network = Network(world)
     all_reduce(torch.zeros(1), network.group)
@@ -83,8 +83,8 @@ def events(world):
 
 
 def test_the_timeline_has_marks_launches_and_ends_of_waits_in_order(ranks):
-    want = ["one", "launch 0", "two", "launch 1", "three", "launch 2", "wait", "wait 1", "wait 0"]
-    assert ranks(events, 2, backend=None) == [(want, [])] * 2
+    expected = ["one", "launch 0", "two", "launch 1", "three", "launch 2", "wait", "wait 1", "wait 0"]
+    assert ranks(record_events, 2, backend=None) == [(expected, [])] * 2
 
 
 @pytest.mark.parametrize(
@@ -104,28 +104,28 @@ def test_the_first_event_out_of_order_is_reported(happened, told):
 
 
 def test_one_rank_launches_nothing(ranks):
-    assert ranks(events, 1, backend=None) == [(["one", "two", "three", "wait"], [])]
+    assert ranks(record_events, 1, backend=None) == [(["one", "two", "three", "wait"], [])]
 
 
-def test_held_is_what_tensors_made_inside_hold_at_the_moment():
+def test_held_counts_live_tensors_made_inside_the_context():
     before = torch.ones(1000)
-    with Held() as held:
-        assert held.nbytes() == 0
+    with LiveTensorMemory() as memory:
+        assert memory.nbytes() == 0
         row = torch.zeros(256)
         views = [row[:10], row.view(16, 16)]
-        assert held.nbytes() == 1024
+        assert memory.nbytes() == 1024
         copy = before.clone()
-        assert held.nbytes() == 1024 + 4000
+        assert memory.nbytes() == 1024 + 4000
         del copy
         row.untyped_storage().resize_(0)
-        assert held.nbytes() == 0 and len(views) == 2
+        assert memory.nbytes() == 0 and len(views) == 2
 
 
-def test_held_counts_what_is_kept_far_from_the_code():
-    with Held() as held:
+def test_held_counts_tensors_kept_elsewhere():
+    with LiveTensorMemory() as memory:
         parameter = torch.nn.Parameter(torch.zeros(64))
         parameter.grad = torch.zeros(64)
         kept = {"somewhere": [(torch.zeros(64),)]}
-        assert held.nbytes() == 3 * 256 and kept
+        assert memory.nbytes() == 3 * 256 and kept
         parameter.grad = None
-        assert held.nbytes() == 2 * 256
+        assert memory.nbytes() == 2 * 256

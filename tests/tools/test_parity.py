@@ -1,4 +1,4 @@
-"""Parity itself: its rows are green, its reference is independent, and its command says what it found."""
+"""Parity: every row passes, the reference is independent of the package, and the command reports its results."""
 
 import ast
 import contextlib
@@ -27,20 +27,21 @@ KEYS = (
     *("worst_tensor", "first_wrong", "tolerance", "ok"),
 )
 ROW = dict.fromkeys(KEYS, 0.0) | {"layout": "dp=2 bucketed tied", "dtype": "float64", "optimizer": "sgd"}
-GOOD = ROW | {"first_wrong": None, "worst_tensor": "w", "tolerance": {"loss": 1e-10}, "ok": True}
-# 12 switches of two values: one rank has nobody to differ from, one replica nothing to share; two of the six schedules
-# refuse a single micro-batch.
-# All combinations for 2 ranks: six switches of two values and recomputation with everything; micro-batches, optimizers,
-# starts, shares, and reductions, of which two formats have 2 (7 where shards can be), two one less.
-_EVERY = 2**6 * 3
-LEFT_OUT = _EVERY * (2 * 3 * 6 + 2 * 3 * 26 * 4 + 2 * (2 * 3 * 2 * 6) + 2 * (2 * 3 * 2 * 26) + (4 * 2 + 2) * 3 * 2 * 6)
-COVERED = "every pair of their values is in a row that is"
-BAD = GOOD | {"first_wrong": "step 0 grad w", "grad_diff": math.inf, "ok": False}
+PASSING_ROW = ROW | {"first_wrong": None, "worst_tensor": "w", "tolerance": {"loss": 1e-10}, "ok": True}
+# All combinations for 2 ranks, counted by hand. Common to all layouts: six switches of two values, and three kinds of
+# recomputation. Per layout: micro-batches (two of the six pipeline schedules refuse a single one), optimizers, starts,
+# shares, and the reductions of all dtypes: 2 for each of two dtypes (7 with data parallelism), one fewer for the rest.
+_COMMON = 2**6 * 3
+ALL_COMBINATIONS = _COMMON * (
+    2 * 3 * 6 + 2 * 3 * 26 * 4 + 2 * (2 * 3 * 2 * 6) + 2 * (2 * 3 * 2 * 26) + (4 * 2 + 2) * 3 * 2 * 6
+)
+COVERED = "the rows that run contain every pair of their values"
+BAD = PASSING_ROW | {"first_wrong": "step 0 grad w", "grad_diff": math.inf, "ok": False}
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """A model this small is slower on every further thread."""
+    """A model this small is slower on more threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -65,7 +66,7 @@ def test_every_row_equals_one_process(server, world):
 
 @pytest.mark.exhaustive
 def test_every_mesh_of_four_ranks_equals_one_process(server):
-    """Of each mesh and way of its axes the first row; `minidist parity --ranks 4` runs all."""
+    """The first row of each mesh and choice of its axes; `minidist parity --ranks 4` runs all rows."""
     first = {
         (c.mesh_layout.mesh, c.mesh_layout.sequence, c.mesh_layout.context): c for c in reversed(plan_cases(4)[2].cases)
     }
@@ -75,19 +76,19 @@ def test_every_mesh_of_four_ranks_equals_one_process(server):
         assert row["ok"], row
 
 
-def test_tolerances_are_those_of_the_issue():
+def test_tolerances_are_pinned():
     everything = {"loss": 1e-10, "grad": 1e-10, "grad_norm": 1e-10, "param": 1e-10}
     rounded = {"loss": 2e-6, "grad": 1e-5, "grad_norm": 2e-6}
     assert TOLERANCES["float64", "adamw"] == TOLERANCES["float64", "sgd"] == everything
     assert TOLERANCES["float32", "sgd"] == rounded | {"param": 1e-5}
     assert TOLERANCES["float32", "adamw"] == rounded
-    # In 16 bits a loss is judged by half an eps of the format, a gradient by 40.
+    # In 16 bits the tolerance of a loss is half an eps of the dtype, that of a gradient 40 eps.
     assert TOLERANCES["bf16", "sgd"] == {"loss": 2**-9, "grad": 40 * 2**-8, "grad_norm": 2**-6}
     assert TOLERANCES["fp16", "adamw"] == {"loss": 2**-12, "grad": 40 * 2**-11, "grad_norm": 2**-9}
 
 
-def run_off(world, cases, folder):
-    """In place of `run_cases`: the second rank fails in the second case."""
+def fail_in_the_second_case(world, cases, folder):
+    """Replaces `run_cases`: the second rank fails in the second case."""
     from minidist.tools.parity import ranks
 
     real, left = ranks.run_case, [1]
@@ -106,7 +107,7 @@ real_cases = command.run.__globals__["run_cases"]
 
 
 def test_a_case_whose_ranks_fail_is_reported_and_the_others_still_run(server, monkeypatch):
-    monkeypatch.setitem(command.run.__globals__, "run_cases", run_off)
+    monkeypatch.setitem(command.run.__globals__, "run_cases", fail_in_the_second_case)
     cases = list(plan_cases(2)[1].cases[:4])
     outcomes = [outcome for _, outcome in run(server, cases)]
     assert [isinstance(outcome, dict) for outcome in outcomes] == [True, False, True, False]
@@ -141,8 +142,8 @@ def test_the_reference_is_short_and_imports_only_torch_and_the_models(module):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_under_padding_a_mean_of_means_is_a_thousand_tolerances_off(tied, parts):
-    wanted = (True, tied, "float64")
-    case = next(c for c in list_cases(plan_cases(1, full=True)) if (c.padding, c.tied, c.dtype) == wanted)
+    expected = (True, tied, "float64")
+    case = next(c for c in list_cases(plan_cases(1, full=True)) if (c.padding, c.tied, c.dtype) == expected)
     model, loader = case.make_model(), case.make_loader()
     batch = case.adjust_labels(0, loader.global_batch(0, GLOBAL_BATCH))
 
@@ -162,8 +163,8 @@ def test_under_padding_a_mean_of_means_is_a_thousand_tolerances_off(tied, parts)
 # The command
 
 
-def fake(monkeypatch, *outcomes):
-    """Let the command find these outcomes instead of running ranks."""
+def fake_outcomes(monkeypatch, *outcomes):
+    """Make the command report these outcomes instead of running ranks."""
     monkeypatch.setattr(command, "RankServer", contextlib.nullcontext)
     monkeypatch.setattr(command, "run", lambda server, cases: zip(cases, outcomes, strict=False))
     monkeypatch.setattr(command, "list_cases", lambda parts: list_cases(parts)[: max(1, len(outcomes))])
@@ -172,14 +173,14 @@ def fake(monkeypatch, *outcomes):
 @pytest.mark.parametrize(
     ("outcomes", "code", "last"),
     [
-        ([GOOD, GOOD], 0, "2 of 2 rows equal one process ("),
-        ([GOOD, BAD], 1, "1 of 2 rows equal one process; 1 differ ("),
-        ([GOOD, "rank 1 died"], 1, "1 of 2 rows equal one process; 1 could not be run ("),
+        ([PASSING_ROW, PASSING_ROW], 0, "2 of 2 rows equal one process ("),
+        ([PASSING_ROW, BAD], 1, "1 of 2 rows equal one process; 1 differ ("),
+        ([PASSING_ROW, "rank 1 died"], 1, "1 of 2 rows equal one process; 1 could not be run ("),
         ([], 1, "0 of 1 rows equal one process ("),
     ],
 )
 def test_the_exit_code_is_0_only_when_every_row_ran_and_is_ok(monkeypatch, capsys, tmp_path, outcomes, code, last):
-    fake(monkeypatch, *outcomes)
+    fake_outcomes(monkeypatch, *outcomes)
     assert main(ParityOptions(json=tmp_path / "rows.json")) == code
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
     found = json.loads((tmp_path / "rows.json").read_text())
@@ -193,7 +194,7 @@ def test_the_exit_code_is_0_only_when_every_row_ran_and_is_ok(monkeypatch, capsy
     assert found["not_run"] == [
         {"what": list_cases(plan_cases(2))[i].name, "why": o} for i, o in enumerate(outcomes) if isinstance(o, str)
     ]
-    left_out = f"{LEFT_OUT - max(1, len(outcomes))} more combinations of layouts and switches"
+    left_out = f"{ALL_COMBINATIONS - max(1, len(outcomes))} more combinations of layouts and switches"
     assert found["left_out"] == [{"what": left_out, "why": COVERED}]
 
 
@@ -203,7 +204,7 @@ def test_an_infinite_difference_is_the_largest_number_that_json_has():
 
 
 def test_a_wrong_row_says_what_is_wrong_first_and_a_row_that_did_not_run_says_why(monkeypatch, capsys):
-    fake(monkeypatch, BAD, "deadlock: ranks 0-1 wait\n  rank 0: in all_reduce")
+    fake_outcomes(monkeypatch, BAD, "deadlock: ranks 0-1 wait\n  rank 0: in all_reduce")
     main(ParityOptions())
     out = capsys.readouterr().out
     assert "WRONG\n    wrong first: step 0 grad w\n" in out
@@ -227,7 +228,7 @@ def test_the_plan_is_printed_with_its_rows_and_the_pairs_they_cover():
     assert "refused: pp=2 zb-h2 micro-batches=1: zb-h2 needs 2 x 2 stages - 1 = 3 micro-batches" in text
 
 
-def test_the_whole_product_can_be_described():
+def test_the_full_product_is_described():
     options = ParityOptions(ranks=2, full=True)
     cases = choose_cases(options)
     met = [line.split("; ")[1] for line in describe_plan(options, cases) if " rows" in line and "pairs" in line]
@@ -239,14 +240,14 @@ def test_only_takes_a_part_of_a_name_or_a_regular_expression():
     assert choose_cases(ParityOptions(only="dp=2 bucketed")) == [
         c for c in everything if c.name.startswith("dp=2 bucketed")
     ]
-    wanted = (2, "sgd")
+    expected = (2, "sgd")
     assert choose_cases(ParityOptions(only="dp=2.*sgd$")) == [
-        c for c in everything if (c.mesh_layout.dp, c.optimizer) == wanted
+        c for c in everything if (c.mesh_layout.dp, c.optimizer) == expected
     ]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (ParityOptions(ranks=0), "--ranks is 0; parity needs at least 1 rank"),
         (ParityOptions(ranks=-3), "--ranks is -3"),
@@ -258,17 +259,17 @@ def test_only_takes_a_part_of_a_name_or_a_regular_expression():
         (ParityOptions(json=Path("/no/such/folder/rows.json")), "there is no folder /no/such/folder"),
     ],
 )
-def test_bad_input_is_refused_with_the_numbers(options, said):
+def test_bad_input_is_refused_with_the_numbers(options, message):
     with pytest.raises(UserError) as error:
         main(options)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_the_module_runs_as_a_command(tmp_path):
     file = tmp_path / "rows.json"
     name = list_cases(plan_cases(2))[-1].name
     command = [sys.executable, "-m", "minidist.tools.parity", "--ranks", "2", "--only", name, "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
     (row,) = json.loads(file.read_text())["rows"]
     assert f"{row['layout']} {row['dtype']} {row['optimizer']}" == name

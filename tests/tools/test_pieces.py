@@ -1,4 +1,4 @@
-"""Replacing a symbol reaches everybody who has it, and leaves everything else alone."""
+"""Replacing a symbol of the package changes every reference to it, and nothing else."""
 
 import sys
 import traceback
@@ -49,7 +49,7 @@ class Point:
 
 @pytest.fixture
 def module():
-    """A module of its own, as one that others have imported from."""
+    """A new module from which other code has imported."""
     module = ModuleType("a_module")
     sys.modules["a_module"] = module
     exec(compile(SOURCE, "a_module.py", "exec"), vars(module))
@@ -57,17 +57,17 @@ def module():
     del sys.modules["a_module"]
 
 
-def test_those_who_imported_a_function_earlier_get_the_new_one(module):
+def test_earlier_imports_of_a_function_get_the_replacement(module):
     imported, table, pieces = module.double, {"callback": module.double}, SymbolReplacements()
-    pieces.replace("a_module:double", "def double(x, *, plus=5):\n    return FACTOR * x * 10 + plus")
+    pieces.replace_symbol("a_module:double", "def double(x, *, plus=5):\n    return FACTOR * x * 10 + plus")
     assert imported(1) == table["callback"](1) == module.double(1) == 25
     assert imported is module.double
-    assert pieces.reset() == ["a_module:double"] and imported(1) == 2 and imported.__doc__ == "Twice."
+    assert pieces.restore_symbols() == ["a_module:double"] and imported(1) == 2 and imported.__doc__ == "Twice."
 
 
 def test_instances_of_a_class_get_its_new_methods_and_super_works(module):
     child, pieces = module.Child(), SymbolReplacements()
-    pieces.replace(
+    pieces.replace_symbol(
         "a_module:Child",
         "class Child(Base):\n"
         "    def name(self):\n        return 'new child of ' + super().name()\n"
@@ -75,23 +75,23 @@ def test_instances_of_a_class_get_its_new_methods_and_super_works(module):
     )
     assert child.name() == "new child of base" and child.extra() == 7
     assert not hasattr(child, "size") and isinstance(child, module.Child)
-    pieces.reset("a_module:Child")
+    pieces.restore_symbols("a_module:Child")
     assert (child.name(), child.size, child.helper()) == ("child of base", 1, "helper")
     assert not hasattr(child, "extra")
 
 
 def test_one_method_can_be_replaced_alone(module):
     child, pieces = module.Child(), SymbolReplacements()
-    pieces.replace("a_module:Child.helper", "def helper():\n    return 'other'")
-    pieces.replace("a_module:Child.size", "def size(self):\n    return 9")
+    pieces.replace_symbol("a_module:Child.helper", "def helper():\n    return 'other'")
+    pieces.replace_symbol("a_module:Child.size", "def size(self):\n    return 9")
     assert (child.helper(), child.size, child.name()) == ("other", 9, "child of base")
-    assert sorted(pieces.reset()) == ["a_module:Child.helper", "a_module:Child.size"]
+    assert sorted(pieces.restore_symbols()) == ["a_module:Child.helper", "a_module:Child.size"]
     assert (child.helper(), child.size) == ("helper", 1)
 
 
 def test_a_dataclass_keeps_its_identity(module):
     before, pieces = module.Point(1), SymbolReplacements()
-    pieces.replace(
+    pieces.replace_symbol(
         "a_module:Point",
         "@dataclass(frozen=True)\nclass Point:\n    x: int\n"
         "    def shifted(self):\n        return Point(self.x + 100)\n",
@@ -99,21 +99,23 @@ def test_a_dataclass_keeps_its_identity(module):
     assert before.shifted() == module.Point(101) and type(before.shifted()) is type(before)
     with pytest.raises(Exception, match="cannot assign to field"):
         before.x = 3
-    pieces.reset()
+    pieces.restore_symbols()
     assert before.shifted() == module.Point(2)
 
 
 def test_replacing_twice_resets_to_the_original(module):
     pieces = SymbolReplacements()
     for value in (1, 2):
-        pieces.replace("a_module:double", f"def double(x):\n    return {value}")
+        pieces.replace_symbol("a_module:double", f"def double(x):\n    return {value}")
     assert module.double(0) == 2 and list(pieces) == ["a_module:double"]
-    pieces.reset()
+    pieces.restore_symbols()
     assert module.double(3) == 6 and list(pieces) == []
 
 
 def test_a_replacement_may_bring_helpers(module):
-    SymbolReplacements().replace("a_module:double", "def mine(x):\n    return -x\n\ndef double(x):\n    return mine(x)")
+    SymbolReplacements().replace_symbol(
+        "a_module:double", "def mine(x):\n    return -x\n\ndef double(x):\n    return mine(x)"
+    )
     assert module.double(3) == -3
 
 
@@ -121,39 +123,41 @@ def test_a_helper_must_not_have_the_name_of_something_else_in_the_module(module)
     before = dict(vars(module))
     source = "def mine(): pass\n\nclass Base: pass\n\ndef double(x):\n    return Base"
     with pytest.raises(UserError, match="defines Base, which a_module has already; give it another name"):
-        SymbolReplacements().replace("a_module:double", source)
+        SymbolReplacements().replace_symbol("a_module:double", source)
     assert dict(vars(module)) == before and module.double(3) == 6
-    SymbolReplacements().replace("a_module:double", source, beside=["Base"])  # it is replaced as well, by another call
+    SymbolReplacements().replace_symbol(
+        "a_module:double", source, also_replaced=["Base"]
+    )  # it is replaced as well, by another call
     assert module.Base is before["Base"] and module.double(3) is module.Base
 
 
 def test_a_class_keeps_its_bases(module):
     with pytest.raises(UserError, match="a_module:Child inherits from Base, its replacement from object"):
-        SymbolReplacements().replace("a_module:Child", "class Child:\n    pass")
+        SymbolReplacements().replace_symbol("a_module:Child", "class Child:\n    pass")
 
 
 def test_a_traceback_shows_the_line_of_the_new_source(module):
-    SymbolReplacements().replace("a_module:double", "def double(x):\n    return x / 0  # here\n")
+    SymbolReplacements().replace_symbol("a_module:double", "def double(x):\n    return x / 0  # here\n")
     with pytest.raises(ZeroDivisionError) as error:
         module.double(1)
     assert "return x / 0  # here" in "".join(traceback.format_exception(error.value))
 
 
 @pytest.mark.parametrize(
-    "name, source, said",
+    "name, source, message",
     [
         ("a_module:double", "def triple(x):\n    return 3 * x", "defines no double"),
         ("a_module:double", "class double: pass", "is a function, the new source defines a class"),
         ("a_module:FACTOR", "FACTOR = 3", "is a int; only functions and classes"),
         ("a_module:missing", "", "has no missing; it has Base, Child, Point, dataclass, double"),
-        ("a_module", "", "names no piece"),
+        ("a_module", "", "is not a symbol"),
         ("no_such_module:x", "", "there is no module no_such_module"),
     ],
 )
-def test_what_cannot_be_replaced_is_refused_and_nothing_changes(module, name, source, said):
+def test_what_cannot_be_replaced_is_refused_and_nothing_changes(module, name, source, message):
     before, pieces = dict(vars(module)), SymbolReplacements()
-    with pytest.raises(UserError, match=said):
-        pieces.replace(name, source)
+    with pytest.raises(UserError, match=message):
+        pieces.replace_symbol(name, source)
     assert {k: v for k, v in vars(module).items() if k != "triple"} == before and list(pieces) == []
     assert module.double(1) == 2
 
@@ -161,9 +165,9 @@ def test_what_cannot_be_replaced_is_refused_and_nothing_changes(module, name, so
 def test_source_with_an_error_changes_nothing(module):
     pieces = SymbolReplacements()
     with pytest.raises(SyntaxError):
-        pieces.replace("a_module:double", "def double(x:\n")
+        pieces.replace_symbol("a_module:double", "def double(x:\n")
     with pytest.raises(NameError):
-        pieces.replace("a_module:double", "def double(x):\n    return 1\nundefined_name")
+        pieces.replace_symbol("a_module:double", "def double(x):\n    return 1\nundefined_name")
     assert module.double(1) == 2 and list(pieces) == []
 
 
@@ -173,6 +177,6 @@ def test_the_source_of_a_piece_of_the_package_is_its_text():
     text = read_symbol_source("minidist.data.partition:block_partition")
     assert text.startswith("def block_partition(")
     pieces = SymbolReplacements()
-    pieces.replace("minidist.data.partition:block_partition", text)
+    pieces.replace_symbol("minidist.data.partition:block_partition", text)
     assert partition.block_partition(10, 3, 0).tolist() == [0, 1, 2, 3]
-    pieces.reset()
+    pieces.restore_symbols()

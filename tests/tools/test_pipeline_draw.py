@@ -1,4 +1,4 @@
-"""The drawings show the timeline: every operation, on its stage, when it runs, and nothing else."""
+"""Drawings of a pipeline timeline show every operation on its stage at its time."""
 
 import re
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
 from minidist.parallel.pipeline.schedules import KINDS, build_schedule
-from minidist.tools.simulate.draw import COLORS, color_text, draw_figure, draw_text
+from minidist.tools.simulate.draw import COLORS, color_drawing, draw_figure, draw_text
 from minidist.tools.simulate.timeline import StageTimes, simulate_schedule
 
 
@@ -33,7 +33,7 @@ def test_chunks_after_the_first_are_in_lower_case():
     assert lines[2].startswith("F forward, B input gradient, W weight gradient; lower case: chunks after the first")
 
 
-def test_where_names_do_not_fit_there_are_letters_and_where_they_do_not_what_is_at_the_middle():
+def test_narrow_drawings_use_letters_and_then_the_middle_operation():
     made = timeline("1f1b", 2, 4)
     assert draw_text(made, 24).splitlines()[:2] == ["stage 0 FF..B-FB-FB-.B-", "stage 1 .FB-FB-FB-FB-.."]
     assert draw_text(made, 18).splitlines()[:2] == ["stage 0 F..BFBFB.B", "stage 1 .BBBBBBBB."]
@@ -41,10 +41,12 @@ def test_where_names_do_not_fit_there_are_letters_and_where_they_do_not_what_is_
 
 def test_on_a_terminal_operations_have_the_colours_of_the_picture():
     drawing = draw_text(timeline("zb-v", 2, 1))
-    said = color_text(drawing)
-    assert said.plain == drawing
+    message = color_drawing(drawing)
+    assert message.plain == drawing
     first = [
-        (said.plain[span.start : span.end], span.style) for span in said.spans if span.end <= said.plain.index("\n")
+        (message.plain[span.start : span.end], span.style)
+        for span in message.spans
+        if span.end <= message.plain.index("\n")
     ]
     assert sorted(first) == [
         ("B0--", f"white on {COLORS['B'][0]}"),
@@ -54,7 +56,7 @@ def test_on_a_terminal_operations_have_the_colours_of_the_picture():
         ("f0--", f"black on {COLORS['F'][1]}"),
         ("w0--", f"black on {COLORS['W'][1]}"),
     ]
-    assert all(span.end <= said.plain.index("F forward") for span in said.spans)  # the legend has none
+    assert all(span.end <= message.plain.index("F forward") for span in message.spans)  # the legend has none
 
 
 def drawn(line):
@@ -70,7 +72,7 @@ def test_each_operation_stands_where_it_runs(kind, stages, b, comm):
     width = round(made.makespan * 8) + len("stage 0 ")
     for spans, line in zip(made.spans, draw_text(made, width).splitlines(), strict=False):
         step = min(s.end - s.start for spans in made.spans for s in spans) / 4
-        expected = [(str(s.op), round(s.start / step), round((s.end - s.start) / step)) for s in spans]
+        expected = [(str(s.action), round(s.start / step), round((s.end - s.start) / step)) for s in spans]
         assert drawn(line.removeprefix(line[: len("stage 0 ")])) == expected
 
 
@@ -99,7 +101,7 @@ def test_the_picture_has_a_bar_for_every_operation_in_its_colour(kind):
         assert [(box.x0, box.x1) for box in boxes] == [(s.start, s.end) for s in spans]
         assert {round((box.y0 + box.y1) / 2, 6) for box in boxes} == {stage}
         colors = [to_hex(color) for color in bars.get_facecolors()]
-        assert colors == [COLORS[span.op.kind][min(span.op.chunk, 1)] for span in spans]
+        assert colors == [COLORS[span.action.kind][min(span.action.chunk, 1)] for span in spans]
     assert f"bubble {made.bubble:.4f}" in axes.get_title()
     low, high = axes.get_ylim()
     assert low > high  # stage 0 on top
@@ -108,7 +110,7 @@ def test_the_picture_has_a_bar_for_every_operation_in_its_colour(kind):
 def test_the_numbers_in_the_picture_are_the_micro_batches():
     made = timeline("zb-h1", 4, 8)
     texts = [(round(t.get_position()[1]), t.get_text()) for t in draw_figure(made).axes[0].texts]
-    assert texts == [(stage, str(span.op.micro_batch)) for stage, spans in enumerate(made.spans) for span in spans]
+    assert texts == [(stage, str(span.action.micro_batch)) for stage, spans in enumerate(made.spans) for span in spans]
 
 
 def test_a_picture_too_dense_for_numbers_has_none_and_a_legend_says_what_colours_mean():

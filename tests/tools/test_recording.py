@@ -1,4 +1,4 @@
-"""The recording backend sees the operations of `minidist.comm`, and those that do not go through it."""
+"""The recording backend records the operations of `minidist.comm` and torch's raw calls."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def facts(record):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_two_mounts_agree(ranks, size):
+def test_recordings_above_and_below_the_collectives_agree(ranks, size):
     for upper, lower in ranks(both_mounts, size):
         assert len(upper) == 10
         assert lower == upper
@@ -54,7 +54,7 @@ def parts_go_directly(world: World) -> tuple:
         world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], meter=upper, backend=register_recording_backend(lower)
     )
     group, n = groups["data"], world.size
-    group.over_gloo = True  # a recording group is not, so that it shows what torch is asked for
+    group.uses_gloo = True  # a recording group is not, so that it shows what torch is asked for
     given = [torch.randn(n * 5, generator=torch.Generator().manual_seed(r)) for r in range(n)]
     mine = given[world.rank].clone()
     part = mine[world.rank * 5 : (world.rank + 1) * 5]
@@ -73,7 +73,7 @@ def parts_go_directly(world: World) -> tuple:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_parts_that_go_directly_take_the_bytes_that_the_door_counts(ranks, size):
+def test_direct_exchange_sends_the_metered_bytes(ranks, size):
     for rank, (upper, lower) in enumerate(ranks(parts_go_directly, size)):
         sent = 4 * 5 * (size - 1)  # every part but the own, once
         assert upper == [("reduce_scatter", "direct", sent, False)] * 2 + [("all_gather", "direct", sent, False)]
@@ -83,7 +83,7 @@ def test_parts_that_go_directly_take_the_bytes_that_the_door_counts(ranks, size)
 
 
 def shifted(world: World) -> list:
-    """Sends and receives of the caller's own, while parts are in flight between the same ranks."""
+    """The caller's own transfers, while a direct exchange is in flight between the same ranks."""
     groups = bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))], backend="gloo")
     group, n, rank = groups["data"], world.size, world.rank
     out, got = torch.empty(3), torch.empty(3)
@@ -99,7 +99,7 @@ def shifted(world: World) -> list:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_parts_on_their_way_do_not_meet_other_transfers(ranks, size):
+def test_direct_exchange_does_not_match_other_transfers(ranks, size):
     for rank, (out, got) in enumerate(ranks(shifted, size)):
         assert out == [size * (size + 1) / 2] * 3
         assert got == [10.0 + (rank - 1) % size] * 3
@@ -134,7 +134,7 @@ def raw_calls(world: World) -> list:
     return [(r.name, r.payload_bytes, r.wire_bytes) for r in meter.records]
 
 
-def test_raw_calls_are_seen_and_do_what_they_did(ranks):
+def test_raw_calls_are_recorded_and_unchanged(ranks):
     first, second = ranks(raw_calls, 2)
     # One element in two chunks of 1 and 0: what a rank sends of it depends on its place.
     assert first[0][:2] == second[0][:2] == ("all_reduce", 4) and first[0][2] + second[0][2] == 8
@@ -154,7 +154,7 @@ def under_ddp(world: World) -> tuple:
     return [(r.name, r.payload_bytes) for r in meter.records], model.module.weight.grad
 
 
-def test_torchs_own_ddp_runs_on_it_and_is_seen(ranks):
+def test_torchs_ddp_is_recorded(ranks):
     for records, grad in ranks(under_ddp, 2):
         assert records == [("all_reduce", 4 * (6 * 5 + 5))]
         # The gradient of a sum over 3 rows of ones (or twos), averaged by DDP over two ranks.
@@ -175,7 +175,7 @@ def under_fsdp(world: World) -> tuple:
     return [(r.name, r.payload_bytes) for r in meter.records], model.weight.grad.to_local()
 
 
-def test_torchs_own_fsdp2_runs_on_it_and_is_seen(ranks):
+def test_torchs_fsdp2_is_recorded(ranks):
     for records, grad in ranks(under_fsdp, 2):
         names = [name for name, _ in records]
         assert names.count("reduce_scatter") == 1 and names.count("all_gather") >= 1

@@ -1,4 +1,4 @@
-"""What a person sees of a run: lines, the live view, the picture."""
+"""The output of a run: log lines, the live view and the picture."""
 
 import io
 import math
@@ -9,12 +9,12 @@ from matplotlib import image
 from rich.console import Console
 
 from minidist.fault.signals import StopRequest
-from minidist.tools.console.lines import PlainView, end_line, metrics_line
+from minidist.tools.console.lines import PlainView, format_final_losses, format_metrics
 from minidist.tools.console.live import LiveView, sparkline
-from minidist.tools.console.loss_plot import draw_loss, label_places
-from minidist.tools.console.sample_text import readable
+from minidist.tools.console.loss_plot import draw_loss, place_baseline_labels
+from minidist.tools.console.metrics import mfu
+from minidist.tools.console.sample_text import decode_printable
 from minidist.train.agree import StepResult
-from minidist.train.metrics import mfu
 
 ROW = {
     "step": 20,
@@ -35,18 +35,18 @@ LINES = {"unigram": 3.3236, "bigram": 2.4776}
 
 
 def test_a_log_step_is_one_line():
-    assert metrics_line(ROW) == (
+    assert format_metrics(ROW) == (
         "step     20  loss 2.5000  grad norm 1.250  lr 3.00e-03  170 ms  24,094 tokens/s  sent 3.3 MB  memory 497 MB"
     )
-    assert metrics_line({**ROW, "loss": None, "mfu": 0.4321}).endswith("mfu 43.2%")
-    assert "loss no tokens" in metrics_line({**ROW, "loss": None})
+    assert format_metrics({**ROW, "loss": None, "mfu": 0.4321}).endswith("mfu 43.2%")
+    assert "loss no tokens" in format_metrics({**ROW, "loss": None})
 
 
 def test_the_end_is_compared_with_counting():
-    assert end_line(1.25, LINES) == (
+    assert format_final_losses(1.25, LINES) == (
         "held-out loss 1.2500 nats per token (unigram 3.3236, bigram 2.4776): below the bigram model"
     )
-    assert end_line(2.5, LINES).endswith(": not below the bigram model")
+    assert format_final_losses(2.5, LINES).endswith(": not below the bigram model")
 
 
 def test_plain_lines_come_in_the_order_of_events(capsys):
@@ -60,12 +60,12 @@ def test_plain_lines_come_in_the_order_of_events(capsys):
     assert lines == [
         "first",
         "second",
-        metrics_line(ROW),
+        format_metrics(ROW),
         "step     20  held-out loss 2.2500",
         "sample: held-out text up to the bar, then the model",
         "    def ┃f():",
         "        pass",
-        end_line(1.25, LINES),
+        format_final_losses(1.25, LINES),
     ]
 
 
@@ -83,20 +83,20 @@ def test_the_live_view_shows_numbers_and_a_lane_per_rank():
         live.show_step(20, StepResult(2.5, 32.0, 1.25, True, True, False))
         live.show_metrics(ROW, LANES)
         live.show_held_out_loss(20, 2.25)
-        live.note("checkpoint: [red]folder")
+        live.print_note("checkpoint: [red]folder")
         shown = drawn(console, live)
     finally:
         live.close()
-    for text in ("20/50", "2.5000", "held-out loss", "2.2500", "1.250", "24,094", "Ctrl-C: save and end"):
+    for text in ("20/50", "2.5000", "held-out loss", "2.2500", "1.250", "24,094", "Ctrl-C: save and stop"):
         assert text in shown
     slow, fast = (line for line in shown.splitlines() if " ms " in line)
     assert slow.split()[:3] == ["0", "170", "ms"] and fast.split()[:3] == ["1", "85", "ms"]
     assert slow.count("█") == 2 * fast.count("█") and "3.3 MB" in slow and "321 MB" in fast
-    said = console.file.getvalue()
-    assert "a [bracketed] header" in said and "checkpoint: [red]folder" in said
+    message = console.file.getvalue()
+    assert "a [bracketed] header" in message and "checkpoint: [red]folder" in message
     assert "Ctrl-C" not in drawn(console, live), "there is nothing to interrupt any more"
     # What hides the cursor must show it again.
-    assert said.count("\x1b[?25l") == said.count("\x1b[?25h") == 1
+    assert message.count("\x1b[?25l") == message.count("\x1b[?25h") == 1
 
 
 def test_the_live_view_acknowledges_a_signal_without_waiting_for_the_step():
@@ -104,12 +104,12 @@ def test_the_live_view_acknowledges_a_signal_without_waiting_for_the_step():
     stop = StopRequest()
     live = LiveView(["header"], 50, console=console, stop=stop)
     try:
-        stop.requested = "SIGINT"  # no event of the run follows: the view's own refresh shows it
+        stop.signal_name = "SIGINT"  # no event of the run follows: the view's own refresh shows it
         end_s = time.monotonic() + 10
         while "SIGINT: saving" not in console.file.getvalue() and time.monotonic() < end_s:
             time.sleep(0.05)
-        assert "SIGINT: saving after this step; Ctrl-C ends the run at once" in console.file.getvalue()
-        stop.requested = "SIGTERM"
+        assert "SIGINT: saving after this step; Ctrl-C stops the run at once" in console.file.getvalue()
+        stop.signal_name = "SIGTERM"
         shown = drawn(console, live)
     finally:
         live.close()
@@ -123,7 +123,7 @@ def test_a_sparkline_falls_with_its_values():
 
 
 def test_text_cannot_drive_the_terminal():
-    assert readable(b"a\x1b[2Jb\tc\n\xff") == "a\ufffd[2Jb\tc\n\ufffd"
+    assert decode_printable(b"a\x1b[2Jb\tc\n\xff") == "a\ufffd[2Jb\tc\n\ufffd"
 
 
 def test_the_picture_holds_what_was_measured(tmp_path):
@@ -139,7 +139,7 @@ def test_the_picture_holds_what_was_measured(tmp_path):
 
 
 def test_labels_of_lines_close_together_do_not_overlap():
-    places = label_places({"b": 2.0, "c": 2.01, "a": 1.0, "d": 2.02}, low=1.0, high=5.0)
+    places = place_baseline_labels({"b": 2.0, "c": 2.01, "a": 1.0, "d": 2.02}, low=1.0, high=5.0)
     assert places[2] == 0.0 and places[0] == 0.25
     ordered = [places[2], places[0], places[1], places[3]]
     assert all(above - below >= 0.05 for below, above in zip(ordered, ordered[1:], strict=False))

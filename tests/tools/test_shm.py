@@ -1,4 +1,4 @@
-"""The backend `shm`: known to torch, right in every operation, and the same however a tensor is cut."""
+"""The backend `shm`: registered with torch, right in every operation, and independent of how tensors are split."""
 
 import inspect
 import os
@@ -15,7 +15,7 @@ from minidist.tools.shm import group_creation
 from minidist.tools.shm.arena import ARENA_BYTES
 from minidist.tools.shm.group import ShmGroup
 from tests.helpers.exhaustive import exhaustive
-from tests.helpers.shm_trials import compare, kill
+from tests.helpers.shm_trials import compare_with_gloo, kill_one_rank
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; elsewhere it is gloo")
 pytestmark = linux
@@ -34,18 +34,18 @@ import torch
 dist.init_process_group("shm", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
 x = torch.ones(3); dist.all_reduce(x); assert x.tolist() == [1, 1, 1]; print(dist.get_backend())
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "shm\n", "")  # it ends well without being destroyed
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "shm\n", "")  # it ends well without being destroyed
 
 
 @pytest.mark.parametrize("size, seed", [(3, 1), *exhaustive((2, 0), (4, 2))])
 def test_random_operations_agree_with_gloo(ranks, size, seed):
-    assert min(ranks(compare, size, seed, 120)) > 60
+    assert min(ranks(compare_with_gloo, size, seed, 120)) > 60
 
 
 @pytest.mark.parametrize("seed, size", [(1, 3), *exhaustive((0, 2), (2, 3))])
 def test_a_killed_rank_is_reported_by_all_others(server, tmp_path, seed, size):
-    seconds, _ = kill(server, seed, size, tmp_path)
+    seconds, _ = kill_one_rank(server, seed, size, tmp_path)
     assert seconds < 5.0  # a promise of the backend, not a measurement
 
 
@@ -110,14 +110,14 @@ def many_groups(world: World) -> tuple:
         dist.destroy_process_group(group)
     kept = dist.new_group(everyone, backend="shm")
     here = group_creation._CONTEXT[0]
-    free = here.arena.largest_free_block()
+    free = here.arena.largest_free_block_bytes()
     for _ in range(3):
         group = dist.new_group(everyone, backend="shm")
         dist.all_reduce(torch.ones(400_000), group=group)
         dist.destroy_process_group(group)
     dist.barrier()  # now all have left, and nothing is held
     here.reclaim_memory()
-    assert here.arena.largest_free_block() == free
+    assert here.arena.largest_free_block_bytes() == free
     dist.destroy_process_group(kept)
     return total, size, len(group_creation._CONTEXT)
 
@@ -156,8 +156,8 @@ def apart(world: World) -> tuple:
 def test_ranks_of_different_hosts_talk_over_gloo_and_one_says_so(server):
     result = server.run(apart, 2, deadline_s=60)
     assert result.values == [(False, [2.0, 2.0])] * 2
-    said = [line for line in "".join(result.output).splitlines() if "backend shm" in line]
-    assert len(said) == 1 and "different hosts" in said[0] and "gloo" in said[0]
+    message = [line for line in "".join(result.output).splitlines() if "backend shm" in line]
+    assert len(message) == 1 and "different hosts" in message[0] and "gloo" in message[0]
 
 
 # What torch's own base class does well enough, or what is a fact that it stores.
@@ -183,18 +183,18 @@ def test_every_method_of_a_process_group_is_ours_or_accounted_for():
 
 
 def refusals(world: World) -> list:
-    group, said = dist.new_group(backend="shm"), []
+    group, message = dist.new_group(backend="shm"), []
     for name, arguments in REFUSED.items():
         try:
             getattr(group, name)(*arguments)
-            said.append(f"{name} did not raise")
+            message.append(f"{name} did not raise")
         except RuntimeError as error:
             if "backend shm" not in str(error):
-                said.append(f"{name}: {error}")
-    return said
+                message.append(f"{name}: {error}")
+    return message
 
 
-def test_what_it_cannot_do_it_refuses_in_words(ranks):
+def test_unsupported_operations_are_refused_with_a_message(ranks):
     assert ranks(refusals, 2) == [[], []]
 
 
@@ -205,7 +205,7 @@ def mapped(world: World) -> set[str]:
     return {line.split(maxsplit=5)[5] for line in lines if "/memfd:" in line or "/dev/shm" in line}
 
 
-def test_its_memory_has_no_name(ranks):
+def test_shared_memory_is_unlinked(ranks):
     """So nothing can be left in /dev/shm, however a rank ends; the end of the test session looks there as well."""
     status = "/memfd:minidist-status (deleted)"  # the rank server's own
     assert ranks(mapped, 2) == [{"/memfd:minidist-shm (deleted)", status}] * 2

@@ -1,4 +1,4 @@
-"""A group of `shm` that comes when little memory is left: it borrows, and gives back."""
+"""A group of `shm` created when little shared memory is left borrows memory and returns it."""
 
 import sys
 
@@ -10,7 +10,7 @@ from minidist.comm import World
 from minidist.tools.shm import group_creation
 from minidist.tools.shm.slots import SLOTS
 from tests.helpers.exhaustive import exhaustive
-from tests.helpers.shm_trials import compare
+from tests.helpers.shm_trials import compare_with_gloo
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; elsewhere it is gloo")
 GROUPS, NUMEL = 8, 2**20
@@ -18,20 +18,20 @@ GROUPS, NUMEL = 8, 2**20
 
 @pytest.mark.parametrize("size, seed", [(3, 4), *exhaustive((2, 3), (4, 5))])
 def test_random_operations_of_many_groups_agree_with_gloo(ranks, size, seed):
-    assert min(ranks(compare, size, seed, 150, 3)) > 60
+    assert min(ranks(compare_with_gloo, size, seed, 150, 3)) > 60
 
 
 def meetings(world: World) -> tuple[list[int], list[int], list[bool]]:
     """For each group: how often its ranks meet in an all-gather and a reduce-scatter of 4 MiB of each rank; the least
     that takes through the slots it keeps; whether values were right and as much was free after as before."""
-    here, counts, kept, alike = None, [], [], []
+    here, counts, kept, all_equal = None, [], [], []
     for _ in range(GROUPS):
         group = dist.new_group(backend="shm")
         here = here or group_creation._CONTEXT[0]
         collectives = group._resources.collectives
         meet = collectives.barrier.exchange
         dist.all_reduce(torch.ones(NUMEL), group=group)  # slots are leased
-        free, count = here.arena.largest_free_block(), []
+        free, count = here.arena.largest_free_block_bytes(), []
         collectives.barrier.exchange = lambda message=b"", meet=meet, count=count: (count.append(1), meet(message))[1]
         whole, own = torch.empty(NUMEL * world.size), torch.full((NUMEL,), world.rank + 1.0)
         dist.all_gather_into_tensor(whole, own, group=group)
@@ -40,20 +40,20 @@ def meetings(world: World) -> tuple[list[int], list[int], list[bool]]:
         right &= own.eq(world.size * (world.rank + 1)).all().item()
         counts.append(len(count))
         kept.append(own.nbytes // collectives._large.bytes + own.nbytes * world.size // collectives._large.bytes)
-        alike.append(right and here.arena.largest_free_block() == free)
-    return counts, kept, alike
+        all_equal.append(right and here.arena.largest_free_block_bytes() == free)
+    return counts, kept, all_equal
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_late_group_meets_seldom_and_gives_back_what_it_borrows(ranks, size):
-    for counts, kept, alike in ranks(meetings, size, backend="gloo"):
-        assert all(alike)
+def test_a_late_group_returns_borrowed_memory(ranks, size):
+    for counts, kept, all_equal in ranks(meetings, size, backend="gloo"):
+        assert all(all_equal)
         assert counts[0] <= kept[0] + 2  # the first needs no other slots than its own
         assert kept[-1] > 4 * counts[-1]  # what a group would have to do that does not borrow
 
 
 def order(world: World) -> list[list[str]]:
-    """What the ranks of the first and of the last group do in an all-gather: "meet", and "read" what others wrote."""
+    """The order in an all-gather of the first and the last group: ranks "meet", and "read" the others' data."""
     groups, seen = [dist.new_group(backend="shm") for _ in range(GROUPS)], []
     for group in groups:
         dist.all_reduce(torch.ones(NUMEL), group=group)
@@ -71,7 +71,7 @@ def order(world: World) -> list[list[str]]:
     return seen
 
 
-def test_borrowed_memory_is_given_back_when_all_have_read(ranks):
+def test_borrowed_memory_is_returned_after_all_ranks_have_read(ranks):
     for first, last in ranks(order, 2, backend="gloo"):
         assert first == ["meet", "read"] * 4  # 4 MiB in slots of 1 MiB
         pieces = (len(last) - 2) // 2
@@ -79,14 +79,14 @@ def test_borrowed_memory_is_given_back_when_all_have_read(ranks):
 
 
 def taken_meanwhile(world: World) -> bool:
-    """On one rank nothing is free to be borrowed: all take the smallest slots that one of them has."""
+    """One rank has no memory to borrow, so all ranks use the smallest slots of any rank."""
     groups = [dist.new_group(backend="shm") for _ in range(GROUPS)]
     for group in groups:
         dist.all_reduce(torch.ones(NUMEL), group=group)
     arena = group_creation._CONTEXT[0].arena
     if world.rank == 1:
-        arena.lease(arena.largest_free_block())
-    borrowed = groups[-1]._resources.collectives._borrowed
+        arena.lease_block(arena.largest_free_block_bytes())
+    borrowed = groups[-1]._resources.collectives._temporary
     tensor = torch.full((NUMEL,), world.rank + 1.0)
     dist.all_reduce(tensor, group=groups[-1])
     kept = groups[-1]._resources.collectives._large
@@ -103,21 +103,21 @@ def broken_off(world: World) -> tuple[str, bool, bool]:
     for _ in range(GROUPS):
         dist.all_reduce(torch.ones(NUMEL), group=dist.new_group(backend="shm"))
     here = group_creation._CONTEXT[0]
-    free = here.arena.largest_free_block()
+    free = here.arena.largest_free_block_bytes()
     late, text = dist.new_group(backend="shm"), ""
     dist.all_reduce(torch.ones(NUMEL), group=late)
-    between = here.arena.largest_free_block()
+    between = here.arena.largest_free_block_bytes()
     try:
         dist.all_reduce(torch.ones(NUMEL + world.rank), group=late)
     except dist.DistBackendError as error:
         text = str(error)
-    taken = here.arena.largest_free_block() < between
+    taken = here.arena.largest_free_block_bytes() < between
     dist.destroy_process_group(late)
     dist.barrier()  # all have left
     here.reclaim_memory()
-    return text, taken, here.arena.largest_free_block() == free
+    return text, taken, here.arena.largest_free_block_bytes() == free
 
 
-def test_an_operation_that_fails_leaves_its_lease_to_the_end_of_its_group(ranks):
+def test_a_failed_operation_keeps_its_lease_until_the_group_ends(ranks):
     for text, *leases in ranks(broken_off, 2, backend="gloo"):
         assert "do not do the same" in text and leases == [True, True]

@@ -1,4 +1,4 @@
-"""What `shm` says when ranks do not do the same, when one is gone, and when something cannot be done."""
+"""Errors of `shm`: mismatched operations, ranks that left, timeouts and unsupported calls."""
 
 import subprocess
 import sys
@@ -12,12 +12,12 @@ import torch.distributed as dist
 from minidist.comm import World
 from minidist.tools.shm.process_context import ProcessContext
 from minidist.tools.shm.reduce import Reduction
-from tests.helpers.processes import until
+from tests.helpers.processes import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; elsewhere it is gloo")
 
 
-def differ(world: World, how: str) -> str:
+def run_different_operations(world: World, how: str) -> str:
     group, rank = dist.new_group(backend="shm"), world.rank
     dist.barrier(group)
     x = torch.ones(10 if rank or how != "size" else 300_000, dtype=torch.float64 if how == "dtype" and rank else None)
@@ -45,8 +45,8 @@ def differ(world: World, how: str) -> str:
         ("root", ["broadcast root 0 float32 10", "broadcast root 1 float32 10"]),
     ],
 )
-def test_ranks_that_do_not_do_the_same_are_reported_who_does_what(ranks, how, words):
-    for text in ranks(differ, 3, how):
+def test_mismatched_operations_are_reported_by_rank(ranks, how, words):
+    for text in ranks(run_different_operations, 3, how):
         assert all(word in text for word in words), text
         assert "rank" in text and "(ranks 0, 1, 2)" in text
 
@@ -64,7 +64,7 @@ def transfers_differ(world: World, size: int) -> str:
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_a_send_and_a_recv_that_do_not_fit(ranks, size):
+def test_a_send_and_a_recv_of_different_sizes_are_reported(ranks, size):
     for text in ranks(transfers_differ, 2, size):
         assert f"rank 0 sends float32 [{size}] to rank 1, which receives float32 [{size + 1}]" in text
 
@@ -98,8 +98,8 @@ def test_a_rank_that_leaves_is_not_waited_for(ranks, late):
 
 
 def leaves_while_waited_for(world: World) -> str:
-    """Rank 2 leaves when rank 0 waits already: in a recv from it, and in a collective where rank 1 is missing too."""
-    group, said = dist.new_group(backend="shm"), []
+    """Rank 2 leaves while rank 0 waits in a recv from it, and in a collective where rank 1 is missing too."""
+    group, message = dist.new_group(backend="shm"), []
     dist.barrier(group)
     if world.rank == 0:
         receiving = dist.irecv(torch.ones(5), 2, group=group)
@@ -112,18 +112,18 @@ def leaves_while_waited_for(world: World) -> str:
             try:
                 work.wait(timedelta(seconds=30))
             except dist.DistBackendError as error:
-                said.append(str(error))
+                message.append(str(error))
     dist.barrier()  # rank 1 has been elsewhere all the time
-    return " / ".join(said)
+    return " / ".join(message)
 
 
-def test_who_waits_for_several_hears_of_the_one_that_left(ranks):
-    said, *_ = ranks(leaves_while_waited_for, 3)
-    assert said.count("rank 2 has left") == 2, said
+def test_a_wait_for_several_ranks_reports_the_one_that_left(ranks):
+    message, *_ = ranks(leaves_while_waited_for, 3)
+    assert message.count("rank 2 has left") == 2, message
 
 
 def too_late(world: World) -> list:
-    said = []
+    message = []
     group = dist.new_group(backend="shm")
     group.set_timeout(timedelta(seconds=0.3))
     pending = dist.new_group(backend="shm")
@@ -132,44 +132,44 @@ def too_late(world: World) -> list:
             try:
                 call()
             except dist.DistBackendError as error:
-                said.append(str(error))
+                message.append(str(error))
         work = dist.all_reduce(torch.ones(2), group=pending, async_op=True)
         for _ in range(2):  # waiting in vain does no harm
             try:
                 work.wait(timedelta(milliseconds=50))
             except dist.DistBackendError as error:
-                said.append(str(error))
+                message.append(str(error))
     dist.barrier()
     if world.rank == 0:
         work.wait()
     else:
         dist.all_reduce(torch.ones(2), group=pending)
-    return said
+    return message
 
 
-def test_an_operation_that_takes_too_long_says_for_whom_it_waits(ranks):
-    said, nothing = ranks(too_late, 2)
+def test_a_timed_out_operation_names_the_missing_ranks(ranks):
+    message, nothing = ranks(too_late, 2)
     assert nothing == []
-    assert "rank 1 did not send under tag 0" in said[0]
-    assert "rank 1 did not come to operation 1" in said[1]
-    assert said[2] == said[3] == "the operation has not ended after 0.05 s"
+    assert "rank 1 did not send under tag 0" in message[0]
+    assert "rank 1 did not come to operation 1" in message[1]
+    assert message[2] == message[3] == "the operation has not ended after 0.05 s"
 
 
 def monitored(world: World) -> list:
-    said = []
+    message = []
     for present in ((0, 1, 2), (0, 2)):
         group = dist.new_group(backend="shm")
         if world.rank in present:
             try:
                 group.monitored_barrier(timedelta(seconds=2 if len(present) == 2 else 30), True)
-                said.append("passed")
+                message.append("passed")
             except RuntimeError as error:
-                said.append(str(error))
+                message.append(str(error))
     dist.barrier()
-    return said
+    return message
 
 
-def test_a_monitored_barrier_names_who_did_not_come(ranks):
+def test_a_monitored_barrier_names_the_missing_ranks(ranks):
     zero, one, two = ranks(monitored, 3)
     assert one == ["passed"]
     assert zero == ["passed", "rank 1 failed to pass monitored_barrier in 2000 ms"]
@@ -177,7 +177,7 @@ def test_a_monitored_barrier_names_who_did_not_come(ranks):
 
 
 def used_wrongly(world: World) -> list:
-    group, said = dist.new_group(backend="shm"), []
+    group, message = dist.new_group(backend="shm"), []
     for call in (
         lambda: dist.all_reduce(torch.ones(4, 4)[:, 1], group=group),
         lambda: dist.all_reduce(torch.ones(2).to_sparse(), group=group),
@@ -189,25 +189,25 @@ def used_wrongly(world: World) -> list:
     ):
         try:
             call()
-            said.append("no error")
+            message.append("no error")
         except (ValueError, RuntimeError) as error:
-            said.append(str(error))
+            message.append(str(error))
     x = torch.ones(1)
     dist.all_reduce(x, group=group)  # none of it has reached the others
     dist.destroy_process_group(group)
     try:
         group.barrier()
     except dist.DistBackendError as error:
-        said.append(str(error))
-    return [x.item(), *said]
+        message.append(str(error))
+    return [x.item(), *message]
 
 
-def test_wrong_use_is_refused_before_the_others_hear_of_it(ranks):
-    for total, *said in ranks(used_wrongly, 2):
+def test_invalid_calls_are_refused_before_communication(ranks):
+    for total, *message in ranks(used_wrongly, 2):
         assert total == 2.0
-        wanted = ["contiguous", "sparse", "PREMUL_SUM", "a tensor per rank", "cannot share", "no peer", "elements"]
-        for text, word in zip(said, [*wanted, "destroyed"], strict=True):
-            assert word in text, said
+        expected = ["contiguous", "sparse", "PREMUL_SUM", "a tensor per rank", "cannot share", "no peer", "elements"]
+        for text, word in zip(message, [*expected, "destroyed"], strict=True):
+            assert word in text, message
 
 
 def unequal_exchange(world: World) -> str:
@@ -220,7 +220,7 @@ def unequal_exchange(world: World) -> str:
     return "no error"
 
 
-def test_an_exchange_whose_parts_do_not_fit_names_both_ranks(ranks):
+def test_an_all_to_all_with_different_splits_names_both_ranks(ranks):
     for text in ranks(unequal_exchange, 2):
         assert "rank 0 has 8 bytes for rank 1, which expects 12" in text
 
@@ -242,7 +242,7 @@ def leaves_while_another_connects(world: World) -> str:
         if not calls:
             calls.append(peer)
             dist.barrier(others)
-            assert until(lambda: peer in group._resources.barrier.gone)
+            assert wait_until(lambda: peer in group._resources.barrier.departure_reasons)
             dist.barrier(others)
 
     transfers._check_peer_open = refuse_then_wait
@@ -258,7 +258,7 @@ def test_a_rank_that_leaves_while_another_connects_is_not_waited_for(ranks):
 
 
 class SlowToSend:
-    """A socket whose messages leave only after `seconds`, as those of a rank that gets no core do."""
+    """A socket that delays its messages by `seconds`, like a rank that gets no CPU time."""
 
     def __init__(self, sock, seconds: float):
         self._sock, self._seconds = sock, seconds
@@ -278,7 +278,7 @@ def finishes_after_another_has_left(world: World) -> list:
     if world.rank == 1:
         barrier.peers = [(other, SlowToSend(sock, 1.5) if other == 2 else sock) for other, sock in barrier.peers]
     dist.all_reduce(x, group=group)
-    told = sorted(barrier.gone)
+    told = sorted(barrier.departure_reasons)
     if world.rank == 0:
         dist.destroy_process_group(group)
     dist.barrier()
@@ -298,15 +298,15 @@ def test_forgetting_a_process_that_has_ended_leaves_the_next_one_watched():
     try:
         first = here.watch_process(children[0].pid, lambda: ended.append("first"))
         children[0].kill()
-        assert until(lambda: ended == ["first"])
+        assert wait_until(lambda: ended == ["first"])
         second = here.watch_process(children[1].pid, lambda: ended.append("second"))
         assert second.fd == first.fd
         here.unwatch_process(first)
         children[1].kill()
-        assert until(lambda: ended == ["first", "second"])
+        assert wait_until(lambda: ended == ["first", "second"])
     finally:
         for child in children:
             child.kill()
             child.wait()
-        here.add_group()
-        here.remove_group()
+        here.add_group_reference()
+        here.drop_group_reference()

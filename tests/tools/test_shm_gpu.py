@@ -1,4 +1,4 @@
-"""Tensors on GPUs: who carries them, and the way through the host, with tensors that only say they are there."""
+"""GPU tensors over shm: choice of the backend, and copies through the host, with fake GPU tensors."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ def cards(gpus: str, versions=((2, 28, 9),), off=False) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("given", "nccl", "said"),
+    ("given", "nccl", "message"),
     [
         (cards("ab"), True, ""),
         (cards("aa", [(2, 30, 0)]), True, ""),
@@ -32,12 +32,12 @@ def cards(gpus: str, versions=((2, 28, 9),), off=False) -> list[dict]:
         (cards("ab", [()]), False, "the ranks have GPUs and no nccl"),
     ],
 )
-def test_who_carries_the_tensors_of_gpus(given, nccl, said, monkeypatch, capsys):
+def test_which_backend_carries_gpu_tensors(given, nccl, message, monkeypatch, capsys):
     monkeypatch.delenv(SHARED_GPU_VARIABLE, raising=False)
     group = make_gpu_group(given, 0, "the host", lambda: "nccl")
     assert (group == "nccl") == nccl and isinstance(group, HostStagedGroup) == (not nccl)
-    told = capsys.readouterr().err
-    assert said in told and bool(told) == bool(said)
+    output = capsys.readouterr().err
+    assert message in output and bool(output) == bool(message)
     shared = len({card["gpu"] for card in given}) < len(given)
     assert (os.environ.get(SHARED_GPU_VARIABLE) == "1") == (nccl and shared)
     make_gpu_group(given, 1, "the host", lambda: "nccl")
@@ -51,7 +51,7 @@ def above(*values: float) -> torch.Tensor:
 
 
 def through_the_host(world: World) -> dict:
-    gpu.on_gpu = lambda tensor: hasattr(tensor, "above")
+    gpu.is_on_gpu = lambda tensor: hasattr(tensor, "above")
     group = dist.new_group(backend="shm")
     group._cuda = HostStagedGroup(group)
     rank, size, seen = world.rank, world.size, {}

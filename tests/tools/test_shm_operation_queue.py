@@ -1,4 +1,4 @@
-"""A queue of `shm` by itself, without ranks: who runs an operation, and what he still holds of it."""
+"""An operation queue of `shm` without ranks: the thread that runs an operation, and its references."""
 
 import functools
 import threading
@@ -6,33 +6,33 @@ import weakref
 
 import torch
 
-from minidist.tools.shm.operation_queue import OperationQueue, WorkerThreads
+from minidist.tools.shm.operation_queue import OperationQueue, WorkerPool
 from minidist.tools.shm.work import Work
 
 
 class NoWorkers:
-    """Threads that never come."""
+    """A worker pool without threads."""
 
-    def run(self, task) -> None:
+    def submit(self, task) -> None:
         pass
 
 
-def test_who_waits_for_what_is_next_runs_it_himself():
+def test_a_wait_for_the_next_operation_runs_it_in_the_waiting_thread():
     queue, done = OperationQueue(NoWorkers()), []
     at_once, first, second = (Work(queue, lambda i=i: done.append(i)) for i in range(3))
-    at_once.start(here=True)
+    at_once.start(run_in_caller=True)
     assert done == [0] and at_once.is_success()
-    first.start(here=False)
-    second.start(here=True)  # first is before it
+    first.start(run_in_caller=False)
+    second.start(run_in_caller=True)  # first is before it
     assert done == [0]
     first.wait()
     assert done == [0, 1]
     second.wait()
-    assert done == [0, 1, 2] and queue.idle
+    assert done == [0, 1, 2] and queue.is_idle
 
 
-class Told:
-    """Says, when the last reference to it goes, what `ask` gives then."""
+class CallsWhenFreed:
+    """Records what `ask` returns when its last reference is dropped."""
 
     def __init__(self, ask, answers: list):
         self.ask, self.answers = ask, answers
@@ -41,22 +41,22 @@ class Told:
         self.answers.append(self.ask())
 
 
-def test_the_thread_that_ran_an_operation_has_let_go_of_its_tensors_before_anybody_knows():
-    """Or their memory would be free at some later time, and in another thread than the one that waits."""
+def test_the_worker_releases_tensors_before_the_operation_is_done():
+    """Otherwise tensors would be freed later, and in another thread than the waiting one."""
     queue, answers = OperationQueue(NoWorkers()), []
-    work = Work(queue, functools.partial(bool, Told(lambda: work.is_completed(), answers)))
-    work.start(here=False)
+    work = Work(queue, functools.partial(bool, CallsWhenFreed(lambda: work.is_completed(), answers)))
+    work.start(run_in_caller=False)
     work.wait()
     assert answers == [False]
 
 
-def test_the_thread_that_runs_an_operation_does_not_hold_its_result():
-    workers, go, gone = WorkerThreads(), threading.Event(), threading.Event()
+def test_the_worker_does_not_keep_an_operations_result():
+    workers, go, gone = WorkerPool(), threading.Event(), threading.Event()
     queue, result = OperationQueue(workers), torch.zeros(3)
     weakref.finalize(result, gone.set)
     work = Work(queue, go.wait, [result])
-    work.start(here=False)
+    work.start(run_in_caller=False)
     del work, result
     assert gone.is_set()
     go.set()
-    workers.close()
+    workers.request_stop()

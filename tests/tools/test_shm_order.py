@@ -1,4 +1,4 @@
-"""Order is kept within a queue of `shm`, and no queue waits for another."""
+"""Operations of one queue of `shm` stay in order, and no queue waits for another."""
 
 import sys
 import threading
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from minidist import comm
 from minidist.comm import World
-from minidist.comm.hints import wait_follows
+from minidist.comm.hints import expect_immediate_wait
 from minidist.mesh import Mesh
 from minidist.tools.shm import group_creation
 from minidist.tools.shm.barrier import GroupBarrier
@@ -69,7 +69,7 @@ def send_before_and_receive_after(world: World) -> list:
     return [x.tolist()[0], token.unique().tolist()]
 
 
-def test_isend_then_all_reduce_against_all_reduce_then_irecv(ranks):
+def test_isend_before_all_reduce_meets_irecv_after_it(ranks):
     assert ranks(send_before_and_receive_after, 2) == [[2.0, [7.0]]] * 2
 
 
@@ -141,8 +141,8 @@ def test_an_asynchronous_operation_goes_on_while_nobody_waits_for_it(ranks):
 
 def threads_used(world: World) -> tuple:
     group, seen = dist.new_group(backend="shm"), []
-    begin = GroupBarrier.begin
-    GroupBarrier.begin = lambda self, *a: (seen.append(threading.current_thread().name), begin(self, *a))[1]
+    begin = GroupBarrier.begin_operation
+    GroupBarrier.begin_operation = lambda self, *a: (seen.append(threading.current_thread().name), begin(self, *a))[1]
     for _ in range(5):
         dist.all_reduce(torch.ones(4), group=group)
     alone, before = set(seen), threading.active_count()
@@ -158,7 +158,7 @@ def test_a_synchronous_call_with_nothing_queued_runs_in_the_callers_thread(ranks
 
 
 def destroyed_with_work_pending(world: World) -> list:
-    said = []
+    message = []
     for turn in range(3):
         name = f"pending{turn}"
         dist.destroy_process_group()
@@ -166,7 +166,7 @@ def destroyed_with_work_pending(world: World) -> list:
         dist.init_process_group("shm", store=store, rank=world.rank, world_size=world.size)
         x = torch.ones(1000)
         dist.all_reduce(x)
-        said.append(x[0].item())
+        message.append(x[0].item())
         works = []
         if world.rank == 0:  # the other rank never comes to any of them
             works = [dist.all_reduce(x, async_op=True), dist.all_reduce(x, async_op=True)]
@@ -175,13 +175,13 @@ def destroyed_with_work_pending(world: World) -> list:
         for work in works:
             try:
                 work.wait()
-                said.append("done")
+                message.append("done")
             except dist.DistBackendError as error:
-                said.append("destroyed" if "destroyed" in str(error) or "left" in str(error) else str(error))
-        said.append(len(group_creation._CONTEXT))
+                message.append("destroyed" if "destroyed" in str(error) or "left" in str(error) else str(error))
+        message.append(len(group_creation._CONTEXT))
         dist.init_process_group("gloo", store=dist.PrefixStore(name + "g", world.store), rank=world.rank, world_size=2)
         dist.barrier()
-    return said
+    return message
 
 
 def test_destroy_with_work_pending_and_initialise_again(ranks):
@@ -191,14 +191,14 @@ def test_destroy_with_work_pending_and_initialise_again(ranks):
 
 
 def the_same_store_again(world: World) -> list:
-    found = []
+    results = []
     for turn in range(4):
         dist.destroy_process_group()
         dist.init_process_group("shm", store=world.store, rank=world.rank, world_size=world.size)
         x = torch.full((3,), float(turn))
         dist.all_reduce(x)
-        found.append(x[0].item())
-    return found
+        results.append(x[0].item())
+    return results
 
 
 def test_initialised_again_through_the_same_store(ranks):
@@ -216,7 +216,7 @@ def finished_late(world: World) -> list:
     return x.unique().tolist()
 
 
-def test_work_on_its_way_ends_although_the_group_is_destroyed(ranks):
+def test_work_in_flight_ends_although_the_group_is_destroyed(ranks):
     assert ranks(finished_late, 3) == [[3.0]] * 3
 
 
@@ -234,7 +234,7 @@ def through_the_door(world: World) -> tuple[list[str], list[float]]:
     return workers, x.unique().tolist()
 
 
-def test_what_is_waited_for_at_once_wakes_no_worker(ranks):
+def test_an_immediate_wait_runs_without_a_worker_thread(ranks):
     assert ranks(through_the_door, 2, backend="shm") == [([], [8.0]), ([], [8.0])]
 
 
@@ -244,6 +244,6 @@ def test_a_wait_with_a_time_limit_needs_a_worker(ranks):
 
 def limited(world: World) -> bool:
     group = dist.new_group(backend="shm")
-    with wait_follows():
+    with expect_immediate_wait():
         work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
     return work.wait(timedelta(seconds=30))

@@ -1,4 +1,4 @@
-"""What is built on torch.distributed runs on `shm` unchanged, to the same numbers as on gloo."""
+"""DDP, FSDP and other users of torch.distributed run unchanged on `shm`, with the results of gloo."""
 
 import sys
 from datetime import timedelta
@@ -173,6 +173,6 @@ def ddp_that_loses_a_rank(world: World) -> str:
     return "no error"
 
 
-def test_ddp_hears_which_rank_is_gone(ranks):
+def test_ddp_raises_the_name_of_the_lost_rank(ranks):
     stayed, left = ranks(ddp_that_loses_a_rank, 2)
     assert left == "left" and "rank 1 has left" in stayed

@@ -1,4 +1,4 @@
-"""The trainer on `shm` is the trainer on gloo."""
+"""Training on `shm` gives the results of training on gloo."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from minidist.errors import UserError
 from minidist.mesh import Mesh
 from minidist.tools.launch import start
 from tests.helpers.exhaustive import exhaustive
-from tests.helpers.small_run import run, small_config, write_text
+from tests.helpers.small_run import small_config, train_small, write_text
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shm is for Linux; elsewhere it is gloo")
 
@@ -24,10 +24,10 @@ def losses(folder):
 
 
 @pytest.mark.parametrize("size", [3, *exhaustive(2)])
-def test_a_run_has_the_same_losses_over_both(ranks, tmp_path, size):
+def test_losses_are_equal_over_shm_and_gloo(ranks, tmp_path, size):
     text = write_text(tmp_path)
     for backend in ("shm", "gloo"):
-        ranks(run, size, small_config(tmp_path / backend, text), backend=backend)
+        ranks(train_small, size, small_config(tmp_path / backend, text), backend=backend)
     shm, gloo = losses(tmp_path / "shm"), losses(tmp_path / "gloo")
     assert len(shm) == 6
     if size == 2:
@@ -48,18 +48,19 @@ def through_the_door(world: World) -> list:
     return []
 
 
-def test_the_door_counts_and_explains_on_it(ranks):
-    for total, whole, names, said in ranks(through_the_door, 2, backend="shm"):
+def test_collectives_over_shm_are_metered_and_explained(ranks):
+    for total, whole, names, message in ranks(through_the_door, 2, backend="shm"):
         assert (total, whole, names) == (1.0, [0.0] * 3 + [1.0] * 3, ["all_reduce", "all_gather", "broadcast"])
         assert (
-            "'data' (ranks 0, 1) failed: ranks" in said and "do not do the same: rank 0: operation 3: broadcast" in said
+            "'data' (ranks 0, 1) failed: ranks" in message
+            and "do not do the same: rank 0: operation 3: broadcast" in message
         )
-        assert "[3]" in said and "[4]" in said
+        assert "[3]" in message and "[4]" in message
 
 
-def test_it_is_refused_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(start, "gpus", lambda: 2)
+def test_shm_is_refused_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(start, "count_gpus", lambda: 2)
     config = Config(comm=CommConfig(backend="shm"))
     with pytest.raises(UserError, match="shm is for ranks on CPU"):
-        start.choose_place(config, 2)
-    assert start.choose_place(Config(comm=CommConfig(backend="shm"), device="cpu"), 2) == "cpu"
+        start.resolve_device(config, 2)
+    assert start.resolve_device(Config(comm=CommConfig(backend="shm"), device="cpu"), 2) == "cpu"

@@ -1,4 +1,4 @@
-"""`minidist simulate`: what it prints, and what it refuses."""
+"""`minidist simulate`: its output and its refusals."""
 
 import json
 import subprocess
@@ -18,41 +18,51 @@ def simulate(capsys, words):
 
 @pytest.mark.parametrize(("kind", "bubble"), [("1f1b", 0.2431), ("zb-h1", 0.1585), ("zb-h2", 0.1083)])
 def test_json_gives_the_published_bubble(capsys, kind, bubble):
-    said = json.loads(simulate(capsys, f"--kind {kind} {PUBLISHED} --json"))
-    assert said["bubble"] == bubble
-    assert (said["kind"], said["stages"], said["micro_batches"], said["chunks"]) == (kind, 8, 24, 1)
-    assert said["total"] == pytest.approx(24 * 45.945 / (1 - bubble), rel=1e-4) and said["total"] <= said["makespan"]
-    assert said["busy"] == [1102.68] * 8
+    message = json.loads(simulate(capsys, f"--kind {kind} {PUBLISHED} --json"))
+    assert message["bubble"] == bubble
+    assert (message["kind"], message["stages"], message["micro_batches"], message["chunks"]) == (kind, 8, 24, 1)
+    assert (
+        message["total"] == pytest.approx(24 * 45.945 / (1 - bubble), rel=1e-4)
+        and message["total"] <= message["makespan"]
+    )
+    assert message["busy"] == [1102.68] * 8
     alive = {"1f1b": [8, 7, 6, 5, 4, 3, 2, 1], "zb-h1": [8] * 8, "zb-h2": [15] * 8}
-    assert said["peak_live"] == alive[kind]
+    assert message["peak_live"] == alive[kind]
 
 
 def test_the_drawing_comes_with_the_numbers_and_fits_a_terminal(capsys):
-    said = simulate(capsys, f"--kind zb-h1 {PUBLISHED}")
-    assert "bubble     0.1585 of it" in said and "peak live  8 micro-batches on each stage" in said
-    assert said.count("\nstage ") == 8 and max(map(len, said.splitlines())) <= 100
+    message = simulate(capsys, f"--kind zb-h1 {PUBLISHED}")
+    assert "bubble     0.1585 of the total" in message and "peak live  8 micro-batches on each stage" in message
+    assert message.count("\nstage ") == 8 and max(map(len, message.splitlines())) <= 100
 
 
 def test_without_options_it_shows_one_f_one_b(capsys):
-    said = simulate(capsys, "")
-    assert said.startswith("1f1b: one forward, one backward") and "stage 3 " in said and "0.2727" in said
+    message = simulate(capsys, "")
+    assert message.startswith("1f1b: one forward, one backward") and "stage 3 " in message and "0.2727" in message
 
 
 def test_a_long_line_is_wrapped(capsys):
-    said = simulate(capsys, "--stages 40 --micro-batches 50")
-    assert "peak live  40 39 38" in said and "\n           " in said and max(map(len, said.splitlines())) <= 100
+    message = simulate(capsys, "--stages 40 --micro-batches 50")
+    assert (
+        "peak live  40 39 38" in message and "\n           " in message and max(map(len, message.splitlines())) <= 100
+    )
 
 
 def test_times_may_be_given_for_each_stage(capsys):
-    said = json.loads(simulate(capsys, "--stages 3 --micro-batches 2 --t-f 1 2 4 --t-b 0 --t-w 0 --json"))
-    assert said["busy"] == [2, 4, 8] and said["makespan"] == 11
+    message = json.loads(simulate(capsys, "--stages 3 --micro-batches 2 --t-f 1 2 4 --t-b 0 --t-w 0 --json"))
+    assert message["busy"] == [2, 4, 8] and message["makespan"] == 11
 
 
 def test_a_schedule_written_by_hand(capsys, tmp_path):
     file = tmp_path / "mine.txt"
     file.write_text("F0 F1 B0 B1\nF0 B0 F1 B1\n")
-    said = json.loads(simulate(capsys, f"--file {file} --json"))
-    assert (said["kind"], said["stages"], said["micro_batches"], said["peak_live"]) == (str(file), 2, 2, [2, 1])
+    message = json.loads(simulate(capsys, f"--file {file} --json"))
+    assert (message["kind"], message["stages"], message["micro_batches"], message["peak_live"]) == (
+        str(file),
+        2,
+        2,
+        [2, 1],
+    )
 
 
 def test_the_chunks_of_a_file_may_be_a_v(capsys, tmp_path):
@@ -85,24 +95,24 @@ def test_a_picture_is_written(capsys, tmp_path, suffix):
         ("--t-b 1 2 3", "t-b has 3 times for 4 stages: give 1 for all of them, or 4"),
         ("--t-comm nan", "t-comm is nan"),
         ("--file nowhere.txt", "--file nowhere.txt cannot be read: No such file"),
-        ("--file dead.txt", "stage 1 waits at F1 (operation 2 of 4) for stage 0's F1 (operation 3). Put B0 before F1"),
+        ("--file dead.txt", "stage 1 waits at F1 (action 2 of 4) for stage 0's F1 (action 3). Put B0 before F1"),
         ("--file leak.txt", "stage 1 never runs B0 (the schedule is one of 1 micro-batches): the activation of F0 is"),
-        ("--file leak.txt --stages 2", "--file leak.txt already says what --stages is: leave --stages out"),
+        ("--file leak.txt --stages 2", "--file leak.txt already determines --stages: leave --stages out"),
         ("--file .", "--file . cannot be read: Is a directory"),
         ("--file bytes.bin", "--file bytes.bin cannot be read: it is not a text file"),
         ("--picture nowhere/a.png", "--picture nowhere/a.png: there is no folder"),
         ("--picture a.gif2", "give a name that ends in .png, .svg or .pdf"),
-        ("--picture a", "--picture a is of no kind that can be drawn"),
+        ("--picture a", "--picture a has an unknown file type"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(capsys, tmp_path, monkeypatch, words, message):
+def test_invalid_options_are_refused_in_one_line(capsys, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dead.txt").write_text("F0 B0 F1 B1\nF0 F1 B0 B1\n")
     (tmp_path / "leak.txt").write_text("F0 B0\nF0\n")
     (tmp_path / "bytes.bin").write_bytes(b"\xff\xfe\x00")
     assert main(["simulate", *words.split()]) == 2
-    told = capsys.readouterr()
-    assert message in told.err and len(told.err.splitlines()) == 1 and not told.out
+    output = capsys.readouterr()
+    assert message in output.err and len(output.err.splitlines()) == 1 and not output.out
 
 
 def test_it_starts_without_torch():
@@ -110,6 +120,6 @@ def test_it_starts_without_torch():
         "import sys; from minidist.tools.cli import main; main(['simulate', '--json']); "
         "sys.exit('torch' in sys.modules)"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout)["bubble"] == 0.2727
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["bubble"] == 0.2727

@@ -1,4 +1,4 @@
-"""Model states by the formula of ZeRO: the published figures, and any other model, as counted by hand."""
+"""Model states by the formulas of ZeRO, against published figures and counting by hand."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from minidist.config import OptimConfig, PrecisionConfig, ZeroConfig
 from minidist.precision.policy import resolve_policy
 from minidist.tools.cli import main
-from minidist.tools.estimate.states import Row, model_states, moments_of, row_of
+from minidist.tools.estimate.states import FlatParamSize, model_states, moments_per_element, pad_to_shards
 
 PUBLISHED = json.loads((Path(__file__).resolve().parents[1] / "published" / "zero_memory.json").read_text())
 ROWS = [
@@ -28,7 +28,7 @@ def estimated(capsys, words: str) -> dict:
 
 
 def as_printed(number: float, like: float) -> Decimal:
-    """Rounded to the digits of `like`, a half upwards, as people round."""
+    """Rounded half up to the digits of `like`."""
     return Decimal(str(number)).quantize(Decimal(str(like)), rounding=ROUND_HALF_UP)
 
 
@@ -65,7 +65,7 @@ OPTIMIZERS["momentum"] = OptimConfig(kind="sgd", momentum=0.9), 1
 
 
 def by_hand(n: int, shards: int, stage: int, keep: bool, sizes: tuple, moments: int) -> tuple[int, int, int, int]:
-    """Bytes of one rank, by going through what it holds: (parameters, gradients, masters, moments)."""
+    """Bytes of one rank, counted by hand: (parameters, gradients, masters, moments)."""
     parameter, gradient, master, moment = sizes
     here = n
     while stage and here % shards:
@@ -88,35 +88,36 @@ def by_hand(n: int, shards: int, stage: int, keep: bool, sizes: tuple, moments: 
     optimizer=st.sampled_from(list(OPTIMIZERS)),
     reduce=st.sampled_from([None, "bf16", "fp64"]),  # of messages, which are no model state
 )
-def test_any_model_takes_what_counting_by_hand_gives(n, shards, stage, keep, precision, optimizer, reduce):
+def test_bytes_of_any_model_match_counting_by_hand(n, shards, stage, keep, precision, optimizer, reduce):
     policy, accumulate, master = precision
     optim, moments = OPTIMIZERS[optimizer]
-    row = row_of(n, shards if stage else 1, moments_of(optim, hidden_matrix=False))
+    flat_param = pad_to_shards(n, shards if stage else 1, moments_per_element(optim, hidden_matrix=False))
     given = PrecisionConfig(policy=policy, grad_accum=accumulate, reduce=reduce, master=master)
-    found = model_states([row], ZeroConfig(stage=stage, keep_gradients=keep), resolve_policy(given))
+    found = model_states([flat_param], ZeroConfig(stage=stage, keep_gradients=keep), resolve_policy(given))
     expected = by_hand(n, shards, stage, keep, BY_POLICY[precision], moments)
     assert (found.parameters, found.gradients, found.masters, found.moments) == expected
     assert found.total == sum(expected)
 
 
-def test_the_row_is_padded_by_less_than_a_shard_count():
-    assert row_of(10, 4, 2) == Row(12, 3, 2) and row_of(12, 4, 2) == Row(12, 3, 2) and row_of(1, 8, 1) == Row(8, 1, 1)
+def test_padding_is_shorter_than_the_number_of_shards():
+    assert pad_to_shards(10, 4, 2) == pad_to_shards(12, 4, 2) == FlatParamSize(12, 3, 2)
+    assert pad_to_shards(1, 8, 1) == FlatParamSize(8, 1, 1)
 
 
-def test_rows_add_up_each_with_its_own_padding_and_moments():
-    """Muon: a matrix has one moment, all else two."""
+def test_each_flat_parameter_has_its_own_padding_and_moments():
+    """Muon keeps one moment per matrix element, and two for other parameters."""
     muon = OptimConfig(kind="muon")
-    assert (moments_of(muon, hidden_matrix=True), moments_of(muon, hidden_matrix=False)) == (1, 2)
-    assert moments_of(OptimConfig(), hidden_matrix=True) == 2
-    rows = [row_of(10, 4, 1), row_of(5, 4, 2)]
-    found = model_states(rows, ZeroConfig(stage=3), resolve_policy(PrecisionConfig()))
+    assert (moments_per_element(muon, hidden_matrix=True), moments_per_element(muon, hidden_matrix=False)) == (1, 2)
+    assert moments_per_element(OptimConfig(), hidden_matrix=True) == 2
+    flat_params = [pad_to_shards(10, 4, 1), pad_to_shards(5, 4, 2)]
+    found = model_states(flat_params, ZeroConfig(stage=3), resolve_policy(PrecisionConfig()))
     assert (found.parameters, found.gradients, found.masters, found.moments) == (20, 20, 0, 4 * (3 + 2 * 2))
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_tp_and_pp_cut_the_model_and_dp_and_cp_share_it_out(capsys):
+def test_tp_and_pp_split_the_model_and_dp_and_cp_shard_it(capsys):
     found = estimated(capsys, "--parameters 1001 --mesh.dp 3 --mesh.cp 2 --mesh.tp 2 --mesh.pp 5 --zero.stage 3")
     assert found["world_size"] == 60 and found["mesh"] == {"pp": 5, "dp": 3, "cp": 2, "tp": 2}
     assert found["parameters"] == 1001 and found["local_parameters"] == 101  # of 100.1
@@ -129,7 +130,7 @@ def test_hybrid_sharding_has_fewer_shards(capsys):
     assert found["zero"]["shards"] == 4 and found["model_state_bytes"] == 8 * 1000 + 250 * 8
 
 
-def test_kept_gradients_are_whole(capsys):
+def test_kept_gradients_are_unsharded(capsys):
     words = "--parameters 1000 --mesh.dp 4 --zero.stage 2"
     assert estimated(capsys, words)["model_states"]["gradients"] == 1000
     assert estimated(capsys, f"{words} --zero.keep_gradients")["model_states"]["gradients"] == 4000
@@ -141,29 +142,29 @@ def test_without_json_it_is_a_table(capsys):
     table = capsys.readouterr().out
     assert table.startswith("64 ranks, mesh pp=1 x dp=64 x cp=1 x tp=1; 7,500,000,000 fp16 parameters\nZeRO stage 3: ")
     assert re.search(r"model states +1.88 GB\n", table) and re.search(r"masters +fp32 +469 MB\n", table)
-    assert "(--model...)" in table and "host" not in table
+    assert "--model options" in table and "host" not in table
     assert max(map(len, table.splitlines())) <= 120
 
 
 def test_offloaded_states_are_said_to_be_elsewhere(capsys):
-    assert "host's memory" in estimated(capsys, "--parameters 10 --zero.stage 1 --zero.offload")["notes"][-1]
+    assert "host memory" in estimated(capsys, "--parameters 10 --zero.stage 1 --zero.offload")["notes"][-1]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--parameters 0", "--parameters is 0; it is a whole number, 1 or more: --parameters 7.5e9, say."),
-        ("--parameters -7e9", "--parameters is -7e+09; it is a whole number"),
-        ("--parameters 1.5", "--parameters is 1.5; it is a whole number"),
-        ("--parameters inf", "--parameters is inf; it is a whole number"),
-        ("--parameters nan", "--parameters is nan; it is a whole number"),
+        ("--parameters 0", "--parameters is 0; it must be a whole number of at least 1, such as 7.5e9."),
+        ("--parameters -7e9", "--parameters is -7e+09; it must be a whole number"),
+        ("--parameters 1.5", "--parameters is 1.5; it must be a whole number"),
+        ("--parameters inf", "--parameters is inf; it must be a whole number"),
+        ("--parameters nan", "--parameters is nan; it must be a whole number"),
         (
             "--parameters 7e9 --model.num-layers 3",
-            "--parameters 7e+09 and the options of a model both give its size.",
+            "--parameters 7e+09 and the --model options both give the size of the model.",
         ),
         (
             "--parameters 10 --optim.kind muon",
-            "optim.kind is muon, which keeps one number per element of a layer's",
+            "optim.kind is muon, which keeps one moment per element of a layer's",
         ),
         ("--parameters 10 --precision.policy fp16 --precision.loss-scale none", "precision.loss-scale is none, and"),
         (

@@ -1,4 +1,4 @@
-"""Threads per rank: affinity, cgroup quotas of both versions, and the user's own wish."""
+"""Threads per rank: CPU affinity, cgroup quotas of both versions, and the user's setting."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The same programs started by torchrun, which gives no parent that could watch the rank status."""
+"""Programs started by torchrun, where no parent process watches the status of the ranks."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import AUTO, alive, needs_proc, until
+from tests.helpers.processes import DEFAULT_CPU_BACKEND, is_alive, needs_proc, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,8 +18,8 @@ import torch
 from minidist.comm import GroupSpec, all_reduce, bind
 from minidist.mesh import Mesh
 from minidist.tools.launch import threads_per_rank
-from minidist.tools.launch.torchrun import torchrun_world, under_torchrun
-assert under_torchrun()
+from minidist.tools.launch.torchrun import torchrun_world, is_under_torchrun
+assert is_under_torchrun()
 with torchrun_world(device="cpu") as world:
     grads = bind(world, Mesh(dp=world.size), [GroupSpec("grads", ("dp",))])["grads"]
     total = torch.tensor([world.rank + 1.0])
@@ -51,11 +51,11 @@ def torchrun(tmp_path, how):
     return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, how)
 
 
-def test_a_program_under_torchrun_finds_its_place_and_ends_quietly(tmp_path):
+def test_a_program_under_torchrun_finds_its_ranks_and_ends_quietly(tmp_path):
     ended = torchrun(tmp_path, "end")
     assert ended.returncode == 0, ended.stderr
-    said = [f"rank {rank} of 2 on cpu by {AUTO}: 3.0 True" for rank in range(2)]
-    assert sorted(ended.stdout.splitlines()) == said
+    message = [f"rank {rank} of 2 on cpu by {DEFAULT_CPU_BACKEND}: 3.0 True" for rank in range(2)]
+    assert sorted(ended.stdout.splitlines()) == message
     assert "Warning" not in ended.stderr and "Error" not in ended.stderr, ended.stderr
 
 
@@ -70,17 +70,37 @@ def test_a_deadlock_under_torchrun_is_reported_by_the_ranks_themselves(tmp_path)
     assert "rank 1 returned without launching all_reduce #2 of 'grads'" in ended.stderr
 
 
+IN_FLIGHT = """
+import time
+import torch
+import torch.distributed as dist
+from minidist.tools.launch.torchrun import torchrun_world
+with torchrun_world(device="cpu", backend="gloo") as world:
+    if world.rank == 1:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        raise ValueError("no more")
+    time.sleep(1000)
+"""
+
+
+def test_a_rank_that_fails_with_an_operation_in_flight_ends(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(IN_FLIGHT)
+    ended = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    assert ended.returncode == 1 and "ValueError: no more" in ended.stderr
+
+
 LAUNCHER = """
 import os, subprocess, sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TORCHELASTIC_RUN_ID"] = "x"
-ask = "from minidist.tools.launch.torchrun import _own_environ; print(_own_environ().get('OMP_NUM_THREADS'))"
+ask = "from minidist.tools.launch.torchrun import _user_environ; print(_user_environ().get('OMP_NUM_THREADS'))"
 subprocess.run([sys.executable, "-c", ask], check=True)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only /proc shows what a process was started with")
-def test_the_one_thread_that_torchrun_sets_is_not_taken_for_the_users_wish():
+def test_torchruns_omp_num_threads_of_one_is_ignored():
     assert run("-c", LAUNCHER).stdout == "None\n"
     assert run("-c", LAUNCHER, OMP_NUM_THREADS="1").stdout == "1\n"
 
@@ -120,4 +140,4 @@ def test_a_killed_torchrun_leaves_no_rank(tmp_path):
     ) as launcher:
         pids = [int(launcher.stdout.readline()) for _ in range(2)]
         launcher.kill()
-        assert until(lambda: not any(map(alive, pids)))
+        assert wait_until(lambda: not any(map(is_alive, pids)))

@@ -1,4 +1,4 @@
-"""What a trace is made of: stretches of time, a clock for all ranks, and events that other programs can open."""
+"""Traces: time intervals, a clock common to all ranks, and events in the format of torch's profiler."""
 
 import json
 
@@ -7,14 +7,14 @@ import torch
 
 from minidist.comm import Meter, P2POp, all_reduce, batch_send_recv, bind
 from minidist.mesh import Mesh
-from minidist.tools.trace.chrome import COMMUNICATION, COMPUTE, WAITING, trace_events
+from minidist.tools.trace.chrome import COMMUNICATION, COMPUTE, WAITING, make_trace_events
 from minidist.tools.trace.clock import HostClock
 from minidist.tools.trace.timed_meter import OperationSpan, RankRecording, TimedMeter, TimedSpan
 from minidist.tools.trace.trace import TimeFractions, compute_time_fractions, describe_trace
 
 
 class Clock:
-    """Moments that a test names."""
+    """A clock whose times the test sets."""
 
     def __init__(self):
         self.at = 0
@@ -23,11 +23,11 @@ class Clock:
         return self.at
 
 
-def record(meter, name="all_reduce", seq=1, rank=0, use="grads", **more):
-    return meter.record(name, use, (0, 1), rank, seq, (8,), torch.float32, **more)
+def record(meter, name="all_reduce", seq=1, rank=0, group_name="grads", **more):
+    return meter.record(name, group_name, (0, 1), rank, seq, (8,), torch.float32, **more)
 
 
-def test_shares_are_of_the_recorded_time_and_add_up():
+def test_time_shares_add_up_to_the_recorded_time():
     """100 units: 60 of forward and backward with a wait of 20 inside; 30 in flight, of which 10 beside computing."""
     meter = Meter()
     spans = [TimedSpan("step", 0, 100), TimedSpan("forward", 0, 30), TimedSpan("backward", 40, 70)]
@@ -43,7 +43,7 @@ def test_shares_are_of_the_recorded_time_and_add_up():
     assert told.endswith("; 1 more ranks in the file") and told.count("\n") == 0
 
 
-def test_a_meter_keeps_times_only_when_told_to():
+def test_a_meter_keeps_times_only_if_enabled():
     clock, meter = Clock(), TimedMeter()
     with meter.span("before"):
         early = record(meter, seq=1)
@@ -54,8 +54,8 @@ def test_a_meter_keeps_times_only_when_told_to():
         mine = record(meter, seq=2)
         with meter.waiting([mine]):
             clock.at = 15
-        meter.waited(early)
-        meter.waited(mine)
+        meter.on_wait_end(early)
+        meter.on_wait_end(mine)
     record(meter, seq=3)
     clock.at = 20
     kept = meter.stop_recording(offset_ns=100)
@@ -73,11 +73,11 @@ def test_a_meter_keeps_times_only_when_told_to():
 def test_a_meter_without_times_makes_nothing_of_them():
     meter = Meter()
     assert meter.span("a") is meter.waiting([]) is meter.span("b", step=1)
-    assert meter.started([], []) is None
+    assert meter.on_launch([], []) is None
 
 
 class Work:
-    """torch's handle of an operation whose end this backend does, or does not, tell."""
+    """A torch work handle, whose backend reports the end of the operation or does not."""
 
     def __init__(self, tells: bool):
         self.future = torch.futures.Future() if tells else None
@@ -88,36 +88,36 @@ class Work:
         return self.future
 
 
-def test_an_operation_is_over_when_the_backend_says_so_and_not_when_somebody_waits():
+def test_an_operation_ends_when_the_backend_completes_it():
     clock, meter, works = Clock(), TimedMeter(), [Work(True), Work(False)]
     meter.start_recording(HostClock(clock))
     both_launched = [record(meter), record(meter, "send", peer=1)]
-    meter.started(both_launched, works)
+    meter.on_launch(both_launched, works)
     clock.at = 3
     works[0].future.set_result(None)
     clock.at = 7
     for one in both_launched:
-        meter.waited(one)
+        meter.on_wait_end(one)
     assert [(flight.launched, flight.completed) for flight in meter.stop_recording().operations] == [(0, 3), (0, 7)]
 
 
 def told_to_the_meter(world):
-    """What the collectives report of each launch (operations and their tags, handles of torch's) and of each wait."""
+    """The launches (operations, tags, torch handles) and waits that the collectives report."""
     meter = TimedMeter()
     group = bind(world, Mesh(dp=world.size), meter=meter)["control"]
     launched, waited = [], []
 
-    started, waiting = meter.started, meter.waiting
+    on_launch, waiting = meter.on_launch, meter.waiting
 
     def note_start(records, works):
         launched.append(([(r.name, r.tag) for r in records], len(works)))
-        started(records, works)
+        on_launch(records, works)
 
     def note_wait(records):
         waited.append([r.name for r in records])
         return waiting(records)
 
-    meter.started, meter.waiting = note_start, note_wait
+    meter.on_launch, meter.waiting = note_start, note_wait
     first, second = torch.ones(2), torch.ones(2)
     handle = all_reduce(first, group, async_op=True)
     batch_send_recv([P2POp("send", first, 1 - world.rank, 3), P2POp("recv", second, 1 - world.rank, 3)], group)
@@ -129,7 +129,7 @@ def told_to_the_meter(world):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_the_door_tells_every_launch_and_every_wait(ranks, backend):
+def test_collectives_report_every_launch_and_wait(ranks, backend):
     for launched, waited, reported in ranks(told_to_the_meter, 2, backend=backend):
         reduced = [("all_reduce", 0)], 1
         assert launched == [reduced, ([("send", 3), ("recv", 3)], 2), reduced]
@@ -138,14 +138,14 @@ def test_the_door_tells_every_launch_and_every_wait(ranks, backend):
 
 
 def recordings():
-    """Two ranks: an all-reduce that rank 1 joins later, another at the same time, a transfer, and an unfinished one."""
+    """Two ranks with an all-reduce that rank 1 joins later, a concurrent one, a transfer and an unfinished one."""
     meters = [Meter(), Meter()]
     made = []
     for rank, meter in enumerate(meters):
         late = 1000 * rank
         first, second = record(meter, seq=1, rank=rank), record(meter, seq=2, rank=rank)
         other = record(meter, ["send", "recv"][rank], rank=rank, peer=1 - rank, tag=5)
-        last = record(meter, "barrier", seq=9, rank=rank, use="control")
+        last = record(meter, "barrier", seq=9, rank=rank, group_name="control")
         flights = [
             OperationSpan(first, 2000 + late, {"step": 1}, waited=6000),
             OperationSpan(second, 4000 + late, {}, reported=8000, waited=9000),
@@ -162,7 +162,7 @@ def recordings():
 
 
 def test_every_operation_and_every_wait_is_an_event():
-    made = trace_events(recordings(), ["one", "two"])
+    made = make_trace_events(recordings(), ["one", "two"])
     for rank in range(2):
         mine = [event for event in made if event["pid"] == rank + 1 and event["ph"] == "X"]
         flights = [event for event in mine if event["cat"] == "communication"]
@@ -184,7 +184,7 @@ def test_every_operation_and_every_wait_is_an_event():
 
 
 def test_an_arrow_leads_from_the_rank_that_launched_first_to_the_last():
-    made = trace_events(recordings(), ["one", "two"])
+    made = make_trace_events(recordings(), ["one", "two"])
     arrows = {}
     for event in made:
         if event["ph"] in "stf":
@@ -197,13 +197,13 @@ def test_an_arrow_leads_from_the_rank_that_launched_first_to_the_last():
     ]
 
 
-def test_the_events_have_the_form_of_those_that_torch_exports(tmp_path):
-    """Our keys are among those of its events of the same kind, and what all of those have is there."""
+def test_events_have_the_format_of_torchs_profiler(tmp_path):
+    """Our events have the keys that all of torch's events of the same kind have, and no others than torch's."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         (torch.ones(4, requires_grad=True) * 2).sum().backward()
     profiler.export_chrome_trace(str(tmp_path / "torch.json"))
     theirs = json.loads((tmp_path / "torch.json").read_text())["traceEvents"]
-    ours = json.loads(json.dumps(trace_events(recordings(), ["one", "two"])))
+    ours = json.loads(json.dumps(make_trace_events(recordings(), ["one", "two"])))
     assert {event["ph"] for event in ours} == {"M", "X", "s", "f"} <= {event["ph"] for event in theirs}
     for phase in ("M", "X", "s", "f"):
         keys = [event.keys() for event in theirs if event["ph"] == phase]

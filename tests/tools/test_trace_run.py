@@ -1,4 +1,4 @@
-"""`--trace`: one file per run, whole or absent, in which every operation, wait and micro-batch of the steps stands."""
+"""`--trace`: one file per run, complete or absent, with every operation, wait and micro-batch of the traced steps."""
 
 import contextlib
 import json
@@ -12,10 +12,19 @@ import torch
 
 from minidist.comm import Meter
 from minidist.errors import UserError
-from minidist.tools.cli import main, train_options
+from minidist.tools.cli import main, parse_train_options
 from minidist.tools.trace.traffic import traffic_matrix
 from tests.helpers.exhaustive import exhaustive
-from tests.helpers.small_run import OPTIONS, Command, Stop, descendants, make_trainer, run, small_config, write_text
+from tests.helpers.small_run import (
+    OPTIONS,
+    Command,
+    Stop,
+    descendants,
+    make_trainer,
+    small_config,
+    train_small,
+    write_text,
+)
 
 STEPS = 3
 
@@ -26,8 +35,8 @@ def text(tmp_path_factory):
 
 
 def traced(folder, text, **changes):
-    wanted = {"trace__file": folder / "trace.json", "trace__first": 2, "trace__steps": STEPS}
-    return small_config(folder / "run", text, **{**wanted, **changes})
+    expected = {"trace__file": folder / "trace.json", "trace__first": 2, "trace__steps": STEPS}
+    return small_config(folder / "run", text, **{**expected, **changes})
 
 
 def logged(world, config, stop_after=None):
@@ -49,7 +58,7 @@ def read(config):
 
 
 def check_form(trace):
-    """What every reader relies on: all fields, events in order of time, and in a lane none but nested ones overlap."""
+    """Check the format: all fields, events in order of time, and no overlap within a lane except nesting."""
     timed = [event for event in trace["traceEvents"] if event["ph"] != "M"]
     assert [event["ts"] for event in timed] == sorted(event["ts"] for event in timed)
     open_until = {}
@@ -81,22 +90,22 @@ def slices(trace, rank, kind):
 )
 def test_the_file_holds_what_the_meters_saw(ranks, tmp_path, text, size, changes):
     config = traced(tmp_path, text, **changes)
-    told = ranks(logged, size, config)
+    by_rank = ranks(logged, size, config)
     trace = read(config)
     check_form(trace)
     names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert names == {rank + 1: f"rank {rank} on cpu, node 0" for rank in range(size)}
-    for rank, (records, _) in enumerate(told):
+    for rank, (records, _) in enumerate(by_rank):
         assert bool(records) == (size > 1)
         found = [event["args"] for event in slices(trace, rank, "communication")]
         keys = ("operation", "group", "sequence number", "payload bytes", "wire bytes")
         seen = Counter((*(facts[key] for key in keys), facts.get("peer")) for facts in found)
-        assert seen == Counter((r.name, r.use, r.seq, r.payload_bytes, r.wire_bytes, r.peer) for r in records)
+        assert seen == Counter((r.name, r.group_name, r.seq, r.payload_bytes, r.wire_bytes, r.peer) for r in records)
         assert all("not recorded" not in facts["completion"] for facts in found)
         waits = [f for wait in slices(trace, rank, "waiting") for f in wait["args"]["operations"]]
-        assert sorted(waits) == sorted(f"{r.name} {r.use} #{r.seq}" for r in records)
-    assert trace["otherData"]["traffic_bytes"] == traffic_matrix([records for records, _ in told])
-    lines = [line for _, line in told]
+        assert sorted(waits) == sorted(f"{r.name} {r.group_name} #{r.seq}" for r in records)
+    assert trace["otherData"]["traffic_bytes"] == traffic_matrix([records for records, _ in by_rank])
+    lines = [line for _, line in by_rank]
     assert lines[1:] == [None] * (size - 1) and f"trace of steps 2 to 4: {config.trace.file}, for" in lines[0]
     assert f"rank {size - 1} " in lines[0] and f"rank {size} " not in lines[0]
     assert ("of communication hidden" in lines[0]) == (size > 1)
@@ -110,7 +119,7 @@ def test_the_file_holds_what_the_meters_saw(ranks, tmp_path, text, size, changes
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_micro_batch_has_its_forward_and_its_backward_inside_its_step(ranks, tmp_path, text, size):
     config = traced(tmp_path, text, train__micro_batches=3, checkpoint__every=3)
-    ranks(run, size, config)
+    ranks(train_small, size, config)
     trace = read(config)
     for rank in range(size):
         computed = slices(trace, rank, "compute")
@@ -136,7 +145,7 @@ def held_up(world, config):
         @contextlib.contextmanager
         def tell(records):
             with waiting(records):
-                if records[0].use == "grads":
+                if records[0].group_name == "grads":
                     store.set("rank 0 waits", "yes")
                 yield
 
@@ -147,7 +156,7 @@ def held_up(world, config):
     trainer.run(Stop())
 
 
-def test_a_rank_that_is_held_up_makes_the_other_wait(ranks, tmp_path, text):
+def test_a_delayed_rank_makes_the_other_wait(ranks, tmp_path, text):
     config = traced(tmp_path, text, trace__first=1, trace__steps=1)
     ranks(held_up, 2, config)
     trace = read(config)
@@ -216,18 +225,18 @@ def test_under_torchrun_there_is_one_file_of_all_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("text-0.txt", "text-0.txt is there already: remove it, or give the trace another name"),
+        ("text-0.txt", "text-0.txt exists already: remove it, or give the trace another name"),
         ("no/t.json", "no/t.json cannot be written: No such file or directory. Give a file in a folder that exists"),
         ("text-0.txt/t.json", "cannot be written: Not a directory"),
-        (".", ". is there already"),
+        (".", ". exists already"),
     ],
 )
-def test_a_place_that_cannot_be_written_is_refused_before_training(tmp_path, monkeypatch, capsys, file, message):
+def test_an_unwritable_path_is_refused_before_training(tmp_path, monkeypatch, capsys, file, message):
     write_text(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["train", *OPTIONS, "--data.path", "text-0.txt", "--trace", file]) == 2
-    told = capsys.readouterr()
-    assert message in told.err and not told.out and [path.name for path in tmp_path.iterdir()] == ["text-0.txt"]
+    output = capsys.readouterr()
+    assert message in output.err and not output.out and [path.name for path in tmp_path.iterdir()] == ["text-0.txt"]
 
 
 def refuse(world, config):
@@ -237,23 +246,24 @@ def refuse(world, config):
         return str(error)
 
 
-def test_a_place_that_only_rank_0_needs_is_refused_on_all_ranks(ranks, tmp_path, text):
+def test_a_path_that_rank_0_cannot_write_is_refused_on_all_ranks(ranks, tmp_path, text):
     first, second = ranks(refuse, 2, traced(tmp_path, text, trace__file=tmp_path / "no" / "t.json"))
     assert first == second and "rank 0: --trace" in first and not list(tmp_path.iterdir())
 
 
-def without_its_folder(world, config):
+def with_a_file_in_place_of_its_folder(world, config):
     trainer = make_trainer(world, config)
     if world.rank == 0:
         shutil.rmtree(config.trace.file.parent)
+        config.trace.file.parent.touch()
     return trainer.run(Stop())["step"], trainer.observers[0].line
 
 
 def test_a_trace_that_cannot_be_written_in_the_end_does_not_end_the_run(ranks, tmp_path, text):
     (tmp_path / "gone").mkdir()
     config = traced(tmp_path, text, trace__file=tmp_path / "gone" / "t.json")
-    (step, line), _ = ranks(without_its_folder, 2, config)
-    assert step == 6 and line == f"the trace {config.trace.file} could not be written: No such file or directory"
+    (step, line), _ = ranks(with_a_file_in_place_of_its_folder, 2, config)
+    assert step == 6 and line == f"the trace {config.trace.file} could not be written: File exists"
 
 
 def test_what_cannot_be_traced_is_refused(tmp_path, capsys):
@@ -268,7 +278,7 @@ def test_what_cannot_be_traced_is_refused(tmp_path, capsys):
 
 def test_the_short_option_is_the_long_one(tmp_path):
     for words in (["--trace", "a.json"], ["--trace=a.json"], ["--trace.file", "a.json"]):
-        config, _ = train_options([*words, "--trace.steps", "4"])
+        config, _ = parse_train_options([*words, "--trace.steps", "4"])
         assert (str(config.trace.file), config.trace.steps) == ("a.json", 4)
 
 
@@ -278,9 +288,9 @@ def plain(world, config):
     return type(trainer.groups.meter), trainer.groups.meter.records, len(trainer.observers)
 
 
-def test_without_the_option_nothing_is_kept_and_a_run_that_goes_on_does_not_trace_again(ranks, tmp_path, text):
+def test_without_trace_nothing_is_recorded_and_a_resumed_run_does_not_trace_again(ranks, tmp_path, text):
     config = traced(tmp_path, text, train__steps=4)
-    ranks(run, 2, config)
+    ranks(train_small, 2, config)
     assert "trace.json" not in (config.folder / "config.toml").read_text()
     untraced = small_config(tmp_path / "other", text)
     assert ranks(plain, 2, untraced) == [(Meter, [], 1)] * 2

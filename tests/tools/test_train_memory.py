@@ -1,4 +1,4 @@
-"""The peak of a rank's tensors is exact, and so is what it consists of: that of an engine is the estimate's."""
+"""The measured peak of a rank's tensors is exact by category, and matches the estimate for engines."""
 
 import dataclasses
 import gc
@@ -15,7 +15,7 @@ from minidist.config import Config
 from minidist.tools.estimate.estimate import estimate
 from minidist.tools.memory.breakdown import PeakByKind, measure_peak, tensors_by_kind
 from minidist.tools.memory.storages import StoragePeak, shared_segment_bytes
-from tests.helpers.activation_cases import batch_of, configured, engine_of
+from tests.helpers.activation_cases import build_engine, make_config, random_batch
 
 MIB = 2**20
 
@@ -24,7 +24,7 @@ def filled(mib: int) -> torch.Tensor:
     return torch.empty(mib * MIB, dtype=torch.uint8)
 
 
-def test_the_peak_is_what_was_live_at_one_time_after_the_mark():
+def test_the_peak_counts_storages_live_at_one_time_after_the_mark():
     with StoragePeak() as peak:
         kept = torch.empty(MIB, dtype=torch.uint8)
         before = torch.empty(50 * MIB, dtype=torch.uint8)
@@ -49,7 +49,7 @@ def test_mapped_segments_are_seen():
     os.close(fd)
 
 
-def test_without_a_mark_all_of_it_counts():
+def test_without_a_mark_the_full_time_counts():
     with StoragePeak() as peak:
         one = filled(3)
         del one
@@ -59,7 +59,7 @@ def test_without_a_mark_all_of_it_counts():
 # -- kinds ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_named_counts_where_it_was_there_before():
+def test_named_storages_count_even_if_allocated_earlier():
     weights, states = filled(2), filled(3)
     with PeakByKind(lambda: {"weights": [weights[: MIB // 2]], "states": [states, None]}) as found:
         work = filled(4)
@@ -68,22 +68,22 @@ def test_what_is_named_counts_where_it_was_there_before():
     assert found.peak.total == 9 * MIB and found.peak.allocator_peak is None
 
 
-def test_the_parts_are_those_of_the_peak_and_the_largest_those_of_each():
+def test_categories_at_the_peak_and_their_own_peaks():
     held = {"a": [], "b": []}
     with PeakByKind(lambda: held) as found:
         held["a"].append(filled(5))
-        found.scan()
+        found.label_live_tensors()
         held["a"].clear()
         held["b"].append(filled(4))
         other = filled(3)
-        found.scan()
+        found.label_live_tensors()
         del other
         held["b"].clear()
     assert found.peak.total == 7 * MIB and found.peak.breakdown == {"b": 4 * MIB, "buffers": 3 * MIB}
     assert found.peak.peak_by_kind == {"a": 5 * MIB, "b": 4 * MIB, "buffers": 3 * MIB}
 
 
-def test_a_storage_is_of_the_first_kind_that_names_it_from_its_first_moment():
+def test_a_storage_belongs_to_the_first_category_that_names_it():
     tensors = []
     with PeakByKind(lambda: {"first": tensors, "second": tensors}) as found:
         made = filled(2)
@@ -93,7 +93,7 @@ def test_a_storage_is_of_the_first_kind_that_names_it_from_its_first_moment():
     assert found.peak.breakdown == {"first": 2 * MIB, "buffers": 6 * MIB}
 
 
-def test_a_storage_that_is_emptied_and_filled_again_keeps_its_kind():
+def test_a_resized_storage_keeps_its_category():
     rows = []
     with PeakByKind(lambda: {"parameters": rows}) as found:
         rows.append(filled(4))
@@ -102,43 +102,43 @@ def test_a_storage_that_is_emptied_and_filled_again_keeps_its_kind():
         storage.resize_(0)
         elsewhere = filled(3)
         storage.resize_(5 * MIB)
-        found.scan()
+        found.label_live_tensors()
         del elsewhere
     assert found.peak.breakdown == {"parameters": 5 * MIB, "buffers": 3 * MIB}
 
 
-def test_the_end_of_what_was_there_before_is_seen_by_looking():
+def test_frees_of_earlier_storages_are_found_by_polling():
     held = [filled(4), filled(1)]
     with PeakByKind(lambda: {"a": held}) as found:
         held.pop(0)
-        found.scan()
+        found.label_live_tensors()
         found.reset_peak()
         other = filled(2)
         del other
     assert found.peak.breakdown == {"a": MIB, "buffers": 2 * MIB}
 
 
-def test_what_was_there_before_and_is_kept_again_is_activations():
+def test_earlier_storages_saved_by_autograd_are_activations():
     table = torch.ones(256, 256)  # as rotary tables, kept by every forward
     weight = torch.ones(256, 256, requires_grad=True)
     found = measure_peak(lambda: (table * weight).sum().backward(), lambda: {"parameters": [weight]})
     assert found.peak_by_kind["activations"] == MIB // 4
 
 
-def test_an_address_that_is_used_again_may_be_another_kind():
+def test_a_reused_address_may_have_another_category():
     held = {"a": []}
     with PeakByKind(lambda: held) as found:
         for _ in range(3):
             held["a"].append(filled(1))
-            found.scan()
+            found.label_live_tensors()
             held["a"].clear()
             gone = filled(1)
-            found.scan()
+            found.label_live_tensors()
             del gone
     assert found.peak.peak_by_kind == {"a": MIB, "buffers": MIB}
 
 
-def test_what_autograd_keeps_is_activations_and_no_longer_than_it_keeps_it():
+def test_storages_are_activations_while_autograd_saves_them():
     weight = torch.zeros(256, 256, requires_grad=True)
     known = {"parameters": [weight]}
 
@@ -162,16 +162,16 @@ def test_what_autograd_keeps_is_activations_and_no_longer_than_it_keeps_it():
     assert found.total == sum(found.breakdown.values())
 
 
-def test_it_stays_what_it_was_first():
+def test_a_storage_keeps_its_first_category():
     held = {"a": [filled(2)], "b": []}
     with PeakByKind(lambda: held) as found:
         held["b"].append(held["a"].pop())
-        found.scan()
+        found.label_live_tensors()
     assert found.peak.breakdown == {"a": 2 * MIB}
 
 
-def test_parameters_that_are_gathered_for_each_use_are_parameters_in_every_life():
-    """As in stage 3: a row that is emptied after forward, and after backward, and filled again before either."""
+def test_gathered_parameters_are_parameters_after_every_gather():
+    """As in stage 3: a flat buffer that is freed after forward and backward, and gathered before either."""
     rows = []
     with PeakByKind(lambda: {"parameters": rows}) as found:
         row = torch.ones(512, 512)
@@ -190,7 +190,7 @@ def test_parameters_that_are_gathered_for_each_use_are_parameters_in_every_life(
     assert found.peak.peak_by_kind["parameters"] == 2 * MIB and "activations" not in found.peak.peak_by_kind
 
 
-def test_what_is_never_used_backward_is_freed():
+def test_saved_tensors_never_used_in_backward_are_freed():
     with PeakByKind(dict):
         kept = torch.ones(8, requires_grad=True).sigmoid()  # keeps what it gives
         alive = weakref.ref(kept)
@@ -198,7 +198,7 @@ def test_what_is_never_used_backward_is_freed():
         assert alive() is None
 
 
-def test_what_fails_inside_is_what_is_seen_and_nobody_looks_any_more():
+def test_an_exception_inside_propagates_and_ends_the_tracking():
     looked = []
 
     def kinds():
@@ -220,20 +220,20 @@ SAMPLES = 3
 
 
 def of_a_step(world: World, config: Config):
-    """The peak of a second step, and the same by the instrument that asks for no kinds, of all that was allocated."""
+    """The peak of a second step by category, and the total peak of all allocations."""
     with StoragePeak() as everything:
-        engine = engine_of(world, config, "float32")
-        engine.step(0, [batch_of(SAMPLES, config.model.vocab_size)], lr=0.1)
+        engine = build_engine(world, config, "float32")
+        engine.step(0, [random_batch(SAMPLES, config.model.vocab_size)], lr=0.1)
         everything.reset_peak()
-        engine.step(1, [batch_of(SAMPLES, config.model.vocab_size)], lr=0.1)
+        engine.step(1, [random_batch(SAMPLES, config.model.vocab_size)], lr=0.1)
     engine.groups.destroy()
     del engine
     gc.collect()
-    engine = engine_of(world, config, "float32")
-    engine.step(0, [batch_of(SAMPLES, config.model.vocab_size)], lr=0.1)
+    engine = build_engine(world, config, "float32")
+    engine.step(0, [random_batch(SAMPLES, config.model.vocab_size)], lr=0.1)
 
     def step():
-        engine.step(1, [batch_of(SAMPLES, config.model.vocab_size)], lr=0.1)
+        engine.step(1, [random_batch(SAMPLES, config.model.vocab_size)], lr=0.1)
 
     found = measure_peak(step, tensors_by_kind(engine.model, engine.optimizer))
     engine.groups.destroy()
@@ -241,19 +241,19 @@ def of_a_step(world: World, config: Config):
 
 
 CASES = [
-    (1, configured({})),
-    (1, configured({}, dropout=0.1, tie_embeddings=False)),
-    (2, configured({"dp": 2})),
-    (2, configured({"tp": 2}, {"sequence": True})),
-    (2, configured({"cp": 2})),
+    (1, make_config({})),
+    (1, make_config({}, dropout=0.1, tie_embeddings=False)),
+    (2, make_config({"dp": 2})),
+    (2, make_config({"tp": 2}, {"sequence": True})),
+    (2, make_config({"cp": 2})),
 ]
 
 
 @pytest.mark.parametrize(("world", "config"), CASES)
-def test_each_kind_of_an_engine_takes_what_the_estimate_says(ranks, world, config):
+def test_memory_by_category_of_a_step_matches_the_estimate(ranks, world, config):
     batch = dataclasses.replace(config.train, global_batch=SAMPLES * config.mesh.dp)
-    said = estimate(dataclasses.replace(config, train=batch), world).ranks
-    for rank, (found, everything) in zip(said, ranks(of_a_step, world, config), strict=True):
+    message = estimate(dataclasses.replace(config, train=batch), world).ranks
+    for rank, (found, everything) in zip(message, ranks(of_a_step, world, config), strict=True):
         assert found.peak_by_kind["parameters"] == rank.parameter_bytes
         assert found.peak_by_kind["states"] == rank.optimizer_bytes
         assert found.peak_by_kind["gradients"] == rank.gradient_bytes

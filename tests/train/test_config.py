@@ -1,4 +1,4 @@
-"""What cannot run is said before it runs, with the numbers; and a configuration survives its file."""
+"""Invalid configurations are refused with their numbers; a configuration round-trips through its TOML file."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ from minidist.config import Config
 from minidist.config_file import from_text, from_toml, to_toml
 from minidist.errors import UserError
 from minidist.validation import validate
-from tests.helpers.small_run import changed
+from tests.helpers.small_run import with_changes
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 32])
@@ -58,18 +58,18 @@ def test_the_default_configuration_runs_on_any_number_of_ranks(ranks):
         (1, {"device": "tpu"}, r"device is 'tpu'; possible: auto, cpu, cuda \(one GPU per rank\), cuda:0"),
     ],
 )
-def test_what_cannot_run_is_refused_with_its_numbers(ranks, changes, message):
+def test_invalid_configurations_are_refused_with_their_numbers(ranks, changes, message):
     with pytest.raises(UserError, match=message):
-        validate(changed(Config(), **changes), ranks)
+        validate(with_changes(Config(), **changes), ranks)
 
 
-def test_no_clipping_is_a_choice():
-    validate(changed(Config(), optim__clip_norm=None), 1)
+def test_clip_norm_none_is_valid():
+    validate(with_changes(Config(), optim__clip_norm=None), 1)
 
 
 @pytest.mark.parametrize("path", ["plain.txt", 'a "quoted" \\ path', "tab\tand\nline", "del\x7f", "höhe"])
-def test_a_configuration_written_and_read_is_the_same(path):
-    config = changed(
+def test_a_configuration_round_trips_through_toml(path):
+    config = with_changes(
         Config(), data__path=Path(path), data__shares=(0.25, 1e-9), optim__clip_norm=None, model__tie_embeddings=False
     )
     assert from_text(to_toml(config), "x") == config
@@ -90,8 +90,8 @@ def test_every_field_is_written():
 
 
 def test_a_file_changes_only_what_it_names():
-    base = changed(Config(), train__seed=7)
-    assert from_text("[train]\nsteps = 9\n[data]\nshares = [1, 2]", "f", base) == changed(
+    base = with_changes(Config(), train__seed=7)
+    assert from_text("[train]\nsteps = 9\n[data]\nshares = [1, 2]", "f", base) == with_changes(
         base, train__steps=9, data__shares=(1.0, 2.0)
     )
 

@@ -1,4 +1,4 @@
-"""Sharded matrices: every owner gets the full matrix, every holder its shard of the result, and nothing is padded."""
+"""Exchange of sharded matrices: owners get full matrices, ranks get their shards of the results, without padding."""
 
 import pytest
 import torch
@@ -9,17 +9,17 @@ from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.parameters import Box, ParamSpec, flat_boxes
 from minidist.tools.estimate.estimate import estimate
-from minidist.train.matrix_exchange import MatrixExchange
-from minidist.train.matrix_plan import Shard, plan_matrices
+from minidist.train.matrix_exchange import ShardedMatrices
+from minidist.train.matrix_plan import MatrixShard, assign_matrix_owners
 
 SHAPES = {"a": (5, 3), "b": (2, 7), "c": (4, 4)}
 
 
-def matrix(name: str) -> torch.Tensor:
+def make_matrix(name: str) -> torch.Tensor:
     return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(ord(name)), dtype=torch.float64)
 
 
-def exchanged(world, replicated: bool) -> dict[str, torch.Tensor]:
+def exchange_differences(world, replicated: bool) -> dict[str, torch.Tensor]:
     """Matrices cut flat over the ranks (c replicated, if asked), through a function of the full matrix and back."""
     mesh = Mesh(dp=world.size)
     group = bind(world, mesh, [GroupSpec("matrices", ("dp",))], meter=Meter())["matrices"]
@@ -32,37 +32,37 @@ def exchanged(world, replicated: bool) -> dict[str, torch.Tensor]:
             boxes = (Box.whole(shape),)
         if boxes:
             specs[name] = ParamSpec(name, shape, boxes, (world.rank,))
-    exchange = MatrixExchange(specs, group, torch.float64)
+    exchange = ShardedMatrices(specs, group, torch.float64)
 
     def local(tensor: torch.Tensor, name: str) -> torch.Tensor:
         return torch.cat([tensor[box.slices].reshape(-1) for box in specs[name].boxes])
 
     names = {"a", "c"}  # b has no gradient
-    shards = {name: local(matrix(name), name) for name in specs if name in names}
+    shards = {name: local(make_matrix(name), name) for name in specs if name in names}
     results = exchange.apply(lambda full: full @ full.T @ full, shards, names)
     assert results.keys() == shards.keys()
     return {name: (found - local(full @ full.T @ full, name)).abs().max().item()
-            for name, found in results.items() for full in [matrix(name)]}  # fmt: skip
+            for name, found in results.items() for full in [make_matrix(name)]}  # fmt: skip
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("replicated", [False, True])
-def test_every_holder_gets_its_shard_of_what_the_full_matrix_gives(ranks, world, replicated):
-    for differences in ranks(exchanged, world, replicated):
+def test_every_rank_gets_its_shard_of_the_full_matrix_result(ranks, world, replicated):
+    for differences in ranks(exchange_differences, world, replicated):
         assert all(value < 1e-12 for value in differences.values())
 
 
-def test_owners_have_equal_work_and_each_shard_is_sent_once():
-    shards = [{f"m{i}": Shard(rank, 10) for i in range(8)} for rank in range(4)]
-    plan = plan_matrices(shards)
+def test_owners_share_the_work_equally_and_send_each_shard_once():
+    shards = [{f"m{i}": MatrixShard(rank, 10) for i in range(8)} for rank in range(4)]
+    plan = assign_matrix_owners(shards)
     assert sorted(plan.owner.values()) == [0, 0, 1, 1, 2, 2, 3, 3]
     # Two of eight matrices are a rank's own: it sends shards of six, and of its two an update to three ranks.
-    assert [plan.sent_elements(rank, plan.holders) for rank in range(4)] == [(60, 60)] * 4
+    assert [plan.num_sent_elements(rank, plan.holders) for rank in range(4)] == [(60, 60)] * 4
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks_", [8, 64])
-def test_muon_under_zero_keeps_no_more_than_its_formula(stage, ranks_):
+def test_muon_memory_under_zero_matches_its_formula(stage, ranks_):
     """0.79 billion parameters: bytes of model states within 3 % of the sum over parameters, on every rank."""
     model = ModelConfig(
         vocab_size=32000, hidden_size=1536, intermediate_size=4096, num_layers=24, num_heads=16, num_kv_heads=16

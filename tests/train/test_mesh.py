@@ -48,12 +48,12 @@ def test_an_axis_of_size_one_changes_nothing():
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "2"])
-def test_a_size_that_is_no_positive_whole_number_is_refused(size):
+def test_an_invalid_axis_size_is_refused(size):
     with pytest.raises(ValueError, match="dp has size"):
         Mesh(dp=size)
 
 
-def test_what_is_not_on_the_mesh_is_refused_with_the_numbers():
+def test_ranks_and_axes_outside_the_mesh_are_refused():
     with pytest.raises(ValueError, match="rank 4 .* ranks are 0 to 3"):
         Mesh(dp=4).coords(4)
     with pytest.raises(ValueError, match="dp=4 .* size 4"):

@@ -1,4 +1,4 @@
-"""A row of parity is found by its name, and a name that is nearly one is refused with the right one."""
+"""Parity cases are found by their names, and a misspelt name is refused with the correct one."""
 
 import random
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from minidist.errors import UserError
 from minidist.tools.parity import command
 from minidist.tools.parity.cases import SWITCHES
-from minidist.tools.parity.command import ParityOptions, choose_cases, describe_left_out, describe_plan
+from minidist.tools.parity.command import ParityOptions, choose_cases, describe_left_out_combinations, describe_plan
 from minidist.tools.parity.layouts import Layout, list_layouts
 from minidist.tools.parity.names import parse_case_name
 from minidist.tools.parity.plan import list_cases, make_case, plan_cases, possible_switches
@@ -19,8 +19,8 @@ NAME = "dp=2 naive micro-batches=4 untied clip empty-step float64 sgd"
 
 
 @given(ranks=st.integers(1, 8), seed=st.integers(0, 2**32))
-def test_any_combination_is_found_by_its_name(ranks, seed):
-    """Or its name is refused, for the reason for which it cannot run."""
+def test_every_valid_case_name_parses_to_its_case(ranks, seed):
+    """An invalid combination's name is refused with the reason why it cannot run."""
     draw = random.Random(seed)
     layout = draw.choice([Layout(), *list_layouts(ranks)])
     case = make_case(layout, {switch: draw.choice(values) for switch, values in possible_switches(layout).items()})
@@ -35,13 +35,13 @@ def test_any_combination_is_found_by_its_name(ranks, seed):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_row_of_the_plan_is_found_by_its_name(ranks):
+def test_case_names_of_the_plan_parse_to_their_cases(ranks):
     for case in list_cases(plan_cases(ranks)):
         assert parse_case_name(case.name, ranks) == case
 
 
 @given(layout=st.sampled_from(list_layouts(4)), seed=st.integers(0, 2**32))
-def test_two_combinations_never_have_one_name(layout, seed):
+def test_case_names_are_unique(layout, seed):
     """Counted over the values of one switch, with the others at random."""
     draw = random.Random(seed)
     values = {switch: draw.choice(possible) for switch, possible in SWITCHES.items()}
@@ -51,15 +51,15 @@ def test_two_combinations_never_have_one_name(layout, seed):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("dp=2 naive tied clip padding float64 sgd", "this one is named 'dp=2 naive tied padding clip float64 sgd'"),
         ("dp=2 naive float64 sgd", "this one is named 'dp=2 naive tied float64 sgd'"),
         ("dp=2 naive tied untied float64 sgd", "this one is named 'dp=2 naive untied float64 sgd'"),
         ("dp=2  naive tied float64 sgd", "this one is named 'dp=2 naive tied float64 sgd'"),
-        ("dp=2 naiv tied float64 sgd", "'naiv' is no word of a row on dp=2; 'naive' is one"),
-        ("dp=2 naive tied dropout=0.2 float64 sgd", "'dropout=0.2' is no word of a row on dp=2; 'dropout=0.1' is one"),
-        ("dp=2 gpipe naive tied float64 sgd", "'gpipe' is no word of a row on dp=2; its words are bucketed, tied, "),
+        ("dp=2 naiv tied float64 sgd", "'naiv' is not a word of a row on dp=2; did you mean 'naive'?"),
+        ("dp=2 naive tied dropout=0.2 float64 sgd", "'dropout=0.2' is not a word of a row on dp=2; did you mean 'dr"),
+        ("dp=2 gpipe naive tied float64 sgd", "'gpipe' is not a word of a row on dp=2; its words are bucketed, tied, "),
         ("dp=3 naive tied float64 sgd", "begins with none of the layouts of 2 ranks, which are like 'pp=2 zb-v'"),
         ("pp=2 naive tied float64 sgd", "begins with none of the layouts of 2 ranks"),
         ("tp=2 zero1 tied float64 sgd", "gradients is zero1, and on tp=2 it can only be bucketed, naive"),
@@ -71,30 +71,32 @@ def test_two_combinations_never_have_one_name(layout, seed):
         ),
     ],
 )
-def test_a_name_that_is_nearly_one_is_refused_with_what_is_wrong(name, said):
+def test_a_misspelt_case_name_is_refused_with_the_mistake(name, message):
     with pytest.raises(UserError) as error:
         parse_case_name(name, 2)
-    assert said in str(error.value)
+    assert message in str(error.value)
     with pytest.raises(UserError) as error:
         choose_cases(ParityOptions(only=name))
-    assert f"--only {name!r} matches none of the" in str(error.value) and said in str(error.value)
+    assert f"--only {name!r} matches none of the" in str(error.value) and message in str(error.value)
 
 
-def test_only_takes_several_each_a_name_or_a_pattern():
+def test_only_accepts_several_names_and_patterns():
     rows = [case for case in list_cases(plan_cases(2)) if case.name.startswith("tp=2 ")]
     found = choose_cases(ParityOptions(only=f"{NAME}; ^tp=2 ; {rows[1].name}; {NAME}"))
     assert [case.name for case in found] == [NAME, *(case.name for case in rows)]
 
 
-def test_a_name_does_not_build_a_plan(monkeypatch):
+def test_choosing_by_name_builds_no_plan(monkeypatch):
     monkeypatch.setattr(command, "plan_cases", pytest.fail)
     assert [case.name for case in choose_cases(ParityOptions(only=NAME))] == [NAME]
 
 
-def test_a_row_outside_of_the_plan_is_counted_with_its_part():
+def test_a_case_outside_the_plan_is_counted_in_the_description():
     options = ParityOptions(only=NAME)
     cases = choose_cases(options)
     assert not set(cases) & set(list_cases(plan_cases(2)))
     assert [line for line in describe_plan(options, cases) if line.startswith("  dp=2: 1 rows; 78 of the 551 pairs")]
     everything = sum(part.product for part in plan_cases(2))
-    assert list(describe_left_out(options, cases)) == [f"{everything - 1} more combinations of layouts and switches"]
+    assert list(describe_left_out_combinations(options, cases)) == [
+        f"{everything - 1} more combinations of layouts and switches"
+    ]

@@ -1,4 +1,4 @@
-"""The optimizer of a run: its groups, and that slices of a parameter get what the whole gets."""
+"""The optimizer's parameter groups, and that slices of a parameter are updated like the full parameter."""
 
 import dataclasses
 import itertools
@@ -22,16 +22,16 @@ KINDS = [
 IDS = ["adamw", "sgd", "momentum"]
 
 
-def drawn(n, seed, dtype=torch.float32):
+def random_values(n, seed, dtype=torch.float32):
     return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def model():
+def make_model():
     made = Transformer(MODEL)
     return named_parameters(made), replicated_specs(made, (0,))
 
 
-def names_of(optimizer, masters):
+def names_by_group(optimizer, masters):
     by_id = {id(master): name for name, master in masters.items()}
     return [[by_id[id(each)] for each in group["params"]] for group in optimizer.param_groups]
 
@@ -44,22 +44,22 @@ def one_spec(shape, name="w"):
 
 @pytest.fixture
 def one_thread():
-    """A kernel on several threads cuts a tensor by their number, which is no business of these tests."""
+    """On several threads a kernel splits a tensor by their number, which would change the roundings compared here."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def trained(optim, dtype, n, cuts, steps):
-    """(values, state) after so many steps: of the whole parameter, and of its slices, joined again."""
-    whole, memory = drawn(n, 1, dtype).requires_grad_(), drawn(n, 1, dtype)
+def train_full_and_sliced(optim, dtype, n, cuts, steps):
+    """(values, state) after `steps` steps, of the full parameter and of its slices, concatenated."""
+    whole, memory = random_values(n, 1, dtype).requires_grad_(), random_values(n, 1, dtype)
     places = [slice(a, b) for a, b in itertools.pairwise(cuts)]
     parts = {f"w{i}": memory[place].requires_grad_() for i, place in enumerate(places)}
     one = make_optimizer(optim, {"w": whole}, {"w": one_spec((n,))})
     many = make_optimizer(optim, parts, {name: one_spec((n,)) for name in parts})
     for step in range(steps):
-        whole.grad = drawn(n, 10 + step, dtype)
+        whole.grad = random_values(n, 10 + step, dtype)
         for place, part in zip(places, parts.values(), strict=True):
             part.grad = whole.grad[place]
         for optimizer in (one, many):
@@ -73,9 +73,9 @@ def trained(optim, dtype, n, cuts, steps):
 @pytest.mark.parametrize("optim", KINDS, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("n", "cuts"), [(1, [0]), (64, [0]), (1000, [0, 64, 64, 960]), (4099, [0, 64, 2048, 4096])])
-def test_aligned_slices_get_bit_for_bit_what_the_whole_gets(optim, dtype, n, cuts, one_thread):
+def test_aligned_slices_are_updated_bit_for_bit_like_the_full_parameter(optim, dtype, n, cuts, one_thread):
     assert all(cut % ALIGNED == 0 for cut in cuts)
-    (whole, of_whole), (parts, of_parts) = trained(optim, dtype, n, [*cuts, n], 10)
+    (whole, of_whole), (parts, of_parts) = train_full_and_sliced(optim, dtype, n, [*cuts, n], 10)
     assert torch.equal(whole, parts) and all(torch.equal(of_whole[key], of_parts[key]) for key in of_whole)
     assert len(of_whole) == {"adamw": 2}.get(optim.kind, int(optim.momentum > 0))
 
@@ -83,11 +83,11 @@ def test_aligned_slices_get_bit_for_bit_what_the_whole_gets(optim, dtype, n, cut
 @pytest.mark.parametrize("optim", KINDS, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [1, 7, 1000, 4099])
-def test_slices_anywhere_get_the_same_to_the_last_bits(optim, dtype, n, one_thread):
+def test_any_slices_are_updated_like_the_full_parameter_up_to_rounding(optim, dtype, n, one_thread):
     """Also where a vector of the kernel ends inside a slice, and where a slice begins in the middle of one."""
     steps, eps = 10, torch.finfo(dtype).eps
     for cuts in ([0, n // 3, n], [0, 1, n // 2 + 1, n], [0, *range(0, n, max(1, n // 5)), n]):
-        (whole, of_whole), (parts, of_parts) = trained(optim, dtype, n, cuts, steps)
+        (whole, of_whole), (parts, of_parts) = train_full_and_sliced(optim, dtype, n, cuts, steps)
         # Rounded once or twice a step: the second moment differs by a bit a step, its root by half of that, an update
         # (at most lr * 10 for AdamW with these betas) and so the value by the sum of them.
         for key, value in of_whole.items():
@@ -99,14 +99,14 @@ def test_slices_anywhere_get_the_same_to_the_last_bits(optim, dtype, n, one_thre
 
 
 @pytest.mark.parametrize("optim", [*KINDS, OptimConfig(kind="muon", weight_decay=0.1)], ids=[*IDS, "muon"])
-def test_a_parameter_without_a_gradient_is_left_alone_with_its_state(optim):
-    masters, specs = model()
+def test_a_parameter_without_a_gradient_keeps_value_and_state(optim):
+    masters, specs = make_model()
     optimizer = make_optimizer(optim, masters, specs)
     idle = ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
     for step in range(3):
         for number, (name, master) in enumerate(masters.items()):
             used = step != 1 or name not in idle
-            master.grad = drawn(master.numel(), 100 * step + number).view_as(master) if used else None
+            master.grad = random_values(master.numel(), 100 * step + number).view_as(master) if used else None
         before = {name: master.detach().clone() for name, master in masters.items()}
         states = {
             name: {key: value.clone() for key, value in optimizer.state[masters[name]].items() if value is not None}
@@ -123,8 +123,8 @@ def test_a_parameter_without_a_gradient_is_left_alone_with_its_state(optim):
 
 
 @pytest.mark.parametrize("optim", [*KINDS, OptimConfig(kind="muon")], ids=[*IDS, "muon"])
-def test_a_parameter_may_be_used_late(optim):
-    masters, specs = model()
+def test_the_first_gradient_may_come_after_the_first_step(optim):
+    masters, specs = make_model()
     optimizer = make_optimizer(optim, masters, specs)
     late = ["model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
     for step in range(2):
@@ -136,7 +136,7 @@ def test_a_parameter_may_be_used_late(optim):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
-def test_a_rank_with_nothing_to_update_steps_too(kind):
+def test_an_optimizer_without_parameters_can_step(kind):
     optimizer = make_optimizer(OptimConfig(kind=kind, decay="matrices"), {}, {})
     set_learning_rate(optimizer, 0.1)
     optimizer.step()
@@ -144,32 +144,32 @@ def test_a_rank_with_nothing_to_update_steps_too(kind):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_weight_decay_holds_for_all_or_for_matrices(kind):
-    masters, specs = model()
+def test_weight_decay_applies_to_all_parameters_or_to_matrices(kind):
+    masters, specs = make_model()
     every = make_optimizer(OptimConfig(kind=kind, weight_decay=0.3), masters, specs)
-    assert names_of(every, masters) == [list(masters)] and every.param_groups[0]["weight_decay"] == 0.3
+    assert names_by_group(every, masters) == [list(masters)] and every.param_groups[0]["weight_decay"] == 0.3
     some = make_optimizer(OptimConfig(kind=kind, weight_decay=0.3, decay="matrices"), masters, specs)
-    assert names_of(some, masters) == [
+    assert names_by_group(some, masters) == [
         [name for name, master in masters.items() if master.dim() == 2],
         [name for name, master in masters.items() if master.dim() == 1],
     ]
     assert [group["weight_decay"] for group in some.param_groups] == [0.3, 0.0]
 
 
-def test_what_is_a_matrix_is_decided_by_the_unsplit_parameter():
-    masters, specs = model()
+def test_matrices_are_recognized_by_their_global_shape():
+    masters, specs = make_model()
     flat = {name: master.detach().flatten()[:3] for name, master in masters.items()}
     whole, cut = (make_optimizer(OptimConfig(decay="matrices"), each, specs) for each in (masters, flat))
-    assert names_of(whole, masters) == names_of(cut, flat)
+    assert names_by_group(whole, masters) == names_by_group(cut, flat)
 
 
-def test_muon_is_for_the_matrices_of_layers_and_adamw_for_all_else():
-    masters, specs = model()
+def test_muon_updates_the_layers_matrices_and_adamw_the_rest():
+    masters, specs = make_model()
     optim = OptimConfig(
         kind="muon", weight_decay=0.3, decay="matrices", muon_lr_ratio=5.0, muon_momentum=0.8, muon_steps=3
     )
     optimizer = make_optimizer(optim, masters, specs)
-    embedding, norms, hidden = names_of(optimizer, masters)
+    embedding, norms, hidden = names_by_group(optimizer, masters)
     assert embedding == ["model.embed_tokens.weight", "lm_head.weight"]
     assert all("norm" in name for name in norms) and len(norms) == 5
     assert all(name.endswith("_proj.weight") for name in hidden) and len(hidden) == 2 * 7
@@ -179,16 +179,16 @@ def test_muon_is_for_the_matrices_of_layers_and_adamw_for_all_else():
     assert group["shapes"] == [tuple(masters[name].shape) for name in hidden]
 
 
-def test_the_learning_rate_of_a_group_is_its_part_of_that_of_the_step():
-    masters, specs = model()
+def test_learning_rates_of_groups_keep_their_ratio():
+    masters, specs = make_model()
     optimizer = make_optimizer(OptimConfig(kind="muon", lr=2.0, muon_lr_ratio=5.0), masters, specs)
     assert [group["lr"] for group in optimizer.param_groups] == [2.0, 10.0]
     set_learning_rate(optimizer, 0.5)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.5]
 
 
-def test_muon_refuses_part_of_a_matrix():
-    masters, specs = model()
+def test_muon_refuses_a_shard_of_a_matrix():
+    masters, specs = make_model()
     name = "model.layers.0.mlp.up_proj.weight"
     part = {name: masters[name].detach().flatten()[:40]}
     with pytest.raises(ValueError, match=rf"{name}: Muon needs the whole matrix \(24, 16\), and 40 elements .* here"):
@@ -197,8 +197,8 @@ def test_muon_refuses_part_of_a_matrix():
 
 
 @pytest.mark.parametrize("optim", KINDS, ids=IDS)
-def test_its_steps_are_torchs_own(optim):
-    masters, specs = model()
+def test_steps_match_torchs_optimizers(optim):
+    masters, specs = make_model()
     theirs = [master.detach().clone().requires_grad_() for master in masters.values()]
     ours = make_optimizer(optim, masters, specs)
     if optim.kind == "adamw":
@@ -207,14 +207,14 @@ def test_its_steps_are_torchs_own(optim):
         reference = torch.optim.SGD(theirs, 0.01, optim.momentum, weight_decay=0.1, fused=optim.momentum == 0)
     for step in range(3):
         for number, (mine, other) in enumerate(zip(masters.values(), theirs, strict=True)):
-            mine.grad = other.grad = drawn(mine.numel(), 50 * step + number).view_as(mine)
+            mine.grad = other.grad = random_values(mine.numel(), 50 * step + number).view_as(mine)
         ours.step()
         reference.step()
     assert all(map(torch.equal, masters.values(), theirs))
 
 
-def test_the_kernel_is_fused_where_that_is_right():
-    masters, specs = model()
+def test_fused_kernels_are_used_except_for_sgd_with_momentum():
+    masters, specs = make_model()
     for optim, fused in zip(
         [*KINDS, dataclasses.replace(KINDS[0], kind="muon")], (True, True, False, True), strict=True
     ):

@@ -30,7 +30,7 @@ def flat_ranges(draw):
 
 
 @given(flat_ranges())
-def test_flat_boxes_hold_exactly_the_range_in_memory_order(given_range):
+def test_flat_boxes_cover_exactly_the_range_in_memory_order(given_range):
     shape, start, stop = given_range
     whole = np.arange(math.prod(shape)).reshape(shape)
     boxes = flat_boxes(shape, start, stop)
@@ -82,7 +82,7 @@ def test_a_tied_parameter_is_one_entry_that_knows_its_other_names():
     assert specs["first.weight"].boxes == (Box((0, 0), (3, 3)),)
 
 
-def test_facts_outlive_copies_meta_tensors_and_wrappers():
+def test_specs_match_after_copies_meta_device_and_wrappers():
     model = Tied()
     specs = replicated_specs(model, (0, 1))
     moved = copy.deepcopy(model).to("meta").to_empty(device="cpu")
@@ -94,7 +94,7 @@ def test_facts_outlive_copies_meta_tensors_and_wrappers():
     assert global_name("_orig_mod.layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
 
 
-def test_a_parameter_without_facts_is_an_error():
+def test_a_parameter_without_a_matching_spec_is_an_error():
     specs = replicated_specs(Tied(), (0,))
     del specs["second.bias"]
     with pytest.raises(KeyError, match="second.bias has no ParamSpec"):

@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves and ends, on all ranks after the same step; one that is pressed ends at once."""
+"""A stop request saves and ends the run after the same step on all ranks; a second interrupt ends it at once."""
 
 import os
 import signal
@@ -8,20 +8,20 @@ import pytest
 from minidist.fault import folders
 from minidist.fault.index import verify_checkpoint
 from minidist.tools.launch.run import train_and_report
-from tests.helpers.small_run import OPTIONS, Command, run, small_config, write_text
+from tests.helpers.small_run import OPTIONS, Command, small_config, train_small, write_text
 
 LONG = ("--train.steps", "1000000", "--checkpoint.every", "0", "--train.log-every", "1", "--folder", "run")
 
 
 def stop_on_one(world, config, rank):
-    return run(world, config, stop_after=3 if world.rank == rank else None)
+    return train_small(world, config, stop_after=3 if world.rank == rank else None)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_all_ranks_end_after_the_step_in_which_one_was_asked(ranks, tmp_path, rank):
+def test_a_stop_request_on_one_rank_ends_all_ranks_after_that_step(ranks, tmp_path, rank):
     config = small_config(tmp_path / "run", write_text(tmp_path), checkpoint__every=0)
-    told = ranks(stop_on_one, 3, config, rank)
-    assert [(summary["step"], summary["stopped"]) for summary in told] == [(3, True)] * 3
+    by_rank = ranks(stop_on_one, 3, config, rank)
+    assert [(summary["step"], summary["stopped"]) for summary in by_rank] == [(3, True)] * 3
     assert list(folders.complete_checkpoints(tmp_path / "run" / "checkpoints")) == [3]
     assert (tmp_path / "run" / "loss.png").exists()
 

@@ -1,4 +1,4 @@
-"""ZeRO to the byte: what every rank keeps, what it sends, when it is there and when it is gone. Values: `parity`."""
+"""ZeRO to the byte: each rank's memory and traffic, and when layers are gathered and freed. Parity tests the values."""
 
 import dataclasses
 import itertools
@@ -9,59 +9,61 @@ import torch
 
 from minidist.tools.console.sample_text import sample_text
 from tests.helpers.exhaustive import exhaustive
-from tests.helpers.zero_engines import batches_of, configured, engine_of
+from tests.helpers.zero_engines import build_engine, local_micro_batches, make_config
 
 EMBEDDING, NORM = 129 * 6, 6
 LAYER = 6 + 4 * 36 + 6 + 3 * 42
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
-# -- bytes that stay ---------------------------------------------------------------------------------------------------
+# -- memory of model states --------------------------------------------------------------------------------------------
 
 
-def padded(stage: int, world: int) -> list[int]:
-    """Elements of each row, by hand.
+def flat_param_sizes(stage: int, world: int) -> list[int]:
+    """Elements of each flat parameter, padding included, counted by hand.
 
-    One for all, which fit into a bucket. Stage 2: none larger than a layer, from the last parameter to the first: the
-    norm takes the place of a layer's own first norm (6 elements too), which comes with the next layer. Stage 3: one for
-    each layer and one for the rest.
+    Stages 0 and 1: one for all parameters, which fit into a bucket. Stage 2: none larger than a layer, filled from the
+    last parameter to the first, so that the final norm joins the last layer and a layer's first norm the layer before.
+    Stage 3: one for each layer and one for the rest.
     """
     rows = {2: [LAYER, LAYER, NORM, EMBEDDING], 3: [EMBEDDING + NORM, LAYER, LAYER]}
     rows = rows.get(stage, [EMBEDDING + NORM + 2 * LAYER])
     return [-(-numel // world) * world for numel in rows]
 
 
-def storages(tensors) -> int:
-    """Bytes of memory behind some tensors, each counted once."""
+def storage_bytes(tensors) -> int:
+    """Bytes of the tensors' storages, each counted once."""
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
     return sum(found.values())
 
 
-def model_state(world, configs) -> list[dict]:
-    """Bytes of parameters, gradients, masters and the optimizer's states: gradients before the update, when they are
-    summed, and when the step is over; the others when it is over."""
-    found = []
+def measure_model_states(world, configs) -> list[dict]:
+    """Bytes of parameters, gradients, masters and optimizer states after one step.
+
+    Gradients are measured twice: before the update ("gradients") and after the step ("gradients after").
+    """
+    results = []
     for config in configs:
-        engine = engine_of(world, config)
+        engine = build_engine(world, config)
         members, summed = engine.reducer.members, []
 
         def gradients(members=members) -> int:
-            return storages(m.gradients.result for m in members)
+            return storage_bytes(m.gradients.result for m in members)
 
         def look(summed=summed, gradients=gradients) -> None:
             summed.append(gradients())
 
-        engine.step(0, batches_of(world, config), 0.1, inspect=look)
+        engine.step(0, local_micro_batches(world, config), 0.1, inspect=look)
         flat_params = [member.flat_param for member in members]
-        parameters = [*(p for p in engine.parameters.values()), *(flat_param.part for flat_param in flat_params)]
+        parameters = [*(p for p in engine.parameters.values()), *(flat_param.shard for flat_param in flat_params)]
         masters = [flat_param.masters.tensor for flat_param in flat_params if flat_param.masters.separate]
         states = [t for state in engine.optimizer.state.values() for t in state.values() if t is not None]
-        found.append(
+        results.append(
             {
-                "parameters": storages(parameters),
+                "parameters": storage_bytes(parameters),
                 "gradients": summed[0],
                 "gradients after": gradients(),
-                "masters": storages(masters),
+                "masters": storage_bytes(masters),
                 "moments": sum(t.numel() * t.element_size() for t in states if t.dim()),
                 "moment_elements": sum(t.numel() for t in states if t.dim()),
                 "steps": sum(4 for t in states if not t.dim()),
@@ -69,7 +71,7 @@ def model_state(world, configs) -> list[dict]:
             }
         )
         engine.groups.destroy()
-    return found
+    return results
 
 
 POLICIES = {
@@ -83,15 +85,15 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, *exhaustive(4, 8)])
-def test_model_states_are_the_formula_to_the_byte(ranks, world):
-    """(b_p, b_a, b_m, b_s) of each policy: parameter, sum of gradients, master of its own, state (arXiv 1910.02054)."""
-    # Stage 0 in one format has no rows: tests/tools/test_estimate_traffic.py has it.
+def test_model_states_match_the_formula_to_the_byte(ranks, world):
+    """Bytes per element of each policy: parameter, accumulated gradient, separate master, state (arXiv 1910.02054)."""
+    # Stage 0 in a single dtype has no flat parameters: tests/tools/test_estimate_traffic.py covers it.
     cases = [(name, stage) for name in POLICIES for stage in range(4) if stage or name not in ("fp32", "fp64")]
-    configs = [configured(world, s, POLICIES[name][0], precision=POLICIES[name][1]) for name, s in cases]
-    by_rank = ranks(model_state, world, configs)
+    configs = [make_config(world, s, POLICIES[name][0], precision=POLICIES[name][1]) for name, s in cases]
+    by_rank = ranks(measure_model_states, world, configs)
     for number, (name, stage) in enumerate(cases):
         p, a, m, s = POLICIES[name][2]
-        n = sum(padded(stage, world))
+        n = sum(flat_param_sizes(stage, world))
         share = n // world
         held = [by_rank[rank][number] for rank in range(world)]
         for seen in held:
@@ -101,35 +103,35 @@ def test_model_states_are_the_formula_to_the_byte(ranks, world):
             assert seen["masters"] == (n if stage == 0 else share) * m, (name, stage)
             assert seen["steps"] == 4 * seen["tensors"]
             assert seen["moments"] == seen["moment_elements"] * s
-        # Moments have no padding; a shard's are those of its parameters' elements.
+        # Moments have no padding: a rank has those of the elements in its shard.
         total = EMBEDDING + NORM + 2 * LAYER
         assert sum(seen["moment_elements"] for seen in held) == 2 * total * (world if stage == 0 else 1)
         assert all(seen["moment_elements"] <= 2 * (n if stage == 0 else share) for seen in held)
 
 
-# -- bytes that travel -------------------------------------------------------------------------------------------------
+# -- traffic -----------------------------------------------------------------------------------------------------------
 
 
-def sent(world, configs) -> list[tuple[dict, dict]]:
-    """Bytes of one step by name of the operation, of the gradients' group; and how many operations there were."""
-    found = []
+def measure_traffic(world, configs) -> list[tuple[dict, dict]]:
+    """Bytes, and number of operations, of one step in the gradients' group, by name of the operation."""
+    results = []
     for config in configs:
-        engine = engine_of(world, config)
+        engine = build_engine(world, config)
         engine.groups.meter.records.clear()
-        engine.step(0, batches_of(world, config), 0.1)
+        engine.step(0, local_micro_batches(world, config), 0.1)
         totals, counts = {}, {}
         for record in engine.groups.meter.records:
-            if record.use == "grads":
+            if record.group_name == "grads":
                 totals[record.name] = totals.get(record.name, 0) + record.wire_bytes
                 counts[record.name] = counts.get(record.name, 0) + 1
-        found.append((totals, counts))
+        results.append((totals, counts))
         engine.groups.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16, sums too"])
-def test_wire_bytes_are_the_formula(ranks, world, policy):
+def test_wire_bytes_match_the_formula(ranks, world, policy):
     """f = (N - 1) / N of the padded elements, once for each reduce-scatter (b_g) and each all-gather (b_p)."""
     name, more, (b_p, b_a, _, _) = POLICIES[policy]
     ways = {
@@ -137,11 +139,11 @@ def test_wire_bytes_are_the_formula(ranks, world, policy):
         "3": (3, {}), "3 freed": (3, {"keep_last_block": False}), "3 alone": (3, {"prefetch": False}),
     }  # fmt: skip
     cases = list(itertools.product(ways, (1, 4)))
-    configs = [configured(world, ways[way][0], name, k, precision=more, **ways[way][1]) for way, k in cases]
-    for seen in ranks(sent, world, configs):
+    configs = [make_config(world, ways[way][0], name, k, precision=more, **ways[way][1]) for way, k in cases]
+    for seen in ranks(measure_traffic, world, configs):
         for (way, k), (totals, _) in zip(cases, seen, strict=True):
             stage = ways[way][0]
-            rows = padded(1 if way == "2 whole" else stage, world)
+            rows = flat_param_sizes(1 if way == "2 whole" else stage, world)
             once = sum(numel // world * (world - 1) for numel in rows)
             kept = 0 if way == "3 freed" else sum(numel // world * (world - 1) for numel in rows[:2])
             reductions = k if way in ("2", "3", "3 freed", "3 alone") else 1
@@ -150,11 +152,11 @@ def test_wire_bytes_are_the_formula(ranks, world, policy):
 
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
-def test_stage_0_sends_every_gradient_twice(ranks, world):
-    """2 f n b_g on the average of the ranks, with masters of another format and without; one element more for each
-    parameter says who used it, where there are no masters."""
-    configs = [configured(world, 0, policy, k) for policy in ("fp32", "bf16") for k in (1, 4)]
-    by_rank = ranks(sent, world, configs)
+def test_stage_0_all_reduces_gradients_only(ranks, world):
+    """2 f n b_g per rank on average, with separate masters and without; without, one more element for each parameter
+    says whether a rank used it."""
+    configs = [make_config(world, 0, policy, k) for policy in ("fp32", "bf16") for k in (1, 4)]
+    by_rank = ranks(measure_traffic, world, configs)
     for number, config in enumerate(configs):
         n = EMBEDDING + NORM + 2 * LAYER + (2 + 2 * 9 if config.precision.policy == "fp32" else 0)
         total = sum(seen[number][0]["all_reduce"] for seen in by_rank)
@@ -162,12 +164,12 @@ def test_stage_0_sends_every_gradient_twice(ranks, world):
         assert all(set(seen[number][0]) == {"all_reduce"} for seen in by_rank)
 
 
-# -- what is there when ------------------------------------------------------------------------------------------------
+# -- lifetime of gathered parameters -----------------------------------------------------------------------------------
 
 
-def rows_while_running(world, config) -> tuple[list, list]:
+def unsharded_while_running(world, config) -> tuple[list, list]:
     """In the forward and the backward of each layer: which flat parameters are gathered or in flight."""
-    engine = engine_of(world, config)
+    engine = build_engine(world, config)
     blocks, forward, backward = engine.reducer.gatherer, [], []
 
     def there() -> set:
@@ -181,28 +183,28 @@ def rows_while_running(world, config) -> tuple[list, list]:
             out.register_hook(lambda _: backward.append((index, there())))
 
         layer.register_forward_hook(after)
-    engine.step(0, batches_of(world, config), 0.1)
+    engine.step(0, local_micro_batches(world, config), 0.1)
     return forward, backward, there()
 
 
-def test_a_layer_is_gathered_before_its_turn_and_gone_after_it(ranks):
+def test_stage_3_gathers_a_layer_before_use_and_frees_it_after(ranks):
     for kept, prefetch in itertools.product((True, False), repeat=2):
-        config = configured(2, 3, keep_last_block=kept, prefetch=prefetch)
-        for forward, backward, after in ranks(rows_while_running, 2, config):
+        config = make_config(2, 3, keep_last_block=kept, prefetch=prefetch)
+        for forward, backward, after in ranks(unsharded_while_running, 2, config):
             ahead = {1} if prefetch else set()
             assert forward == [(0, {"rest", 0} | ahead), (1, {"rest", 1})]
             assert backward == [(1, {"rest", 1} | ({0} if prefetch else set())), (0, {"rest", 0})]
             assert after == set()
 
 
-def test_a_step_that_was_broken_off_leaves_nothing_of_itself(ranks):
+def test_an_aborted_step_leaves_no_state(ranks):
     for stage in (1, 2, 3):
-        assert all(ranks(broken_off, 2, configured(2, stage, micro_batches=2)))
+        assert all(ranks(abort_a_step, 2, make_config(2, stage, micro_batches=2)))
 
 
-def broken_off(world, config) -> bool:
-    """A step, one that ends in an exception, and the next: as without the one in the middle."""
-    whole, broken = engine_of(world, config), engine_of(world, config)
+def abort_a_step(world, config) -> bool:
+    """Whether a step, an aborted step and a step give the state of the two steps alone."""
+    whole, broken = build_engine(world, config), build_engine(world, config)
     for step in range(3):
         if step == 1:
             count = iter(range(10))
@@ -213,46 +215,46 @@ def broken_off(world, config) -> bool:
 
             hook = broken.model.model.layers[0].register_forward_hook(stop)
             with pytest.raises(InterruptedError):
-                broken.step(step, batches_of(world, config, step), 0.1)
+                broken.step(step, local_micro_batches(world, config, step), 0.1)
             hook.remove()
             broken.reducer.end_backward()
-            broken.reducer.clear()
+            broken.reducer.clear_gradients()
         else:
             for engine in (whole, broken):
-                engine.step(step, batches_of(world, config, step), 0.1)
+                engine.step(step, local_micro_batches(world, config, step), 0.1)
     mine, other = whole.reducer.checkpoint_tensors(), broken.reducer.checkpoint_tensors()
     return all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 def test_a_gradient_after_ready_is_refused(ranks):
-    assert all("came after ready" in said for said in ranks(late_gradient, 2, configured(2, 1)))
+    assert all("came after mark_ready" in said for said in ranks(add_after_ready, 2, make_config(2, 1)))
 
 
-def late_gradient(world, config) -> str:
-    reducer = engine_of(world, config).reducer
+def add_after_ready(world, config) -> str:
+    reducer = build_engine(world, config).reducer
     name = "model.norm.weight"
     reducer.add(name, torch.ones(6))
-    reducer.ready(name)
+    reducer.mark_ready(name)
     with pytest.raises(RuntimeError) as error:
         reducer.add(name, torch.ones(6))
     return str(error.value)
 
 
-def test_the_text_at_the_end_is_the_same_in_every_stage(ranks):
-    """In stage 3 no rank has the model for itself, and each asks the others for every layer."""
-    configs = [configured(2, stage) for stage in (0, 1, 2, 3)]
-    of_rank_0, others = ranks(texts, 2, configs)
+def test_sampled_text_is_the_same_in_every_stage(ranks):
+    """In stage 3 no rank has the full model: all ranks take part in gathering every layer."""
+    configs = [make_config(2, stage) for stage in (0, 1, 2, 3)]
+    of_rank_0, others = ranks(sample_in_each_stage, 2, configs)
     assert len(set(of_rank_0)) == 1 and of_rank_0[0]
     assert others == [None, None, None, of_rank_0[0]]
 
 
-def texts(world, configs) -> list[tuple[str, str] | None]:
+def sample_in_each_stage(world, configs) -> list[tuple[str, str] | None]:
     """What `sample_text` gives on this rank after one step."""
-    found = []
+    results = []
     for config in configs:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, sample_tokens=8))
-        engine = engine_of(world, config)
-        engine.step(0, batches_of(world, config), 0.1)
-        found.append(sample_text(engine, config, np.arange(65, 70)))
+        engine = build_engine(world, config)
+        engine.step(0, local_micro_batches(world, config), 0.1)
+        results.append(sample_text(engine, config, np.arange(65, 70)))
         engine.groups.destroy()
-    return found
+    return results

@@ -1,10 +1,10 @@
-"""This program runs, its loss falls, and its results are wrong: the replicas of a norm, equal when training begins,
-diverge. Run it with: torchrun --standalone --nproc-per-node 2 THIS_FILE
+"""This program runs and its loss falls on every rank, but its results are wrong: the replicas of a norm, equal when
+training begins, diverge. Run it: torchrun --standalone --nproc-per-node 2 THIS_FILE
 
-Each rank has a shard of every feed-forward layer, and a shard of the tokens between the layers (sequence parallelism).
-Give three answers. INVARIANT: the key of the one invariant in INVARIANTS that the program breaks. LINE: the line that
-breaks it, as its text or as its number in the original file. And fix the program: no rank may send a gradient that is
-already complete on the rank that needs it.
+Each rank holds a shard of every feed-forward layer and, between layers, a shard of the tokens (sequence parallelism).
+This debugging exercise asks for three answers. INVARIANT: the key of the one rule in INVARIANTS that the program
+violates. LINE: the line that violates it, as its number in the original file or as its text. And the repaired program:
+no rank sends a gradient that is already complete on the rank that needs it.
 """
 
 import os
@@ -17,10 +17,10 @@ INVARIANTS = {
     "tokens": "between the layers every token is on exactly one rank",
     "features": "inside a layer every hidden feature is on exactly one rank",
     "pair": "an all-gather before the layer is paired with a reduce-scatter after it; in backward they are exchanged",
-    "whole": "all replicas of a parameter are updated with the same gradient, the sum over all tokens",
+    "gradient": "all replicas of a parameter are updated with the same gradient, the sum over all tokens",
     "loss": "the loss of a rank is the sum over its own tokens, divided by the number of tokens of all ranks",
 }
-INVARIANT = "whole"
+INVARIANT = "gradient"
 LINE = 'return name in ("up", "down", "norm")'
 
 
@@ -52,19 +52,19 @@ class Leave(torch.autograd.Function):
 
 def reduce_scatter(x):
     parts = [part.contiguous() for part in x.chunk(dist.get_world_size())]
-    mine = torch.empty_like(parts[0])
-    dist.reduce_scatter(mine, parts)
-    return mine
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts)
+    return own
 
 
 def block(x, layer):
     """A residual feed-forward layer with a norm before it: (tokens / ranks, h) -> (tokens / ranks, h)."""
-    normalised = nn.functional.rms_norm(x, layer["norm"].shape, layer["norm"])
-    hidden = torch.tanh(Enter.apply(normalised) @ layer["up"].T)  # (tokens, f / ranks)
+    normalized = nn.functional.rms_norm(x, layer["norm"].shape, layer["norm"])
+    hidden = torch.tanh(Enter.apply(normalized) @ layer["up"].T)  # (tokens, f / ranks)
     return x + Leave.apply(hidden @ layer["down"].T) + layer["shift"]
 
 
-def is_whole(name):
+def has_full_gradient(name):
     """Whether every rank has the full gradient of its shard of this parameter, from the tokens of all ranks."""
     return name in ("up", "down")
 
@@ -77,28 +77,28 @@ def main(inputs, targets, layers, epochs=10):
     """
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    held = []
+    own_layers = []
     for layer in layers:
-        mine = {"norm": layer["norm"], "up": layer["up"].chunk(size)[rank]}
-        mine |= {"down": layer["down"].chunk(size, 1)[rank], "shift": layer["shift"]}
-        held.append({name: nn.Parameter(tensor.clone()) for name, tensor in mine.items()})
-    optimizer = torch.optim.Adam([parameter for layer in held for parameter in layer.values()], lr=0.01, eps=0.001)
+        own = {"norm": layer["norm"], "up": layer["up"].chunk(size)[rank]}
+        own |= {"down": layer["down"].chunk(size, 1)[rank], "shift": layer["shift"]}
+        own_layers.append({name: nn.Parameter(tensor.clone()) for name, tensor in own.items()})
+    optimizer = torch.optim.Adam([tensor for layer in own_layers for tensor in layer.values()], lr=0.01, eps=0.001)
     losses = []
     for _ in range(epochs):
         optimizer.zero_grad()
         x = inputs.chunk(size)[rank]
-        for layer in held:
+        for layer in own_layers:
             x = block(x, layer)
         loss = (x - targets.chunk(size)[rank]).square().sum() / targets.numel()
         loss.backward()
-        for layer in held:
+        for layer in own_layers:
             for name, parameter in layer.items():
-                if not is_whole(name):
+                if not has_full_gradient(name):
                     dist.all_reduce(parameter.grad)
         optimizer.step()
         losses.append(loss.item())
     dist.destroy_process_group()
-    return held, losses
+    return own_layers, losses
 
 
 if __name__ == "__main__":
@@ -107,6 +107,6 @@ if __name__ == "__main__":
     shapes = {"norm": (h,), "up": (f, h), "down": (h, f), "shift": (h,)}
     start = [{name: 0.3 * torch.randn(shape) + (name == "norm") for name, shape in shapes.items()} for _ in range(3)]
     samples = torch.randn(60, h)
-    trained, seen = main(samples, samples.flip(1).sin(), start, epochs=60)
+    trained, losses = main(samples, samples.flip(1).sin(), start, epochs=60)
     norms = " ".join(f"{layer['norm'].sum().item():.6f}" for layer in trained)
-    print(f"rank {os.environ['RANK']}: loss {seen[0]:.4f} -> {seen[-1]:.4f}, sums of the norms {norms}")
+    print(f"rank {os.environ['RANK']}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, sums of the norms {norms}")

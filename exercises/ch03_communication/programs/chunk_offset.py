@@ -41,12 +41,12 @@ def pass_on(leaving, arriving):
         work.wait()
 
 
-def ring_mean(row):
-    """Replace `row` (elements,) on every rank by the mean over the ranks: reduce-scatter, then all-gather."""
+def ring_mean(flat):
+    """Replace `flat` (elements,) on every rank by the mean over the ranks: reduce-scatter, then all-gather."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return
-    chunks = [row[slice(*bounds(chunk, len(row), size))] for chunk in range(size)]
+    chunks = [flat[slice(*bounds(chunk, len(flat), size))] for chunk in range(size)]
     for step in range(size - 1):
         leaving, staying = chunks[(rank - step) % size], chunks[(rank - 1 - step) % size]
         arriving = torch.empty_like(staying)
@@ -70,9 +70,9 @@ def main(inputs, targets, model, epochs=10, batch_size=12):
     losses = []
     for _ in range(epochs):
         for start in range(0, len(inputs), batch_size):
-            share = slice(start + rank, start + batch_size, world_size)
+            own_samples = slice(start + rank, start + batch_size, world_size)
             optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(inputs[share]), targets[share])
+            loss = nn.functional.mse_loss(model(inputs[own_samples]), targets[own_samples])
             loss.backward()
             gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
             ring_mean(gradients)

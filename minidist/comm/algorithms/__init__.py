@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from minidist.comm.algorithms import direct, halving, ring, root
 from minidist.comm.algorithms.deferred import DeferredAllReduce
 from minidist.comm.algorithms.ring import hierarchical_all_reduce
-from minidist.comm.algorithms.root import central_update
+from minidist.comm.algorithms.root import parameter_server_step
 
-# By operation, then by algorithm: the names in `wire_bytes.IMPLEMENTED_ALGORITHMS`.
+# By operation, then by algorithm: the names in `tools.network.algorithm_bytes.IMPLEMENTED_ALGORITHMS`.
 ALGORITHMS: Mapping[str, Mapping[str, Callable[..., None]]] = {
     "broadcast": {"flat": root.flat_broadcast, "tree": root.tree_broadcast},
     "reduce": {"flat": root.flat_reduce, "tree": root.tree_reduce},
@@ -32,4 +32,4 @@ ALGORITHMS: Mapping[str, Mapping[str, Callable[..., None]]] = {
     "all_to_all": {"pairwise": direct.pairwise_all_to_all},
 }
 
-__all__ = ["ALGORITHMS", "DeferredAllReduce", "central_update", "hierarchical_all_reduce"]
+__all__ = ["ALGORITHMS", "DeferredAllReduce", "hierarchical_all_reduce", "parameter_server_step"]

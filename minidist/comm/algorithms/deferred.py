@@ -10,7 +10,10 @@ from minidist.comm.group import Group
 
 
 class DeferredAllReduce:
-    """The value of `Group.algorithm`: `collectives.all_reduce` on that group calls it instead of the backend.
+    """Gives a synchronous all-reduce the asynchronous form that `Group.algorithm` needs.
+
+    With `group.algorithm = DeferredAllReduce(ring.all_reduce)`, `collectives.all_reduce` on `group` calls it instead of
+    the backend. all_reduce: called with the tensor, the group and the name of the reduction.
 
     An asynchronous operation is deferred until the first `wait()`. This is the simplest correct form: each round must
     be started after the last, and a second thread would write to this rank's status page and meter, which have one
@@ -37,9 +40,9 @@ class DeferredHandle:
         self._run, self._tensor, self._launched = run, tensor, launched
 
     def wait(self, host: bool = False) -> None:
-        """Return when kernels queued from now on may use the result; with `host`, when Python may read it.
+        """Run this operation and those launched before it, unless they have run; then block until the result is ready.
 
-        Raises CommError when this operation, or one launched before it, failed.
+        host: as in `Handle.wait`. Raises CommError when this operation, or one launched before it, failed.
         """
         while self._run is not None:
             first = self._launched[0]

@@ -27,9 +27,9 @@ def flat_view(tensor: Tensor) -> Tensor:
     return tensor.view(-1)
 
 
-def split_chunks(elements: Tensor, size: int) -> list[Tensor]:
-    """Split a flat tensor (n,) into `size` consecutive views, whose lengths differ by at most one and may be 0."""
-    return list(elements.split(chunk_sizes(elements.numel(), size)))
+def split_chunks(flat: Tensor, num_chunks: int) -> list[Tensor]:
+    """Split a flat tensor (n,) into `num_chunks` consecutive views, whose lengths differ by at most 1 and may be 0."""
+    return list(flat.split(chunk_sizes(flat.numel(), num_chunks)))
 
 
 def exchange(group: Group, send: Sequence[tuple[Tensor, int]] = (), recv: Sequence[tuple[Tensor, int]] = ()) -> None:
@@ -44,7 +44,7 @@ def exchange(group: Group, send: Sequence[tuple[Tensor, int]] = (), recv: Sequen
 
 
 def check_reduce_op(op: str, dtype: torch.dtype) -> None:
-    """Raise ValueError for an unknown reduction, or the mean of an integer dtype, before anything is sent."""
+    """Raise ValueError if `op` is no reduction of this package, or "mean" of an integer dtype."""
     if op not in _COMBINE:
         raise ValueError(f"no reduction {op!r}: possible are {', '.join(_COMBINE)}")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
@@ -56,7 +56,7 @@ def reduce_into(into: Tensor, other: Tensor, op: str) -> None:
     _COMBINE[op](into, other, out=into)
 
 
-def divide_mean(total: Tensor, op: str, size: int) -> None:
-    """Divide `total` by `size`, in place, if `op` is "mean"; other reductions are already complete."""
+def divide_mean(total: Tensor, op: str, group_size: int) -> None:
+    """Divide `total`, a sum over the group, by `group_size` in place if `op` is "mean"; otherwise do nothing."""
     if op == "mean":
-        total.div_(size)
+        total.div_(group_size)

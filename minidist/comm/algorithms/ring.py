@@ -20,25 +20,25 @@ from minidist.comm.collectives import check_shard_sizes
 from minidist.comm.group import Group
 
 
-def ring_reduce(parts: list[Tensor], group: Group, op: str) -> None:
-    """Reduce-scatter in place: `parts[rank]` ends up fully reduced on this rank, the other parts hold partial results.
+def ring_reduce(chunks: list[Tensor], group: Group, op: str) -> None:
+    """Reduce-scatter in place: `chunks[rank]` ends fully reduced on this rank, the others hold partial results.
 
-    parts: one view per rank, which together cover the tensor; the same lengths on every rank.
+    chunks: one view per rank, which together cover the tensor; the same lengths on every rank.
     """
     size, rank = group.size, group.rank
-    scratch = parts[0].new_empty(max(part.numel() for part in parts))
+    scratch = chunks[0].new_empty(max(chunk.numel() for chunk in chunks))
     for step in range(size - 1):
-        leaving, staying = parts[(rank - 1 - step) % size], parts[(rank - 2 - step) % size]
+        leaving, staying = chunks[(rank - 1 - step) % size], chunks[(rank - 2 - step) % size]
         arriving = scratch[: staying.numel()]
         exchange(group, send=[(leaving, (rank + 1) % size)], recv=[(arriving, (rank - 1) % size)])
         reduce_into(staying, arriving, op)  # sent on in the next round; after the last, the result of this rank
 
 
-def ring_gather(parts: list[Tensor], group: Group) -> None:
-    """All-gather in place: every rank's `parts[rank]` goes round the ring until each rank has all parts."""
+def ring_gather(chunks: list[Tensor], group: Group) -> None:
+    """All-gather in place: every rank's `chunks[rank]` goes round the ring until each rank has all chunks."""
     size, rank = group.size, group.rank
     for step in range(size - 1):
-        leaving, arriving = parts[(rank - step) % size], parts[(rank - 1 - step) % size]
+        leaving, arriving = chunks[(rank - step) % size], chunks[(rank - 1 - step) % size]
         exchange(group, send=[(leaving, (rank + 1) % size)], recv=[(arriving, (rank - 1) % size)])
 
 
@@ -46,49 +46,50 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str = "sum")
     """Write shard `rank` of the reduction of `input` (size * n, ...) to `output` (n, ...); `input` is not changed."""
     check_shard_sizes("reduce_scatter", full=input, shard=output, group=group)
     check_reduce_op(op, input.dtype)
-    parts = split_chunks(flat_view(input).clone(), group.size)
-    ring_reduce(parts, group, op)
-    divide_mean(parts[group.rank], op, group.size)
-    flat_view(output).copy_(parts[group.rank])
+    chunks = split_chunks(flat_view(input).clone(), group.size)
+    ring_reduce(chunks, group, op)
+    divide_mean(chunks[group.rank], op, group.size)
+    flat_view(output).copy_(chunks[group.rank])
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
     """Concatenate the `input` (n, ...) of all ranks, in rank order, into `output` (size * n, ...) on every rank."""
     check_shard_sizes("all_gather", full=output, shard=input, group=group)
-    parts = split_chunks(flat_view(output), group.size)
-    parts[group.rank].copy_(flat_view(input))
-    ring_gather(parts, group)
+    chunks = split_chunks(flat_view(output), group.size)
+    chunks[group.rank].copy_(flat_view(input))
+    ring_gather(chunks, group)
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
     """Replace `tensor` (any shape) on every rank by its reduction: reduce-scatter, then all-gather.
 
-    Each rank first sends the part of its own index, as in the paper, and so completes part `rank + 1`: the list is
-    rotated accordingly. Part c is summed in the order of ranks c, c + 1, ..., c - 1 (modulo size) and then copied to
+    Each rank first sends the chunk of its own index, as in the paper, and so completes chunk `rank + 1`: the list is
+    rotated accordingly. Chunk c is summed in the order of ranks c, c + 1, ..., c - 1 (modulo size) and then copied to
     all ranks, so all get identical results; but the order of additions depends on an element's offset in the tensor.
     """
     check_reduce_op(op, tensor.dtype)
-    parts = split_chunks(flat_view(tensor), group.size)
-    parts = parts[1:] + parts[:1]
-    ring_reduce(parts, group, op)
-    divide_mean(parts[group.rank], op, group.size)
-    ring_gather(parts, group)
+    chunks = split_chunks(flat_view(tensor), group.size)
+    chunks = chunks[1:] + chunks[:1]
+    ring_reduce(chunks, group, op)
+    divide_mean(chunks[group.rank], op, group.size)
+    ring_gather(chunks, group)
 
 
-def hierarchical_all_reduce(tensor: Tensor, inside: Group, across: Group, op: str = "sum") -> None:
+def hierarchical_all_reduce(tensor: Tensor, intra_node: Group, inter_node: Group, op: str = "sum") -> None:
     """Replace `tensor` (any shape) on every rank by its reduction over all nodes, for slow links between nodes.
 
     Reduce-scatter inside each node, all-reduce of the shards across nodes, all-gather inside each node. Across nodes a
     rank sends 2 (nodes - 1) / nodes of its shard: with m ranks per node, an m-th of what a ring over all ranks sends.
     Mikami et al. 2018 (2D-torus all-reduce).
 
-    inside: the ranks of this node. across: the ranks with this rank's index in every node. All nodes have equally many.
+    intra_node: the group of this node's ranks. inter_node: the group of the ranks that have this rank's index on their
+    nodes. All nodes have equally many ranks.
     """
     check_reduce_op(op, tensor.dtype)
-    parts = split_chunks(flat_view(tensor), inside.size)
-    shard = parts[inside.rank]
+    chunks = split_chunks(flat_view(tensor), intra_node.size)
+    shard = chunks[intra_node.rank]
     partial_op = "sum" if op == "mean" else op
-    ring_reduce(parts, inside, partial_op)
-    all_reduce(shard, across, partial_op)
-    divide_mean(shard, op, inside.size * across.size)
-    ring_gather(parts, inside)
+    ring_reduce(chunks, intra_node, partial_op)
+    all_reduce(shard, inter_node, partial_op)
+    divide_mean(shard, op, intra_node.size * inter_node.size)
+    ring_gather(chunks, intra_node)

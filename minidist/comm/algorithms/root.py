@@ -1,4 +1,4 @@
-"""Broadcast and reduce between all ranks and one root, and the central update built from both.
+"""Broadcast and reduce between all ranks and one root, and the parameter-server step built from both.
 
 flat   the root exchanges a message with each other rank: `size - 1` messages in sequence through the root's link
 tree   a binomial tree: in each round every rank that has the tensor sends it to one that has not, so their number
@@ -15,7 +15,7 @@ from minidist.comm.group import Group
 
 
 def flat_broadcast(tensor: Tensor, src: int, group: Group) -> None:
-    """Replace `tensor` on every rank by that of group rank `src`, which sends it to each of the others."""
+    """Overwrite `tensor` on every rank with the tensor of group rank `src`, which sends it to each other rank."""
     buffer = flat_view(tensor)
     if group.rank == src:
         exchange(group, send=[(buffer, rank) for rank in range(group.size) if rank != src])
@@ -24,7 +24,10 @@ def flat_broadcast(tensor: Tensor, src: int, group: Group) -> None:
 
 
 def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
-    """Replace `tensor` on every rank by that of group rank `src`, along a binomial tree."""
+    """Overwrite `tensor` on every rank with the tensor of group rank `src` (a rank's number within `group`).
+
+    The tensor passes along a binomial tree.
+    """
     buffer, size = flat_view(tensor), group.size
     place = (group.rank - src) % size  # the root is at place 0
     distance = 1
@@ -37,7 +40,7 @@ def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
 
 
 def flat_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None:
-    """Reduce `tensor` into that of group rank `dst`; the other ranks' tensors do not change.
+    """Overwrite `tensor` of group rank `dst` with the reduction over all ranks; other ranks' tensors do not change.
 
     The root adds in rank order (its own tensor first) and allocates one more tensor.
     """
@@ -55,7 +58,7 @@ def flat_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None
 
 
 def tree_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None:
-    """Reduce `tensor` into that of group rank `dst`, along a binomial tree from the leaves to the root.
+    """Overwrite `tensor` of group rank `dst` with the reduction over all ranks, along a binomial tree.
 
     On the other ranks `tensor` ends up with a partial result. Thakur et al. 2005, section 4.5.
     """
@@ -75,7 +78,7 @@ def tree_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None
         divide_mean(buffer, op, size)
 
 
-def central_update(
+def parameter_server_step(
     parameters: Tensor,
     gradient: Tensor,
     update: Callable[[Tensor, Tensor], None],
@@ -83,11 +86,12 @@ def central_update(
     root: int = 0,
     op: str = "sum",
 ) -> None:
-    """Reduce the gradients to one root, update the parameters there, and broadcast them.
+    """Reduce the gradients to one root, update the parameters there, and broadcast them to all ranks.
 
     update: called on the root only, with its `parameters` and the reduced `gradient`; changes the parameters in place.
-    Only the root needs optimizer state; in return all bytes of a step pass through its one link. This is the parameter
-    server of Li et al. 2014 with a single server. `gradient` is reduced in place on the root, unchanged elsewhere.
+    root: group rank. op: the reduction of the gradients. `gradient` is reduced in place on the root, unchanged
+    elsewhere. Only the root needs optimizer state; in return all bytes of a step pass through its one link. This is the
+    parameter server of Li et al. 2014 with a single server.
     """
     flat_reduce(gradient, root, group, op)
     if group.rank == root:

@@ -1,5 +1,5 @@
 """Context parallelism: every sequence sharded over the ranks of one group; only attention communicates.
 
 Public: the functions of `split`. Read in this order: `chunks` and `layout` (which positions a rank holds), `causal`,
-`kernels` and `merge` (attention over a block of keys), `ring` and `ulysses`, `split`.
+`kernels` (attention over a block of keys), `ring` and `ulysses`, `split`.
 """

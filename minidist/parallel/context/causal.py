@@ -19,14 +19,14 @@ the kernels' shapes triangles and rectangles.
 """
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """A block of the score matrix between the queries of one rank and the keys of another, as local index ranges.
+    """The attention scores that a rank computes against the keys of one rank: a block of the score matrix.
 
-    causal: whether only its lower triangle is computed, diagonal included; the block is then square.
+    queries, keys: slices of the positions on the two ranks. causal: whether only the lower triangle of the block is
+    computed, diagonal included; the block is then square.
     """
 
     queries: slice
@@ -34,10 +34,10 @@ class ScoreBlock:
     causal: bool
 
     @property
-    def scores(self) -> float:
-        """Number of scores computed; those on the diagonal of a triangle count half.
+    def num_scores(self) -> float:
+        """Number of scores computed; the scores on the diagonal of a triangle count half.
 
-        Counted this way, the share of each rank does not depend on the sequence length.
+        Counted this way, each rank's fraction of the work does not depend on the sequence length.
         """
         rectangle = (self.queries.stop - self.queries.start) * (self.keys.stop - self.keys.start)
         return rectangle / 2 if self.causal else rectangle
@@ -46,7 +46,7 @@ class ScoreBlock:
 def score_block(layout: str, rank: int, source: int, length: int) -> ScoreBlock | None:
     """Return the block that `rank` computes against the keys of rank `source`; None if it is masked entirely.
 
-    length: positions per rank.
+    layout: "contiguous" or "zigzag". length: number of positions per rank.
     """
     whole = slice(0, length)
     if source == rank:
@@ -55,22 +55,3 @@ def score_block(layout: str, rank: int, source: int, length: int) -> ScoreBlock 
         return ScoreBlock(whole, whole, causal=False) if source < rank else None
     early, late = slice(0, length // 2), slice(length // 2, length)
     return ScoreBlock(whole, early, causal=False) if source < rank else ScoreBlock(late, whole, causal=False)
-
-
-def scores_per_step(layout: str, size: int, length: int) -> list[list[float]]:
-    """Count the scores that each rank computes in each ring step, per head and sequence: indexed [step][rank].
-
-    In step t rank r holds the keys of rank r - t. length: positions per rank.
-    """
-    steps = [[score_block(layout, rank, (rank - step) % size, length) for rank in range(size)] for step in range(size)]
-    return [[p.scores if p else 0 for p in parts] for parts in steps]
-
-
-def load_balance_efficiency(steps: list[list[float]]) -> Fraction:
-    """Return mean over maximum work per rank, when each step lasts as long as its busiest rank.
-
-    steps: from `scores_per_step`. The contiguous layout gives n / (2n - 1): the time is one triangle (half a square)
-    and n - 1 squares, the total work n triangles and n (n - 1) / 2 squares. Zig-zag gives 1.
-    """
-    total, lasts = sum(map(sum, steps)), sum(map(max, steps))
-    return Fraction(total) / (len(steps[0]) * Fraction(lasts))

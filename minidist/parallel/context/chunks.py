@@ -6,9 +6,9 @@ DEFAULT_LAYOUT = {"ring": "zigzag", "ulysses": "contiguous"}
 
 
 def resolve_layout(kind: str, layout: str | None) -> str:
-    """The layout to use with a form of attention: the given one, or the default of `kind` if it is None.
+    """Return the layout of the sequence: `layout`, or if it is None the default of this kind of attention.
 
-    kind: "ring" or "ulysses". Raises ValueError for an unknown kind or layout.
+    kind: "ring" or "ulysses". layout: "contiguous", "zigzag" or None. Raises ValueError for an unknown kind or layout.
     """
     if kind not in DEFAULT_LAYOUT:
         raise ValueError(f"there is no context parallelism {kind!r}; possible: {', '.join(DEFAULT_LAYOUT)}")
@@ -19,7 +19,7 @@ def resolve_layout(kind: str, layout: str | None) -> str:
 
 
 def num_chunks(layout: str, cp: int) -> int:
-    """Number of equal chunks that `cp` ranks divide a sequence into: 2 per rank for zigzag, else 1.
+    """Return the number of equal chunks into which `cp` ranks divide a sequence: 2 per rank for zigzag, else 1.
 
     A single rank keeps the sequence undivided, whatever its length.
     """

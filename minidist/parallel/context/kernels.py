@@ -1,4 +1,9 @@
-"""Attention over one block of keys: output and log-sum-exp, and the gradients of a block of a larger softmax.
+"""Attention over one block of keys: output, log-sum-exp and gradients, and the merge of two blocks' outputs.
+
+A softmax over all keys needs the sum of all exponentials. A block's sum is kept as its logarithm (`lse`, the
+log-sum-exp of the scores), which does not overflow; two blocks' outputs are averaged by each block's fraction of the
+sum of both. Milakov and Gimelshein 2018 (arXiv 1805.02867, section 3.1); for blocks of keys Dao et al. 2022
+(FlashAttention, arXiv 2205.14135, section 3.1).
 
 Backward needs no scores of other blocks. `P = exp(S - lse)` with the lse of all keys is a block's share of the whole
 softmax, and `dS = P * (grad V^T - D)` with `D = rowsum(grad * out)` of the whole output its gradient: Dao et al. 2022
@@ -29,10 +34,11 @@ _ALIGNED_LSE = 32  # efficient attention fills the lse up to a multiple of this
 
 
 def attention_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Softmax-weighted values (b, heads, q, d) and the log-sum-exp of the scores (b, heads, q), in at least float32.
+    """Return the attention output (b, heads, q, d), and each query's log-sum-exp of its scores (b, heads, q).
 
-    query: (b, heads, q, d). key, value: (b, kv_heads, k, d), query heads in consecutive groups. Scores are divided by
-    sqrt(d). causal: query i sees keys 0 to i; q equals k then.
+    The log-sum-exp is at least float32. query: (b, heads, q, d). key, value: (b, kv_heads, k, d); consecutive query
+    heads attend to the same key head. Scores are divided by sqrt(d). causal: query i attends to keys 0 to i; q must
+    equal k.
     """
     repeats = query.shape[1] // key.shape[1]
     return _kernels(query)[0](query, _repeat(key, repeats), _repeat(value, repeats), causal)
@@ -41,10 +47,11 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -
 def attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this block's term of the query gradient, and the gradients of key and value, (b, kv_heads, k, d).
+    """Return what a block of keys adds to the gradient of query, and the gradients of the block's key and value.
 
-    grad: gradient of the output. out, lse: results of `attention_forward`, merged over all keys that the queries attend
-    to, this block included. The gradients of key and value are summed over the query heads of a group.
+    grad: gradient of the output, (b, heads, q, d). out, lse: results of `attention_forward`, merged over all keys that
+    the queries attend to, this block included. query, key, value, causal: as in `attention_forward`. The gradients have
+    the shapes of query, key and value; those of key and value are summed over the query heads that share a key head.
     """
     kv_heads = key.shape[1]
     repeats = query.shape[1] // kv_heads
@@ -54,6 +61,20 @@ def attention_backward(
     dtype = torch.promote_types(query.dtype, torch.float32)
     dkey, dvalue = (g.unflatten(1, (kv_heads, repeats)).sum(2, dtype=dtype) for g in grads[1:])
     return grads[0], dkey, dvalue
+
+
+def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge two attention results over disjoint sets of keys; return (out, lse) over all keys, in at least float32.
+
+    out, other: (..., s, d), the softmax-weighted means of the values. lse, other_lse: (..., s), the log-sum-exp of the
+    scores. Where a query has no key in a set, lse is minus infinity and out is 0; both sets may lack keys.
+    """
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    lse, other_lse = lse.to(dtype), other_lse.to(dtype)
+    # The share of one, e^a / (e^a + e^b), is a function of the difference alone, which is exact where both are large;
+    # the logarithm of their sum is not. Two that saw no key differ by NaN; their outputs are 0, whatever the shares.
+    ahead = (lse - other_lse).nan_to_num(nan=0.0)[..., None]
+    return out * ahead.sigmoid() + other * (-ahead).sigmoid(), torch.logaddexp(lse, other_lse)
 
 
 def _repeat(heads: Tensor, repeats: int) -> Tensor:

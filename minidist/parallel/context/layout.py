@@ -19,9 +19,10 @@ from minidist.validation import validate_sequence_length
 
 
 def rank_positions(layout: str, seq_len: int, size: int, rank: int) -> Tensor:
-    """Where the tokens of `rank` of `size` stand in the unsplit sequence: (seq_len / size,) int64, ascending.
+    """Return the positions of a rank's tokens in the full sequence: (seq_len / size,) int64, ascending.
 
-    Raises ValueError for an unknown layout, or one that cannot divide the sequence (`validate_sequence_length`).
+    layout: "contiguous" or "zigzag". size: number of ranks that shard the sequence. Raises ValueError for an unknown
+    layout, or one that cannot divide the sequence (`validate_sequence_length`).
     """
     validate_sequence_length(layout, seq_len, size)
     chunks = torch.arange(seq_len).view(num_chunks(layout, size), -1)
@@ -29,9 +30,11 @@ def rank_positions(layout: str, seq_len: int, size: int, rank: int) -> Tensor:
 
 
 def shard_sequence(tokens: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """What a rank with these positions (s / ranks,) sees of a batch: tokens and labels, (b, s) each, int64.
+    """Return a rank's tokens and labels, (b, s / ranks) each.
 
-    The labels are shifted already: the label of a rank's last token is a token that another rank holds.
+    tokens, labels: of the full sequences, (b, s) int64. positions: of the rank's tokens, (s / ranks,), from
+    `rank_positions`. The labels are shifted already: the label of a rank's last token is a token that another rank
+    holds.
     """
     positions = positions.to(tokens.device)
     return tokens.index_select(1, positions), labels.index_select(1, positions)

@@ -21,35 +21,38 @@ import torch
 from torch import Tensor
 
 from minidist.comm import Group, P2POp, batch_send_recv
-from minidist.comm.group import find
+from minidist.comm.group import find_group
 from minidist.parallel.context import kernels
 from minidist.parallel.context.causal import ScoreBlock, score_block
-from minidist.parallel.context.merge import merge_attention
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str) -> Tensor:
-    """Causal attention of this rank's queries to the keys of the whole sequence: the shape of query.
+    """Return causal attention of this rank's queries over the keys of the whole sequence, in the shape of query.
 
-    query: (b, heads, s / ranks, d). key, value: (b, kv_heads, s / ranks, d), query heads in consecutive groups; they
-    travel as they are, with one head per group. All are at the positions that this rank has in `layout`.
+    query: (b, heads, s / ranks, d). key, value: (b, kv_heads, s / ranks, d); consecutive query heads attend to the same
+    key head, and keys and values are sent with kv_heads heads. group: the ranks that shard the sequence. layout: which
+    positions each rank has, "contiguous" or "zigzag".
     """
     return _ring(query, key, value, group.key, layout)[0]
 
 
 @torch.library.custom_op("minidist::ring_attention", mutates_args=())
 def _ring(query: Tensor, key: Tensor, value: Tensor, group: str, layout: str) -> tuple[Tensor, Tensor]:
-    return ring_forward(query, key, value, find(group), layout)
+    return ring_forward(query, key, value, find_group(group), layout)
 
 
 @torch.library.custom_op("minidist::ring_attention_backward", mutates_args=())
 def _ring_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, group: str, layout: str
 ) -> tuple[Tensor, Tensor]:
-    return ring_backward(grad, query, key, value, out, lse, find(group), layout)
+    return ring_backward(grad, query, key, value, out, lse, find_group(group), layout)
 
 
 def ring_forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str) -> tuple[Tensor, Tensor]:
-    """What `ring_attention` returns, and the log-sum-exp (b, heads, s / ranks) of every query over all its keys."""
+    """Return the result of `ring_attention`, and the log-sum-exp of each query's scores over all its keys.
+
+    The log-sum-exp is (b, heads, s / ranks), at least float32. Arguments as in `ring_attention`.
+    """
     out, lse = _nothing_seen(query)
     held = torch.stack((key, value))
     for step in range(group.size):
@@ -62,7 +65,10 @@ def ring_forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout
 def ring_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, group: Group, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of query, and those of key and value stacked; out, lse: `ring_forward`'s results."""
+    """Return the gradient of query, and the gradients of key and value stacked in one tensor, (2, *key.shape).
+
+    grad: gradient of the output. out, lse: the results of `ring_forward`. Other arguments as in `ring_attention`.
+    """
     held = torch.stack((key, value))
     dtype = torch.promote_types(query.dtype, torch.float32)
     dquery, home = torch.zeros_like(query, dtype=dtype), torch.zeros_like(held, dtype=dtype)
@@ -85,9 +91,10 @@ def ring_backward(
 
 
 class RingTransfer:
-    """Tensors in flight to the next rank of the ring, and those that arrive from the previous rank.
+    """Sends tensors to the next rank of the ring, and receives as many from the previous rank.
 
-    All are launched together, as NCCL demands of transfers that are in flight together.
+    leaving: the tensors to send. All sends and receives are launched as one batch, because NCCL requires this of
+    transfers that overlap.
     """
 
     def __init__(self, leaving: Sequence[Tensor], group: Group):
@@ -98,7 +105,7 @@ class RingTransfer:
         self._handle = batch_send_recv(transfers, group, async_op=True)
 
     def wait(self) -> list[Tensor]:
-        """What has arrived, in the order of what has left."""
+        """Wait for all transfers; return the arrived tensors, in the order of `leaving`."""
         self._handle.wait()
         return self._arriving
 
@@ -114,7 +121,7 @@ def _attend(what: ScoreBlock | None, query: Tensor, held: Tensor, out: Tensor, l
     k, v = held[..., what.keys, :]
     block = kernels.attention_forward(query[..., what.queries, :], k, v, what.causal)
     rows, row_lse = out[..., what.queries, :], lse[..., what.queries]
-    for there, merged in zip((rows, row_lse), merge_attention(rows, row_lse, *block), strict=True):
+    for there, merged in zip((rows, row_lse), kernels.merge_attention(rows, row_lse, *block), strict=True):
         there.copy_(merged)
 
 

@@ -18,16 +18,16 @@ from minidist.parallel.context.ulysses import ulysses_attention
 
 
 def apply_context_parallel(model: nn.Module, group: Group, kind: str, layout: str | None = None) -> None:
-    """Give the attention of every layer of `model` the form `kind`: "ring" or "ulysses".
+    """Replace the attention of every layer of `model`, in place, by attention over sequences sharded over the group.
 
-    model: a Transformer, or what tensor parallelism left of one. group: ranks that see parts of the same sequences.
-    layout: "zigzag" or "contiguous"; the natural one of the kind when None. The caller gives each rank its tokens and
-    labels (`layout.cut`), and its `layout.positions` as the model's `positions` and as those of the dropout address.
+    model: a Transformer, possibly already split by pipeline and tensor parallelism. group: the ranks that shard the
+    same sequences. kind: "ring" or "ulysses". layout: "zigzag" or "contiguous"; None means the default of `kind`. The
+    caller passes each rank its tokens and labels (`shard_sequence`), and its `rank_positions` as the model's
+    `positions` and as those of the dropout address.
 
-    Afterwards the sum of the ranks' losses is that of the whole sequences. Every rank holds every parameter, and its
-    gradient is a contribution: the sum over the group is the gradient. Raises ValueError for no such kind or layout;
-    `validate_context_parallel` tells
-    beforehand whether the sizes divide.
+    Afterwards the sum of the ranks' losses is the loss of the whole sequences. Every rank holds every parameter and
+    computes a local gradient: the sum over the group is the gradient. Raises ValueError for an unknown kind or layout;
+    `validate_context_parallel` checks beforehand whether the sizes divide.
     """
     layout = resolve_layout(kind, layout)
     if group.size == 1:
@@ -41,7 +41,7 @@ def apply_context_parallel(model: nn.Module, group: Group, kind: str, layout: st
 
 @contextmanager
 def unsharded_attention(model: nn.Module) -> Iterator[None]:
-    """Within this context, undo `apply_context_parallel`: every rank attends within the sequences it is given."""
+    """Context manager that undoes `apply_context_parallel`: every rank attends only within its own input sequences."""
     changed = {attention: vars(attention).pop("attend", None) for attention in _attentions(model)}
     try:
         yield

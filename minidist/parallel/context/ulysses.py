@@ -24,12 +24,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def ulysses_attention(
     query: Tensor, key: Tensor, value: Tensor, attend: Attend, group: Group, layout: str = "contiguous"
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of the whole sequence: the shape of query.
+    """Return attention of this rank's queries over the keys of the whole sequence, in the shape of query.
 
-    query: (b, heads, s / ranks, d). key, value: (b, kv_heads, s / ranks, d), query heads in consecutive groups. All are
-    at the positions that this rank has in `layout`. attend: attention of one process, on such tensors with the whole
-    sequence in order. Key and value heads that ranks cannot share equally are repeated before they are sent: n / gcd(n,
-    kv_heads) times the bytes. Raises ValueError when ranks cannot share the query heads equally.
+    query: (b, heads, s / ranks, d). key, value: (b, kv_heads, s / ranks, d); consecutive query heads attend to the same
+    key head. attend: attention of one process, called with query, key and value of whole sequences in order, for some
+    of the heads. group: the n ranks that shard the sequence. layout: which positions each rank has, "contiguous" or
+    "zigzag". If n does not divide kv_heads, key and value heads are repeated before they are sent: n / gcd(n, kv_heads)
+    times the bytes. Raises ValueError if n does not divide the query heads.
     """
     size, heads = group.size, query.shape[1]
     if heads % size:

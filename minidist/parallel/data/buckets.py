@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from minidist.comm import Group, Handle, all_reduce
-from minidist.parallel.data.assignment import FIRST_BYTES, MIB, assign
-from minidist.parallel.data.reducer import GradientReducer, group_of
+from minidist.parallel.data.assignment import FIRST_BYTES, MIB, assign_buckets
+from minidist.parallel.data.reducer import GradientReducer, find_gradient_group
 from minidist.parameters import ParamSpecs
 
 
@@ -31,17 +31,20 @@ class _Unlaunched:
 
 
 class Bucket:
-    """Gradients in one flat buffer, which is all-reduced.
+    """The gradients of some parameters in one flat buffer, which is summed over the group by one all-reduce.
 
-    reports: parameters for which this bucket counts the ranks that used them, in one element each at its end.
+    counted_names: names of parameters, of this or other buckets. The buffer ends with one element for each: 1 if this
+    rank used the parameter and 0 if not, so after the all-reduce the number of ranks that used it.
+    buffer: (numel,), the gradients, then the counts. use_counts: the counts. views: each gradient's part of the buffer,
+    in the parameter's shape, by name. handle: of the all-reduce.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, reports: Sequence[str] = ()):
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, counted_names: Sequence[str] = ()):
         first = next(iter(parameters.values()))
         numel = sum(parameter.numel() for parameter in parameters.values())
-        self.group, self.reports = group, reports
-        self.buffer = torch.zeros(numel + len(reports), dtype=first.dtype, device=first.device)
-        self.uses = self.buffer[numel:]
+        self.group, self.counted_names = group, counted_names
+        self.buffer = torch.zeros(numel + len(counted_names), dtype=first.dtype, device=first.device)
+        self.use_counts = self.buffer[numel:]
         self.views: dict[str, Tensor] = {}
         offset = 0
         for name, parameter in parameters.items():
@@ -50,18 +53,19 @@ class Bucket:
         self.handle: Handle | _Unlaunched = _Unlaunched(list(parameters))
 
     def launch(self, filled: Set[str]) -> None:
-        """Start the all-reduce; a missing gradient counts as zero."""
+        """Start the all-reduce of the buffer. filled: parameters with a gradient; the gradients of all others are 0."""
         for name in self.views.keys() - filled:
             self.views[name].zero_()
-        if self.reports:
-            self.uses.copy_(torch.tensor([float(name in filled) for name in self.reports]))
+        if self.counted_names:
+            self.use_counts.copy_(torch.tensor([float(name in filled) for name in self.counted_names]))
         self.handle = all_reduce(self.buffer, self.group, async_op=True)
 
 
 class BucketedReducer(GradientReducer):
-    """All-reduce in buckets, launched inside backward. Same interface and same gradients as `NaiveReducer`.
+    """Gradient reducer of data parallelism that all-reduces gradients in buckets while backward still runs.
 
-    bucket_bytes: the maximum size of a bucket (a larger parameter has a bucket of its own).
+    specs: of the parameters. groups: among them the group of each parameter's replicas. bucket_bytes: the maximum size
+    of a bucket (a larger parameter has a bucket of its own).
     """
 
     def __init__(
@@ -84,21 +88,21 @@ class BucketedReducer(GradientReducer):
         """Make the buckets, in backward order, separate for each group, dtype and device."""
         kinds: dict[tuple, tuple[Group, dict[str, int]]] = {}
         for name, parameter in reversed(self._parameters.items()):
-            group = group_of(specs[name], groups)
+            group = find_gradient_group(specs[name], groups)
             _, sizes = kinds.setdefault((group.key, parameter.dtype, parameter.device), (group, {}))
             sizes[name] = parameter.numel() * parameter.element_size()
         buckets = []
         for group, sizes in kinds.values():
-            cuts = assign(sizes, bucket_bytes, FIRST_BYTES)
+            cuts = assign_buckets(sizes, bucket_bytes, FIRST_BYTES)
             for cut in cuts:
-                reports = list(sizes) if cut is cuts[-1] else []
-                buckets.append(Bucket({name: self._parameters[name] for name in cut}, group, reports))
+                counted_names = list(sizes) if cut is cuts[-1] else []
+                buckets.append(Bucket({name: self._parameters[name] for name in cut}, group, counted_names))
         return buckets
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Accumulate a local gradient in its bucket; the caller may reuse `grad`."""
+        """Accumulate a local gradient of parameter `name` in its bucket; the caller may reuse `grad`."""
         if name not in self._awaited:
-            raise RuntimeError(f"a gradient of {name} came after ready({name!r}), when its bucket may be in flight")
+            raise RuntimeError(f"a gradient of {name} came after mark_ready({name!r}): its bucket may be in flight")
         view = self._bucket_of[name].views[name]
         if name in self._filled:
             view.add_(grad)
@@ -106,31 +110,34 @@ class BucketedReducer(GradientReducer):
             view.copy_(grad)
             self._filled.add(name)
 
-    def ready(self, name: str) -> None:
-        """Declare the gradient of `name` complete; launch all complete buckets up to the first incomplete one."""
+    def mark_ready(self, name: str) -> None:
+        """Declare that all gradients of parameter `name` have been added; launch the buckets that are now complete.
+
+        Buckets are launched in a fixed order: a complete bucket waits for the buckets before it.
+        """
         self._awaited.discard(name)
         while self._next < len(self._buckets) and self._awaited.isdisjoint(self._buckets[self._next].views):
             self._launch_next()
 
-    def finish(self) -> None:
-        """Launch the remaining buckets and wait for all: every `.grad` then holds its sum over the group."""
+    def finish_reductions(self) -> None:
+        """Launch the remaining buckets and wait for all. Then `.grad` is the sum over the group, or None if unused."""
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
-            bucket.handle.wait(host=bool(bucket.reports))
+            bucket.handle.wait(host=bool(bucket.counted_names))
         for bucket in self._buckets:
-            for name, uses in zip(bucket.reports, bucket.uses.tolist(), strict=True):
+            for name, uses in zip(bucket.counted_names, bucket.use_counts.tolist(), strict=True):
                 self._parameters[name].grad = self._bucket_of[name].views[name] if uses else None
         self._start_step()
 
-    def clear(self) -> None:
+    def clear_gradients(self) -> None:
         if self._next:  # the step was aborted: buffers in flight must not be reused
             self._make_buckets()
         self._start_step()
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def scale(self, factor: float) -> None:
+    def scale_gradients(self, factor: float) -> None:
         for bucket in self._buckets:
             bucket.buffer.mul_(factor)
 

@@ -1,14 +1,15 @@
 """The gradient reducer: where gradients are accumulated and summed over the replicas, and what the optimizer updates.
 
-The code that computes a gradient calls `add(name, grad)`, and `ready(name)` once all gradients of that parameter have
-been accumulated. Autograd hooks are one such caller (`collect`); a pipeline that computes weight gradients by itself is
-another. Nothing else touches `.grad`: after `finish()` it holds the sum over all replicas, or None for a parameter that
-no rank used, and `clear()` sets it to None again.
+The code that computes a gradient calls `add(name, grad)`, and `mark_ready(name)` once all gradients of that parameter
+have been accumulated. Autograd hooks are one such caller (`register_gradient_hooks`); a pipeline that computes weight
+gradients by itself is another. Nothing else touches `.grad`: after `finish_reductions()` it holds the sum over all
+replicas, or None for a parameter that no rank used, and `clear_gradients()` sets it to None again.
 
 The sum over the replicas is not divided: each loss was already divided by the number of tokens of the global batch
 (`minidist.train.loss`), so the sum is the gradient of one process.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,101 +20,112 @@ from minidist.comm import Group, all_reduce
 from minidist.parameters import ParamSpec, ParamSpecs
 
 
-def trainable(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+def trainable_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Return the parameters that require a gradient, in the same order."""
     return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
 
-class GradientReducer:
+class GradientReducer(ABC):
     """Accumulates and reduces the gradients of one step, and holds the tensors that the optimizer updates.
 
-    `Engine.step` calls it in this order: `add` and `ready` during backward, `end_backward` after each micro-batch,
-    `finish`, `scale`, then for each of `update_groups` the optimizer between `attach_grads` and `copy_to_params`,
-    `gather`, `clear`. A subclass implements `add`, `ready`, `finish`, `clear` and `scale`. All else defaults to plain
+    `Engine.step` calls it in this order: `add` and `mark_ready` during backward, `end_backward` after each micro-batch,
+    `finish_reductions`, `scale_gradients`; then, for each of `update_groups`, `attach_grads`, the optimizer's step and
+    `copy_to_params`; finally `gather_params` and `clear_gradients`. The methods that are not abstract default to plain
     data parallelism: every replica updates all of its parameters in place.
 
-    masters: by global name, the tensors that the optimizer updates. master_specs: which elements of a parameter each
-    master holds. reduces_each_micro_batch: whether gradients are reduced, and so become ready, in every
-    micro-batch.
-    gatherer: gathers the parameters block by block while the model runs (ZeRO stage 3); None elsewhere.
+    parameters: of this rank, by global name. specs: of these parameters. masters: the tensors that the optimizer
+    updates, by the parameter's name in the full model; here the parameters themselves, in mixed precision their float32
+    copies. master_specs: which elements of a parameter each master holds. reduces_each_micro_batch: whether gradients
+    are reduced after every micro-batch (ZeRO stages 2 and 3); otherwise once per step. gatherer: gathers the parameters
+    block by block while the model runs (ZeRO stage 3); None elsewhere.
     """
 
     reduces_each_micro_batch = False
     gatherer: Any = None
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs):
-        self._parameters = trainable(parameters)
+        self._parameters = trainable_parameters(parameters)
         self.masters: dict[str, Tensor] = self._parameters
         self.master_specs = {name: specs[name] for name in self._parameters}
 
+    @abstractmethod
     def add(self, name: str, grad: Tensor) -> None:
         """Accumulate a local gradient of parameter `name`, of the parameter's shape.
 
         The reducer may keep `grad` and add to it: the caller must not use it again. Raises RuntimeError after
-        `ready(name)`, when the gradient may already be in flight.
+        `mark_ready(name)`, when the gradient may already be in flight.
         """
-        raise NotImplementedError
 
-    def ready(self, name: str) -> None:
+    @abstractmethod
+    def mark_ready(self, name: str) -> None:
         """Declare that all gradients of `name` have been accumulated, so that its reduction may start."""
-        raise NotImplementedError
 
     def end_backward(self, chunk: int | None = None) -> None:
-        """End the backward of a micro-batch through the whole model, or through one chunk of a pipeline's stage."""
+        """Called after the backward of each micro-batch, through the whole model or one chunk of a pipeline stage.
 
-    def finish(self) -> None:
-        """End the step's backward: return once every reduction has completed."""
-        raise NotImplementedError
+        chunk: its number on this stage; None for the whole model.
+        """
+
+    @abstractmethod
+    def finish_reductions(self) -> None:
+        """Launch the step's remaining reductions and wait until all have completed."""
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """The reduced gradient of each master; None for a parameter that no rank used."""
+        """Return the reduced gradient of each master, by parameter name; None for a parameter that no rank used."""
         return {name: parameter.grad for name, parameter in self._parameters.items()}
 
     @property
     def used_flags(self) -> list[float]:
-        """1.0 or 0.0 per parameter, to be summed over all ranks for `mark_unused`; empty if the reducer needs none."""
+        """Whether this rank used each parameter in the step, as 1.0 or 0.0; empty if reductions count the uses.
+
+        The engine sums the flags over all ranks and passes the sums to `mark_unused`.
+        """
         return []
 
     def mark_unused(self, use_counts: Sequence[float]) -> None:
-        """Take the sums of all ranks' `used_flags`: a parameter with a count of 0 gets no gradient."""
+        """Mark the parameters that no rank used: they get no gradient. use_counts: sums of all ranks' `used_flags`."""
 
-    def scale(self, factor: float) -> None:
+    @abstractmethod
+    def scale_gradients(self, factor: float) -> None:
         """Multiply every reduced gradient by `factor`."""
-        raise NotImplementedError
 
     def update_groups(self) -> list[Any]:
-        """The groups of masters that the optimizer updates in one call each; by default one group with all of them."""
+        """Return the groups of masters that the optimizer updates in one call each; by default a single group.
+
+        The groups are opaque to the caller, which passes each to `attach_grads`, `updated_names` and `copy_to_params`.
+        """
         return [None]
 
     def updated_names(self, group: Any) -> list[str]:
-        """The parameters of an update group that some rank used. This rank may hold no element of them."""
+        """Return the names of an update group's parameters that some rank used, with or without elements here."""
         return [name for name, parameter in self._parameters.items() if parameter.grad is not None]
 
     def attach_grads(self, group: Any) -> None:
-        """Give the masters of an update group their `.grad`."""
+        """Set `.grad` of every master of an update group to its reduced gradient, for the optimizer's step."""
 
     def copy_to_params(self, group: Any, step: int) -> None:
-        """Copy updated masters to the parameters and detach their gradients. step: the number of this step."""
+        """Copy an update group's masters to the parameters, and drop their gradients. step: of the optimizer."""
 
-    def gather(self) -> None:
-        """Bring the updated parameters to all ranks."""
+    def gather_params(self) -> None:
+        """All-gather the updated parameters if every rank updates only a shard of them; otherwise do nothing."""
 
-    def clear(self) -> None:
-        """Forget the step: every `.grad` is None."""
-        raise NotImplementedError
+    @abstractmethod
+    def clear_gradients(self) -> None:
+        """Drop the gradients of this step: set every `.grad` to None."""
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """This rank's elements of each parameter, as `master_specs` says: a checkpoint reads and writes them."""
+        """Return this rank's elements of each parameter (see `master_specs`), for a checkpoint to save or load into."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def after_load(self) -> None:
-        """Copy the loaded `checkpoint_tensors` to the parameters of all ranks."""
+        """Update the parameters of all ranks after a checkpoint has been loaded into the `checkpoint_tensors`."""
 
 
-def group_of(spec: ParamSpec, groups: Iterable[Group]) -> Group:
-    """The group that sums a parameter's gradient: its ranks are exactly the contributors.
+def find_gradient_group(spec: ParamSpec, groups: Iterable[Group]) -> Group:
+    """Return the group that sums a parameter's gradient.
 
-    Raises KeyError when no such group was bound.
+    Its ranks are exactly the *contributors*, the replicas whose local gradients must be summed. Raises KeyError when no
+    group of exactly these ranks was created.
     """
     for group in groups:
         if group.ranks == spec.contributors:
@@ -122,29 +134,32 @@ def group_of(spec: ParamSpec, groups: Iterable[Group]) -> Group:
 
 
 class NaiveReducer(GradientReducer):
-    """One all-reduce per parameter after backward. The simple version of `BucketedReducer`, with the same results."""
+    """Gradient reducer of data parallelism with one all-reduce per parameter after backward; see `BucketedReducer`.
+
+    specs: of the parameters. groups: among them the group of each parameter's replicas.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs, groups: Iterable[Group]):
         super().__init__(parameters, specs)
         groups = list(groups)
-        self._groups = {name: group_of(specs[name], groups) for name in self._parameters}
+        self._groups = {name: find_gradient_group(specs[name], groups) for name in self._parameters}
         self._sums: dict[str, Tensor] = {}
         self._ready: set[str] = set()
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Add a local gradient to those of earlier micro-batches."""
+        """Add a local gradient of parameter `name` to those of earlier micro-batches; `grad` is copied."""
         if name in self._ready:
-            raise RuntimeError(f"a gradient of {name} came after ready({name!r})")
+            raise RuntimeError(f"a gradient of {name} came after mark_ready({name!r})")
         if name in self._sums:
             self._sums[name].add_(grad)
         else:
             self._sums[name] = grad.detach().clone(memory_format=torch.contiguous_format)
 
-    def ready(self, name: str) -> None:
-        self._ready.add(name)  # nothing is sent before `finish`
+    def mark_ready(self, name: str) -> None:
+        self._ready.add(name)  # nothing is sent before `finish_reductions`
 
-    def finish(self) -> None:
-        """Sum over the group: every `.grad` holds the sum, or None for a parameter that no rank of the group used."""
+    def finish_reductions(self) -> None:
+        """All-reduce all gradients. Then `.grad` is the sum over the group, None if no rank used the parameter."""
         for name, parameter in self._parameters.items():
             group = self._groups[name]
             # Every rank must take part in every collective: one that did not use the parameter sends zeros.
@@ -157,24 +172,24 @@ class NaiveReducer(GradientReducer):
             parameter.grad = total.view_as(parameter) if used.item() else None
         self._sums, self._ready = {}, set()
 
-    def clear(self) -> None:
+    def clear_gradients(self) -> None:
         self._sums, self._ready = {}, set()
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def scale(self, factor: float) -> None:
+    def scale_gradients(self, factor: float) -> None:
         for parameter in self._parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
 
-def collect(
-    parameters: Mapping[str, nn.Parameter], reducer: GradientReducer, last: Callable[[], bool]
+def register_gradient_hooks(
+    parameters: Mapping[str, nn.Parameter], reducer: GradientReducer, is_last_backward: Callable[[], bool]
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Register autograd hooks that hand each gradient to the reducer as soon as a backward has computed it.
+    """Register autograd hooks that pass each gradient to the reducer as soon as backward has computed it.
 
-    last: returns whether the running backward is the last one of the step. Only in that one is a gradient declared
-    ready; in the micro-batches before, gradients accumulate and nothing is sent. The hooks set `.grad` to None, because
+    is_last_backward: returns whether the running backward is the last one of the step. Only then is a gradient declared
+    ready; in earlier micro-batches gradients accumulate and nothing is sent. The hooks set `.grad` to None, because
     autograd would add the next backward's gradient to one that the reducer already has. Autograd does not call the hook
     of a parameter that a backward did not use. Returns the hooks' handles, whose `remove()` unregisters them.
     """
@@ -183,12 +198,12 @@ def collect(
         def hook(parameter: Tensor) -> None:
             reducer.add(name, parameter.grad)
             parameter.grad = None
-            if last():
-                reducer.ready(name)
+            if is_last_backward():
+                reducer.mark_ready(name)
 
         return hook
 
     return [
         parameter.register_post_accumulate_grad_hook(hook_for(name))
-        for name, parameter in trainable(parameters).items()
+        for name, parameter in trainable_parameters(parameters).items()
     ]

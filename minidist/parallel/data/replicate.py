@@ -15,7 +15,7 @@ from minidist.parallel.data.reducer import GradientReducer, NaiveReducer
 from minidist.parameters import ParamSpecs
 
 
-def synchronize(model: nn.Module, group: Group) -> None:
+def broadcast_model(model: nn.Module, group: Group) -> None:
     """Broadcast the parameters and buffers of the group's first rank to all its ranks.
 
     All broadcasts are launched before the first wait; a tied tensor is sent once.
@@ -38,7 +38,11 @@ def make_reducer(
     groups: Iterable[Group],
     bucket_mib: float = 25.0,
 ) -> GradientReducer:
-    """Make the reducer that sums gradients over the replicas of each parameter. bucket_mib: maximum bucket size."""
+    """Make the gradient reducer that sums gradients over the replicas of each parameter.
+
+    kind: "bucketed" (`BucketedReducer`) or "naive" (`NaiveReducer`). specs: of the parameters, by name. groups: among
+    them the group of each parameter's replicas. bucket_mib: maximum bucket size in MiB, for "bucketed".
+    """
     if kind == "naive":
         return NaiveReducer(parameters, specs, groups)
     return BucketedReducer(parameters, specs, groups, int(bucket_mib * MIB))

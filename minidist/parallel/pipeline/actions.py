@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: for each stage its operations, in execution order.
+"""Pipeline schedules as data: for each stage its actions, in execution order.
 
 The model is split into `stages * chunks` parts; a part's position is its number, counted from the input. A stage (one
 rank of the mesh's pp axis) holds `chunks` parts, given by `placement`:
@@ -14,9 +14,10 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 
-class Op(NamedTuple):
-    """An operation on one micro-batch and chunk: F forward, B backward or W weight gradient.
+class Action(NamedTuple):
+    """An action of a pipeline stage on one micro-batch and chunk: forward (F), backward (B) or weight gradient (W).
 
+    kind: "F", "B" or "W". chunk: its number on the stage; str(action) is "F3", or "F3.1" for chunk 1.
     In a schedule without W, B is the full backward. With W, backward is split: B computes the gradient of the chunk's
     input, which the previous part waits for, and W the gradient of its weights (Qi et al. 2023, section 1).
     """
@@ -29,26 +30,28 @@ class Op(NamedTuple):
         return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-class StageOp(NamedTuple):
-    """An operation and the stage that runs it."""
+class StageAction(NamedTuple):
+    """An action and the stage that runs it."""
 
     stage: int
-    op: Op
+    action: Action
 
     def __str__(self) -> str:
-        return f"{self.op} of stage {self.stage}"
+        return f"{self.action} of stage {self.stage}"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule: the order of each stage's operations.
+    """A pipeline schedule: the order of each stage's actions.
 
-    kind: the schedule's name. orders: for each stage its operations. chunks: parts of the model on each stage.
+    kind: the schedule's name. micro_batches: their number in a step. orders: for each stage its actions, in execution
+    order. chunks: number of parts of the model on each stage. placement: which parts these are, "loop" or "v" (see the
+    module).
     """
 
     kind: str
     micro_batches: int
-    orders: Sequence[Sequence[Op]]
+    orders: Sequence[Sequence[Action]]
     chunks: int = 1
     placement: Literal["loop", "v"] = "loop"
 
@@ -65,43 +68,46 @@ class Schedule:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether backward is split into input gradient (B) and weight gradient (W)."""
-        return any(op.kind == "W" for order in self.orders for op in order)
+        return any(action.kind == "W" for order in self.orders for action in order)
 
     @property
-    def last_kind(self) -> str:
-        """The kind of a micro-batch's last operation, which frees its activations: W if backward is split, else B."""
+    def last_action_kind(self) -> str:
+        """The kind of a micro-batch's last action, which frees its activations: W if backward is split, else B."""
         return "W" if self.splits_backward else "B"
 
     def position(self, stage: int, chunk: int) -> int:
-        """Return the number of the part of the model that is a stage's chunk."""
+        """Return the position, counted from the input, of the part of the model that is this chunk of a stage."""
         if self.placement == "v" and chunk % 2:
             return (chunk + 1) * self.stages - 1 - stage
         return chunk * self.stages + stage
 
     def owner(self, position: int) -> tuple[int, int]:
-        """Return the (stage, chunk) that holds part `position` of the model. The inverse of `position`."""
+        """Return the (stage, chunk) that is the part of the model at `position`. The inverse of `position()`."""
         chunk, stage = divmod(position, self.stages)
         return (self.stages - 1 - stage if self.placement == "v" and chunk % 2 else stage), chunk
 
-    def needs(self, stage: int, op: Op) -> list[StageOp]:
-        """Return the operations whose results a stage needs to run `op`.
+    def dependencies(self, stage: int, action: Action) -> list[StageAction]:
+        """Return the actions whose results a stage needs to run `action`.
 
         F needs F of the previous part; B needs its own F, and B of the next part; W needs its own B.
         """
-        if op.kind == "W":
-            return [StageOp(stage, Op("B", op.micro_batch, op.chunk))]
-        before, after = self._neighbours[stage, op.chunk]
-        own = [StageOp(stage, Op("F", op.micro_batch, op.chunk))] if op.kind == "B" else []
-        neighbour = after if op.kind == "B" else before
+        if action.kind == "W":
+            return [StageAction(stage, Action("B", action.micro_batch, action.chunk))]
+        before, after = self._neighbours[stage, action.chunk]
+        own = [StageAction(stage, Action("F", action.micro_batch, action.chunk))] if action.kind == "B" else []
+        neighbour = after if action.kind == "B" else before
         if neighbour is None:
             return own
-        return [*own, StageOp(neighbour[0], Op(op.kind, op.micro_batch, neighbour[1]))]
+        return [*own, StageAction(neighbour[0], Action(action.kind, action.micro_batch, neighbour[1]))]
 
-    def feeds(self, stage: int, op: Op) -> StageOp | None:
-        """Return the other part's operation that needs the result of `op`; None at the model's ends, and for W."""
-        before, after = self._neighbours[stage, op.chunk]
-        neighbour = {"F": after, "B": before}.get(op.kind)
-        return neighbour and StageOp(neighbour[0], Op(op.kind, op.micro_batch, neighbour[1]))
+    def consumer(self, stage: int, action: Action) -> StageAction | None:
+        """Return the action of a neighbouring part that needs the result of `action`, with its stage.
+
+        F feeds F of the next part, B feeds B of the previous part. None at the model's ends, and for W.
+        """
+        before, after = self._neighbours[stage, action.chunk]
+        neighbour = {"F": after, "B": before}.get(action.kind)
+        return neighbour and StageAction(neighbour[0], Action(action.kind, action.micro_batch, neighbour[1]))
 
     @cached_property
     def _neighbours(self) -> dict[tuple[int, int], list[tuple[int, int] | None]]:
@@ -110,31 +116,35 @@ class Schedule:
         return {owners[i]: [owners[i - 1], owners[i + 1]] for i in range(1, len(owners) - 1)}
 
 
-def execution_order(schedule: Schedule) -> tuple[list[StageOp], Mapping[int, StageOp]]:
-    """Return all runnable operations in a topological order, and the stages that deadlock.
+def execution_order(schedule: Schedule) -> tuple[list[StageAction], Mapping[int, StageAction]]:
+    """Return all runnable actions in a topological order, and the stages that deadlock.
 
-    Each stage runs its operations in order, as soon as their inputs exist. For a stage that cannot finish, the second
-    result has the operation that it waits for: {stage: missing operation}.
+    Each stage runs its actions in order, as soon as their inputs exist. The second result has an entry for each stage
+    that cannot finish, the missing action that it waits for: {stage: StageAction}. It is empty without a deadlock.
     """
-    done: dict[StageOp, None] = {}
+    done: dict[StageAction, None] = {}
     at = [0] * schedule.stages
-    waiting: dict[StageOp, list[int]] = {}
+    waiting: dict[StageAction, list[int]] = {}
     awake = list(range(schedule.stages))
     while awake:
         stage = awake.pop()
         order = schedule.orders[stage]
         while at[stage] < len(order):
-            op = order[at[stage]]
-            missing = next((need for need in schedule.needs(stage, op) if need not in done), None)
+            action = order[at[stage]]
+            missing = next((need for need in schedule.dependencies(stage, action) if need not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(stage)
                 break
-            done[StageOp(stage, op)] = None
+            done[StageAction(stage, action)] = None
             at[stage] += 1
-            awake += waiting.pop(StageOp(stage, op), [])
+            awake += waiting.pop(StageAction(stage, action), [])
     return list(done), {stage: missing for missing, stages in waiting.items() for stage in stages}
 
 
 def last_backward_index(schedule: Schedule, stage: int) -> dict[int, int]:
-    """Return {chunk: index of the stage's operation after which the chunk's gradients are complete}."""
-    return {op.chunk: index for index, op in enumerate(schedule.orders[stage]) if op.kind == schedule.last_kind}
+    """Return {chunk: index of the stage's action after which the chunk's gradients are complete}."""
+    return {
+        action.chunk: index
+        for index, action in enumerate(schedule.orders[stage])
+        if action.kind == schedule.last_action_kind
+    }

@@ -23,16 +23,18 @@ class ModuleOnOtherStage(nn.Module):
         self.register_parameter("weight", None)  # weight tying finds None
 
     def forward(self, *_, **__):
+        """Raise RuntimeError: this stage does not have the module."""
         raise RuntimeError(f"{self.name} was called, and another stage of the pipeline holds it")
 
 
 def keep_stage_modules(
     model: nn.Module, schedule: Schedule, stage: int, parts: Sequence[range]
 ) -> dict[str, tuple[int, ...]]:
-    """Remove the modules of other stages from `model`; returns the chunks that use each parameter, by global name.
+    """Remove the modules of other stages from `model`; return the chunks that use each remaining parameter.
 
-    model: a full Transformer. parts: the layers of each part of the model, from the input on. A head that is tied to
-    the embedding of another stage keeps a replica under the embedding's name; their gradients must be summed.
+    model: a full Transformer. parts: the layers of each part of the model, from the input on. Returns {global name:
+    chunks of this stage}. A head that is tied to the embedding of another stage keeps a replica of it under the
+    embedding's name; the gradients of the two must be summed.
     """
     tied, end = model.config.tie_embeddings, schedule.positions - 1
     chunks = {schedule.position(stage, chunk): chunk for chunk in range(schedule.chunks)}
@@ -46,7 +48,7 @@ def keep_stage_modules(
     if end not in chunks:
         _leave_out(model, keep=("model",))
         _leave_out(model.model, keep=("embed_tokens", "layers"))
-    model.tie()
+    model.tie_weights()
     used_by = {}
     for name in named_parameters(model):
         if name.startswith("model.layers."):

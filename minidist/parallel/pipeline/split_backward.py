@@ -20,28 +20,29 @@ class _Linear(torch.autograd.Function):
     """`F.linear` without bias, whose backward returns dx and appends the inputs of dW to a list."""
 
     @staticmethod
-    def forward(ctx, x, weight, name, halves):
+    def forward(ctx, x, weight, name, deferred):
         ctx.save_for_backward(x, weight)
-        ctx.name, ctx.halves = name, halves
+        ctx.name, ctx.deferred = name, deferred
         return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        ctx.halves.append((ctx.name, x.detach(), grad))  # detached: its graph would keep the part's input
+        ctx.deferred.append((ctx.name, x.detach(), grad))  # detached: its graph would keep the part's input
         return grad @ weight, None, None, None
 
 
 class DeferWeightGradients(TorchFunctionMode):
     """A context manager in which linear layers defer their weight gradients in backward.
 
-    names: parameter to name, for the weights to defer. halves: backward appends the deferred weight gradients to it.
+    names: the weights whose gradients are deferred, and their names. deferred: the list to which backward appends the
+    deferred weight gradients, for `compute_weight_gradient`.
     Layers with a bias, and layers whose input needs no gradient, keep their full backward.
     """
 
-    def __init__(self, names: Mapping[Tensor, str], halves: list[DeferredWeightGradient]):
+    def __init__(self, names: Mapping[Tensor, str], deferred: list[DeferredWeightGradient]):
         super().__init__()
-        self._names, self._halves = names, halves
+        self._names, self._deferred = names, deferred
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return self._linear(*args, **(kwargs or {})) if function is F.linear else function(*args, **(kwargs or {}))
@@ -50,10 +51,10 @@ class DeferWeightGradients(TorchFunctionMode):
         if bias is not None or not x.requires_grad or weight not in self._names:
             return F.linear(x, weight, bias)
         # Detached: no gradient flows to the parameter itself, so its hooks are not called.
-        return _Linear.apply(x, weight.detach(), self._names[weight], self._halves)
+        return _Linear.apply(x, weight.detach(), self._names[weight], self._deferred)
 
 
-def weight_gradient(half: DeferredWeightGradient) -> Tensor:
+def compute_weight_gradient(deferred: DeferredWeightGradient) -> Tensor:
     """Compute a deferred weight gradient: `dW = dy^T x`, (out, in)."""
-    _, x, grad = half
+    _, x, grad = deferred
     return grad.flatten(0, -2).T @ x.flatten(0, -2)

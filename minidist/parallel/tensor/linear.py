@@ -1,8 +1,9 @@
-"""A linear layer cut over ranks: by columns of the output, or by rows of the input.
+"""Linear layers sharded over ranks: column parallel (output features) and row parallel (input features).
 
-Shoeybi et al. 2019, section 3: `Y = X A` with A cut by columns gives each rank some features of Y without a word
-between them; a second matrix cut by rows takes just those, and the sum over ranks is the result. So a feed-forward
-layer or an attention needs one all-reduce forward and one backward. torch stores A transposed, (out, in).
+Shoeybi et al. 2019, section 3: in `Y = X A` with A sharded by columns, each rank computes some features of Y without
+communication. A second matrix, sharded by rows, takes exactly these features, and the sum over ranks is its output. So
+a feed-forward layer or an attention needs one all-reduce in forward and one in backward. torch stores A transposed,
+(out, in).
 """
 
 import torch.nn.functional as F
@@ -12,10 +13,10 @@ from minidist.parallel.tensor.operators import Operator
 
 
 class ColumnParallelLinear(nn.Module):
-    """This rank's output features of a linear layer: (b, s, in) -> (b, s, out / ranks).
+    """A linear layer whose output features are sharded over the ranks: (b, s, in) -> (b, s, out / ranks).
 
-    weight: (out / ranks, in). enter: what happens to the input first; nothing where several projections read one
-    input, which has entered already: then its gradients are summed once.
+    weight: (out / ranks, in), this rank's shard. enter: the operator applied to the input, the first of
+    `region_operators`. None if several layers read the same input and their module applies the operator once for all.
     """
 
     def __init__(self, weight: Tensor, enter: Operator | None = None):
@@ -23,13 +24,15 @@ class ColumnParallelLinear(nn.Module):
         self.weight, self._enter = nn.Parameter(weight), enter
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's output features, (b, s, out / ranks)."""
         return F.linear(x if self._enter is None else self._enter(x), self.weight)
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer whose input features are sharded: (b, s, in / ranks) -> what `leave` makes of (b, s, out).
+    """A linear layer whose input features are sharded over the ranks: (b, s, in / ranks) -> (b, s, out).
 
-    weight: (out, in / ranks). leave: sums over the ranks.
+    weight: (out, in / ranks), this rank's shard. leave: the operator that sums the ranks' partial outputs, the second
+    of `region_operators`; with sequence parallelism it returns (b, s / ranks, out).
     """
 
     def __init__(self, weight: Tensor, leave: Operator):
@@ -37,4 +40,5 @@ class RowParallelLinear(nn.Module):
         self.weight, self._leave = nn.Parameter(weight), leave
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output summed over the ranks, (b, s, out) or with sequence parallelism (b, s / ranks, out)."""
         return self._leave(F.linear(x, self.weight))

@@ -30,7 +30,9 @@ Operator = Callable[[Tensor], Tensor]
 SEQUENCE = 1  # the dimension of the sequence in (b, s, h)
 
 
-class _Copied(torch.autograd.Function):
+class _CopyToTP(torch.autograd.Function):
+    """`copy_to_tp` with its own backward. key: the group's name (`group.key`), for `ops.all_reduce(x, key)`."""
+
     @staticmethod
     def forward(ctx, x, key):
         ctx.key = key
@@ -41,7 +43,9 @@ class _Copied(torch.autograd.Function):
         return ops.all_reduce(grad.contiguous(), ctx.key), None
 
 
-class _Summed(torch.autograd.Function):
+class _ReduceFromTP(torch.autograd.Function):
+    """`reduce_from_tp` with its own backward. key: the group's name (`group.key`), for `ops.all_reduce(x, key)`."""
+
     @staticmethod
     def forward(ctx, x, key):
         return ops.all_reduce(x, key)
@@ -53,12 +57,12 @@ class _Summed(torch.autograd.Function):
 
 def copy_to_tp(x: Tensor, group: Group) -> Tensor:
     """Return the replicated `x` (any shape) as input of a tensor-parallel region; backward all-reduces its gradient."""
-    return x if group.size == 1 else _Copied.apply(x, group.key)
+    return x if group.size == 1 else _CopyToTP.apply(x, group.key)
 
 
 def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
     """All-reduce the partial results `x` (any shape) of a tensor-parallel region; the result is replicated."""
-    return x if group.size == 1 else _Summed.apply(x, group.key)
+    return x if group.size == 1 else _ReduceFromTP.apply(x, group.key)
 
 
 def gather_from_sp(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -83,12 +87,12 @@ def reduce_scatter_to_sp(x: Tensor, group: Group, dim: int) -> Tensor:
     return ops.reduce_scatter(x.movedim(dim, 0), group.key, group.size).movedim(0, dim)
 
 
-def region_operators(group: Group, sequence: bool) -> tuple[Operator, Operator]:
-    """Return the operators with which (b, s, h) enters and leaves a tensor-parallel region.
+def region_operators(group: Group, sequence_parallel: bool) -> tuple[Operator, Operator]:
+    """Return the two operators applied to activations (b, s, h) at the entry and at the exit of a parallel region.
 
-    sequence: whether activations outside the region are sharded along the sequence (sequence parallelism).
+    sequence_parallel: whether activations outside the region are sharded along the sequence.
     """
-    if sequence:
+    if sequence_parallel:
         dim = {"group": group, "dim": SEQUENCE}
         return partial(gather_from_sp, **dim), partial(reduce_scatter_to_sp, **dim)
     return partial(copy_to_tp, group=group), partial(reduce_from_tp, group=group)

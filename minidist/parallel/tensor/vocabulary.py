@@ -1,4 +1,4 @@
-"""Embedding and loss with a sharded vocabulary: no rank ever holds the logits of all tokens."""
+"""Vocabulary-parallel embedding and loss: no rank ever has the logits of the whole vocabulary."""
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +10,10 @@ from minidist.parallel.tensor.operators import Operator
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows `first` to `first + n` of an embedding, (b, s) int64 -> (b, s, h), or this rank's sequence shard of it.
+    """An embedding whose vocabulary is sharded over the ranks: (b, s) int64 -> (b, s, h).
 
-    weight: (n, h). leave: the operator that sums over the ranks; a token of another rank's rows gives zeros here.
+    weight: (n, h), the rows of tokens `first` to `first + n - 1`. leave: the operator that sums the ranks' results, the
+    second of `region_operators`; with sequence parallelism it returns (b, s / ranks, h).
     """
 
     def __init__(self, weight: Tensor, first: int, leave: Operator):
@@ -20,19 +21,20 @@ class VocabParallelEmbedding(nn.Module):
         self.weight, self._first, self._leave = nn.Parameter(weight), first, leave
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of `tokens`. Before the sum, tokens in the rows of another rank give zeros."""
         local = tokens - self._first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self._leave(rows.masked_fill(elsewhere[..., None], 0))
 
 
-IGNORE = -100  # as in torch: a label with this value does not count
+IGNORE_INDEX = -100  # as in torch: a label with this value does not count
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, first, key):
-        counts = labels != IGNORE
+        counts = labels != IGNORE_INDEX
         local = labels - first
         mine = counts & (local >= 0) & (local < logits.shape[1])
         column = local.masked_fill(~mine, 0)[:, None]
@@ -52,17 +54,22 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class VocabParallelLoss:
-    """`token_loss` on logits of which every rank holds those of `n` tokens, `first` on. A callable.
+    """Cross-entropy on logits whose vocabulary is sharded over the ranks of `group`.
 
-    "fuse the output of the parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3): three numbers
-    per position pass between ranks, instead of one per token of the vocabulary.
+    first: the first of this rank's tokens; the logits of the n tokens from there on are its shard.
+
+    "fuse the output of the parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3): ranks exchange
+    three numbers per position, instead of one per token of the vocabulary.
     """
 
     def __init__(self, first: int, group: Group):
         self._first, self._group = first, group
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """logits (b, s, n), labels (b, s) int64 -> the sum of the losses that count, and their number, on each rank."""
+        """Return the sum of the token losses, and their number, both the same on all ranks.
+
+        logits: (b, s, n), this rank's shard. labels: (b, s) int64; a label of -100 does not count.
+        """
         logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         total = _CrossEntropy.apply(logits, labels.flatten(), self._first, self._group.key)
-        return total, (labels != IGNORE).sum()
+        return total, (labels != IGNORE_INDEX).sum()

@@ -11,35 +11,35 @@ from minidist.models.transformer import Transformer
 def generate(
     model: Transformer,
     tokens: Tensor,
-    n: int,
+    num_tokens: int,
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
-    context: int | None = None,
+    context_len: int | None = None,
 ) -> Tensor:
-    """Continue tokens (b, s) int64 by `n` sampled ones: (b, s + n).
+    """Return `tokens` (b, s) int64 followed by `num_tokens` sampled tokens: (b, s + num_tokens).
 
     temperature: divides the logits; 0 always takes the most likely token.
     top_k: sample from the k most likely tokens only.
     generator: source of the random numbers; the same state gives the same text.
-    context: how many of the last tokens the model sees, `max_seq_len` when not given. A model is best at the length it
-        was trained on, and nothing is cached, so each token costs one forward of this length.
+    context_len: number of last tokens that the model sees; None for `max_seq_len`. A model is best at the length it was
+        trained on, and nothing is cached, so each token costs one forward of this length.
     Raises ValueError for an empty prompt or an argument out of range. The model is left in the mode it was in.
     """
-    context = model.config.max_seq_len if context is None else context
+    context_len = model.config.max_seq_len if context_len is None else context_len
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise ValueError(f"the prompt has shape {tuple(tokens.shape)}; it must be (batch, at least 1 token)")
-    if n < 0 or temperature < 0 or (top_k is not None and top_k < 1) or context < 1:
+    if num_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1) or context_len < 1:
         raise ValueError(
-            f"n={n}, temperature={temperature}, top_k={top_k}, context={context}: "
-            "n and temperature must be at least 0, top_k and context at least 1"
+            f"num_tokens={num_tokens}, temperature={temperature}, top_k={top_k}, context_len={context_len}: "
+            "num_tokens and temperature must be at least 0, top_k and context_len at least 1"
         )
     training = model.training
     model.eval()
     try:
-        for _ in range(n):
-            logits = model.next_logits(tokens[:, -context:])  # (b, vocab)
+        for _ in range(num_tokens):
+            logits = model.next_token_logits(tokens[:, -context_len:])  # (b, vocab)
             tokens = torch.cat((tokens, _sample(logits, temperature, top_k, generator)), dim=1)
     finally:
         model.train(training)

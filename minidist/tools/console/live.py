@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from minidist.fault.signals import StopRequest
-from minidist.tools.console.lines import MB, PlainView, end_line, norm_text
+from minidist.tools.console.lines import MB, PlainView, format_final_losses, format_grad_norm
 from minidist.train.agree import StepResult
 
 _LANE_WIDTH = 24
@@ -15,21 +15,21 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class _StopLine:
-    """The last line of the view: how to stop the run, and that it is stopping. Each refresh reads it anew."""
+    """The last line of the view: how to stop the run, or that it is stopping. Each refresh evaluates it again."""
 
     def __init__(self, stop: StopRequest | None):
         self._stop = stop
 
     def __rich__(self) -> Text:
-        requested = None if self._stop is None else self._stop.requested
+        requested = None if self._stop is None else self._stop.signal_name
         if requested is None:
-            return Text("Ctrl-C: save and end; twice: end at once", style="dim")
-        again = "; Ctrl-C ends the run at once" if requested == "SIGINT" else ""
+            return Text("Ctrl-C: save and stop; twice: stop at once", style="dim")
+        again = "; Ctrl-C stops the run at once" if requested == "SIGINT" else ""
         return Text(f"{requested}: saving after this step{again}", style="bold")
 
 
 class LiveView(PlainView):
-    """A view that redraws in place; notes scroll above it."""
+    """Displays a run on a terminal: progress, metrics and ranks are redrawn in place, notes scroll above them."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class LiveView(PlainView):
         self._stop = _StopLine(stop)
         self.console = console or Console()
         for line in header:
-            self.note(line)
+            self.print_note(line)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -80,10 +80,10 @@ class LiveView(PlainView):
         self.console.print(Text.assemble((prompt, "dim"), (continuation, "bold")))
         self.console.rule(style="dim")
 
-    def show_end(self, held_out: float, lines: dict[str, float]) -> None:
-        self.note(end_line(held_out, lines))
+    def show_end(self, held_out: float, baselines: dict[str, float]) -> None:
+        self.print_note(format_final_losses(held_out, baselines))
 
-    def note(self, line: str) -> None:
+    def print_note(self, line: str) -> None:
         # Text, so that a folder called [red] is not read as markup.
         self.console.print(Text(line), soft_wrap=True)
 
@@ -110,7 +110,7 @@ class LiveView(PlainView):
         table.add_row("loss", loss, sparkline(self._losses, 40))
         if self._held_out:
             table.add_row("held-out loss", f"{self._held_out[1]:.4f}", f"after step {self._held_out[0]}")
-        table.add_row("gradient norm", norm_text(row), f"learning rate {row['lr']:.2e}")
+        table.add_row("gradient norm", format_grad_norm(row), f"learning rate {row['lr']:.2e}")
         table.add_row("tokens/s", f"{row['tokens_per_s']:,.0f}", f"mfu {row['mfu']:.1%}" if "mfu" in row else "")
         return table
 
@@ -133,7 +133,7 @@ class LiveView(PlainView):
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The values as a row of block characters, averaged into at most `width` of them."""
+    """Return a plot of `values` as a row of at most `width` block characters, each the mean of adjacent values."""
     if not values:
         return ""
     size = -(-len(values) // width)

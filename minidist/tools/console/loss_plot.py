@@ -5,10 +5,10 @@ from pathlib import Path
 _LABEL_HEIGHT = 0.055  # of the axes
 
 
-def draw_loss(rows: list[dict], lines: dict[str, float], path: Path) -> dict[str, list[tuple[int, float]]]:
+def draw_loss(rows: list[dict], baselines: dict[str, float], path: Path) -> dict[str, list[tuple[int, float]]]:
     """Plot training and held-out loss over steps, with horizontal baselines; return the points drawn.
 
-    rows: as in metrics.jsonl; lines: name to loss in nats per token.
+    rows: as in metrics.jsonl; baselines: name to loss in nats per token.
     """
     from matplotlib.figure import Figure  # not pyplot, which would change a notebook's backend
 
@@ -21,7 +21,7 @@ def draw_loss(rows: list[dict], lines: dict[str, float], path: Path) -> dict[str
     for (name, points), style in zip(curves.items(), ("-", "o-"), strict=True):
         if points:
             axes.plot(*zip(*points, strict=True), style, label=f"{name}, last {points[-1][1]:.3f}", lw=1.4, ms=4)
-    for value, style in zip(lines.values(), ("--", ":", "-."), strict=False):
+    for value, style in zip(baselines.values(), ("--", ":", "-."), strict=False):
         axes.axhline(value, ls=style, color="0.4", lw=1)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.margins(x=0.02)
@@ -29,16 +29,16 @@ def draw_loss(rows: list[dict], lines: dict[str, float], path: Path) -> dict[str
     if any(curves.values()):
         axes.legend(loc="upper right", framealpha=1.0)
     low, high = axes.get_ylim()
-    for (name, value), at in zip(lines.items(), label_places(lines, low, high), strict=True):
-        axes.text(1.01, at, f"{name} {value:.3f}", transform=axes.transAxes, va="center", fontsize=9)
+    for (name, value), height in zip(baselines.items(), place_baseline_labels(baselines, low, high), strict=True):
+        axes.text(1.01, height, f"{name} {value:.3f}", transform=axes.transAxes, va="center", fontsize=9)
     figure.savefig(path, bbox_inches="tight")
     return curves
 
 
-def label_places(lines: dict[str, float], low: float, high: float) -> list[float]:
-    """Return the height (0 to 1 of the axes) of each line's label, in the order of `lines`, without overlap."""
-    at = {name: (value - low) / (high - low) for name, value in lines.items()}
+def place_baseline_labels(baselines: dict[str, float], low: float, high: float) -> list[float]:
+    """Return the height (0 to 1 of the axes) of each baseline's label, in the order of `baselines`, without overlap."""
+    heights = {name: (value - low) / (high - low) for name, value in baselines.items()}
     below = float("-inf")
-    for name in sorted(at, key=at.get):
-        at[name] = below = max(at[name], below + _LABEL_HEIGHT)
-    return list(at.values())
+    for name in sorted(heights, key=heights.get):
+        heights[name] = below = max(heights[name], below + _LABEL_HEIGHT)
+    return list(heights.values())

@@ -13,8 +13,11 @@ _DENSE = 4096  # up to this vocabulary a table of all pairs fits (4096**2 counts
 _CHUNK = 1 << 22  # tokens counted at once, so that memory does not grow with the text
 
 
-def baselines(corpus: Corpus, k: float = K) -> dict[str, float]:
-    """Return the held-out loss of both models in nats per token: {"unigram": ..., "bigram": ...}."""
+def ngram_losses(corpus: Corpus, k: float = K) -> dict[str, float]:
+    """Fit a unigram and a bigram model to the training split; return their losses on the held-out split.
+
+    Return {"unigram": ..., "bigram": ...}, in nats per token. k: added to every count, to smooth the probabilities.
+    """
     return {
         "unigram": unigram_loss(corpus.train, corpus.held_out, corpus.vocab_size, k),
         "bigram": bigram_loss(corpus.train, corpus.held_out, corpus.vocab_size, k),
@@ -35,21 +38,21 @@ def bigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int, k: flo
 
     Works for any vocabulary: beyond a few thousand ids pairs are counted sparsely.
     """
-    codes, seen = pair_counts(train, vocab_size)
-    scored_codes, scored = pair_counts(held_out, vocab_size)
+    codes, seen = count_pairs(train, vocab_size)
+    scored_codes, scored = count_pairs(held_out, vocab_size)
     contexts = _counts(train[:-1], vocab_size)[scored_codes // vocab_size]  # count(a) for each pair to score
     at = np.minimum(np.searchsorted(codes, scored_codes), codes.size - 1)
     pairs = np.where(codes[at] == scored_codes, seen[at], 0)  # count(a, b), 0 where training never saw the pair
     return _loss(scored, pairs + k, contexts + k * vocab_size)
 
 
-def pair_counts(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def count_pairs(tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Count the pairs (a, b): return sorted codes a * vocab_size + b and the count of each, two (pairs,) int64.
 
     Raises ValueError for fewer than two tokens.
     """
     if tokens.size < 2:
-        raise ValueError(f"{tokens.size} tokens hold no pair: at least 2 are needed")
+        raise ValueError(f"{tokens.size} tokens contain no pair: at least 2 are needed")
     spans = [tokens[i : i + _CHUNK + 1] for i in range(0, tokens.size - 1, _CHUNK)]  # neighbours share one token
     chunks = (span[:-1].astype(np.int64) * vocab_size + span[1:].astype(np.int64) for span in spans)
     if vocab_size <= _DENSE:

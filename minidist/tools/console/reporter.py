@@ -1,50 +1,68 @@
-"""The observer that shows a run to a person: lines or a live view while it trains; at the end the loss plot, a sample
-of the model's text and the n-gram baselines."""
+"""The observer that reports a run: metrics.jsonl, and lines or a live view while it trains; at the end the loss plot,
+a sample of the model's text and the n-gram baselines."""
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
 
+from minidist.fault.checkpoint import read_index
+from minidist.tools.config_warnings import describe_learning_rate_jump, find_warnings
 from minidist.tools.console.lines import PlainView
 from minidist.tools.console.loss_plot import draw_loss
-from minidist.tools.console.ngram import baselines
+from minidist.tools.console.metrics import StepMetrics
+from minidist.tools.console.metrics_file import MetricsFile, convert_write_errors
+from minidist.tools.console.ngram import ngram_losses
 from minidist.tools.console.sample_text import sample_text
-from minidist.train import run_folder
 from minidist.train.agree import StepResult
 from minidist.train.observer import Observer
-from minidist.train.trainer import Trainer
+from minidist.train.resume import parse_checkpoint_config
+from minidist.train.run_folder import find_run_folder
+from minidist.train.trainer import Trainer, without_run_options
 
 _PROMPT_TOKENS = 48
 
 
-class Reporter(Observer):
-    """Shows a run on rank 0. The other ranks only take part in sampling, which a sharded model needs all ranks for."""
+class RunReporter(Observer):
+    """Displays a run on the console of rank 0, and writes metrics.jsonl and loss.png into the run folder.
+
+    The other ranks send their metrics to rank 0 and take part in sampling, for which a sharded model needs all ranks.
+    """
 
     def __init__(self):
         self._view: PlainView | None = None
+        self._file: MetricsFile | None = None
 
     def on_start(self, trainer: Trainer) -> None:
+        self._metrics = StepMetrics(trainer)
         if trainer.world.rank == 0:
-            self._view = make_view(trainer)
+            self._file = open_metrics_file(trainer)
+            self._view = create_view(trainer)
+            for warning in find_run_warnings(trainer):
+                self._view.print_note(warning)
+
+    def step_context(self, trainer: Trainer) -> contextlib.AbstractContextManager:
+        return self._metrics.count_sent_bytes()
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if self._view:
             self._view.show_step(trainer.progress.step, result)
-
-    def on_log(self, row: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-        if self._view:
-            self._view.show_metrics(row, ranks)
+        due = self._metrics.add_step(result)  # all ranks call it
+        if self._view and due:
+            self._view.show_metrics(*due)
+            self._file.write_row(due[0])
 
     def on_evaluation(self, step: int, loss: float) -> None:
         if self._view:
             self._view.show_held_out_loss(step, loss)
+            self._file.write_row({"step": step, "held_out_loss": loss})
 
     def on_checkpoint(self, path: Path) -> None:
         self.on_note(f"checkpoint: {path}")
 
     def on_note(self, line: str) -> None:
         if self._view:
-            self._view.note(line)
+            self._view.print_note(line)
 
     def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
         stopped, corpus = summary["stopped"], trainer.corpus
@@ -52,29 +70,48 @@ class Reporter(Observer):
         sample = None if stopped else sample_text(trainer.engine, trainer.config, prompt)  # all ranks call it
         if trainer.world.rank:
             return
-        lines = {} if stopped else baselines(corpus)
-        summary |= lines
+        baselines = {} if stopped else ngram_losses(corpus)
+        summary |= baselines
         if corpus.entropy_rate is not None:
-            lines["best possible"] = corpus.entropy_rate
+            baselines["best possible"] = corpus.entropy_rate
         self._view.close()
-        with run_folder.writing(trainer.folder):
-            draw_loss(trainer.metrics_file.rows, lines, trainer.folder / "loss.png")
+        with convert_write_errors(trainer.folder):
+            draw_loss(self._file.rows, baselines, trainer.folder / "loss.png")
         if stopped:
             steps = f"{summary['step']} of {trainer.config.train.steps}"
-            self._view.note(f"stopped after step {steps}: go on with --checkpoint.resume {trainer.folder}")
+            self._view.print_note(f"stopped after step {steps}: go on with --checkpoint.resume {trainer.folder}")
             return
         if sample is not None:
             self._view.show_sample(*sample)
-        self._view.show_end(summary["held_out_loss"], lines)
-        self._view.note(f"run folder: {trainer.folder}")
+        self._view.show_end(summary["held_out_loss"], baselines)
+        self._view.print_note(f"run folder: {trainer.folder}")
 
     def close(self) -> None:
         if self._view:
             self._view.close()
 
 
-def make_view(trainer: Trainer) -> PlainView:
-    """Make the view of a run: a live view on a terminal, plain lines elsewhere."""
+def open_metrics_file(trainer: Trainer) -> MetricsFile:
+    """Open the metrics file of a new or resumed run, and write the row that describes the start."""
+    step, source = trainer.progress.step, trainer.resumed_from
+    file = MetricsFile(trainer.folder, without_run_options(trainer.config), step, source and find_run_folder(source))
+    start = {"start": step, "corpus": trainer.corpus.fingerprint, "ranks": trainer.world.size}
+    file.write_row(start | {"text": trainer.corpus.describe()})
+    return file
+
+
+def find_run_warnings(trainer: Trainer) -> list[str]:
+    """Return the warnings about a run's configuration and, if it was resumed, about its learning rate."""
+    found, path = find_warnings(trainer.config, trainer.mesh), trainer.resumed_from
+    if path is not None:
+        before = parse_checkpoint_config(path, read_index(path).state)
+        jump = describe_learning_rate_jump(before, trainer.config, trainer.progress.step)
+        found = [jump, *found] if jump else found
+    return found
+
+
+def create_view(trainer: Trainer) -> PlainView:
+    """Create the display of a run: a `LiveView` if standard output is a terminal, else a `PlainView`."""
     world, config, step = trainer.world, trainer.config, trainer.progress.step
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}"
     backend = f" over {world.backend}" if world.backend else ""
@@ -91,5 +128,5 @@ def make_view(trainer: Trainer) -> PlainView:
     if sys.stdout.isatty():
         from minidist.tools.console.live import LiveView  # here: it imports rich
 
-        return LiveView(header, train.steps, step, stop=trainer.stop)
+        return LiveView(header, train.steps, step, stop=trainer.stop_request)
     return PlainView(header)

@@ -13,7 +13,7 @@ class SampleOptions:
     """Generate text from a checkpoint."""
 
     checkpoint: Path
-    """A checkpoint, or a run folder, whose newest checkpoint is used."""
+    """A checkpoint, or a run folder, of which the newest checkpoint is used."""
     prompt: str = "def "
     """The beginning of the text."""
     tokens: int = 400
@@ -27,16 +27,19 @@ class SampleOptions:
 
 
 def sample(options: SampleOptions) -> str:
-    """Return the prompt and its continuation. Raises UserError for an unusable checkpoint or option."""
-    for name, value, least in (("tokens", options.tokens, 0), ("temperature", options.temperature, 0.0)):
-        if value < least:
-            raise UserError(f"--{name} is {value}; it must be at least {least}.")
+    """Load a model from a checkpoint and return the prompt followed by the generated text.
+
+    Raises UserError for an unusable checkpoint or option.
+    """
+    for name, value, minimum in (("tokens", options.tokens, 0), ("temperature", options.temperature, 0.0)):
+        if value < minimum:
+            raise UserError(f"--{name} is {value}; it must be at least {minimum}.")
     if options.top_k is not None and options.top_k < 1:
         raise UserError(f"--top-k is {options.top_k}; it must be at least 1.")
     if not options.prompt:
         raise UserError("--prompt is empty; give at least one character to begin with.")
-    path = folders.latest_checkpoint(run_folder.checkpoints_of(options.checkpoint), "sample from")
-    from minidist.tools.console.sample_text import (  # here: with it comes torch, which takes seconds
+    path = folders.latest_checkpoint(run_folder.find_checkpoints_folder(options.checkpoint), "sample from")
+    from minidist.tools.console.sample_text import (  # here: it imports torch, which takes seconds
         continue_text,
         load_model,
     )

@@ -1,6 +1,7 @@
 """Sampling of text from a trained model."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ from minidist.fault.shards import TensorShard
 from minidist.models.transformer import Transformer
 from minidist.parameters import Box, named_parameters
 from minidist.tools.console.generate import generate
+from minidist.tools.console.next_token_logits import next_token_logits
 from minidist.train.checkpoint_state import PARAMETERS
 from minidist.train.engine import Engine
-from minidist.train.resume import stored_config
+from minidist.train.resume import parse_checkpoint_config
 
 
 def load_model(path: Path) -> tuple[Transformer, Config]:
@@ -23,7 +25,7 @@ def load_model(path: Path) -> tuple[Transformer, Config]:
 
     Raises UserError if the checkpoint is damaged.
     """
-    config = stored_config(path, checkpoint.read_index(path).state)
+    config = parse_checkpoint_config(path, checkpoint.read_index(path).state)
     model = Transformer(config.model)
     pieces = []
     for name, parameter in named_parameters(model).items():
@@ -33,28 +35,33 @@ def load_model(path: Path) -> tuple[Transformer, Config]:
     return model, config
 
 
-class Together:
-    """Adapter of a sharded model for `generate`; all ranks must call it together."""
+class ShardedModel:
+    """Lets `generate` use the sharded model of an engine; all ranks must call `generate` together."""
 
     def __init__(self, engine: Engine):
-        self.config, self._model, self.next_logits = engine.model.config, engine.model, engine.next_logits
+        self.config, self._model = engine.model.config, engine.model
+        self.next_token_logits = partial(next_token_logits, engine)
 
     @property
     def training(self) -> bool:
+        """Whether the model is in training mode."""
         return self._model.training
 
     def train(self, mode: bool = True) -> None:
+        """Set training mode, or evaluation mode if `mode` is False."""
         self._model.train(mode)
 
     def eval(self) -> None:
+        """Set evaluation mode."""
         self._model.eval()
 
     def parameters(self) -> Iterator[Tensor]:
+        """This rank's parameters."""
         return self._model.parameters()
 
 
 def continue_text(
-    model: Transformer | Together,
+    model: Transformer | ShardedModel,
     prompt: bytes,
     config: Config,
     *,
@@ -63,7 +70,11 @@ def continue_text(
     top_k: int | None = None,
     seed: int = 0,
 ) -> tuple[str, str]:
-    """Return the prompt (bytes are tokens) and the model's continuation, as text."""
+    """Return the prompt and the model's continuation, as text. Each byte of `prompt` is a token.
+
+    config: of the run. tokens: the number of tokens to generate; None for `config.train.sample_tokens`. temperature,
+    top_k: as in `generate`. seed: of the random numbers.
+    """
     device = next(model.parameters()).device
     ids = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -74,24 +85,24 @@ def continue_text(
         temperature=temperature,
         top_k=top_k,
         generator=generator,
-        context=config.data.seq_len,
+        context_len=config.data.seq_len,
     )
     data = bytes(min(token, 255) for token in ids[0].tolist())
-    return readable(data[: len(prompt)]), readable(data[len(prompt) :])
+    return decode_printable(data[: len(prompt)]), decode_printable(data[len(prompt) :])
 
 
 def sample_text(engine: Engine, config: Config, prompt: np.ndarray) -> tuple[str, str] | None:
     """Return the prompt (bytes) and the model's continuation as text; None if `train.sample_tokens` is 0.
 
-    All ranks call it. If every rank holds the full model, only rank 0 generates and the others return None.
+    All ranks call it. If every rank has the full model, only rank 0 generates and the others return None.
     """
-    whole = engine.groups.mesh.dp == engine.groups.world.size and engine.reducer.gatherer is None
-    if not config.train.sample_tokens or (whole and engine.groups.world.rank > 0):
+    replicated = engine.groups.mesh.dp == engine.groups.world.size and engine.reducer.gatherer is None
+    if not config.train.sample_tokens or (replicated and engine.groups.world.rank > 0):
         return None
-    return continue_text(engine.model if whole else Together(engine), bytes(prompt.tolist()), config)
+    return continue_text(engine.model if replicated else ShardedModel(engine), bytes(prompt.tolist()), config)
 
 
-def readable(data: bytes) -> str:
-    """Decode bytes; replace invalid bytes and control characters by U+FFFD."""
+def decode_printable(data: bytes) -> str:
+    """Decode UTF-8 for a terminal: replace invalid bytes and control characters by U+FFFD."""
     text = data.decode(errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -7,8 +7,8 @@ import sys
 
 @functools.cache
 def _internal_folders() -> tuple[str, ...]:
-    """Folders whose frames are never the line that a reader looks for."""
-    import torch  # here: whoever only reads status pages starts without torch
+    """Return the folders whose frames are not the caller's: the package's communication code, its tools, and torch."""
+    import torch  # not at the top: a process that only reads status pages needs no torch
 
     import minidist.comm
     import minidist.tools
@@ -16,8 +16,11 @@ def _internal_folders() -> tuple[str, ...]:
     return tuple(os.path.dirname(os.path.abspath(p.__file__)) + os.sep for p in (minidist.comm, minidist.tools, torch))
 
 
-def caller_line() -> str:
-    """Return `file:line` of the innermost frame outside `minidist.comm`, `minidist.tools` and torch."""
+def find_user_code_line() -> str:
+    """Return the line of the user's program that is running now, as "file:line".
+
+    The line is that of the innermost stack frame outside `minidist.comm`, `minidist.tools` and torch.
+    """
     frame, internal = sys._getframe(1), _internal_folders()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(internal):
         frame = frame.f_back

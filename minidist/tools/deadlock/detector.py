@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from minidist.comm.status import Channel
 from minidist.errors import format_ranks
-from minidist.tools.deadlock.status_page import Progress, Snapshot
-from minidist.tools.deadlock.status_report import describe_ranks, format_group, short_location
+from minidist.tools.deadlock.status_page import ChannelProgress, Snapshot
+from minidist.tools.deadlock.status_report import describe_ranks, format_group, shorten_location
 
 ENDED = ("returned", "failed", "died")
 _JOIN_S = 1.0
@@ -24,7 +24,11 @@ _JOIN_S = 1.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why these ranks can never proceed. kind: "deadlock" or "mismatch"; text: the explanation, under 15 lines."""
+    """The finding that some ranks can never proceed, and the explanation.
+
+    kind: "deadlock", or "mismatch" if two ranks launched different operations. ranks: the global ranks that are stuck,
+    or the two whose operations differ. text: the explanation for the user, under 15 lines.
+    """
 
     kind: str
     ranks: tuple[int, ...]
@@ -35,85 +39,102 @@ class Verdict:
 
 
 def detect_deadlock(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
-    """Return why some ranks can never proceed, None if every rank still may.
+    """Return the deadlock or mismatch that the status of the ranks shows; None if every rank may still proceed.
 
-    snapshots: by rank, of those ranks only whose status was equal in two readings, where the first readings of all
-    ranks came before the second of any: all were in this state at the same time. A missing rank counts as running.
+    snapshots: by global rank, for each rank whose status was equal in two consecutive readings. All first readings must
+    precede all second readings, so that all ranks were in these states at one time. A missing rank counts as running.
     """
-    if verdict := find_mismatch(snapshots):
+    if verdict := find_operation_mismatch(snapshots):
         return verdict
     missing = {rank: _missing(rank, snapshot, snapshots) for rank, snapshot in sorted(snapshots.items())}
     stuck = {rank for rank, ranks in missing.items() if ranks}
-    lost = {rank for rank, snapshot in snapshots.items() if snapshot.state in ENDED}
-    while freed := {rank for rank in stuck if not any(other in stuck or other in lost for other in missing[rank])}:
+    ended_ranks = {rank for rank, snapshot in snapshots.items() if snapshot.state in ENDED}
+    while freed := {
+        rank for rank in stuck if not any(other in stuck or other in ended_ranks for other in missing[rank])
+    }:
         stuck -= freed
     if not stuck:
         return None
-    hopeless = {rank: [m for m in missing[rank] if m in stuck or m in lost] for rank in sorted(stuck)}
-    return _deadlock(hopeless, snapshots)
+    blocking_ranks = {rank: [m for m in missing[rank] if m in stuck or m in ended_ranks] for rank in sorted(stuck)}
+    return _deadlock_verdict(blocking_ranks, snapshots)
 
 
-def find_mismatch(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
-    """Return which two ranks launched different operations under one sequence number, None if no ranks did.
+def find_operation_mismatch(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
+    """Find two ranks that launched different operations under the same sequence number of a channel.
 
-    For a waiting rank only the channel on which it waits is compared, for a rank that has ended all its channels.
+    Return None if there are no such ranks. A waiting rank is compared with its peers only on the channel on which it
+    waits, a rank that has ended on all its channels; a running rank starts no comparison.
+    snapshots: by global rank.
     """
     for rank, snapshot in sorted(snapshots.items()):
-        channels = [snapshot.channel] if snapshot.state == "waiting" else []
-        channels = list(snapshot.progress) if snapshot.state in ENDED else channels
+        channels = [snapshot.wait_channel] if snapshot.state == "waiting" else []
+        channels = list(snapshot.progress_by_channel) if snapshot.state in ENDED else channels
         for channel in channels:
             if verdict := _mismatch(rank, channel, snapshots):
                 return verdict
     return None
 
 
-class Confirmation:
-    """Delays the report of a deadlock while other ranks still work, for at most a second.
+class ReportDelay:
+    """Holds a deadlock verdict back while any rank is still running, for at most a second.
 
-    A rank that is about to join the deadlock may do so before or after a reading. The delay makes the report the same
-    in both cases.
+    The detector may find a deadlock just before another rank joins it. With the delay, the report includes that rank
+    whether it joined before or after the first finding.
     """
 
     def __init__(self):
-        self._found_s: float | None = None
+        self._first_found_s: float | None = None
 
-    def confirm(self, verdict: Verdict | None, seen: Mapping[int, Snapshot], ranks: Iterable[int], now_s: float):
-        """Return the verdict on `seen` once it may be reported, None before. ranks: all ranks of the run; those that
-        are missing in `seen` are working."""
+    def release_if_due(
+        self, verdict: Verdict | None, snapshots: Mapping[int, Snapshot], all_ranks: Iterable[int], now_s: float
+    ) -> Verdict | None:
+        """Return `verdict` if it may be reported now, else None. Call it again after every reading.
+
+        snapshots: those that the verdict is based on, by rank. all_ranks: the ranks of the run; those without a
+        snapshot count as running. now_s: of `time.monotonic`.
+        """
         if verdict is None or verdict.kind != "deadlock":
-            self._found_s = None
+            self._first_found_s = None
             return verdict
-        self._found_s = now_s if self._found_s is None else self._found_s
-        works = any(rank not in seen or seen[rank].state in ("idle", "running") for rank in ranks)
-        return None if works and now_s - self._found_s < _JOIN_S else verdict
+        self._first_found_s = now_s if self._first_found_s is None else self._first_found_s
+        is_any_running = any(
+            rank not in snapshots or snapshots[rank].state in ("idle", "running") for rank in all_ranks
+        )
+        return None if is_any_running and now_s - self._first_found_s < _JOIN_S else verdict
 
 
 class DeadlockDetector:
-    """Detects a deadlock from repeated readings of the status of all ranks."""
+    """Detects a deadlock from repeated readings of the status of all ranks.
+
+    interval_s: the least time between two readings.
+    """
 
     def __init__(self, interval_s: float = 0.06):
         self.interval_s = interval_s
         self._previous: Mapping[int, Snapshot | None] = {}
-        self._at_s = float("-inf")
-        self._confirmation = Confirmation()
+        self._last_reading_s = float("-inf")
+        self._report_delay = ReportDelay()
 
-    def seconds_until_due(self, now_s: float) -> float:
-        """Return the seconds until the next reading is due."""
-        return max(0.0, self._at_s + self.interval_s - now_s)
+    def seconds_until_next_reading(self, now_s: float) -> float:
+        """Return how long to wait before the next call of `update`; `now_s` is of `time.monotonic`."""
+        return max(0.0, self._last_reading_s + self.interval_s - now_s)
 
     def update(self, snapshots: Mapping[int, Snapshot | None], now_s: float) -> Verdict | None:
-        """Take the readings of all ranks made at `now_s` and return the verdict, if any. None is a failed reading."""
+        """Compare this reading of all ranks with the previous one; return the verdict to report now, or None.
+
+        snapshots: by rank, read at `now_s`; None for a rank whose status could not be read.
+        """
         same = {rank: s for rank, s in snapshots.items() if s is not None and self._previous.get(rank) == s}
-        self._previous, self._at_s = snapshots, now_s
-        return self._confirmation.confirm(detect_deadlock(same), same, snapshots, now_s)
+        self._previous, self._last_reading_s = snapshots, now_s
+        return self._report_delay.release_if_due(detect_deadlock(same), same, snapshots, now_s)
 
 
 def _missing(rank: int, snapshot: Snapshot, snapshots: Mapping[int, Snapshot]) -> list[int]:
     """Return the ranks that, by their status, have not launched the operation that `rank` waits for."""
-    if snapshot.state != "waiting" or snapshot.channel is None:
+    if snapshot.state != "waiting" or snapshot.wait_channel is None:
         return []
-    channel = snapshot.channel
-    return [m for m in _others(rank, channel) if _launched(m, rank, channel, snapshots) < snapshot.seq]
+    channel = snapshot.wait_channel
+    return [m for m in _others(rank, channel) if _launched(m, rank, channel, snapshots) < snapshot.wait_seq]
 
 
 def _others(rank: int, channel: Channel) -> list[int]:
@@ -128,41 +149,45 @@ def _matching(rank: int, channel: Channel) -> Channel:
 
 
 def _launched(other: int, rank: int, channel: Channel, snapshots: Mapping[int, Snapshot]) -> int:
-    progress = snapshots[other].progress.get(_matching(rank, channel)) if other in snapshots else None
-    return progress.launched if progress else 0
+    progress = snapshots[other].progress_by_channel.get(_matching(rank, channel)) if other in snapshots else None
+    return progress.num_launched if progress else 0
 
 
 def _mismatch(rank: int, channel: Channel | None, snapshots: Mapping[int, Snapshot]) -> Verdict | None:
-    mine = snapshots[rank].progress.get(channel)
-    for other in _others(rank, channel) if mine else []:
-        theirs = snapshots[other].progress.get(_matching(rank, channel)) if other in snapshots else None
-        if theirs is None:
+    own_progress = snapshots[rank].progress_by_channel.get(channel)
+    for other in _others(rank, channel) if own_progress else []:
+        peer_progress = (
+            snapshots[other].progress_by_channel.get(_matching(rank, channel)) if other in snapshots else None
+        )
+        if peer_progress is None:
             continue
-        a, b = _by_seq(mine), _by_seq(theirs)
+        a, b = _by_seq(own_progress), _by_seq(peer_progress)
         for seq in sorted(a.keys() & b.keys()):
             if a[seq][0] != b[seq][0]:
                 first = sorted([(rank, channel, a[seq][1]), (other, _matching(rank, channel), b[seq][1])])
-                return _differ(first, seq, snapshots)
+                return _mismatch_verdict(first, seq, snapshots)
     return None
 
 
-def _by_seq(progress: Progress) -> dict[int, tuple[int, str]]:
-    first = progress.launched - len(progress.recent) + 1
-    return dict(enumerate(progress.recent, start=first))
+def _by_seq(progress: ChannelProgress) -> dict[int, tuple[int, str]]:
+    first = progress.num_launched - len(progress.recent_operations) + 1
+    return dict(enumerate(progress.recent_operations, start=first))
 
 
-def _differ(pair, seq: int, snapshots: Mapping[int, Snapshot]) -> Verdict:
+def _mismatch_verdict(pair, seq: int, snapshots: Mapping[int, Snapshot]) -> Verdict:
     (low, channel, _), (high, _, _) = pair
-    what = (
+    members = (
         f"of {format_group(channel)}"
         if channel.peer is None
         else f"between ranks {low} and {high} of {format_group(channel)}"
     )
-    lines = [f"mismatch: operation #{seq} {what} is not the same on ranks {low} and {high}"]
+    lines = [f"mismatch: operation #{seq} {members} is not the same on ranks {low} and {high}"]
     for rank, _, text in pair:
         snapshot = snapshots[rank]
         where = (
-            f", waiting at {short_location(snapshot.where)}" if snapshot.state == "waiting" else f" ({snapshot.state})"
+            f", waiting at {shorten_location(snapshot.wait_location)}"
+            if snapshot.state == "waiting"
+            else f" ({snapshot.state})"
         )
         lines.append(f"  rank {rank}: {text}{where}")
     lines.append(
@@ -173,39 +198,39 @@ def _differ(pair, seq: int, snapshots: Mapping[int, Snapshot]) -> Verdict:
     return Verdict("mismatch", (low, high), "\n".join(lines))
 
 
-def _deadlock(hopeless: Mapping[int, list[int]], snapshots: Mapping[int, Snapshot]) -> Verdict:
-    stuck = tuple(hopeless)
-    involved = sorted({*stuck, *(m for ranks in hopeless.values() for m in ranks)})
+def _deadlock_verdict(blocking_ranks: Mapping[int, list[int]], snapshots: Mapping[int, Snapshot]) -> Verdict:
+    stuck = tuple(blocking_ranks)
+    involved = sorted({*stuck, *(m for ranks in blocking_ranks.values() for m in ranks)})
     verb = "waits for something" if len(stuck) == 1 else "wait for something"
     lines = [f"deadlock: {format_ranks(stuck)} {verb} that can never happen"]
     lines += describe_ranks({rank: snapshots[rank] for rank in involved})
-    lines += _reason(hopeless, snapshots)
+    lines += _reason(blocking_ranks, snapshots)
     return Verdict("deadlock", stuck, "\n".join(lines))
 
 
-def _reason(hopeless: Mapping[int, list[int]], snapshots: Mapping[int, Snapshot]) -> list[str]:
+def _reason(blocking_ranks: Mapping[int, list[int]], snapshots: Mapping[int, Snapshot]) -> list[str]:
     """Explain the deadlock: a rank ended without launching its part, or ranks wait for each other in a cycle."""
-    for rank, ranks in hopeless.items():
+    for rank, ranks in blocking_ranks.items():
         ended = [m for m in ranks if snapshots[m].state in ENDED]
         if ended:
-            part = _part(rank, snapshots[rank])
+            part = _describe_operation(rank, snapshots[rank])
             same = [m for m in ended if snapshots[m].state == snapshots[ended[0]].state]
             return [f"{format_ranks(same)} {snapshots[ended[0]].state} without launching {part}"]
-    links, rank = [], next(iter(hopeless))
+    links, rank = [], next(iter(blocking_ranks))
     while rank not in [first for first, _ in links]:
-        links.append((rank, hopeless[rank][0]))
-        rank = hopeless[rank][0]
-    circle = links[[first for first, _ in links].index(rank) :]
-    parts = [f"rank {a} waits for rank {b} to launch {_part(a, snapshots[a])}" for a, b in circle]
-    parts = parts if len(parts) <= 4 else [*parts[:2], f"and so on round a circle of {len(circle)} ranks"]
+        links.append((rank, blocking_ranks[rank][0]))
+        rank = blocking_ranks[rank][0]
+    cycle = links[[first for first, _ in links].index(rank) :]
+    parts = [f"rank {a} waits for rank {b} to launch {_describe_operation(a, snapshots[a])}" for a, b in cycle]
+    parts = parts if len(parts) <= 4 else [*parts[:2], f"and so on in a cycle of {len(cycle)} ranks"]
     return [f"{part}," for part in parts[:-1]] + parts[-1:]
 
 
-def _part(rank: int, snapshot: Snapshot) -> str:
+def _describe_operation(rank: int, snapshot: Snapshot) -> str:
     """Name the operation that the other rank would have to launch."""
-    channel = snapshot.channel
+    channel = snapshot.wait_channel
     if channel.peer is None:
-        return f"{snapshot.operation.split(' ')[0]} #{snapshot.seq} of '{channel.use}'"
+        return f"{snapshot.wait_operation.split(' ')[0]} #{snapshot.wait_seq} of '{channel.group_name}'"
     if channel.kind == "send":
-        return f"recv #{snapshot.seq} from rank {rank} of '{channel.use}'"
-    return f"send #{snapshot.seq} to rank {rank} of '{channel.use}'"
+        return f"recv #{snapshot.wait_seq} from rank {rank} of '{channel.group_name}'"
+    return f"send #{snapshot.wait_seq} to rank {rank} of '{channel.group_name}'"

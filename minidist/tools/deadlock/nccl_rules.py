@@ -1,6 +1,6 @@
 """The rules that NCCL demands of a program, checked on the meters' logs of a run on any backend.
 
-gloo forgives much that NCCL answers with a hang, so a layout that ran on a laptop proves nothing for GPUs until its log
+gloo runs many programs with which NCCL hangs, so a layout that ran on a laptop proves nothing for GPUs until its log
 obeys these rules (NCCL user guide: "Using multiple NCCL communicators concurrently", "Point-to-point communication",
 and one communicator rank per device):
 
@@ -20,74 +20,78 @@ Log = Sequence[Record]
 _TRANSFERS = ("send", "recv")
 
 
-def violations(logs: Mapping[int, Log], nodes: Mapping[int, int] | None = None) -> list[str]:
-    """What breaks a rule, one line each, given every rank's records in the order of launch.
+def find_nccl_violations(logs_by_rank: Mapping[int, Log], node_by_rank: Mapping[int, int] | None = None) -> list[str]:
+    """Check a run against the NCCL rules in this module's docstring; return one line of text for each violation.
 
-    nodes: the machine of each rank; all on one when not given.
+    logs_by_rank: by global rank, the records of its `Meter`, in the order of launch. node_by_rank: by global rank, the
+    index of the machine on which it runs; None: all ranks run on one machine.
     """
-    return _stuck(logs) + _devices(logs, nodes or dict.fromkeys(logs, 0))
+    return _check_order(logs_by_rank) + _check_devices(logs_by_rank, node_by_rank or dict.fromkeys(logs_by_rank, 0))
 
 
-def _stuck(logs: Mapping[int, Log]) -> list[str]:
-    """Replay the logs, each operation blocking its ranks until it ends: who never comes to the end, and where."""
-    left = {rank: deque(_together(log)) for rank, log in logs.items()}
-    begun: Counter = Counter()  # ends of an operation that ranks have come to, by what both ends have in common
-    for rank, units in left.items():
-        _begin(begun, rank, units)
-    moved = True
-    while moved:
-        moved = False
-        for rank, units in left.items():
-            while units and all(_met(begun, rank, record) for record in units[0]):
+def _check_order(logs_by_rank: Mapping[int, Log]) -> list[str]:
+    """Replay the logs, each operation blocking its ranks until it ends; return the ranks that never end, and where."""
+    remaining = {rank: deque(_group_batches(log)) for rank, log in logs_by_rank.items()}
+    launched: Counter = Counter()  # by operation key
+    for rank, units in remaining.items():
+        _count_launches(launched, rank, units)
+    has_progressed = True
+    while has_progressed:
+        has_progressed = False
+        for rank, units in remaining.items():
+            while units and all(_is_complete(launched, rank, record) for record in units[0]):
                 units.popleft()
-                _begin(begun, rank, units)
-                moved = True
+                _count_launches(launched, rank, units)
+                has_progressed = True
     return [
-        f"rank {rank}: {_told(units[0])} would not end if operations ran one after the other, in the order of launch"
-        for rank, units in sorted(left.items())
+        f"rank {rank}: {_describe_operation(units[0])} would not end if operations ran one after the other, "
+        "in the order of launch"
+        for rank, units in sorted(remaining.items())
         if units
     ]
 
 
-def _together(log: Log) -> list[list[Record]]:
-    """The records, those of one batch as one."""
+def _group_batches(log: Log) -> list[list[Record]]:
+    """Group the records of one batch; every other record is a group of its own."""
     apart = groupby(enumerate(log), key=lambda item: item[1].batch or (item[0],))
     return [[record for _, record in records] for _, records in apart]
 
 
-def _key(rank: int, record: Record, kind: str | None = None) -> tuple:
-    """What all who take part in an operation call it: a collective by its number, a transfer by its two ends."""
+def _operation_key(rank: int, record: Record, kind: str | None = None) -> tuple:
+    """Return the same key on all ranks of an operation: by number for a collective, by its two ends for a transfer."""
     if record.name not in _TRANSFERS:
-        return record.use, record.ranks, record.name, record.seq
+        return record.group_name, record.ranks, record.name, record.seq
     kind = kind or record.name
     ends = (rank, record.peer) if record.name == "send" else (record.peer, rank)
-    return record.use, record.ranks, kind, record.tag, *ends, record.seq
+    return record.group_name, record.ranks, kind, record.tag, *ends, record.seq
 
 
-def _begin(begun: Counter, rank: int, units: "deque[list[Record]]") -> None:
+def _count_launches(launched: Counter, rank: int, units: "deque[list[Record]]") -> None:
     for record in units[0] if units else ():
-        begun[_key(rank, record)] += 1
+        launched[_operation_key(rank, record)] += 1
 
 
-def _met(begun: Counter, rank: int, record: Record) -> bool:
-    """Whether all others of an operation have come to it as well."""
+def _is_complete(launched: Counter, rank: int, record: Record) -> bool:
+    """Return whether all other ranks of the operation have launched it too."""
     if record.name in _TRANSFERS:
-        return begun[_key(rank, record, "recv" if record.name == "send" else "send")] > 0
-    return begun[_key(rank, record)] == len(record.ranks)
+        return launched[_operation_key(rank, record, "recv" if record.name == "send" else "send")] > 0
+    return launched[_operation_key(rank, record)] == len(record.ranks)
 
 
-def _devices(logs: Mapping[int, Log], nodes: Mapping[int, int]) -> list[str]:
-    devices = {rank: sorted({record.device for record in log}) for rank, log in logs.items() if log}
-    found = [f"rank {rank} sends from several devices: {', '.join(many)}" for rank, many in devices.items() if many[1:]]
+def _check_devices(logs_by_rank: Mapping[int, Log], node_by_rank: Mapping[int, int]) -> list[str]:
+    devices = {rank: sorted({record.device for record in log}) for rank, log in logs_by_rank.items() if log}
+    problems = [
+        f"rank {rank} sends from several devices: {', '.join(names)}" for rank, names in devices.items() if names[1:]
+    ]
     for a, b in combinations(sorted(devices), 2):
         for device in set(devices[a]) & set(devices[b]):
-            if device.startswith("cuda") and nodes[a] == nodes[b]:
-                found.append(f"ranks {a} and {b} share {device}")
-    return found
+            if device.startswith("cuda") and node_by_rank[a] == node_by_rank[b]:
+                problems.append(f"ranks {a} and {b} share {device}")
+    return problems
 
 
-def _told(unit: Sequence[Record]) -> str:
+def _describe_operation(unit: Sequence[Record]) -> str:
     record = unit[0]
     peer = "" if record.peer is None else f" with rank {record.peer}"
     more = f" and {len(unit) - 1} more of its batch" if len(unit) > 1 else ""
-    return f"{record.name} #{record.seq}{peer} of '{record.use}'{more}"
+    return f"{record.name} #{record.seq}{peer} of '{record.group_name}'{more}"

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from minidist.comm.status import Channel, RankStatus
-from minidist.tools.deadlock.caller import caller_line
+from minidist.comm.status import Channel, OperationTracker
+from minidist.tools.deadlock.caller import find_user_code_line
 
 PAGE_BYTES = 65536  # a whole number of memory pages everywhere; untouched ones cost nothing
 STATES = ("idle", "running", "waiting", "returned", "failed")
@@ -37,45 +37,51 @@ _MAX_CHANNELS = (PAGE_BYTES - _CHANNELS_AT) // _ENTRY_BYTES
 _NO_CHANNEL = 0xFFFF
 
 
-class Progress(NamedTuple):
-    """Progress of a rank on a channel: operations launched, and (chained crc, text) of the last few, oldest first."""
+class ChannelProgress(NamedTuple):
+    """How many operations a rank has launched on one channel, and the last four of them.
 
-    launched: int
-    recent: tuple[tuple[int, str], ...]
+    recent_operations: oldest first, each as (crc, description). The crc covers the channel's operations up to this one,
+    so equal crcs on two ranks mean that both have launched the same sequence.
+    """
+
+    num_launched: int
+    recent_operations: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """One reading of a status page. Equal snapshots mean that nothing happened in between: `version` counts writes.
 
-    state: one of STATES, or "died" where a reader knows it. seq, operation, where, channel: the latest wait.
+    state: one of STATES, or "died", which the reader sets for a killed rank. The fields `wait_...` describe the
+    operation for which the rank waits or last waited: its sequence number on `wait_channel` (0 before the first wait);
+    its name, shape and dtype as text; and the "file:line" of the call.
     """
 
     version: int
     state: str
-    seq: int
-    operation: str
-    where: str
+    wait_seq: int
+    wait_operation: str
+    wait_location: str
     _entry: int = field(repr=False)
     _page: bytes = field(repr=False)
 
-    # Most readings are only compared with the one before: the channels are taken apart when somebody asks.
+    # Most readings are only compared with the one before: the channels are parsed on first use.
     @cached_property
-    def progress(self) -> Mapping[Channel, Progress]:
-        """Progress of the rank by channel."""
+    def progress_by_channel(self) -> Mapping[Channel, ChannelProgress]:
+        """How many operations the rank has launched, and which, for each channel that it has used."""
         return dict(_read_entry(self._page, at) for at in range(_CHANNELS_AT, len(self._page), _ENTRY_BYTES))
 
     @cached_property
-    def channel(self) -> Channel | None:
-        """The channel of the latest wait; None before the first, or if the page had no room for the channel."""
-        channels = list(self.progress)
-        return channels[self._entry] if self.operation and self._entry < len(channels) else None
+    def wait_channel(self) -> Channel | None:
+        """The channel of the latest wait; None before the first wait, or if the page had no room for the channel."""
+        channels = list(self.progress_by_channel)
+        return channels[self._entry] if self.wait_operation and self._entry < len(channels) else None
 
 
-class StatusPage(RankStatus):
-    """Implements `RankStatus` on one page of memory; this process is its only writer.
+class StatusPage(OperationTracker):
+    """The status of this rank, in memory that another process can read; only this process writes it.
 
-    buffer: PAGE_BYTES of zeroed writable memory, shared with a reader; private memory when None.
+    buffer: PAGE_BYTES of zeroed writable memory, shared with the reader; None: private memory.
     """
 
     def __init__(self, buffer=None):
@@ -84,8 +90,11 @@ class StatusPage(RankStatus):
         self._channels: dict[Channel, list[int]] = {}  # -> [entry or -1, launched, chain]
         self._signatures: dict[tuple, tuple[bytes, bytes]] = {}
 
-    def launch(self, channel: Channel, name: str, shape: tuple[int, ...], dtype: object) -> int:
-        """Record that an operation is about to start; returns its sequence number on the channel: 1, 2, ..."""
+    def on_launch(self, channel: Channel, name: str, shape: tuple[int, ...], dtype: object) -> int:
+        """Record that an operation is about to start; return its sequence number on the channel: 1, 2, ...
+
+        name, shape, dtype: of the operation and its tensor; ranks that disagree on them are reported as a mismatch.
+        """
         known = self._channels.get(channel) or self._add(channel)
         text, signature = self._signature(channel.kind, name, shape, dtype)
         entry, launched, chain = known
@@ -93,55 +102,60 @@ class StatusPage(RankStatus):
         known[2] = chain = zlib.crc32(signature, chain)
         if entry >= 0:
             at = _CHANNELS_AT + entry * _ENTRY_BYTES
-            self._begin()
+            self._begin_write()
             _RECENT.pack_into(self._page, at + _LAUNCHED.size + launched % _KEPT * _RECENT.size, chain, text)
             _LAUNCHED.pack_into(self._page, at, launched)
-            self._end()
+            self._end_write()
         return launched
 
-    def wait(
-        self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, where: str | None = None
+    def on_wait(
+        self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, location: str | None = None
     ) -> None:
-        """Record that this rank blocks until operation `seq` of the channel has completed.
+        """Record that this rank blocks until operation `seq` of the channel has completed. Does not block itself.
 
-        where: `file:line` of the call; None: the innermost frame outside minidist's communication code and torch.
+        name, shape, dtype: as in `on_launch`. location: "file:line" of the call; None: see `find_user_code_line`.
         """
         known = self._channels.get(channel) or self._add(channel)
         entry = known[0] if known[0] >= 0 else _NO_CHANNEL
         text, _ = self._signature(channel.kind, name, shape, dtype)
-        place = (where or caller_line()).encode()[-160:]  # the end of a long path holds the file and the line
-        self._begin()
-        _HEADER.pack_into(self._page, _HEADER_AT, 2, entry, self._listed, seq, text, place)
-        self._end()
+        encoded_location = (location or find_user_code_line()).encode()[
+            -160:
+        ]  # the end of a long path holds the file and the line
+        self._begin_write()
+        _HEADER.pack_into(self._page, _HEADER_AT, 2, entry, self._listed, seq, text, encoded_location)
+        self._end_write()
 
-    def resume(self) -> None:
-        """Record that the wait has ended."""
+    def on_resume(self) -> None:
+        """Record that the wait has ended and this rank is running."""
         self._set_state("running")
 
-    def finish(self, state: str) -> None:
-        """Record that this rank has ended: "returned" or "failed"."""
+    def record_end(self, state: str) -> None:
+        """Record that this rank has ended. state: "returned" or "failed"."""
         self._set_state(state)
 
-    def clear(self) -> None:
-        """Remove all channels and the latest wait: operations of new groups are numbered from 1."""
-        self._begin()
+    def reset_channels(self) -> None:
+        """Remove all channels and the latest wait, so the operations of new groups are numbered from 1."""
+        self._begin_write()
         end = _CHANNELS_AT + self._listed * _ENTRY_BYTES
         self._page[_HEADER_AT:end] = bytes(end - _HEADER_AT)
         self._page[_STATE_AT] = STATES.index("running")
-        self._end()
+        self._end_write()
         self._channels.clear()
 
-    def snapshot(self) -> Snapshot:
-        """Return what a reader sees now."""
-        return StatusPage.read(self._page)
+    def take_snapshot(self) -> Snapshot:
+        """Return the present status of this rank."""
+        return StatusPage.read_snapshot(self._page)
 
-    def image(self) -> bytes:
-        """Return the written part of the page; `read` accepts it as well."""
+    def to_bytes(self) -> bytes:
+        """Return the written part of the page, from which `read_snapshot` can read the status elsewhere."""
         return bytes(self._page[: _CHANNELS_AT + self._listed * _ENTRY_BYTES])
 
     @staticmethod
-    def read(buffer) -> Snapshot | None:
-        """Return the status in `buffer`, None if its rank was writing at that moment (read again)."""
+    def read_snapshot(buffer) -> Snapshot | None:
+        """Return the status in `buffer`: a page in shared memory or the bytes of `to_bytes`.
+
+        Returns None if the rank was writing at that moment: read again.
+        """
         page = memoryview(buffer)
         (before,) = _VERSION.unpack_from(page)
         state, entry, listed, seq, operation, where = _HEADER.unpack_from(page, _HEADER_AT)
@@ -149,89 +163,89 @@ class StatusPage(RankStatus):
         (after,) = _VERSION.unpack_from(page)
         if before != after or before % 2:
             return None
-        return Snapshot(before, STATES[state], seq, _text(operation), _text(where), entry, copy)
+        return Snapshot(before, STATES[state], seq, _decode_text(operation), _decode_text(where), entry, copy)
 
     @property
     def _listed(self) -> int:
         return _COUNT.unpack_from(self._page, _COUNT_AT)[0]
 
-    def _begin(self) -> None:
+    def _begin_write(self) -> None:
         _VERSION.pack_into(self._page, 0, self._version + 1)
 
-    def _end(self) -> None:
+    def _end_write(self) -> None:
         self._version += 2
         _VERSION.pack_into(self._page, 0, self._version)
 
     def _set_state(self, state: str) -> None:
-        self._begin()
+        self._begin_write()
         self._page[_STATE_AT] = STATES.index(state)
-        self._end()
+        self._end_write()
 
     def _add(self, channel: Channel) -> list[int]:
         """Give the channel an entry. Without room for one its operations are numbered, but readers do not see them."""
-        name = _name(channel).encode()
+        name = _format_channel(channel).encode()
         entry = self._listed
         if entry < _MAX_CHANNELS and len(name) <= _NAME_BYTES:
             at = _CHANNELS_AT + entry * _ENTRY_BYTES + _NAME_AT
-            self._begin()
+            self._begin_write()
             self._page[at : at + len(name)] = name
             _COUNT.pack_into(self._page, _COUNT_AT, entry + 1)
-            self._end()
+            self._end_write()
         else:
             entry = -1
         self._channels[channel] = known = [entry, 0, 0]
         return known
 
     def _signature(self, kind: str, name: str, shape: tuple[int, ...], dtype: object) -> tuple[bytes, bytes]:
-        """(text for people, bytes that must be equal on all ranks)."""
+        """Return (text for messages, bytes that must be equal on all ranks)."""
         key = (kind, name, shape, dtype)
-        found = self._signatures.get(key)
-        if found is None:
+        cached = self._signatures.get(key)
+        if cached is None:
             if len(self._signatures) > 4096:  # a program whose shapes never repeat must not grow
                 self._signatures.clear()
             text = f"{name} {tuple(shape)} {str(dtype).removeprefix('torch.')}"
             if kind != "collective":  # a send meets a recv, whose shape may be another view of as many elements
-                same = f"{math.prod(shape)} {dtype}"
+                compared = f"{math.prod(shape)} {dtype}"
             elif name == "all_to_all":  # ranks may send unequal shares
-                same = f"{name} {dtype}"
+                compared = f"{name} {dtype}"
             else:  # the backends look at elements only: () and (1,), or (8,) and (4, 2), go together
-                same = f"{name} {math.prod(shape)} {dtype}"
-            found = self._signatures[key] = (text.encode(), same.encode())
-        return found
+                compared = f"{name} {math.prod(shape)} {dtype}"
+            cached = self._signatures[key] = (text.encode(), compared.encode())
+        return cached
 
 
 _COUNT = struct.Struct("<H")
 
 
-def _read_entry(page: bytes, at: int) -> tuple[Channel, Progress]:
+def _read_entry(page: bytes, at: int) -> tuple[Channel, ChannelProgress]:
     (launched,) = _LAUNCHED.unpack_from(page, at)
     recent = []
     for seq in range(max(1, launched - _KEPT + 1), launched + 1):
         chain, text = _RECENT.unpack_from(page, at + _LAUNCHED.size + seq % _KEPT * _RECENT.size)
-        recent.append((chain, _text(text)))
-    name = _text(page[at + _NAME_AT : at + _NAME_AT + _NAME_BYTES])
-    return _channel(name), Progress(launched, tuple(recent))
+        recent.append((chain, _decode_text(text)))
+    name = _decode_text(page[at + _NAME_AT : at + _NAME_AT + _NAME_BYTES])
+    return _parse_channel(name), ChannelProgress(launched, tuple(recent))
 
 
-def _text(padded: bytes) -> str:
+def _decode_text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode(errors="replace")
 
 
-def _name(channel: Channel) -> str:
-    """The channel as text; ranks in steps are written as a range, so that large groups fit."""
+def _format_channel(channel: Channel) -> str:
+    """Return the channel as text; ranks in steps are written as a range, so that large groups fit."""
     ranks = channel.ranks
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     even = step > 0 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step))
     listed = f"{ranks[0]}-{ranks[-1]}:{step}" if even else ",".join(map(str, ranks))
     peer = "" if channel.peer is None else str(channel.peer)
-    return "|".join((channel.kind, listed, peer, str(channel.tag), channel.use))
+    return "|".join((channel.kind, listed, peer, str(channel.tag), channel.group_name))
 
 
-def _channel(name: str) -> Channel:
-    kind, listed, peer, tag, use = name.split("|", 4)
+def _parse_channel(name: str) -> Channel:
+    kind, listed, peer, tag, group_name = name.split("|", 4)
     if ":" in listed:
         first, last, step = map(int, listed.replace("-", ":").split(":"))
         ranks = tuple(range(first, last + 1, step))
     else:
         ranks = tuple(map(int, listed.split(",")))
-    return Channel(kind, use, ranks, int(peer) if peer else None, int(tag))
+    return Channel(kind, group_name, ranks, int(peer) if peer else None, int(tag))

@@ -10,7 +10,10 @@ _MAX_LINES = 6
 
 
 def describe_ranks(snapshots: Mapping[int, Snapshot | None]) -> list[str]:
-    """Return one line for each distinct status, naming the ranks that share it."""
+    """Return one line of text for each distinct status, naming the ranks that share it; at most seven lines.
+
+    snapshots: by global rank; None for a rank whose status could not be read.
+    """
     same: dict[str, list[int]] = {}
     for rank, snapshot in sorted(snapshots.items()):
         same.setdefault(describe_rank(snapshot), []).append(rank)
@@ -21,28 +24,28 @@ def describe_ranks(snapshots: Mapping[int, Snapshot | None]) -> list[str]:
 
 
 def describe_rank(snapshot: Snapshot | None) -> str:
-    """Describe the status of one rank."""
+    """Return one rank's status as text, such as "waiting in barrier #3 of 'grads' (ranks 0-3) at train.py:7"."""
     if snapshot is None or snapshot.state == "idle":
         return "starting"
     if snapshot.state != "waiting":
         return snapshot.state
-    if snapshot.channel is None:
-        return f"waiting in {snapshot.operation} at {short_location(snapshot.where)}"
-    channel = snapshot.channel
-    name, _, rest = snapshot.operation.partition(" ")
+    if snapshot.wait_channel is None:
+        return f"waiting in {snapshot.wait_operation} at {shorten_location(snapshot.wait_location)}"
+    channel = snapshot.wait_channel
+    name, _, rest = snapshot.wait_operation.partition(" ")
     peer = "" if channel.peer is None else f" {'to' if channel.kind == 'send' else 'from'} rank {channel.peer}"
     peer += f" (tag {channel.tag})" if channel.tag else ""
     tensor = "" if name == "barrier" else f" {rest}"  # a barrier has no tensor of its own
-    operation = f"{name}{peer} #{snapshot.seq}{tensor} of {format_group(channel)}"
-    return f"waiting in {operation} at {short_location(snapshot.where)}"
+    operation = f"{name}{peer} #{snapshot.wait_seq}{tensor} of {format_group(channel)}"
+    return f"waiting in {operation} at {shorten_location(snapshot.wait_location)}"
 
 
-def short_location(where: str) -> str:
-    """Return the last two parts of the path in a `file:line`."""
-    parts = where.rsplit("/", 2)
+def shorten_location(location: str) -> str:
+    """Shorten the path in a "file:line" to its last two parts: "minidist/train.py:7"."""
+    parts = location.rsplit("/", 2)
     return "/".join(parts[-2:])
 
 
 def format_group(channel: Channel) -> str:
-    """Name the group of a channel: `'grads' (ranks 0-3)`."""
-    return f"'{channel.use}' ({format_ranks(channel.ranks)})"
+    """Return the name and the ranks of a channel's group as text: `'grads' (ranks 0-3)`."""
+    return f"'{channel.group_name}' ({format_ranks(channel.ranks)})"

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from minidist.tools.deadlock.detector import ENDED, Confirmation, Verdict, detect_deadlock
+from minidist.tools.deadlock.detector import ENDED, ReportDelay, Verdict, detect_deadlock
 from minidist.tools.deadlock.status_page import Snapshot, StatusPage
 from minidist.tools.deadlock.status_report import describe_ranks
 
@@ -22,9 +22,9 @@ class Watchdog:
     a second and reads those of the others. A status counts as unchanged if between two readings its counter has
     advanced and its content has not. The lowest waiting rank reports.
 
-    store: a connection of its own, because a blocking call on a shared one would block the rank as well.
-    timeout_s: end the process as well after that long in one wait. end: what to do with the report; by default print it
-    and end the process with exit code 1.
+    status: of this rank. store: a connection to the store for this thread alone, because a blocking call on a shared
+    connection would block the rank as well. timeout_s: also report a rank that has been in one wait for that long.
+    on_report: called once, with the report as text; None: print the report and end the process with exit code 1.
     """
 
     def __init__(
@@ -35,23 +35,23 @@ class Watchdog:
         store,
         *,
         timeout_s: float = 1800.0,
-        end: Callable[[str], None] | None = None,
+        on_report: Callable[[str], None] | None = None,
     ):
         self._rank, self._status, self._store, self._timeout_s = rank, status, store, timeout_s
         self._keys = [f"status/{r}" for r in range(size)]
-        self._end = end or _end_process
-        self._beat = 0
-        self._seen: dict[int, tuple[int, Snapshot]] = {}
-        self._confirmation = Confirmation()
+        self._on_report = on_report or _end_process
+        self._post_count = 0
+        self._last_readings: dict[int, tuple[int, Snapshot]] = {}
+        self._report_delay = ReportDelay()
         self._stop = threading.Event()
         self._post()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
-    def finish(self) -> None:
-        """Post the final status of this rank, and wait until all other ranks have ended too.
+    def wait_until_all_ranks_end(self) -> None:
+        """Stop the thread, post the final status of this rank, and wait until all other ranks have ended too.
 
-        If its connections closed now, a rank that still waits for it would see a network error and not the reason.
+        If this rank closed its connections at once, a rank that still waits for it would report a network error.
         """
         self.stop()
         self._post()
@@ -61,53 +61,53 @@ class Watchdog:
             time.sleep(_PERIOD_S)
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread; wait until it has ended."""
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
-        since, since_s = None, 0.0
+        waiting_version, waiting_since_s = None, 0.0
         while not self._stop.wait(_PERIOD_S):
-            snapshot, now_s = self._status.snapshot(), time.monotonic()
-            if snapshot is None or snapshot.state != "waiting" or snapshot.version != since:
-                since, since_s = snapshot and snapshot.version, now_s
+            snapshot, now_s = self._status.take_snapshot(), time.monotonic()
+            if snapshot is None or snapshot.state != "waiting" or snapshot.version != waiting_version:
+                waiting_version, waiting_since_s = snapshot and snapshot.version, now_s
                 continue
             report = None
-            if now_s - since_s > self._timeout_s:
+            if now_s - waiting_since_s > self._timeout_s:
                 report = "\n".join(
                     [f"after {self._timeout_s:g} s in one wait", *describe_ranks({self._rank: snapshot})]
                 )
-            elif now_s - since_s > _QUIET_S:
+            elif now_s - waiting_since_s > _QUIET_S:
                 try:
                     self._post()
                     report = self._read()
-                except RuntimeError:  # the store is gone: so is the run, and the ranks see that themselves
+                except RuntimeError:  # the store has ended, and the run with it: the ranks report that themselves
                     return
             if report is not None and not self._stop.is_set():
-                self._end(str(report))
+                self._on_report(str(report))
                 return
 
     def _post(self) -> None:
-        self._beat += 1
-        self._store.set(self._keys[self._rank], struct.pack("<Q", self._beat) + self._status.image())
+        self._post_count += 1
+        self._store.set(self._keys[self._rank], struct.pack("<Q", self._post_count) + self._status.to_bytes())
 
     def _read(self) -> Verdict | None:
-        if not self._store.check(self._keys):  # a rank has not come this far
+        if not self._store.check(self._keys):  # a rank has not posted yet
             return None
-        seen = {}
+        readings = {}
         for rank, data in enumerate(self._store.multi_get(self._keys)):
-            snapshot = StatusPage.read(bytes(data)[8:])
+            snapshot = StatusPage.read_snapshot(bytes(data)[8:])
             if snapshot is not None:
-                seen[rank] = (struct.unpack_from("<Q", bytes(data))[0], snapshot)
-        before, self._seen = self._seen, seen
-        stand = {
+                readings[rank] = (struct.unpack_from("<Q", bytes(data))[0], snapshot)
+        before, self._last_readings = self._last_readings, readings
+        unchanged = {
             rank: snapshot
-            for rank, (beat, snapshot) in seen.items()
-            if snapshot.state in ENDED or (rank in before and before[rank][1] == snapshot and before[rank][0] < beat)
+            for rank, (count, snapshot) in readings.items()
+            if snapshot.state in ENDED or (rank in before and before[rank][1] == snapshot and before[rank][0] < count)
         }
-        waiting = [rank for rank, snapshot in stand.items() if snapshot.state == "waiting"]
-        verdict = detect_deadlock(stand) if waiting and min(waiting) == self._rank else None
-        return self._confirmation.confirm(verdict, stand, range(len(self._keys)), time.monotonic())
+        waiting = [rank for rank, snapshot in unchanged.items() if snapshot.state == "waiting"]
+        verdict = detect_deadlock(unchanged) if waiting and min(waiting) == self._rank else None
+        return self._report_delay.release_if_due(verdict, unchanged, range(len(self._keys)), time.monotonic())
 
 
 def _end_process(report: str) -> None:

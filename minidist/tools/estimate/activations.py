@@ -1,10 +1,10 @@
 """Bytes of saved activations: of one micro-batch in one chunk of the model, and their peak in a step."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from minidist.parallel.pipeline.actions import Op
+from minidist.parallel.pipeline.actions import Action
 from minidist.tools.estimate import saved_tensors
 from minidist.tools.estimate.layout import DTYPE_BYTES, Layout, ModelChunk
 from minidist.tools.estimate.saved_tensors import COMPUTE, PARAMETER, SavedTensor
@@ -12,7 +12,8 @@ from minidist.tools.estimate.shapes import Dimensions
 
 
 class LocalTensor(NamedTuple):
-    """A saved tensor with its shape and dtype on one rank."""
+    """A saved tensor as one rank stores it. formula: its shape as a formula (`shapes.Dimensions`); shape: in elements;
+    dtype: a key of DTYPE_BYTES."""
 
     name: str
     formula: str
@@ -21,28 +22,34 @@ class LocalTensor(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """The size of the local tensor in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def local_tensors(layout: Layout, tensors: Iterable[SavedTensor], samples: int) -> list[LocalTensor]:
-    """The tensors on one rank, for a micro-batch of `samples` samples."""
-    sizes, dtypes = Dimensions.of(layout, samples), {PARAMETER: layout.dtype, COMPUTE: layout.compute_dtype}
-    return [LocalTensor(t.name, t.shape, sizes.shape(t.shape), dtypes.get(t.dtype, t.dtype)) for t in tensors]
+def list_local_tensors(layout: Layout, tensors: Iterable[SavedTensor], num_samples: int) -> list[LocalTensor]:
+    """Compute the shape and dtype that each tensor has on one rank, for a micro-batch of `num_samples` samples."""
+    sizes, dtypes = (
+        Dimensions.of_micro_batch(layout, num_samples),
+        {PARAMETER: layout.dtype, COMPUTE: layout.compute_dtype},
+    )
+    return [LocalTensor(t.name, t.shape, sizes.local_shape(t.shape), dtypes.get(t.dtype, t.dtype)) for t in tensors]
 
 
-def local_bytes(layout: Layout, tensors: Iterable[SavedTensor], samples: int) -> int:
-    """Their total bytes on one rank."""
-    return sum(tensor.bytes for tensor in local_tensors(layout, tensors, samples))
+def local_tensor_bytes(layout: Layout, tensors: Iterable[SavedTensor], num_samples: int) -> int:
+    """The total bytes of these tensors on one rank, for a micro-batch of `num_samples` samples."""
+    return sum(tensor.bytes for tensor in list_local_tensors(layout, tensors, num_samples))
 
 
 def saved_by_chunk(layout: Layout, chunk: ModelChunk) -> list[SavedTensor]:
-    """The tensors that the forward of one chunk saves, the rotary tables first."""
-    start = saved_tensors.rotary_tables(layout) + (saved_tensors.saved_by_embedding(layout) if chunk.first else [])
+    """The tensors that the forward of one chunk saves for backward, the rotary tables first."""
+    start = saved_tensors.rotary_tables(layout) + (
+        saved_tensors.saved_by_embedding(layout) if chunk.has_embedding else []
+    )
     layers = saved_tensors.saved_by_layer(layout) * len(chunk.layers)
-    return start + layers + (saved_tensors.saved_by_head(layout) if chunk.last else [])
+    return start + layers + (saved_tensors.saved_by_head(layout) if chunk.has_head else [])
 
 
-class MicroBatchBytes(NamedTuple):
+class MicroBatchActivationBytes(NamedTuple):
     """Activation bytes of one micro-batch in one chunk. saved: from forward to backward; backward_peak: while backward
     runs, including what it recomputes; for_weight_gradients: from B to W of a split backward."""
 
@@ -51,67 +58,85 @@ class MicroBatchBytes(NamedTuple):
     for_weight_gradients: int
 
 
-def micro_batch_bytes(layout: Layout, chunk: ModelChunk, samples: int, split_backward: bool) -> MicroBatchBytes:
-    """Activation bytes of a micro-batch of `samples` samples in one chunk.
+def micro_batch_activation_bytes(
+    layout: Layout, chunk: ModelChunk, num_samples: int, split_backward: bool
+) -> MicroBatchActivationBytes:
+    """Activation bytes of a micro-batch of `num_samples` samples in one chunk, on one rank.
+
+    split_backward: the pipeline schedule computes weight gradients (W) after input gradients (B).
 
     Full recomputation restores one layer at a time in backward, while the inputs of the layers before it, and what the
     layers after it keep for their weight gradients, are live. The tensors of head and loss are freed by then. Core
     attention saves less than the feed-forward layer, which is freed before core attention is recomputed, so selective
     recomputation has no peak of its own.
     """
-    if samples == 0:
-        return MicroBatchBytes(0, 0, 0)  # the chunk does not run
+    if num_samples == 0:
+        return MicroBatchActivationBytes(0, 0, 0)  # the chunk does not run
 
     def size(tensors: Iterable[SavedTensor]) -> int:
-        return local_bytes(layout, tensors, samples)
+        return local_tensor_bytes(layout, tensors, num_samples)
 
     layers = len(chunk.layers)
     saved = size(saved_by_chunk(layout, chunk)[len(saved_tensors.rotary_tables(layout)) :])
     per_layer = size(saved_tensors.saved_for_weight_gradients()) if split_backward else 0
-    head = size(saved_tensors.saved_for_head_weight_gradient()) if split_backward and chunk.last else 0
+    head = size(saved_tensors.saved_for_head_weight_gradient()) if split_backward and chunk.has_head else 0
     candidates = [saved, layers * per_layer + head]
     if layout.config.recompute == "block":
-        before = size(saved_tensors.saved_by_embedding(layout)) if chunk.first else 0
+        before = size(saved_tensors.saved_by_embedding(layout)) if chunk.has_embedding else 0
         layer, recomputed = size(saved_tensors.saved_by_layer(layout)), size(saved_tensors.recomputed_by_layer(layout))
         candidates += [
             before + (i + 1) * layer + recomputed + (layers - 1 - i) * per_layer + head for i in range(layers)
         ]
-    return MicroBatchBytes(saved, max(candidates), layers * per_layer + head)
+    return MicroBatchActivationBytes(saved, max(candidates), layers * per_layer + head)
 
 
-def walk_schedule(
-    layout: Layout, stage: int, samples: list[int]
-) -> Iterator[tuple[Op, ModelChunk, MicroBatchBytes, int]]:
-    """Every action of a pipeline stage in the order of its schedule.
+class ActionActivationBytes(NamedTuple):
+    """The activation bytes on a pipeline stage during one action of its schedule.
 
-    Yields (action, chunk, activation bytes of its micro-batch, activation bytes of all other micro-batches in flight).
+    model_chunk: the chunk that runs; micro_batch: the bytes of the action's micro-batch in that chunk; others: of all
+    other micro-batches in flight on the stage.
     """
-    chunks, in_flight = layout.chunks(stage), 0
-    for op in layout.schedule.orders[stage]:
-        chunk, count = chunks[op.chunk], samples[op.micro_batch]
-        own = micro_batch_bytes(layout, chunk, count, layout.schedule.splits_backward)
-        in_flight -= {"F": 0, "B": own.saved, "W": own.for_weight_gradients}[op.kind]
-        yield op, chunk, own, in_flight
-        if op.kind == "F":
+
+    action: Action
+    model_chunk: ModelChunk
+    micro_batch: MicroBatchActivationBytes
+    others: int
+
+
+def walk_schedule_activations(
+    layout: Layout, stage: int, micro_batch_sizes: Sequence[int]
+) -> Iterator[ActionActivationBytes]:
+    """Yield the activation bytes during each action of a pipeline stage, in the order of its schedule.
+
+    micro_batch_sizes: the number of samples in each micro-batch.
+    """
+    chunks, in_flight = layout.stage_chunks(stage), 0
+    for action in layout.schedule.orders[stage]:
+        chunk, count = chunks[action.chunk], micro_batch_sizes[action.micro_batch]
+        own = micro_batch_activation_bytes(layout, chunk, count, layout.schedule.splits_backward)
+        in_flight -= {"F": 0, "B": own.saved, "W": own.for_weight_gradients}[action.kind]
+        yield ActionActivationBytes(action, chunk, own, in_flight)
+        if action.kind == "F":
             in_flight += own.saved
-        elif op.kind != layout.schedule.last_kind:
+        elif action.kind != layout.schedule.last_action_kind:
             in_flight += own.for_weight_gradients
 
 
-def peak_activation_bytes(layout: Layout, stage: int, micro_batches: Iterable[int]) -> int:
+def peak_activation_bytes(layout: Layout, stage: int, micro_batch_sizes: Sequence[int]) -> int:
     """The peak bytes of live activations on a rank of a stage during a step.
 
-    micro_batches: the samples in each. With a pipeline every chunk keeps each micro-batch from its forward to its
-    backward: for equal micro-batches, no split backward and no recomputation the peak is `peak_live` times the bytes of
-    one. Without a pipeline one micro-batch is live at a time.
+    micro_batch_sizes: the number of samples in each micro-batch. With a pipeline every chunk keeps each micro-batch
+    from its forward to its backward: for equal micro-batches, no split backward and no recomputation the peak is
+    `peak_live_micro_batches` times the bytes of one. Without a pipeline one micro-batch is live at a time.
     """
-    samples = list(micro_batches)
-    tables = local_bytes(layout, saved_tensors.rotary_tables(layout), 1)  # shared by all micro-batches
+    tables = local_tensor_bytes(layout, saved_tensors.rotary_tables(layout), 1)  # shared by all micro-batches
     if layout.schedule is None:
-        (chunk,) = layout.chunks(stage)
-        return tables + max(micro_batch_bytes(layout, chunk, count, False).backward_peak for count in set(samples))
+        (chunk,) = layout.stage_chunks(stage)
+        return tables + max(
+            micro_batch_activation_bytes(layout, chunk, count, False).backward_peak for count in set(micro_batch_sizes)
+        )
     peaks = [
-        others + {"F": own.saved, "B": own.backward_peak, "W": own.for_weight_gradients}[op.kind]
-        for op, _, own, others in walk_schedule(layout, stage, samples)
+        others + {"F": own.saved, "B": own.backward_peak, "W": own.for_weight_gradients}[action.kind]
+        for action, _, own, others in walk_schedule_activations(layout, stage, micro_batch_sizes)
     ]
     return tables + max(peaks)

@@ -23,35 +23,39 @@ LARGEST_LAYER_GRADIENT = [SavedTensor("gradient of weight", "f/tp h")]
 class BackwardEvent(NamedTuple):
     """The backward of one operation in a module (a layer, the head or the embedding).
 
-    saved: how many of the module's saved tensors, counted from the first, are still live. ready: how many of its
-    parameters, counted from the last, have their gradients. temporaries: all other live tensors; those named
-    FOR_WEIGHT_GRADIENT wait for the W half of a split backward and count as activations.
+    operation: its name. num_saved: how many of the module's saved tensors, counted from the first, are still live.
+    num_ready_gradients: how many of its parameters, counted from the last, have their gradients. temporaries: all other
+    live tensors; those named FOR_WEIGHT_GRADIENT are kept for the weight gradient (W) of a split backward and count as
+    activations.
     """
 
     operation: str
-    saved: int
-    ready: int
+    num_saved: int
+    num_ready_gradients: int
     temporaries: Sequence[SavedTensor]
 
 
-def layer_backward(layout: Layout, split: bool) -> list[BackwardEvent]:
-    """The events of one layer. split: weight gradients are computed later, so what they need stays live."""
-    names = [tensor.name for tensor in saved_tensors.saved_without_recompute(layout)]
+def layer_backward_events(layout: Layout, split_backward: bool) -> list[BackwardEvent]:
+    """The events in the backward of one layer, in order.
+
+    split_backward: weight gradients are computed later, so their inputs stay live.
+    """
+    names = [tensor.name for tensor in saved_tensors.saved_by_layer_without_recompute(layout)]
     attention, feed_forward = (i for i, name in enumerate(names) if name == "input of norm")
     query = next(i for i, name in enumerate(names) if name.startswith("query"))
     product, core = names.index("input of down"), names.index("input of o")
     dropout, waiting = bool(layout.config.model.dropout), []
-    name = FOR_WEIGHT_GRADIENT if split else "gradient"  # of a projection's output
+    name = FOR_WEIGHT_GRADIENT if split_backward else "gradient"  # of a projection's output
     output_grad, up_grad = SavedTensor(name, SHARDED_HIDDEN), SavedTensor(name, FEATURES)
     input_grad = SavedTensor("gradient of input", HIDDEN)
     sharded = layout.sequence_parallel_size > 1
     branch = [SavedTensor("gradient of branch", HIDDEN)] * (1 + sharded) if dropout or sharded else []
     features, heads = SavedTensor("gradient of features", FEATURES), SavedTensor("gradient of heads", QUERIES)
     rotated = SavedTensor("gradient before rotation", QUERIES, COMPUTE)
-    weight = [] if split else LARGEST_LAYER_GRADIENT
+    weight = [] if split_backward else LARGEST_LAYER_GRADIENT
 
     def keep_for_weight_gradient(*shapes: str) -> None:
-        waiting.extend(SavedTensor(FOR_WEIGHT_GRADIENT, shape) for shape in shapes if split)
+        waiting.extend(SavedTensor(FOR_WEIGHT_GRADIENT, shape) for shape in shapes if split_backward)
 
     masked = SavedTensor("gradient after dropout", SHARDED_HIDDEN)
     events = [BackwardEvent("dropout", len(names), 0, [output_grad, *3 * [masked]])] if dropout else []
@@ -61,8 +65,8 @@ def layer_backward(layout: Layout, split: bool) -> list[BackwardEvent]:
     up = [output_grad, input_grad, up_grad, features, *weight, *waiting]
     events.append(BackwardEvent("up", names.index("gate") + 1, 1, up))
     keep_for_weight_gradient(FEATURES, FEATURES, HIDDEN)
-    # A norm's gradient is added to the residual's in place, unless somebody else still needs the residual's.
-    residual = [output_grad] if split or layout.dtype != layout.compute_dtype else []
+    # A norm's gradient is added to the residual's in place, unless something else still needs the residual's.
+    residual = [output_grad] if split_backward or layout.dtype != layout.compute_dtype else []
     events += _norm_backward(layout, feed_forward, 3, [*residual, *waiting])
     events.append(BackwardEvent("attention", core + 1, 5, [output_grad, heads, *_core_gradients(layout), *waiting]))
     keep_for_weight_gradient(QUERIES, KEYS)
@@ -111,13 +115,16 @@ def loss_temporaries(layout: Layout) -> list[SavedTensor]:
     return [SavedTensor("logits", LOGITS), *upcast, *shard]
 
 
-def head_backward(layout: Layout, split: bool) -> list[BackwardEvent]:
-    """The events of loss, head and final norm."""
+def head_backward_events(layout: Layout, split_backward: bool) -> list[BackwardEvent]:
+    """The events in the backward of loss, head and final norm. split_backward: as in `layer_backward_events`."""
     names = [tensor.name for tensor in saved_tensors.saved_by_head(layout)]
-    untied, logits_grad = not layout.config.model.tie_embeddings, FOR_WEIGHT_GRADIENT if split else "gradient of logits"
-    weight = [] if split else VOCABULARY_GRADIENT
+    untied, logits_grad = (
+        not layout.config.model.tie_embeddings,
+        FOR_WEIGHT_GRADIENT if split_backward else "gradient of logits",
+    )
+    weight = [] if split_backward else VOCABULARY_GRADIENT
     waiting = weight * (not untied)
-    if split:
+    if split_backward:
         waiting = [SavedTensor(FOR_WEIGHT_GRADIENT, HIDDEN), SavedTensor(FOR_WEIGHT_GRADIENT, LOGITS)]
     upcast = logits_grad if layout.dtype == layout.compute_dtype else "gradient of logits, upcast"
     loss = [SavedTensor(upcast, LOGITS, COMPUTE), SavedTensor("gradient of log-probabilities", LOGITS, COMPUTE)]
@@ -129,8 +136,8 @@ def head_backward(layout: Layout, split: bool) -> list[BackwardEvent]:
     ]
 
 
-def embedding_backward(layout: Layout, tied: bool) -> list[BackwardEvent]:
-    """The events of the embedding. tied: the head's gradient of the same parameter waits to be added."""
+def embedding_backward_events(layout: Layout, tied: bool) -> list[BackwardEvent]:
+    """The events in the backward of the embedding. tied: the head has the same parameter, and its gradient is added."""
     saved = len(saved_tensors.saved_by_embedding(layout))
     lookup = [SavedTensor("gradient", HIDDEN), *VOCABULARY_GRADIENT * (1 + tied)]
     events = [BackwardEvent("embedding", saved, 0, lookup)]

@@ -6,13 +6,13 @@ from functools import cache
 
 from minidist.config import Config
 from minidist.tools.estimate import activations, flops, shards, states
-from minidist.tools.estimate.layout import Layout, layout_of
-from minidist.tools.estimate.peak_memory import PeakBytes, PeakMemory
+from minidist.tools.estimate.layout import Layout, plan_layout
+from minidist.tools.estimate.peak_memory import PeakBytes, StepMemory
 from minidist.tools.estimate.shared_memory import shared_segment_bytes
 from minidist.tools.estimate.traffic import Traffic
 from minidist.tools.simulate.timeline import PipelineTimeline
 
-# The kinds of tensors: the field of `RankCost` with a kind's own peak, and the kind's name in tables and charts.
+# The kinds of tensors: the field of `RankCost` that has the kind's own peak -> the kind's name in tables and charts.
 MEMORY_KINDS = {
     "parameter_bytes": "parameters",
     "gradient_bytes": "gradients",
@@ -28,16 +28,16 @@ SHARED_MEMORY = "shared memory"  # the name of the shared-memory segments in tab
 class RankCost:
     """The cost of a step on one rank.
 
-    coords: on the mesh; samples: of the global batch; flops: this rank's part of the model FLOPs; hardware_flops: with
-    recomputation; local_parameters: elements on this rank, without ZeRO's sharding; wire_bytes: sent per step, by
-    process group.
+    coords: mesh coordinates, by axis; samples: number of samples of the global batch that this rank computes; flops:
+    this rank's part of the model FLOPs; hardware_flops: the same with recomputation; local_parameters: number of
+    parameter elements on this rank before ZeRO shards them; wire_bytes: bytes sent per step, by group spec.
 
-    Memory, in bytes. peak_breakdown: each kind when all tensors together peak; `peak_memory_bytes` is their sum. The
-    fields of MEMORY_KINDS: the peak of each kind by itself, which may occur at another time, so their sum may be more.
-    activation_bytes: saved for backward, or waiting for the weight gradient (W) of a split backward. buffer_bytes: all
-    other tensors: gradients of activations, temporaries of the loss, messages, copies in the dtype of the reduction,
-    and ZeRO's gathered parameters and unreduced gradients. shared_segment_bytes: the segments of the shm backend
-    (`shared_memory`), in addition to the tensors.
+    Memory, in bytes. peak_breakdown: the bytes of each kind when all tensors together peak; `peak_memory_bytes` is
+    their sum. The fields of MEMORY_KINDS: each kind's own peak, which may occur at another time of the step, so their
+    sum may be higher. activation_bytes: tensors saved for backward, or for the weight gradient (W) of a split backward.
+    buffer_bytes: all other tensors: gradients of activations, temporaries of the loss, messages, copies in the dtype of
+    the reduction, and ZeRO's gathered parameters and unreduced gradients. shared_segment_bytes: the shared-memory
+    segments of the shm backend (`shared_memory`), in addition to the tensors.
 
     Accuracy, as tested: parameters, masters, optimizer states and gradients are exact to the byte. Without a pipeline
     activations are exact except for the batch itself (16 bytes per token); with one they are between 2 % too low and
@@ -63,19 +63,22 @@ class RankCost:
 
     @property
     def model_state_bytes(self) -> int:
-        """Parameters, gradients, masters and optimizer states before the update (which frees gradients in stages 2 and
-        3)."""
+        """Bytes of parameters, gradients, masters and optimizer states before the update, which frees the gradients in
+        stages 2 and 3."""
         return self.parameter_bytes + self.gradient_bytes + self.master_bytes + self.optimizer_bytes
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The peak of all tensors together."""
+        """Peak bytes of all tensors together."""
         return sum(self.peak_breakdown.values())
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A layout and its costs. pipeline: the simulated schedule; None with a single stage."""
+    """The estimated costs of a step.
+
+    ranks: of each rank, in order; pipeline: the simulated schedule, None with a single stage.
+    """
 
     layout: Layout
     ranks: Sequence[RankCost]
@@ -85,9 +88,9 @@ class Estimate:
 def estimate(config: Config, world_size: int, t_comm: float = 0.0) -> Estimate:
     """Estimate a step of this run on `world_size` ranks. Raises UserError for a run that `minidist train` would refuse.
 
-    t_comm: time of a transfer between pipeline stages, in forwards of the costliest chunk of the model.
+    t_comm: time of a transfer between pipeline stages, as a multiple of the forward of the costliest model chunk.
     """
-    layout = layout_of(config, world_size)
+    layout = plan_layout(config, world_size)
     traffic = Traffic(layout)
     stages = [_Stage(layout, traffic, stage) for stage in range(layout.mesh.pp)]
     ranks = [_estimate_rank(layout, stages, traffic, rank) for rank in range(layout.mesh.world_size)]
@@ -95,15 +98,15 @@ def estimate(config: Config, world_size: int, t_comm: float = 0.0) -> Estimate:
 
 
 class _Stage:
-    """What the ranks of a stage have in common."""
+    """The costs that all ranks of a pipeline stage have in common."""
 
     def __init__(self, layout: Layout, traffic: Traffic, stage: int):
-        def find_peak(tensor: int, gradient_bytes: int, samples: tuple[int, ...]) -> PeakBytes:
-            flat_groups = traffic.flat_groups(layout.mesh.rank(pp=stage, tp=tensor))  # the same along dp and cp
-            return PeakMemory(layout, stage, flat_groups, gradient_bytes, samples).find()
+        def compute_peak(tensor: int, gradient_bytes: int, samples: tuple[int, ...]) -> PeakBytes:
+            flat_params = traffic.flat_params(layout.mesh.rank(pp=stage, tp=tensor))  # the same along dp and cp
+            return StepMemory(layout, stage, flat_params, gradient_bytes, samples).compute_peak()
 
-        self.find_peak = cache(find_peak)
-        self.parameters = sum(weight.numel for weight in states.weights(layout, stage))
+        self.compute_peak = cache(compute_peak)
+        self.parameters = sum(parameter.numel for parameter in states.local_parameters(layout, stage))
         self.activation_bytes = cache(lambda samples: activations.peak_activation_bytes(layout, stage, samples))
         self.flops_per_token = flops.stage_flops_per_token(layout, stage)
         self.hardware_flops_per_token = self.flops_per_token + flops.stage_recompute_flops(layout, stage)
@@ -111,10 +114,14 @@ class _Stage:
 
 def _estimate_rank(layout: Layout, stages: Sequence[_Stage], traffic: Traffic, rank: int) -> RankCost:
     mesh, coords = layout.mesh, layout.mesh.coords(rank)
-    stage, samples = stages[coords["pp"]], tuple(layout.micro_batches(coords["dp"]))
-    kept = shards.kept(layout, coords["pp"], traffic.flat_groups(rank), traffic.shard_index(rank))
-    found = stage.find_peak(coords["tp"], kept.gradients, samples)
-    constant = {"parameters": kept.parameters, "masters": kept.masters, "states": kept.moments}
+    stage, samples = stages[coords["pp"]], tuple(layout.micro_batch_sizes(coords["dp"]))
+    model_states = shards.local_model_states(layout, coords["pp"], traffic.flat_params(rank), traffic.shard_index(rank))
+    peak = stage.compute_peak(coords["tp"], model_states.gradients, samples)
+    constant = {
+        "parameters": model_states.parameters,
+        "masters": model_states.masters,
+        "states": model_states.moments,
+    }
     tokens, ranks_per_sample = sum(samples) * layout.config.data.seq_len, mesh.cp * mesh.tp
     return RankCost(
         rank=rank,
@@ -123,13 +130,13 @@ def _estimate_rank(layout: Layout, stages: Sequence[_Stage], traffic: Traffic, r
         flops=tokens * stage.flops_per_token // ranks_per_sample,
         hardware_flops=tokens * stage.hardware_flops_per_token // ranks_per_sample,
         local_parameters=stage.parameters,
-        parameter_bytes=kept.parameters,
-        gradient_bytes=kept.gradients,
-        master_bytes=kept.masters,
-        optimizer_bytes=kept.moments,
-        activation_bytes=max(stage.activation_bytes(samples), found.activations),
-        buffer_bytes=found.buffers,
+        parameter_bytes=model_states.parameters,
+        gradient_bytes=model_states.gradients,
+        master_bytes=model_states.masters,
+        optimizer_bytes=model_states.moments,
+        activation_bytes=max(stage.activation_bytes(samples), peak.activations),
+        buffer_bytes=peak.buffers,
         shared_segment_bytes=shared_segment_bytes(traffic, rank),
-        peak_breakdown={kind: (constant | found.total._asdict())[kind] for kind in MEMORY_KINDS.values()},
+        peak_breakdown={kind: (constant | peak.total._asdict())[kind] for kind in MEMORY_KINDS.values()},
         wire_bytes=traffic.wire_bytes(rank),
     )

@@ -2,11 +2,12 @@
 
 Model FLOPs are counted as `ModelConfig.flops_per_token` counts them: attention in full although a causal kernel skips
 half of it, nothing for embedding lookups, and replicated work (norms, shared key-value heads) once. Hardware FLOPs add
-what backward recomputes.
+those of recomputation.
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from minidist.config import Config
 from minidist.errors import UserError
@@ -21,16 +22,16 @@ def stage_flops_per_token(layout: Layout, stage: int) -> int:
     The stages add up to `ModelConfig.flops_per_token`.
     """
     model, total = layout.config.model, 0
-    for chunk in layout.chunks(stage):
-        head = model.vocab_size * model.hidden_size + model.hidden_size if chunk.last else 0
+    for chunk in layout.stage_chunks(stage):
+        head = model.vocab_size * model.hidden_size + model.hidden_size if chunk.has_head else 0
         attention = 12 * len(chunk.layers) * model.hidden_size * layout.config.data.seq_len
-        total += 6 * (len(chunk.layers) * model.layer_parameters + head) + attention
+        total += 6 * (len(chunk.layers) * model.num_layer_parameters() + head) + attention
     return total
 
 
 def recomputes_down_projection(config: Config) -> bool:
-    """Whether full recomputation of a layer includes its last projection: only where something after it is needed (a
-    dropout mask), or where the layer is compiled as one graph."""
+    """Whether full recomputation of a layer includes its last projection: only if backward needs something computed
+    after it (a dropout mask), or if the layer is compiled as one graph."""
     return config.model.dropout > 0 or config.compile
 
 
@@ -46,28 +47,36 @@ def layer_recompute_flops(layout: Layout) -> int:
 
 def stage_recompute_flops(layout: Layout, stage: int) -> int:
     """FLOPs per token that backward recomputes on one stage."""
-    return sum(len(chunk.layers) for chunk in layout.chunks(stage)) * layer_recompute_flops(layout)
+    return sum(len(chunk.layers) for chunk in layout.stage_chunks(stage)) * layer_recompute_flops(layout)
 
 
-def step_flops(layout: Layout) -> tuple[int, int]:
-    """(model FLOPs, hardware FLOPs) of one step on all ranks."""
+class StepFlops(NamedTuple):
+    """FLOPs of one step on all ranks together. model: of forward and backward; hardware: with recomputation."""
+
+    model: int
+    hardware: int
+
+
+def step_flops(layout: Layout) -> StepFlops:
+    """Count the FLOPs of one step on all ranks together."""
     config = layout.config
     tokens, model_flops = config.train.global_batch * config.data.seq_len, config.model.flops_per_token
     per_token = model_flops(config.data.seq_len)
     recomputed = config.model.num_layers * layer_recompute_flops(layout)
-    return per_token * tokens, (per_token + recomputed) * tokens
+    return StepFlops(per_token * tokens, (per_token + recomputed) * tokens)
 
 
 def simulate_pipeline(layout: Layout, t_comm: float = 0.0) -> PipelineTimeline | None:
-    """The pipeline's timeline when each action takes as long as its FLOPs; None with a single stage.
+    """Simulate the pipeline schedule with action times proportional to FLOPs; None with a single stage.
 
     Products with weights cost the same in F, B and W. Core attention has no weights: it costs twice as much in B as in
-    F, and nothing in W. Recomputation adds to B. t_comm: time of a transfer, in forwards of the costliest chunk.
+    F, and nothing in W. Recomputation adds to B. The unit of time is the
+    forward of the costliest model chunk. t_comm: time of a transfer between stages, in this unit.
     """
     if layout.schedule is None:
         return None
     weights, attention, head = forward_flops(layout.config.model, layout.config.data.seq_len)
-    matmuls = [len(chunk.layers) * weights + (head if chunk.last else 0) for chunk in layout.model_chunks]
+    matmuls = [len(chunk.layers) * weights + (head if chunk.has_head else 0) for chunk in layout.model_chunks]
     core = [len(chunk.layers) * attention for chunk in layout.model_chunks]
     recomputed = [len(chunk.layers) * layer_recompute_flops(layout) for chunk in layout.model_chunks]
     unit = max(w + a for w, a in zip(matmuls, core, strict=True))
@@ -78,44 +87,55 @@ def simulate_pipeline(layout: Layout, t_comm: float = 0.0) -> PipelineTimeline |
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The measured time of a step, and the dense peak of each accelerator that it ran on."""
+    """A measured step, from which to compute MFU and HFU.
+
+    step_time_s: its time in seconds; peak_tflops: the peak of one accelerator without sparsity, in TFLOP/s.
+    """
 
     step_time_s: float
     peak_tflops: float
 
-    def utilisation(self, flops: float, ranks: int) -> float:
-        """`flops` as a fraction of the peak: MFU for model FLOPs (PaLM, arXiv 2204.02311, appendix B), HFU for hardware
-        FLOPs (Korthikanti et al. 2022, arXiv 2205.05198, section 6.3)."""
-        return flops / (self.step_time_s * ranks * self.peak_tflops * 1e12)
+    def utilisation(self, flops: float, num_ranks: int) -> float:
+        """Return the FLOP/s of a step as a fraction of the peak of `num_ranks` accelerators.
+
+        flops: of one step on all ranks: model FLOPs give the MFU (PaLM, arXiv 2204.02311, appendix B), hardware FLOPs
+        the HFU (Korthikanti et al. 2022, arXiv 2205.05198, section 6.3).
+        """
+        return flops / (self.step_time_s * num_ranks * self.peak_tflops * 1e12)
 
 
 def parse_measured_step(step_time_s: float | None, peak_tflops: float | None) -> MeasuredStep | None:
-    """The measured step, or None when neither option is given. Raises UserError for one of them alone, and for values
-    that are not positive."""
-    given = {"step-time-s": step_time_s, "peak-tflops": peak_tflops}
-    for name, value in given.items():
+    """Make a MeasuredStep of the options `--step-time-s` and `--peak-tflops`; None if neither is given.
+
+    Raises UserError for one of them alone, and for values that are not positive.
+    """
+    options = {"step-time-s": step_time_s, "peak-tflops": peak_tflops}
+    for name, value in options.items():
         if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{name} is {value}; it must be above 0: change --{name}.")
-    missing = [name for name, value in given.items() if value is None]
+            raise UserError(f"--{name} is {value}; it must be above 0.")
+    missing = [name for name, value in options.items() if value is None]
     if len(missing) == 1:
         raise UserError(
-            f"MFU and HFU need both the time of a step and the peak of an accelerator: give --{missing[0]} too."
+            f"MFU and HFU need both the time of a step and the peak of an accelerator: also give --{missing[0]}."
         )
     return None if missing else MeasuredStep(step_time_s, peak_tflops)
 
 
 def utilisation_json(
-    measured: MeasuredStep | None, model_flops: float, hardware_flops: float, ranks: int
+    measured: MeasuredStep | None, model_flops: float, hardware_flops: float, num_ranks: int
 ) -> dict[str, float | None]:
-    """`mfu` and `hfu` as fractions; None when no step was measured."""
+    """Return MFU and HFU as fractions under the keys "mfu" and "hfu"; both None if `measured` is None.
+
+    model_flops, hardware_flops: of one step on all ranks; num_ranks: the number of accelerators.
+    """
     flops = {"mfu": model_flops, "hfu": hardware_flops}
-    return {name: None if measured is None else measured.utilisation(value, ranks) for name, value in flops.items()}
+    return {name: None if measured is None else measured.utilisation(value, num_ranks) for name, value in flops.items()}
 
 
-def describe_utilisation(measured: MeasuredStep, model_flops: float, hardware_flops: float, ranks: int) -> str:
-    """MFU and HFU in one line of text."""
-    found = utilisation_json(measured, model_flops, hardware_flops, ranks)
+def describe_utilisation(measured: MeasuredStep, model_flops: float, hardware_flops: float, num_ranks: int) -> str:
+    """Format MFU and HFU, in percent, as one line of text. The arguments are those of `utilisation_json`."""
+    fractions = utilisation_json(measured, model_flops, hardware_flops, num_ranks)
     return (
-        f"MFU {100 * found['mfu']:.2f} %, HFU {100 * found['hfu']:.2f} %: {measured.step_time_s:g} s a step on {ranks} "
-        f"x {measured.peak_tflops:g} TFLOP/s"
+        f"MFU {100 * fractions['mfu']:.2f} %, HFU {100 * fractions['hfu']:.2f} %: {measured.step_time_s:g} s a step on "
+        f"{num_ranks} x {measured.peak_tflops:g} TFLOP/s"
     )

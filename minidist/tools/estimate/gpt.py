@@ -2,7 +2,7 @@
 
 arXiv 2205.05198: activations in section 4 (table 2), FLOPs in appendix A. The block has biases, a feed-forward layer of
 4 h with GELU, three dropouts, and attention that materialises its scores; activations have 16 bits, masks 8. The
-package's own model has a fused attention kernel instead: the comparison shows what that saves.
+package's own model has a fused attention kernel instead; the comparison shows how much memory that saves.
 """
 
 import dataclasses
@@ -12,33 +12,36 @@ from dataclasses import dataclass
 
 from minidist.config import Config, PrecisionConfig
 from minidist.errors import UserError
+from minidist.fault.goodput import FailureModel
 from minidist.tools.estimate import activations, flops, saved_tensors
+from minidist.tools.estimate.failures import failures_json, print_failures
 from minidist.tools.estimate.flops import MeasuredStep
-from minidist.tools.estimate.layout import Layout, layout_of
+from minidist.tools.estimate.layout import Layout, plan_layout
 from minidist.tools.simulate.draw import WIDTH
 
 _RECOMPUTED = {"none": "", "selective": "core", "block": "layer"}
 _NOTES = (
     "The block is that of Megatron's GPT (arXiv 2205.05198): hidden size, heads, layers and vocabulary come from "
     "--model; its feed-forward layer has 4 h features, every query head has its own key-value head, and dropout is on.",
-    "layer_saved_bytes: what one layer saves for backward on each tensor-parallel rank, in 16 bits, for the largest "
-    "micro-batch. Model states, messages and the bubble: only for the package's own model (--block llama).",
+    "layer_saved_bytes: the tensors that one layer saves for backward on each tensor-parallel rank, in 16 bits, for "
+    "the largest micro-batch. Model states, messages and the bubble are estimated for the package's own model only "
+    "(--block llama).",
 )
 _SELECTIVE = (
-    "hardware FLOPs: as published, with attention's products counted twice, forward and backward (s / 3h); recomputing "
-    "only their forward costs a third of that (2 s / 9h)."
+    "hardware FLOPs: as published, which adds the FLOPs of core attention's forward and backward again (s / 3h); "
+    "recomputing only its forward would cost a third of that addition (2 s / 9h)."
 )
 
 
 @dataclass(frozen=True)
 class GptEstimate:
-    """The GPT model on a layout. flops_per_token: of the model; hardware_flops_per_token: with recomputation."""
+    """Parameters, FLOPs and saved activations of Megatron's GPT model on a layout."""
 
     layout: Layout
 
     @property
-    def parameters(self) -> int:
-        """12 h^2 + 13 h per layer, learned positions, a tied embedding and the final norm."""
+    def num_parameters(self) -> int:
+        """The number of parameters: 12 h^2 + 13 h per layer, learned positions, a tied embedding and the final norm."""
         model = self.layout.config.model
         h = model.hidden_size
         layers = model.num_layers * (12 * h * h + 13 * h)
@@ -46,13 +49,16 @@ class GptEstimate:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward and backward: `72 l h^2 (1 + s/(6h) + v/(12 l h))` (appendix A)."""
+        """Model FLOPs per token of forward and backward: `72 l h^2 (1 + s/(6h) + v/(12 l h))` (appendix A)."""
         layers, h, s, vocabulary = self._sizes
         return 72 * layers * h * h + 12 * layers * h * s + 6 * h * vocabulary
 
     @property
     def hardware_flops_per_token(self) -> int:
-        """With recomputation: selective `72 l h^2 (1 + s/(3h) + v/(12 l h))` (appendix A), block a whole forward."""
+        """FLOPs per token of forward, backward and recomputation.
+
+        Selective recomputation: `72 l h^2 (1 + s/(3h) + v/(12 l h))` (appendix A); block: a whole forward per layer.
+        """
         layers, h, s, _ = self._sizes
         recomputed = {"none": 0, "selective": 12 * h * s, "block": 24 * h * h + 4 * h * s}
         return self.flops_per_token + layers * recomputed[self.layout.config.recompute]
@@ -64,57 +70,62 @@ class GptEstimate:
 
     @property
     def layer_saved_tensors(self) -> list[activations.LocalTensor]:
-        """What one layer saves for backward, for the largest micro-batch."""
+        """The tensors that one layer saves for backward on one rank, for the largest micro-batch."""
         saved = saved_tensors.drop_recomputed(saved_tensors.GPT_BLOCK, _RECOMPUTED[self.layout.config.recompute])
-        return activations.local_tensors(self.layout, saved, self.layout.largest_micro_batch)
+        return activations.list_local_tensors(self.layout, saved, self.layout.largest_micro_batch_size)
 
 
 def estimate_gpt(config: Config, ranks: int) -> GptEstimate:
-    """The GPT model of these sizes on `ranks` ranks. Raises UserError for a run that `minidist train` would refuse, and
-    for a cp axis."""
+    """Estimate the GPT model of these sizes on `ranks` ranks.
+
+    Raises UserError for a run that `minidist train` would refuse, and for context parallelism."""
     if config.mesh.cp > 1:
         raise UserError(
-            f"--block gpt is published without context parallelism: give --mesh.cp 1, not {config.mesh.cp}."
+            f"--mesh.cp is {config.mesh.cp}, and the figures of --block gpt are published without context parallelism: "
+            "give --mesh.cp 1."
         )
     model, seq_len = config.model, config.data.seq_len
     gpt_sizes = {"intermediate_size": 4 * model.hidden_size, "num_kv_heads": model.num_heads}
     model = dataclasses.replace(model, **gpt_sizes, max_seq_len=max(seq_len, model.max_seq_len))
-    return GptEstimate(layout_of(dataclasses.replace(config, model=model, precision=PrecisionConfig("fp16")), ranks))
+    return GptEstimate(plan_layout(dataclasses.replace(config, model=model, precision=PrecisionConfig("fp16")), ranks))
 
 
-def main(config: Config, ranks: int, as_json: bool, measured: MeasuredStep | None) -> int:
+def main(
+    config: Config, ranks: int, as_json: bool, measured: MeasuredStep | None, failures: FailureModel | None
+) -> int:
     """Estimate and print; returns the exit code. Raises UserError as `estimate_gpt` does."""
-    found = estimate_gpt(config, ranks)
-    document = gpt_json(found, measured)
+    result = estimate_gpt(config, ranks)
+    document = gpt_json(result, measured)
     if as_json:
-        print(json.dumps(document))
+        print(json.dumps(document | failures_json(failures)))
         return 0
     model_flops, hardware_flops = document["flops_per_step"], document["hardware_flops_per_step"]
-    print(f"{ranks} rank{'s' * (ranks > 1)}, {found.layout.mesh}; GPT block, {found.parameters:,} parameters")
+    print(f"{ranks} rank{'s' * (ranks > 1)}, {result.layout.mesh}; GPT block, {result.num_parameters:,} parameters")
     print(f"FLOPs per step: {model_flops:.4g}; with recomputation: {hardware_flops:.4g}")
     if measured is not None:
         print(flops.describe_utilisation(measured, model_flops, hardware_flops, ranks))
     print(f"a layer saves {document['layer_saved_bytes']:,} bytes for backward:\n")
-    for tensor in found.layer_saved_tensors:
+    for tensor in result.layer_saved_tensors:
         print(f"  {tensor.name:<22} {'x'.join(map(str, tensor.shape)):>20}  {tensor.dtype:<8} {tensor.bytes:>16,}")
     print()
     for note in document["notes"]:
         print(textwrap.fill(note, WIDTH, subsequent_indent="  "))
+    print_failures(failures)
     return 0
 
 
-def gpt_json(found: GptEstimate, measured: MeasuredStep | None) -> dict:
-    """The whole estimate, for `--json`."""
-    layout, saved = found.layout, found.layer_saved_tensors
+def gpt_json(result: GptEstimate, measured: MeasuredStep | None) -> dict:
+    """The whole estimate as the document that `--json` prints. measured: adds MFU and HFU."""
+    layout, saved = result.layout, result.layer_saved_tensors
     tokens, world = layout.config.train.global_batch * layout.config.data.seq_len, layout.mesh.world_size
-    model_flops, hardware_flops = found.flops_per_token * tokens, found.hardware_flops_per_token * tokens
+    model_flops, hardware_flops = result.flops_per_token * tokens, result.hardware_flops_per_token * tokens
     return {
         "block": "gpt",
         "world_size": world,
         "mesh": layout.mesh.sizes,
-        "parameters": found.parameters,
+        "parameters": result.num_parameters,
         "tokens_per_step": tokens,
-        "flops_per_token": found.flops_per_token,
+        "flops_per_token": result.flops_per_token,
         "flops_per_step": model_flops,
         "hardware_flops_per_step": hardware_flops,
         **flops.utilisation_json(measured, model_flops, hardware_flops, world),

@@ -2,78 +2,84 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
-from minidist.process_groups import GRADIENT_GROUPS, ranks_at
+from minidist.parallel.data.assignment import FIRST_BYTES, MIB, assign_buckets
+from minidist.process_groups import GRADIENT_GROUPS, ranks_with
 from minidist.tools.estimate.layout import DTYPE_BYTES, Layout
-from minidist.tools.estimate.states import weights
+from minidist.tools.estimate.states import LocalParameter, TPSumRule, local_parameters
 
-MIB = 2**20
-FIRST_BUCKET_BYTES = MIB  # upper limit of the first bucket, as in `parallel/data/buckets`
-
-# The process group of every rank that is in one, by the name of the group spec.
-Groups = Mapping[str, Mapping[int, Sequence[int]]]
+# The name of a group spec -> each rank that is in a process group of it -> the ranks of that group.
+RanksByGroup = Mapping[str, Mapping[int, Sequence[int]]]
 
 
-def contributors(shared: str, stages: Sequence[int], layout: Layout, rank: int) -> tuple[int, ...]:
-    """The ranks whose local gradients of a parameter are summed with this rank's.
+class GradientAllReduce(NamedTuple):
+    """One all-reduce of gradients. group: the name of its group spec; numel: the number of elements."""
 
-    shared: which tensor-parallel ranks contribute (`states.LAYER`); stages: the pipeline stages that have the
-    parameter.
+    group: str
+    numel: int
+    element_bytes: int
+
+
+def contributing_ranks(tp_sum_rule: TPSumRule, stages: Sequence[int], layout: Layout, rank: int) -> tuple[int, ...]:
+    """Return the ranks over which a parameter's gradient is summed, `rank` included.
+
+    tp_sum_rule: which tensor-parallel ranks are among them (`states.TPSumRule`). stages: the pipeline stages that have
+    the parameter; two for a tied embedding.
     """
     own, size = layout.mesh.coords(rank)["tp"], layout.mesh.tp
     tensor: Iterable[int] = (own,)
-    if shared == "tokens" and layout.sequence_parallel_size > 1:
+    if tp_sum_rule == "sequence_parallel" and layout.sequence_parallel_size > 1:
         tensor = range(size)
     heads = layout.config.model.num_kv_heads
-    if shared == "head" and heads < size:
+    if tp_sum_rule == "kv_head_replicas" and heads < size:
         replicas = size // heads
-        tensor = range(own // replicas * replicas, own // replicas * replicas + replicas)
-    return ranks_at(layout.mesh, stages, tuple(tensor))
+        first = own // replicas * replicas
+        tensor = range(first, first + replicas)
+    return ranks_with(layout.mesh, stages, tuple(tensor))
 
 
-def find_reduction_group(shared: str, stages: Sequence[int], layout: Layout, groups: Groups, rank: int) -> str:
-    """The name of the group spec whose ranks are exactly the contributors to this rank's gradient."""
-    wanted = contributors(shared, stages, layout, rank)
-    return next(name for name in GRADIENT_GROUPS if name in groups and groups[name].get(rank) == wanted)
+def find_reduction_group(
+    tp_sum_rule: TPSumRule, stages: Sequence[int], layout: Layout, ranks_by_group: RanksByGroup, rank: int
+) -> str:
+    """Return the name of the group spec over which a parameter's gradient is summed.
 
-
-def list_gradient_all_reduces(layout: Layout, groups: Groups, rank: int) -> list[tuple[str, int, int]]:
-    """The all-reduces of a step's gradients on this rank: (group spec, elements, bytes per element).
-
-    Bucketed: the last bucket ends with one element per parameter, which says whether the parameter was used. Naive: one
-    all-reduce per parameter, each followed by one of that single element.
+    Its process group of `rank` has exactly the `contributing_ranks`, from which the arguments tp_sum_rule and stages
+    are. ranks_by_group: the process groups of every group spec.
     """
-    comm, each = layout.config.comm, DTYPE_BYTES[layout.dtype]
-    by_group: dict[str, list[int]] = {}
-    group_of = cache(lambda shared, stages: find_reduction_group(shared, stages, layout, groups, rank))
-    for weight in reversed(weights(layout, layout.mesh.coords(rank)["pp"])):
-        by_group.setdefault(group_of(weight.shared, weight.stages), []).append(weight.numel)
-    found = []
-    for name, sizes in by_group.items():
+    ranks = contributing_ranks(tp_sum_rule, stages, layout, rank)
+    return next(spec for spec in GRADIENT_GROUPS if spec in ranks_by_group and ranks_by_group[spec].get(rank) == ranks)
+
+
+def list_gradient_all_reduces(layout: Layout, ranks_by_group: RanksByGroup, rank: int) -> list[GradientAllReduce]:
+    """List the all-reduces of a step's gradients on `rank`, without ZeRO.
+
+    Bucketed: one per bucket; the last bucket of a group ends with one element per parameter, which counts the ranks
+    that used the parameter. Naive: one per parameter, and for that count one of a single float32 element per parameter.
+    ranks_by_group: the process groups of every group spec.
+    """
+    comm, element_bytes = layout.config.comm, DTYPE_BYTES[layout.dtype]
+    group_of = cache(
+        lambda tp_sum_rule, stages: find_reduction_group(tp_sum_rule, stages, layout, ranks_by_group, rank)
+    )
+    by_group: dict[str, list[LocalParameter]] = {}
+    for parameter in reversed(local_parameters(layout, layout.mesh.coords(rank)["pp"])):
+        by_group.setdefault(group_of(parameter.tp_sum_rule, parameter.stages), []).append(parameter)
+    all_reduces = []
+    for spec, parameters in by_group.items():
+        sizes = {parameter.name: parameter.numel for parameter in parameters}
         if comm.gradients == "naive":
-            found += [(name, numel, each) for numel in sizes] + [(name, 1, DTYPE_BYTES["float32"])] * len(sizes)
+            all_reduces += [GradientAllReduce(spec, numel, element_bytes) for numel in sizes.values()]
+            all_reduces += [GradientAllReduce(spec, 1, DTYPE_BYTES["float32"])] * len(sizes)
             continue
-        filled = fill_buckets(sizes, int(comm.bucket_mib * MIB) // each, FIRST_BUCKET_BYTES // each)
-        filled[-1] += len(sizes)
-        found += [(name, elements, each) for elements in filled]
-    return found
+        in_bytes = {name: numel * element_bytes for name, numel in sizes.items()}
+        buckets = assign_buckets(in_bytes, int(comm.bucket_mib * MIB), FIRST_BYTES)
+        elements = [sum(sizes[name] for name in bucket) for bucket in buckets]
+        elements[-1] += len(sizes)
+        all_reduces += [GradientAllReduce(spec, numel, element_bytes) for numel in elements]
+    return all_reduces
 
 
-def fill_buckets(sizes: Sequence[int], limit: int, first_limit: int | None = None) -> list[int]:
-    """The size of each bucket when parameters are added in order while they fit, as DDP and `parallel/data/buckets` do.
-
-    limit: of every bucket but the first, which has `first_limit` if given.
-    """
-    filled: list[int] = []
-    for size in sizes:
-        room = limit if len(filled) > 1 or first_limit is None else min(first_limit, limit)
-        if filled and filled[-1] + size <= room:
-            filled[-1] += size
-        else:
-            filled.append(size)
-    return filled
-
-
-def group_by_rank(partition: Iterable[Sequence[int]]) -> dict[int, Sequence[int]]:
-    """The group of every rank that is in one."""
-    return {rank: group for group in partition for rank in group}
+def map_ranks_to_groups(rank_groups: Iterable[Sequence[int]]) -> dict[int, Sequence[int]]:
+    """Map each rank to its group, given the ranks of each group; ranks in no group are left out."""
+    return {rank: group for group in rank_groups for rank in group}

@@ -1,4 +1,4 @@
-"""The layout of a run: which layers each pipeline stage has, and how many samples each micro-batch has."""
+"""The layout of a run: the layers of each pipeline stage and the samples of each micro-batch."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,17 +18,20 @@ DTYPE_BYTES = {TORCH_NAMES[name]: size for name, size in PRECISION_BYTES.items()
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """Consecutive layers of the model. first: the embedding comes before them; last: the final norm, the head and the
-    loss come after them."""
+    """Consecutive layers of the model that run as one chunk of a pipeline stage, or as the whole model.
+
+    layers: their numbers in the model; has_embedding: the chunk begins with the embedding; has_head: it ends with the
+    final norm, the head and the loss.
+    """
 
     layers: range
-    first: bool
-    last: bool
+    has_embedding: bool
+    has_head: bool
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A configuration on its mesh. schedule: the pipeline's; None with a single stage."""
+    """How a run is laid out on its ranks. schedule: of the pipeline, None with a single stage; policy: the dtypes."""
 
     config: Config
     mesh: Mesh
@@ -49,26 +52,26 @@ class Layout:
     def model_chunks(self) -> list[ModelChunk]:
         """All chunks of the model, in the order of forward."""
         model, seq_len = self.config.model, self.config.data.seq_len
-        cuts = assign_layers(model, self.schedule, seq_len) if self.schedule else [range(model.num_layers)]
-        return [ModelChunk(layers, i == 0, i == len(cuts) - 1) for i, layers in enumerate(cuts)]
+        ranges = assign_layers(model, self.schedule, seq_len) if self.schedule else [range(model.num_layers)]
+        return [ModelChunk(layers, i == 0, i == len(ranges) - 1) for i, layers in enumerate(ranges)]
 
-    def chunks(self, stage: int) -> list[ModelChunk]:
+    def stage_chunks(self, stage: int) -> list[ModelChunk]:
         """The chunks of one pipeline stage, by chunk number."""
         if self.schedule is None:
             return self.model_chunks
         return [self.model_chunks[self.schedule.position(stage, chunk)] for chunk in range(self.schedule.chunks)]
 
-    def micro_batches(self, dp: int) -> list[int]:
-        """The number of samples in each micro-batch of the ranks at coordinate `dp`, as the loader cuts them."""
+    def micro_batch_sizes(self, dp_rank: int) -> list[int]:
+        """The number of samples in each micro-batch of a step on the ranks at data-parallel coordinate `dp_rank`."""
         train, shares = self.config.train, self.config.data.shares
         batch, size = train.global_batch, self.mesh.dp
-        local = block_partition(batch, size, dp) if shares is None else weighted_partition(batch, shares, dp)
+        local = block_partition(batch, size, dp_rank) if shares is None else weighted_partition(batch, shares, dp_rank)
         return [block_partition(local.size, train.micro_batches, i).size for i in range(train.micro_batches)]
 
     @property
-    def largest_micro_batch(self) -> int:
+    def largest_micro_batch_size(self) -> int:
         """The number of samples in the largest micro-batch of any rank."""
-        return max(self.micro_batches(dp)[0] for dp in range(self.mesh.dp))
+        return max(self.micro_batch_sizes(dp)[0] for dp in range(self.mesh.dp))
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -77,7 +80,10 @@ class Layout:
         return self.mesh.tp if self.config.parallel.sequence else 1
 
 
-def layout_of(config: Config, world_size: int) -> Layout:
-    """The layout of a run on `world_size` ranks. Raises UserError for a run that `minidist train` would refuse."""
+def plan_layout(config: Config, world_size: int) -> Layout:
+    """Choose mesh, pipeline schedule and dtypes of a run on `world_size` ranks.
+
+    Raises UserError for a run that `minidist train` would refuse.
+    """
     mesh = validate(config, world_size)
     return Layout(config, mesh, pipeline_schedule(config, mesh), resolve_policy(config.precision))

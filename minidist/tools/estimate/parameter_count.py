@@ -8,106 +8,115 @@ from dataclasses import dataclass
 
 from minidist.config import Config
 from minidist.errors import UserError
+from minidist.fault.goodput import FailureModel
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.precision.policy import Policy, resolve_policy
-from minidist.tools.estimate.states import ModelStates, model_states, moments_of, row_of
+from minidist.tools.estimate.failures import failures_json, print_failures
+from minidist.tools.estimate.states import ModelStates, model_states, moments_per_element, pad_to_shards
 from minidist.tools.estimate.table import format_si, print_table
 from minidist.tools.simulate.draw import WIDTH
 from minidist.validation import validate_numbers, validate_shard_group
 
 _NOTE = (
-    "Model states are counted before an update. Activations, messages and FLOPs need the model's shape (--model...), "
-    "and so do the optimizer's step counters, four bytes per parameter tensor."
+    "The model states are those before an update, without the optimizer's step counters (four bytes per parameter "
+    "tensor). Activations, bytes sent and FLOPs depend on the shape of the model: leave --parameters out and give "
+    "--model options."
 )
 
 
 @dataclass(frozen=True)
 class ParameterCountEstimate:
-    """Model states from a parameter count. parameters: of the model; local_parameters: of one tp and pp shard of it;
-    padding: elements added so that ZeRO's `shards` are equal (shards is 1 without ZeRO); states: bytes of each rank."""
+    """Model states of each rank, computed from a parameter count.
+
+    num_parameters: of the model; num_local_parameters: of a rank's tensor- and pipeline-parallel shard of it;
+    num_zero_shards: the number of ranks over which ZeRO shards those, 1 without ZeRO; padding_numel: elements added so
+    that its shards are equal; states: bytes on each rank.
+    """
 
     mesh: Mesh
     policy: Policy
-    parameters: int
-    local_parameters: int
-    shards: int
-    padding: int
+    num_parameters: int
+    num_local_parameters: int
+    num_zero_shards: int
+    padding_numel: int
     states: ModelStates
 
 
-def estimate_from_parameter_count(config: Config, world_size: int, parameters: float) -> ParameterCountEstimate:
-    """The model states of each rank, with the model split evenly over tp and pp. Raises UserError for an invalid
-    configuration or count, and where the count alone does not determine the states."""
+def estimate_from_parameter_count(config: Config, world_size: int, num_parameters: float) -> ParameterCountEstimate:
+    """Estimate the model states of each rank, with the model divided evenly over tp and pp. Raises UserError for an
+    invalid configuration or count, and where the count alone does not determine the states."""
     mesh = config.mesh_of(world_size)
     validate_numbers(config)
-    if not (1 <= parameters < math.inf and parameters == int(parameters)):
-        raise UserError(f"--parameters is {parameters:g}; it is a whole number, 1 or more: --parameters 7.5e9, say.")
+    if not (1 <= num_parameters < math.inf and num_parameters == int(num_parameters)):
+        raise UserError(f"--parameters is {num_parameters:g}; it must be a whole number of at least 1, such as 7.5e9.")
     if config.model != ModelConfig():
         raise UserError(
-            f"--parameters {parameters:g} and the options of a model both give its size. Leave --parameters out, "
-            "or --model... (and [model] in the file)."
+            f"--parameters {num_parameters:g} and the --model options both give the size of the model. Leave out "
+            "--parameters, or the --model options (and [model] in the file)."
         )
     if config.optim.kind == "muon":
         raise UserError(
-            "optim.kind is muon, which keeps one number per element of a layer's matrices and two for all else, and "
-            "--parameters does not tell them apart. Describe the model with --model..., or give --optim.kind adamw."
+            "optim.kind is muon, which keeps one moment per element of a layer's matrices and two per element of all "
+            "other parameters, and --parameters does not tell them apart. Describe the model with --model options, or "
+            "give --optim.kind adamw."
         )
     validate_shard_group(config, mesh)
     policy, shards = resolve_policy(config.precision), config.zero.shard_group_size(mesh)
-    local = -(-int(parameters) // (mesh.tp * mesh.pp))
-    row = row_of(local, shards, moments_of(config.optim, hidden_matrix=False))
-    states = model_states([row], config.zero, policy)
-    return ParameterCountEstimate(mesh, policy, int(parameters), local, shards, row.numel - local, states)
+    local = -(-int(num_parameters) // (mesh.tp * mesh.pp))
+    flat_param = pad_to_shards(local, shards, moments_per_element(config.optim, hidden_matrix=False))
+    states = model_states([flat_param], config.zero, policy)
+    return ParameterCountEstimate(mesh, policy, int(num_parameters), local, shards, flat_param.numel - local, states)
 
 
-def main(config: Config, ranks: int, parameters: float, as_json: bool) -> int:
+def main(config: Config, ranks: int, parameters: float, as_json: bool, failures: FailureModel | None) -> int:
     """Estimate and print; returns the exit code. Raises UserError as `estimate_from_parameter_count` does."""
-    found = estimate_from_parameter_count(config, ranks, parameters)
+    result = estimate_from_parameter_count(config, ranks, parameters)
     if as_json:
-        print(json.dumps(parameter_count_json(found, config)))
+        print(json.dumps(parameter_count_json(result, config) | failures_json(failures)))
     else:
-        print_parameter_count(found, config)
+        print_parameter_count(result, config)
+        print_failures(failures)
     return 0
 
 
-def parameter_count_json(found: ParameterCountEstimate, config: Config) -> dict:
-    """The whole estimate, for `--json`."""
+def parameter_count_json(result: ParameterCountEstimate, config: Config) -> dict:
+    """The whole estimate as the document that `--json` prints."""
     return {
-        "world_size": found.mesh.world_size,
-        "mesh": found.mesh.sizes,
-        "parameters": found.parameters,
-        "local_parameters": found.local_parameters,
-        "padding": found.padding,
-        "zero": {"stage": config.zero.stage, "shards": found.shards},
-        "precision": dataclasses.asdict(found.policy),
-        "model_state_bytes": found.states.total,
-        "model_states": dataclasses.asdict(found.states),
+        "world_size": result.mesh.world_size,
+        "mesh": result.mesh.sizes,
+        "parameters": result.num_parameters,
+        "local_parameters": result.num_local_parameters,
+        "padding": result.padding_numel,
+        "zero": {"stage": config.zero.stage, "shards": result.num_zero_shards},
+        "precision": dataclasses.asdict(result.policy),
+        "model_state_bytes": result.states.total,
+        "model_states": dataclasses.asdict(result.states),
         "notes": _notes(config),
     }
 
 
-def print_parameter_count(found: ParameterCountEstimate, config: Config) -> None:
+def print_parameter_count(result: ParameterCountEstimate, config: Config) -> None:
     """Print the estimate as a table."""
-    world, policy = found.mesh.world_size, found.policy
-    print(f"{world} rank{'s' * (world > 1)}, {found.mesh}; {found.parameters:,} {policy.parameter} parameters")
-    padded = f" and {found.padding:,} of padding" if found.padding else ""
-    shards = f"{found.shards} shard{'s' * (found.shards > 1)}"
-    print(f"ZeRO stage {config.zero.stage}: {found.local_parameters:,} parameters{padded} in {shards}\n")
-    parts = dataclasses.asdict(found.states)
+    world, policy = result.mesh.world_size, result.policy
+    print(f"{world} rank{'s' * (world > 1)}, {result.mesh}; {result.num_parameters:,} {policy.parameter} parameters")
+    padded = f" and {result.padding_numel:,} of padding" if result.padding_numel else ""
+    shards = f"{result.num_zero_shards} shard{'s' * (result.num_zero_shards > 1)}"
+    print(f"ZeRO stage {config.zero.stage}: {result.num_local_parameters:,} parameters{padded} in {shards}\n")
+    states = dataclasses.asdict(result.states)
     dtypes = {
         "parameters": policy.parameter,
         "gradients": policy.accumulate,
         "masters": policy.master if policy.separate_masters else "",
         "moments": policy.state,
     }
-    rows = [["", "", "each rank"], ["model states", "", format_si(found.states.total, "B")]]
-    print_table([*rows, *([f"  {name}", dtypes[name], format_si(size, "B")] for name, size in parts.items())])
+    rows = [["", "", "each rank"], ["model states", "", format_si(result.states.total, "B")]]
+    print_table([*rows, *([f"  {name}", dtypes[name], format_si(size, "B")] for name, size in states.items())])
     print()
     for note in _notes(config):
         print(textwrap.fill(note, WIDTH, subsequent_indent="  "))
 
 
 def _notes(config: Config) -> list[str]:
-    on_host = "On CUDA, masters and moments are in the host's memory (zero.offload)."
+    on_host = "zero.offload: on CUDA, masters and moments are in host memory."
     return [_NOTE, on_host] if config.zero.offload else [_NOTE]

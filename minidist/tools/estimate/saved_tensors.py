@@ -18,8 +18,11 @@ TOKENS = "b s/cp"
 
 
 class SavedTensor(NamedTuple):
-    """One tensor. shape: a formula (`shapes.Dimensions`). core: whether core attention (scores, softmax, product with
-    the values) saves it; selective recomputation drops and recomputes these."""
+    """A tensor that autograd saves for backward.
+
+    shape: a formula (`shapes.Dimensions`). dtype: PARAMETER, COMPUTE or a key of DTYPE_BYTES. core: whether core
+    attention (scores, softmax, product with the values) saves it; selective recomputation drops and recomputes these.
+    """
 
     name: str
     shape: str
@@ -39,27 +42,27 @@ def saved_by_embedding(layout: Layout) -> list[SavedTensor]:
 
 
 def saved_by_layer(layout: Layout) -> list[SavedTensor]:
-    """What one layer saves from forward to backward under the configured recomputation (`minidist/recompute.py`)."""
-    how = layout.config.recompute
-    if how == "block":
+    """The tensors that one layer saves in forward, given the configured recomputation (`minidist/recompute.py`)."""
+    recompute = layout.config.recompute
+    if recompute == "block":
         return [SavedTensor("input of layer", SHARDED_HIDDEN), *_dropout_addresses(layout)]
-    if how == "selective":
+    if recompute == "selective":
         # Core attention takes queries, keys and values. Ulysses exchanges heads first and saves what it received, so
         # recomputation has to keep the tensors from before the exchange instead.
         before_exchange = _queries_keys_values() if _uses_ulysses(layout) else []
-        return drop_recomputed(saved_without_recompute(layout), "core") + before_exchange
-    return saved_without_recompute(layout)
+        return drop_recomputed(saved_by_layer_without_recompute(layout), "core") + before_exchange
+    return saved_by_layer_without_recompute(layout)
 
 
 def recomputed_by_layer(layout: Layout) -> list[SavedTensor]:
-    """What a fully recomputed layer saves again in backward, besides the layer input that it kept."""
-    saved = saved_without_recompute(layout)
+    """The tensors that a fully recomputed layer saves in backward, besides the layer input saved in forward."""
+    saved = saved_by_layer_without_recompute(layout)
     return saved[1:] if layout.dtype == layout.compute_dtype else saved  # otherwise the first norm upcasts its input
 
 
 def saved_for_weight_gradients() -> list[SavedTensor]:
-    """What a layer keeps between the input gradient (B) and the weight gradient (W) of a split backward: the inputs of
-    its projections and the gradients of their outputs."""
+    """The tensors that a layer keeps between the input gradient (B) and the weight gradient (W) of a split backward:
+    the inputs of its projections and the gradients of their outputs."""
     inputs = [SavedTensor("input of attention", HIDDEN), SavedTensor("input of o", "b s/cp heads/tp d")]
     inputs += [SavedTensor("input of feed-forward", HIDDEN), SavedTensor("input of down", "b s/cp f/tp")]
     features = {"q": "heads/tp d", "k": "kv/tp d", "v": "kv/tp d", "gate": "f/tp", "up": "f/tp"}
@@ -68,12 +71,12 @@ def saved_for_weight_gradients() -> list[SavedTensor]:
 
 
 def saved_for_head_weight_gradient() -> list[SavedTensor]:
-    """What the head keeps between B and W."""
+    """The tensors that the head keeps between B and W."""
     return [SavedTensor("input of head", HIDDEN), SavedTensor("gradient of logits", f"{TOKENS} vocab/tp")]
 
 
-def saved_without_recompute(layout: Layout) -> list[SavedTensor]:
-    """What autograd saves in a pre-norm layer: attention and SwiGLU, each with its norm and its dropout."""
+def saved_by_layer_without_recompute(layout: Layout) -> list[SavedTensor]:
+    """The tensors that autograd saves in a pre-norm layer: attention and SwiGLU, each with its norm and dropout."""
     return [
         *_saved_by_norm(layout, "attention"),
         *_saved_by_attention(layout),
@@ -88,7 +91,7 @@ def saved_without_recompute(layout: Layout) -> list[SavedTensor]:
 
 
 def saved_by_head(layout: Layout) -> list[SavedTensor]:
-    """What the final norm, the head and the loss save; with tp > 1 the loss is the vocabulary-parallel one."""
+    """The tensors that the final norm, head and loss save; with tp > 1 the loss is the vocabulary-parallel one."""
     norm = _saved_by_norm(layout, "head")
     if layout.mesh.tp == 1:
         loss = [SavedTensor("log-probabilities", f"{TOKENS} vocab", COMPUTE), SavedTensor("labels", TOKENS, "int64")]
@@ -136,7 +139,7 @@ def _uses_ulysses(layout: Layout) -> bool:
 
 
 def _dropout_addresses(layout: Layout) -> list[SavedTensor]:
-    """What the dropout after each branch regenerates its mask from: two numbers per token and one per feature."""
+    """The tensors from which the dropout of each branch regenerates its mask: two per token, one per feature."""
     if not layout.config.model.dropout:
         return []
     tokens = SavedTensor("dropout token addresses", "b s/cp/sp", "int32")

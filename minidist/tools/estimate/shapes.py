@@ -8,22 +8,25 @@ from minidist.tools.estimate.layout import Layout
 
 @dataclass(frozen=True)
 class Dimensions:
-    """The value of each name in a shape formula.
+    """The sizes that the names in a shape formula stand for; computes local shapes from formulas.
 
-    b: samples; s: tokens per sample; h: hidden size; heads: query heads; kv: key-value heads; d: head size; f:
-    intermediate size of the feed-forward layer; vocab: vocabulary size; exchanged: query, key and value heads that a
-    rank exchanges in Ulysses attention. A number stands for itself. `/tp`, `/cp` and `/sp` divide a dimension over a
-    mesh axis; sp is tp with sequence parallelism and 1 without.
+    sizes: the full size by name. b: samples; s: tokens per sample; h: hidden size; heads: query heads; kv: key-value
+    heads; d: head size; f: intermediate size of the feed-forward layer; vocab: vocabulary size; exchanged: query, key
+    and value heads that a rank exchanges in Ulysses attention. A number in a formula stands for itself.
+
+    axis_sizes: the number of ranks over which `/tp`, `/cp` and `/sp` in a formula divide a dimension; sp is tp with
+    sequence parallelism and 1 without.
     """
 
     sizes: dict[str, int]
-    axes: dict[str, int]
+    axis_sizes: dict[str, int]
 
     @classmethod
-    def of(cls, layout: Layout, samples: int = 1) -> "Dimensions":
+    def of_micro_batch(cls, layout: Layout, num_samples: int = 1) -> "Dimensions":
+        """The dimensions of a micro-batch of `num_samples` samples on a layout."""
         model = layout.config.model
         sizes = {
-            "b": samples,
+            "b": num_samples,
             "s": layout.config.data.seq_len,
             "h": model.hidden_size,
             "heads": model.num_heads,
@@ -32,21 +35,24 @@ class Dimensions:
             "f": model.intermediate_size,
             "vocab": model.vocab_size,
         }
-        found = cls(sizes, {"tp": layout.mesh.tp, "cp": layout.mesh.cp, "sp": layout.sequence_parallel_size})
+        dimensions = cls(sizes, {"tp": layout.mesh.tp, "cp": layout.mesh.cp, "sp": layout.sequence_parallel_size})
         # Key-value heads are repeated until the context-parallel ranks can divide them evenly.
-        heads, kv = found.shape("heads/tp kv/tp")
+        heads, kv = dimensions.local_shape("heads/tp kv/tp")
         sizes["exchanged"] = heads + 2 * math.lcm(kv, layout.mesh.cp)
-        return found
+        return dimensions
 
-    def shape(self, formula: str) -> tuple[int, ...]:
-        """The local shape on one rank. Dimensions divide evenly (`validate`), except that a head is never cut."""
+    def local_shape(self, formula: str) -> tuple[int, ...]:
+        """The shape on one rank that a formula such as "b s/cp h" stands for.
+
+        Dimensions divide evenly (`validate`), except that a head is never cut.
+        """
         return tuple(self._local_size(word) for word in formula.split())
 
-    def numel(self, formula: str) -> int:
-        """The number of elements on one rank."""
-        return math.prod(self.shape(formula))
+    def local_numel(self, formula: str) -> int:
+        """The number of elements on one rank of a tensor with the shape `formula`."""
+        return math.prod(self.local_shape(formula))
 
     def _local_size(self, word: str) -> int:
         name, *axes = word.split("/")
         full = int(name) if name.isdigit() else self.sizes[name]
-        return -(-full // math.prod(self.axes[axis] for axis in axes))
+        return -(-full // math.prod(self.axis_sizes[axis] for axis in axes))

@@ -1,130 +1,149 @@
-"""The flat parameters of a layout, for ZeRO or for masters of another dtype, and the messages that carry them.
+"""The flat parameters of a layout, for ZeRO or for master weights, and the collectives that reduce and gather them.
 
 `zero.plan` lays them out, for the trainer and for the estimate.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minidist.parallel.data.assignment import MIB
 from minidist.precision.policy import PRECISION_BYTES
 from minidist.process_groups import GRADIENT_GROUPS, is_hidden_matrix
 from minidist.tools.estimate import states
-from minidist.tools.estimate.gradient_reduction import MIB, Groups, contributors
+from minidist.tools.estimate.gathers import count_all_gathers
+from minidist.tools.estimate.gradient_reduction import RanksByGroup, contributing_ranks
 from minidist.tools.estimate.layout import Layout
-from minidist.tools.estimate.states import Weight, weights
-from minidist.zero.plan import ROOT, block_of, gathers, plan_flat_params
-from minidist.zero.plan import Layout as FlatLayout
+from minidist.tools.estimate.states import LocalParameter, local_parameters
+from minidist.zero.plan import ROOT, FlatLayout, block_index, plan_flat_params
 
+# (group spec, operation, elements as `comm/wire_bytes` counts them, bytes per element)
 Operation = tuple[str, str, int, int]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One flat parameter.
+class LocalFlatParam:
+    """One flat parameter of a rank.
 
-    outer: the group over which replicas of a shard are summed; None without replicas. chunk: of the pipeline stage,
-    the one whose backward completes the gradients. block: the layer it is gathered with in stage 3; ROOT for the rest.
+    layout: its parameters and shards (`zero.plan`). replica_group: the group spec over which the gradients of a shard's
+    replicas are summed; None without replicas. chunk: the number of the model chunk, within the pipeline stage, whose
+    backward completes the gradients. block: the number of the layer with which stage 3 gathers it, or ROOT.
     """
 
     layout: FlatLayout
-    outer: str | None
+    replica_group: str | None
     chunk: int
     block: int
 
 
-def apart(layout: Layout) -> bool:
-    """Whether parameters are flattened: not where all tensors have one dtype and nothing is sharded."""
+def uses_flat_params(layout: Layout) -> bool:
+    """Whether parameters are flattened: if anything is sharded or dtypes differ between kinds of tensors."""
     return layout.config.zero.stage > 0 or not layout.policy.uniform
 
 
-def rows(layout: Layout, groups: Groups, rank: int) -> list[Row]:
-    """The flat parameters of a rank, in the order of backward."""
+def plan_local_flat_params(layout: Layout, ranks_by_group: RanksByGroup, rank: int) -> list[LocalFlatParam]:
+    """Plan the flat parameters of a rank, in the order in which backward completes their gradients."""
     stage, config = layout.mesh.coords(rank)["pp"], layout.config
-    found = {weight.name: weight for weight in weights(layout, stage)}
+    parameters = {parameter.name: parameter for parameter in local_parameters(layout, stage)}
     planned = plan_flat_params(
-        {name: weight.numel for name, weight in found.items()},
-        lambda name: (_outer(layout, groups, rank, found[name]), _chunk(layout, stage, found[name])),
+        {name: parameter.numel for name, parameter in parameters.items()},
+        lambda name: (
+            _replica_group(layout, ranks_by_group, rank, parameters[name]),
+            _completing_chunk(layout, stage, parameters[name]),
+        ),
         config.zero,
         config.zero.shard_group_size(layout.mesh),
         int(config.comm.bucket_mib * MIB),
         PRECISION_BYTES[layout.policy.reduce],
     )
-    return [Row(each.layout, *each.kind, each.block) for each in planned]
+    return [LocalFlatParam(flat.layout, *flat.kind, flat.block) for flat in planned]
 
 
-def _outer(layout: Layout, groups: Groups, rank: int, weight: Weight) -> str | None:
-    """The use over which this rank's shard of a parameter is summed."""
-    here, place = contributors(weight.shared, weight.stages, layout, rank), groups["grads"]
+def _replica_group(layout: Layout, groups: RanksByGroup, rank: int, parameter: LocalParameter) -> str | None:
+    """The group spec of the contributors that have the same shard of a parameter; None if this rank is the only one."""
+    shard_groups = groups["grads"]
+    replicas = contributing_ranks(parameter.tp_sum_rule, parameter.stages, layout, rank)
     if layout.config.zero.stage:
-        here = tuple(r for r in here if place[r].index(r) == place[rank].index(rank))
-    if len(here) == 1:
+        shard_index = shard_groups[rank].index(rank)
+        replicas = tuple(other for other in replicas if shard_groups[other].index(other) == shard_index)
+    if len(replicas) == 1:
         return None
-    return next(use for use in GRADIENT_GROUPS if use in groups and groups[use].get(rank) == here)
+    return next(spec for spec in GRADIENT_GROUPS if spec in groups and groups[spec].get(rank) == replicas)
 
 
-def _chunk(layout: Layout, stage: int, weight: Weight) -> int:
-    """The chunk whose backward is the last that adds to a gradient."""
+def _completing_chunk(layout: Layout, stage: int, parameter: LocalParameter) -> int:
+    """The chunk of the stage whose backward is the last to contribute to a parameter's gradient."""
     if layout.schedule is None:
         return 0
-    index, parts = block_of(weight.name), layout.chunks(stage)
-    if index != ROOT:
-        return next(chunk for chunk, part in enumerate(parts) if index in part.layers)
+    block, chunks = block_index(parameter.name), layout.stage_chunks(stage)
+    if block != ROOT:
+        return next(number for number, chunk in enumerate(chunks) if block in chunk.layers)
     tied = layout.config.model.tie_embeddings
-    first = weight.name.startswith("model.embed_tokens")
-    using = [c for c, part in enumerate(parts) if (part.first and first) or (part.last and (tied or not first))]
-    return min(using, key=lambda chunk: layout.schedule.position(stage, chunk))
+    embedding = parameter.name.startswith("model.embed_tokens")
+    users = [
+        number
+        for number, chunk in enumerate(chunks)
+        if (chunk.has_embedding and embedding) or (chunk.has_head and (tied or not embedding))
+    ]
+    return min(users, key=lambda chunk: layout.schedule.position(stage, chunk))
 
 
-def kept(layout: Layout, stage: int, found: Sequence[Row], place: int) -> states.ModelStates:
-    """What a rank of a stage has before an update. place: the rank's index in its sharding group.
+def local_model_states(
+    layout: Layout, stage: int, flat_params: Sequence[LocalFlatParam], shard_index: int
+) -> states.ModelStates:
+    """Compute the bytes of the model states before an update, on the ranks of a stage with this ZeRO shard.
 
     Moments have no padding. AdamW counts its steps for every parameter, in float32.
     """
-    optim, policy, every = layout.config.optim, layout.policy, weights(layout, stage)
-    dimensions = {weight.name: weight.dimensions for weight in every}
-    if apart(layout):
-        elements = {name: stop - start for row in found for name, (start, stop) in row.layout.held(place).items()}
-        rows = [states.Row(row.layout.numel, row.layout.shard, 0) for row in found]
-        plain = states.model_states(rows, layout.config.zero, policy)
+    optim, policy, parameters = layout.config.optim, layout.policy, local_parameters(layout, stage)
+    dimensions = {parameter.name: parameter.dimensions for parameter in parameters}
+    if uses_flat_params(layout):
+        owned = {
+            name: stop - start
+            for flat in flat_params
+            for name, (start, stop) in flat.layout.param_ranges(shard_index).items()
+        }
+        sizes = [states.FlatParamSize(flat.layout.numel, flat.layout.shard_numel, 0) for flat in flat_params]
+        without_moments = states.model_states(sizes, layout.config.zero, policy)
     else:
-        elements = {weight.name: weight.numel for weight in every}
-        whole, uses = sum(elements.values()), len(every) if layout.config.comm.gradients == "bucketed" else 0
-        each = PRECISION_BYTES[policy.parameter]
-        plain = states.ModelStates(whole * each, (whole + uses) * each, 0, 0)
-    moments = 0
-    for name, numel in elements.items():
-        of = states.moments_of(optim, hidden_matrix=is_hidden_matrix(name, dimensions[name]))
-        moments += numel * of * PRECISION_BYTES[policy.state] + (PRECISION_BYTES["fp32"] if of == 2 else 0)
-    return dataclasses.replace(plain, moments=moments)
+        owned = {parameter.name: parameter.numel for parameter in parameters}
+        # The last bucket ends with an element per parameter that reports whether the parameter was used.
+        reports = len(parameters) if layout.config.comm.gradients == "bucketed" else 0
+        numel, element_bytes = sum(owned.values()), PRECISION_BYTES[policy.parameter]
+        without_moments = states.ModelStates(numel * element_bytes, (numel + reports) * element_bytes, 0, 0)
+    moment_bytes = 0
+    for name, numel in owned.items():
+        moments = states.moments_per_element(optim, hidden_matrix=is_hidden_matrix(name, dimensions[name]))
+        step_counter = PRECISION_BYTES["fp32"] if moments == 2 else 0
+        moment_bytes += numel * moments * PRECISION_BYTES[policy.state] + step_counter
+    return dataclasses.replace(without_moments, moments=moment_bytes)
 
 
-def messages(layout: Layout, found: Sequence[Row], stage: int) -> Counter[Operation]:
-    """What a rank sends in a step for gradients and parameters: (use, operation, elements, bytes of an element)."""
-    zero, policy, sent = layout.config.zero, layout.policy, Counter()
+def flat_param_operations(layout: Layout, flat_params: Sequence[LocalFlatParam], stage: int) -> Counter[Operation]:
+    """Count the collectives of a step that reduce flat gradients and gather flat parameters, on a rank of a stage."""
+    zero, policy, operations = layout.config.zero, layout.policy, Counter()
     reduce, parameter = PRECISION_BYTES[policy.reduce], PRECISION_BYTES[policy.parameter]
-    rounds = layout.config.train.micro_batches if zero.shares_gradients else 1
-    gathered = _gathers(layout, stage) if zero.stage == 3 else Counter({ROOT: 1})
-    for row in found:
+    reductions = layout.config.train.micro_batches if zero.shards_gradients else 1
+    all_gathers = _count_all_gathers(layout, stage) if zero.stage == 3 else Counter({ROOT: 1})
+    for flat in flat_params:
         if zero.stage:
-            sent["grads", "reduce_scatter", row.layout.numel, reduce] += rounds
-            sent["grads", "all_gather", row.layout.numel, parameter] += gathered[row.block]
-        if row.outer is not None:
-            sent[row.outer, "all_reduce", row.layout.shard, reduce] += 1
-    return sent
+            operations["grads", "reduce_scatter", flat.layout.numel, reduce] += reductions
+            operations["grads", "all_gather", flat.layout.numel, parameter] += all_gathers[flat.block]
+        if flat.replica_group is not None:
+            operations[flat.replica_group, "all_reduce", flat.layout.shard_numel, reduce] += 1
+    return operations
 
 
-def _gathers(layout: Layout, stage: int) -> Counter[int]:
-    """How often each block of a stage is gathered in a step."""
-    parts, schedule, config = layout.chunks(stage), layout.schedule, layout.config
+def _count_all_gathers(layout: Layout, stage: int) -> Counter[int]:
+    """How often stage 3 gathers each block of a pipeline stage in a step."""
+    chunks, schedule, config = layout.stage_chunks(stage), layout.schedule, layout.config
     if schedule is None:
-        passes = [op for _ in range(config.train.micro_batches) for op in (("F", 0), ("B", 0), ("end", 0))]
+        actions = [op for _ in range(config.train.micro_batches) for op in (("F", 0), ("B", 0), ("end", 0))]
     else:
-        halved = schedule.splits_backward
-        passes = []
+        actions = []
         for op in schedule.orders[stage]:
-            passes += [(op.kind, op.chunk)] if op.kind != "W" else []
-            passes += [("end", op.chunk)] if op.kind == ("W" if halved else "B") else []
-    ends: Mapping[int, tuple[bool, bool]] = {chunk: (part.first, part.last) for chunk, part in enumerate(parts)}
-    return gathers(passes, [part.layers for part in parts], ends, config.zero.keep_last_block)
+            actions += [(op.kind, op.chunk)] if op.kind != "W" else []
+            actions += [("end", op.chunk)] if op.kind == schedule.last_action_kind else []
+    ends = [(chunk.has_embedding, chunk.has_head) for chunk in chunks]
+    return count_all_gathers(actions, [chunk.layers for chunk in chunks], ends, config.zero.keep_last_block)

@@ -2,9 +2,9 @@
 
 A page that several processes have touched counts for each of them in equal parts (PSS, as Linux reports it), so the sum
 over all ranks is the machine's total. A process group has slots on every rank, three for small tensors and three for
-large ones, each touched as far as its largest message reaches; a transfer has two buffers. The figures follow
+large ones, each touched up to the end of its largest message; a transfer has two buffers. The figures follow
 `tools/shm/collectives` and `tools/shm/transfer` once every slot has been used, which takes a few steps. They are within
-10 % unless one rank waits long for another; groups that find little free memory map less than is said here.
+10 % unless one rank waits long for another; a group that is created while little memory is free maps less.
 """
 
 from collections.abc import Iterator
@@ -15,75 +15,90 @@ from minidist.tools.shm.sizes import (
     ALIGN,
     EAGER_BYTES,
     LARGE_BYTES,
-    ONE_MEETING_BYTES,
-    PIECE_BYTES,
+    SINGLE_BARRIER_BYTES,
     SLOTS,
     SMALL_BYTES,
+    TRANSFER_CHUNK_BYTES,
     even_chunk_length,
 )
 
 PAGE = 4096
-_SENT_IN_PARTS = ("reduce_scatter", "all_to_all")  # a different part for every other rank
-_BROADCAST_AT_START = ("grads", "copies", "tensor", "activations")  # group specs that broadcast initial parameters
+_PARTITIONED = ("reduce_scatter", "all_to_all")  # a different part of the message for every other rank
+_BROADCAST_AT_START = ("grads", "replicas", "tensor", "activations")  # group specs that broadcast initial parameters
 
 
 class TouchedSlots:
-    """How much of a process group's slots of one size the ranks touch."""
+    """Counts the bytes that the ranks of a process group touch in its shared-memory slots of one size.
+
+    slot_bytes: the size of a slot.
+    """
 
     def __init__(self, group_size: int, slot_bytes: int):
         self.group_size, self.slot_bytes = group_size, slot_bytes
-        self.counted_bytes = self.whole_reach = self.part_bytes = 0
+        self.full_message_pss = self.full_message_end = self.part_bytes = 0
 
-    def add_whole(self, reach: int, counted_bytes: float) -> None:
-        """A message that fills slots from their start up to `reach`. counted_bytes: this rank's PSS over all slots."""
-        self.whole_reach = max(self.whole_reach, reach)
-        self.counted_bytes = max(self.counted_bytes, counted_bytes)
+    def add_full_message(self, end_byte: int, pss_bytes: float) -> None:
+        """Add a message that other ranks read in full and that fills slots up to `end_byte`.
 
-    def total(self, group_rank: int) -> float:
-        """Bytes that count for this rank.
+        pss_bytes: the bytes that count for this rank (PSS), over the slots of all ranks.
+        """
+        self.full_message_end = max(self.full_message_end, end_byte)
+        self.full_message_pss = max(self.full_message_pss, pss_bytes)
 
-        Of a message in parts every rank writes the parts of all others into its own slot and reads one part in each of
-        theirs. Where a part overlaps whole messages it is counted already.
+    def pss_bytes(self, group_rank: int) -> float:
+        """The bytes of all slots that count for the rank with this index in the group (PSS).
+
+        A rank writes a partitioned message's parts for all other ranks into its own slot, and reads one part from each
+        of theirs. The bytes of a part that full messages touch too are counted already.
         """
         size = self.group_size
         section = self.slot_bytes // size // ALIGN * ALIGN
-        more = [self.part_bytes - min(self.part_bytes, max(0, self.whole_reach - i * section)) for i in range(size)]
-        written, read = sum(more) - more[group_rank], (size - 1) * more[group_rank]
-        return SLOTS * (self.counted_bytes + (written + read) / 2)
+        parts = [
+            self.part_bytes - min(self.part_bytes, max(0, self.full_message_end - i * section)) for i in range(size)
+        ]
+        written, read = sum(parts) - parts[group_rank], (size - 1) * parts[group_rank]
+        return SLOTS * (self.full_message_pss + (written + read) / 2)
 
 
 def shared_segment_bytes(traffic: Traffic, rank: int) -> int:
-    """Bytes of a rank; 0 with another backend. `auto` is taken for the CPU's choice."""
+    """Return a rank's part of the bytes of shared memory, with the shm backend; 0 with any other backend.
+
+    The bytes are a proportional set size (PSS): a page that n processes have touched counts 1/n for each of them.
+    The backend `auto` means shm unless the device is CUDA.
+    """
     config = traffic.layout.config
     backend, device = config.comm.backend, config.device
     if backend != "shm" and (backend != "auto" or device.startswith("cuda")):
         return 0
     slots: dict[tuple[str, bool], TouchedSlots] = {}
     transfers: dict[str, int] = {}
-    for spec, name, elements, each in _messages(traffic, rank):
-        group, nbytes = traffic.group_ranks(spec, rank), elements * each
+    for spec, name, elements, element_bytes in _messages(traffic, rank):
+        group, nbytes = traffic.group_ranks(spec, rank), elements * element_bytes
         size = len(group)
         if name == "send":
-            touched = _round_to_pages(min(nbytes, PIECE_BYTES)) if nbytes > EAGER_BYTES else 0
+            touched = _round_to_pages(min(nbytes, TRANSFER_CHUNK_BYTES)) if nbytes > EAGER_BYTES else 0
             transfers[spec] = max(transfers.get(spec, 0), touched)
             continue
-        local = elements // size if name in ("all_gather", *_SENT_IN_PARTS) else elements
-        need = size * (local * each + ALIGN) if name in _SENT_IN_PARTS else local * each
+        local = elements // size if name in ("all_gather", *_PARTITIONED) else elements
+        need = size * (local * element_bytes + ALIGN) if name in _PARTITIONED else local * element_bytes
         small = need <= SMALL_BYTES
-        at = slots.setdefault((spec, small), TouchedSlots(size, SMALL_BYTES if small else LARGE_BYTES))
-        if name in _SENT_IN_PARTS:
-            longest = at.slot_bytes // size // ALIGN * ALIGN // each
-            at.part_bytes = max(at.part_bytes, _round_to_pages(min(local, even_chunk_length(local, longest)) * each))
+        touched_slots = slots.setdefault((spec, small), TouchedSlots(size, SMALL_BYTES if small else LARGE_BYTES))
+        if name in _PARTITIONED:
+            longest = touched_slots.slot_bytes // size // ALIGN * ALIGN // element_bytes
+            part_bytes = _round_to_pages(min(local, even_chunk_length(local, longest)) * element_bytes)
+            touched_slots.part_bytes = max(touched_slots.part_bytes, part_bytes)
             continue
-        filled = _round_to_pages(min(local, even_chunk_length(local, at.slot_bytes // each)) * each)
+        longest = touched_slots.slot_bytes // element_bytes
+        filled = _round_to_pages(min(local, even_chunk_length(local, longest)) * element_bytes)
         if name == "broadcast":  # written by one rank and read by every rank
-            at.add_whole(0, filled / size)
-        elif name == "all_gather" or nbytes * size <= ONE_MEETING_BYTES:  # every rank reads every slot in full
-            at.add_whole(filled, filled)
+            touched_slots.add_full_message(0, filled / size)
+        elif name == "all_gather" or nbytes * size <= SINGLE_BARRIER_BYTES:  # every rank reads every slot in full
+            touched_slots.add_full_message(filled, filled)
         else:  # in slices, each written by one rank and read by another; all read the sum from the first rank's slots
-            at.add_whole(filled, filled * (2 * size - 1 if group.index(rank) else size + 1) / (2 * size))
-    touched = sum(each.total(traffic.group_ranks(spec, rank).index(rank)) for (spec, _), each in slots.items())
-    return round(touched + sum(transfers.values()))
+            pss = filled * (2 * size - 1 if group.index(rank) else size + 1) / (2 * size)
+            touched_slots.add_full_message(filled, pss)
+    pss = sum(touched.pss_bytes(traffic.group_ranks(spec, rank).index(rank)) for (spec, _), touched in slots.items())
+    return round(pss + sum(transfers.values()))
 
 
 def _messages(traffic: Traffic, rank: int) -> Iterator[Operation]:
@@ -98,7 +113,7 @@ def _messages(traffic: Traffic, rank: int) -> Iterator[Operation]:
 
 
 def _parameter_sizes(layout: Layout) -> list[int]:
-    """Elements of each kind of parameter, unsharded."""
+    """The unsharded sizes of all kinds of parameters, in elements."""
     model = layout.config.model
     hidden, heads = model.hidden_size, model.num_kv_heads * model.head_dim
     return [model.vocab_size * hidden, hidden * hidden, heads * hidden, model.intermediate_size * hidden, hidden]

@@ -1,83 +1,95 @@
-"""What a rank has in memory before an update: parameters, gradients, and what the optimizer keeps."""
+"""The model states of a rank before an update: parameters, gradients, master weights and optimizer states."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from minidist import process_groups as roles
 from minidist.config import OptimConfig, ZeroConfig
 from minidist.models.config import ModelConfig
 from minidist.precision.policy import PRECISION_BYTES, Policy
+from minidist.process_groups import first_and_last_stages
 from minidist.tools.estimate.layout import Layout
 from minidist.tools.estimate.shapes import Dimensions
 
-# The parameters of a layer in the model's order, each with what a rank holds of it and with who else of the tp axis has
-# a part of its gradient: "alone" nobody, as each holds another part or computes the same; "tokens" those that share the
-# sequence; "head" those that hold the same key and value head, for queries of their own.
-LAYER = (
-    ("input_layernorm.weight", "h", "tokens"),
-    ("self_attn.q_proj.weight", "heads/tp d h", "alone"),
-    ("self_attn.k_proj.weight", "kv/tp d h", "head"),
-    ("self_attn.v_proj.weight", "kv/tp d h", "head"),
-    ("self_attn.o_proj.weight", "h heads/tp d", "alone"),
-    ("post_attention_layernorm.weight", "h", "tokens"),
-    ("mlp.gate_proj.weight", "f/tp h", "alone"),
-    ("mlp.up_proj.weight", "f/tp h", "alone"),
-    ("mlp.down_proj.weight", "h f/tp", "alone"),
+# Over which tensor-parallel ranks a parameter's gradient is summed. "none": this rank alone, as the parameter is
+# sharded, or replicated with the same input everywhere; "sequence_parallel": all ranks, if sequence parallelism gives
+# each other tokens; "kv_head_replicas": the ranks that replicate the same key-value head, each for its query heads.
+TPSumRule = Literal["none", "sequence_parallel", "kv_head_replicas"]
+
+# The parameters of a layer in the model's order: name, local shape, and TPSumRule.
+LAYER_PARAMETERS = (
+    ("input_layernorm.weight", "h", "sequence_parallel"),
+    ("self_attn.q_proj.weight", "heads/tp d h", "none"),
+    ("self_attn.k_proj.weight", "kv/tp d h", "kv_head_replicas"),
+    ("self_attn.v_proj.weight", "kv/tp d h", "kv_head_replicas"),
+    ("self_attn.o_proj.weight", "h heads/tp d", "none"),
+    ("post_attention_layernorm.weight", "h", "sequence_parallel"),
+    ("mlp.gate_proj.weight", "f/tp h", "none"),
+    ("mlp.up_proj.weight", "f/tp h", "none"),
+    ("mlp.down_proj.weight", "h f/tp", "none"),
 )
-FIRST = (("model.embed_tokens.weight", "vocab/tp h", "alone"),)
-LAST = (("model.norm.weight", "h", "tokens"), ("lm_head.weight", "vocab/tp h", "alone"))
+EMBEDDING_PARAMETERS = (("model.embed_tokens.weight", "vocab/tp h", "none"),)
+HEAD_PARAMETERS = (("model.norm.weight", "h", "sequence_parallel"), ("lm_head.weight", "vocab/tp h", "none"))
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A parameter as one rank holds it. numel: elements here; shared: see LAYER; stages: that hold it."""
+class LocalParameter:
+    """A parameter as one tensor-parallel rank of a pipeline stage has it, before ZeRO shards it.
+
+    numel: elements of the local shard; dimensions: 1 or 2; tp_sum_rule: over which tensor-parallel ranks its gradient
+    is summed; stages: the pipeline stages that have the parameter.
+    """
 
     name: str
     numel: int
     dimensions: int
-    shared: str
+    tp_sum_rule: TPSumRule
     stages: tuple[int, ...]
 
 
-def weights(layout: Layout, stage: int) -> list[Weight]:
-    """The parameters on a stage, in the order of the model; every tensor rank of it holds as many elements."""
-    tied, sizes = layout.config.model.tie_embeddings, Dimensions.of(layout)
-    parts = layout.chunks(stage)
-    rows = list(FIRST) if any(part.first or (part.last and tied) for part in parts) else []
-    for index in sorted(index for part in parts for index in part.layers):
-        rows += [(f"model.layers.{index}.{name}", shape, shared) for name, shape, shared in LAYER]
-    if any(part.last for part in parts):
-        rows += LAST[: 1 if tied else 2]
+def local_parameters(layout: Layout, stage: int) -> list[LocalParameter]:
+    """The parameters of a pipeline stage, in the model's order; all its tensor-parallel ranks have equal sizes."""
+    tied, sizes = layout.config.model.tie_embeddings, Dimensions.of_micro_batch(layout)
+    chunks = layout.stage_chunks(stage)
+    declared = (
+        list(EMBEDDING_PARAMETERS) if any(chunk.has_embedding or (chunk.has_head and tied) for chunk in chunks) else []
+    )
+    for index in sorted(index for chunk in chunks for index in chunk.layers):
+        declared += [(f"model.layers.{index}.{name}", *rest) for name, *rest in LAYER_PARAMETERS]
+    if any(chunk.has_head for chunk in chunks):
+        declared += HEAD_PARAMETERS[: 1 if tied else 2]
     return [
-        Weight(name, sizes.numel(shape), 1 if shape == "h" else 2, shared, _stages(layout, stage, name, tied))
-        for name, shape, shared in rows
+        LocalParameter(
+            name, sizes.local_numel(shape), 1 if shape == "h" else 2, tp_sum_rule, _stages(layout, stage, name, tied)
+        )
+        for name, shape, tp_sum_rule in declared
     ]
 
 
 def _stages(layout: Layout, stage: int, name: str, tied: bool) -> tuple[int, ...]:
-    return (
-        roles.first_and_last_stages(layout.schedule) if tied and name == FIRST[0][0] and layout.schedule else (stage,)
-    )
+    if tied and name == EMBEDDING_PARAMETERS[0][0] and layout.schedule:
+        return first_and_last_stages(layout.schedule)
+    return (stage,)
 
 
-def parameter_tensors(model: ModelConfig) -> int:
-    """How many parameters the whole model has, a tied one counted once."""
-    return len(FIRST) + model.num_layers * len(LAYER) + len(LAST[: 1 if model.tie_embeddings else 2])
+def count_parameter_tensors(model: ModelConfig) -> int:
+    """Count the parameter tensors of the whole model; an embedding tied to the head counts once."""
+    head = HEAD_PARAMETERS[: 1 if model.tie_embeddings else 2]
+    return len(EMBEDDING_PARAMETERS) + model.num_layers * len(LAYER_PARAMETERS) + len(head)
 
 
-class Row(NamedTuple):
-    """Parameters that are sharded together. numel: elements, padding included; shard: those of one rank, all of them
-    where nothing is sharded; moments: numbers that the optimizer keeps for each element."""
+class FlatParamSize(NamedTuple):
+    """The size of a flat parameter. numel: elements, padding included; shard_numel: elements of a rank's shard, equal
+    to numel where nothing is sharded; moments: numbers that the optimizer keeps per element."""
 
     numel: int
-    shard: int
+    shard_numel: int
     moments: int
 
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes of one rank. masters: 0 where the parameters themselves are updated."""
+    """Bytes of the model states on one rank. masters: 0 where the optimizer updates the parameters themselves."""
 
     parameters: int
     gradients: int
@@ -86,34 +98,37 @@ class ModelStates:
 
     @property
     def total(self) -> int:
+        """Bytes of all model states together."""
         return self.parameters + self.gradients + self.masters + self.moments
 
 
-def row_of(numel: int, shards: int, moments: int) -> Row:
-    """So many elements, padded to as many equal shards."""
-    shard = -(-numel // shards)
-    return Row(shard * shards, shard, moments)
+def pad_to_shards(numel: int, shards: int, moments: int) -> FlatParamSize:
+    """The size of a flat parameter of `numel` elements, padded so that its `shards` shards are equal."""
+    shard_numel = -(-numel // shards)
+    return FlatParamSize(shard_numel * shards, shard_numel, moments)
 
 
-def moments_of(optim: OptimConfig, *, hidden_matrix: bool) -> int:
-    """Numbers kept per element of a parameter. hidden_matrix: whether it is a matrix of a layer, which is Muon's."""
+def moments_per_element(optim: OptimConfig, *, hidden_matrix: bool) -> int:
+    """Numbers that the optimizer keeps per element. hidden_matrix: whether the parameter is a weight matrix of a layer,
+    which Muon updates with one moment."""
     if optim.kind == "sgd":
         return 1 if optim.momentum else 0
     return 1 if optim.kind == "muon" and hidden_matrix else 2
 
 
-def model_states(rows: Iterable[Row], zero: ZeroConfig, policy: Policy) -> ModelStates:
-    """What the rows take on each rank: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 3 and table 1.
+def model_states(flat_params: Iterable[FlatParamSize], zero: ZeroConfig, policy: Policy) -> ModelStates:
+    """Bytes of the model states on one rank: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 3 and table 1.
 
     In bytes per element, with N shards: stage 0 `p + a + m + s`; stage 1 `p + a + (m + s)/N`; stage 2
-    `p + (a + m + s)/N`, or as stage 1 with gradients kept whole; stage 3 `(p + a + m + s)/N`. p, a, m, s are those of
-    parameter, accumulated gradient, master and all moments: with fp16 throughout and AdamW 2, 2, 4 and 8, sixteen.
+    `p + (a + m + s)/N`, or as stage 1 if gradients stay unsharded; stage 3 `(p + a + m + s)/N`. p, a, m and s are the
+    bytes of a parameter, accumulated gradient, master weight and all moments: 2, 2, 4 and 8 with fp16 throughout and
+    AdamW, together sixteen.
     """
-    rows = list(rows)
-    whole, part = sum(row.numel for row in rows), sum(row.shard for row in rows)
+    flat_params = list(flat_params)
+    full, sharded = sum(flat.numel for flat in flat_params), sum(flat.shard_numel for flat in flat_params)
     return ModelStates(
-        parameters=(part if zero.stage == 3 else whole) * PRECISION_BYTES[policy.parameter],
-        gradients=(part if zero.shares_gradients else whole) * PRECISION_BYTES[policy.accumulate],
-        masters=part * PRECISION_BYTES[policy.master] if policy.separate_masters else 0,
-        moments=sum(row.shard * row.moments for row in rows) * PRECISION_BYTES[policy.state],
+        parameters=(sharded if zero.stage == 3 else full) * PRECISION_BYTES[policy.parameter],
+        gradients=(sharded if zero.shards_gradients else full) * PRECISION_BYTES[policy.accumulate],
+        masters=sharded * PRECISION_BYTES[policy.master] if policy.separate_masters else 0,
+        moments=sum(flat.shard_numel * flat.moments for flat in flat_params) * PRECISION_BYTES[policy.state],
     )

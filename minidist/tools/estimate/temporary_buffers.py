@@ -1,17 +1,19 @@
 """Bytes of gradients, and of ZeRO's temporary buffers, at each place of a step.
 
 ZeRO stage 3 gathers a layer's parameters while it computes and prefetches those of the next; the last layer of forward
-stays gathered. In stages 2 and 3 gradients wait until all of a flat gradient are ready; it is then filled and reduced
-to the shard that stays. At most two flat gradients are in flight, one while another is being filled.
+stays gathered. In stages 2 and 3, once all gradients of a flat parameter are ready, they are copied into a flat
+gradient, which is reduced to this rank's shard. At most two flat gradients are in flight, one while another is filled.
 """
 
+import itertools
 from collections.abc import Sequence, Set
+from typing import NamedTuple
 
 from minidist.precision.policy import PRECISION_BYTES
 from minidist.process_groups import is_hidden_matrix
 from minidist.tools.estimate import shards, states
 from minidist.tools.estimate.layout import Layout
-from minidist.tools.estimate.shards import Row
+from minidist.tools.estimate.shards import LocalFlatParam
 from minidist.zero.plan import ROOT
 
 # A place in backward is a layer's number or one of these: head and final norm, embedding, end of backward.
@@ -19,168 +21,209 @@ HEAD, EMBEDDING, DONE = "head", "embedding", "done"
 MAX_IN_FLIGHT = 2  # flat gradients
 
 
-class TemporaryBuffers:
-    """The gradients and temporary buffers of a rank.
+class GradientAndBufferBytes(NamedTuple):
+    """Bytes at one time of a backward.
 
-    flat_groups: its flat parameter groups in the order of backward; gradient_bytes: the gradients that persist;
-    several: whether a step has more than one micro-batch.
+    gradients: of the accumulated gradients that are allocated by then; buffers: of computed gradients whose flat
+    gradient is not complete yet, and of flat gradients in flight.
     """
 
-    def __init__(self, layout: Layout, stage: int, flat_groups: Sequence[Row], gradient_bytes: int, several: bool):
-        self.layout, self.stage, self.flat_groups = layout, stage, flat_groups
-        self.gradient_bytes, self.several = gradient_bytes, several
+    gradients: int
+    buffers: int
+
+
+class GradientAndBufferSizes:
+    """Computes how many bytes gradients and ZeRO's temporary buffers take on a rank, at each place of a step.
+
+    flat_params: the rank's flat parameters, in the order in which backward completes their gradients. gradient_bytes:
+    bytes of its gradients just before the update. accumulates: whether a step has more than one micro-batch.
+
+    In the methods, chunk: the number of the model chunk within the stage; place: the number of the layer whose backward
+    runs, or HEAD, EMBEDDING or DONE; num_ready: how many parameters there have their gradients.
+    """
+
+    def __init__(
+        self, layout: Layout, stage: int, flat_params: Sequence[LocalFlatParam], gradient_bytes: int, accumulates: bool
+    ):
+        self.layout, self.stage, self.flat_params = layout, stage, flat_params
+        self.gradient_bytes, self.accumulates = gradient_bytes, accumulates
         self.zero, self.policy = layout.config.zero, layout.policy
-        self.grad_size, self.wire_size = (
-            PRECISION_BYTES[self.policy.accumulate],
-            PRECISION_BYTES[self.policy.reduce],
-        )  # per element
-        self._weights = {weight.name: weight for weight in states.weights(layout, stage)}
+        self.grad_size = PRECISION_BYTES[self.policy.accumulate]  # per element
+        self.wire_size = PRECISION_BYTES[self.policy.reduce]
+        self._parameters = {parameter.name: parameter for parameter in states.local_parameters(layout, stage)}
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def gathered_parameter_bytes(
         self, chunk: int, place: int | str, forward: bool = False, prefetching: bool = True
     ) -> int:
-        """Bytes of stage 3's gathered flat parameters. prefetching: whether the next all-gather is in flight."""
+        """Bytes of the flat parameters that ZeRO stage 3 has gathered; 0 in other stages.
+
+        forward: at the end of forward instead of in backward. prefetching: whether the next all-gather is in flight.
+        """
         if self.zero.stage < 3:
             return 0
-        part = self.layout.chunks(self.stage)[chunk]
-        last = part.layers[-1:] if self.zero.prefetch or self.zero.keep_last_block else ()
+        model_chunk = self.layout.stage_chunks(self.stage)[chunk]
+        last = model_chunk.layers[-1:] if self.zero.prefetch or self.zero.keep_last_block else ()
         if forward:
-            last = last if part.last and self.zero.keep_last_block else ()
-        blocks = {HEAD: last, EMBEDDING: part.layers[:1], DONE: part.layers[:1]}.get(place)
+            last = last if model_chunk.has_head and self.zero.keep_last_block else ()
+        blocks = {HEAD: last, EMBEDDING: model_chunk.layers[:1], DONE: model_chunk.layers[:1]}.get(place)
         if blocks is None:
-            blocks = [i for i in (place, place - (self.zero.prefetch and prefetching)) if i in part.layers]
-        gathered = {*blocks, *([ROOT] if part.first or part.last else [])}
-        numel = sum(group.layout.numel for group in self.flat_groups if group.block in gathered)
+            blocks = [i for i in (place, place - (self.zero.prefetch and prefetching)) if i in model_chunk.layers]
+        gathered = {*blocks, *([ROOT] if model_chunk.has_embedding or model_chunk.has_head else [])}
+        numel = sum(flat.layout.numel for flat in self.flat_params if flat.block in gathered)
         return numel * PRECISION_BYTES[self.policy.parameter]
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def gradient_bytes_before_backward(self) -> int:
-        """Bytes of the gradients that exist before a backward, the last of the step if there are several."""
-        return 0 if self._allocated_in_backward and not self.several else self.gradient_bytes
+        """Bytes of the gradients that exist when a backward begins (the last one of the step, if there are several)."""
+        return 0 if self._allocated_in_backward and not self.accumulates else self.gradient_bytes
 
     def gradient_and_buffer_bytes(
-        self, chunk: int, place: int | str, ready: int, split: bool = False
-    ) -> tuple[int, int]:
-        """(gradients, buffers) once `ready` gradients of the module at `place` are computed. Buffers are gradients that
-        wait for others of their flat gradient, and flat gradients in flight.
+        self, chunk: int, place: int | str, num_ready: int, split_backward: bool = False
+    ) -> GradientAndBufferBytes:
+        """Return the bytes of gradients and buffers at one time of a chunk's backward.
 
-        split: gradients of matrices are computed after this backward.
+        chunk, place, num_ready: the time, as in the class docstring: backward has computed the first `num_ready`
+        gradients of the module at `place`. split_backward: this backward leaves the gradients of weight matrices to a
+        later action (W).
         """
-        names = self._ready_gradients(chunk, place, ready)
-        if split:
-            names = {name for name in names if self._weights[name].dimensions < 2 or name == states.FIRST[0][0]}
-        if not shards.apart(self.layout):
-            made = sum(self._weights[name].numel for name in names) * self.grad_size
-            return (made if self._allocated_in_backward and not self.several else self.gradient_bytes), 0
-        launched = self.launched_reductions(chunk, place, ready)
-        if not self.zero.shares_gradients:
-            sent = [self._send_bytes(group) for group in launched if self.zero.stage]
-            return self.gradient_bytes, sum(sent) if self.wire_size != self.grad_size else 0
+        names = self._ready_gradients(chunk, place, num_ready)
+        if split_backward:
+            names = {
+                name
+                for name in names
+                if self._parameters[name].dimensions < 2 or name == states.EMBEDDING_PARAMETERS[0][0]
+            }
+        if not shards.uses_flat_params(self.layout):
+            computed = sum(self._parameters[name].numel for name in names) * self.grad_size
+            return GradientAndBufferBytes(
+                computed if self._allocated_in_backward and not self.accumulates else self.gradient_bytes, 0
+            )
+        launched = self.launched_reductions(chunk, place, num_ready)
+        if not self.zero.shards_gradients:
+            in_flight = [self._send_bytes(flat) for flat in launched if self.zero.stage]
+            return GradientAndBufferBytes(
+                self.gradient_bytes, sum(in_flight) if self.wire_size != self.grad_size else 0
+            )
         buffers = self._waiting_bytes(names, launched) + self._in_flight_bytes(chunk, launched, MAX_IN_FLIGHT)
-        return self._shard_bytes(launched), buffers
+        return GradientAndBufferBytes(self._shard_bytes(launched), buffers)
 
-    def bytes_while_filling(self, chunk: int, number: int, place: int | str, ready: int) -> tuple[int, int]:
-        """(gradients, buffers) while the chunk's flat gradient `number` is filled and then sent."""
-        before = self._groups_of(chunk)[:number]
-        group, names = self._groups_of(chunk)[number], self._ready_gradients(chunk, place, ready)
-        full, shard = group.layout.numel * self.grad_size, group.layout.shard * self.grad_size
-        waiting = self._waiting_bytes(names, [*before, group])
-        copied = self._waiting_bytes(names & group.layout.slots.keys(), [])
-        wire_copies = self._send_bytes(group) if self.wire_size != self.grad_size else 0
-        buffers = full + waiting + max(copied, shard * self.several + wire_copies)
-        return self._shard_bytes(before), buffers + self._in_flight_bytes(chunk, before, MAX_IN_FLIGHT - 1)
+    def bytes_while_filling_flat_gradient(
+        self, chunk: int, flat_param_index: int, place: int | str, num_ready: int
+    ) -> GradientAndBufferBytes:
+        """Bytes while a flat gradient of the chunk, number `flat_param_index`, is filled and then sent."""
+        flat_params, names = self._flat_params_of(chunk), self._ready_gradients(chunk, place, num_ready)
+        before, flat = flat_params[:flat_param_index], flat_params[flat_param_index]
+        full, shard = flat.layout.numel * self.grad_size, flat.layout.shard_numel * self.grad_size
+        waiting = self._waiting_bytes(names, [*before, flat])
+        copied = self._waiting_bytes(names & flat.layout.slots.keys(), [])
+        wire_copies = self._send_bytes(flat) if self.wire_size != self.grad_size else 0
+        buffers = full + waiting + max(copied, shard * self.accumulates + wire_copies)
+        return GradientAndBufferBytes(
+            self._shard_bytes(before), buffers + self._in_flight_bytes(chunk, before, MAX_IN_FLIGHT - 1)
+        )
 
-    def launched_reductions(self, chunk: int, place: int | str, ready: int) -> list[Row]:
-        """The flat groups whose reduction has been launched: all their gradients are ready; in stage 3, backward has
-        left their layer; in stages 2 and 3 under a pipeline, the backward of the chunk has ended."""
-        groups, names = self._groups_of(chunk), self._ready_gradients(chunk, place, ready)
+    def launched_reductions(self, chunk: int, place: int | str, num_ready: int) -> list[LocalFlatParam]:
+        """The flat parameters whose gradient reduction has been launched.
+
+        It is launched once all their gradients are ready; in stage 3, once backward has also left their layer; in
+        stages 2 and 3 under a pipeline, once the backward of the chunk has ended.
+        """
+        flat_params, names = self._flat_params_of(chunk), self._ready_gradients(chunk, place, num_ready)
         if place == DONE:
-            return groups
-        if self.layout.mesh.pp > 1 and self.zero.shares_gradients:
+            return flat_params
+        if self.layout.mesh.pp > 1 and self.zero.shards_gradients:
             return []
         if self.zero.stage == 3:
-            first_layer = self.layout.chunks(self.stage)[chunk].layers[0]
-            current = {HEAD: len(self._weights), EMBEDDING: first_layer}.get(place, place)
-            return [group for group in groups if group.block > current]
-        found = []
-        for group in groups:
-            if not group.layout.slots.keys() <= names:
-                break
-            found.append(group)
-        return found
+            first_layer = self.layout.stage_chunks(self.stage)[chunk].layers[0]
+            current = {HEAD: len(self._parameters), EMBEDDING: first_layer}.get(place, place)
+            return [flat for flat in flat_params if flat.block > current]
+        return list(itertools.takewhile(lambda flat: flat.layout.slots.keys() <= names, flat_params))
 
-    def _groups_of(self, chunk: int) -> list[Row]:
-        return [group for group in self.flat_groups if group.chunk == chunk]
+    def _flat_params_of(self, chunk: int) -> list[LocalFlatParam]:
+        return [flat for flat in self.flat_params if flat.chunk == chunk]
 
-    def _shard_bytes(self, launched: Sequence[Row]) -> int:
-        return self.gradient_bytes if self.several else sum(group.layout.shard for group in launched) * self.grad_size
+    def _shard_bytes(self, launched: Sequence[LocalFlatParam]) -> int:
+        return (
+            self.gradient_bytes
+            if self.accumulates
+            else sum(flat.layout.shard_numel for flat in launched) * self.grad_size
+        )
 
-    def _waiting_bytes(self, ready: Set[str], launched: Sequence[Row]) -> int:
+    def _waiting_bytes(self, ready: Set[str], launched: Sequence[LocalFlatParam]) -> int:
         """Bytes of the gradients that autograd has computed and no launched reduction has copied."""
-        names = ready.difference(*(group.layout.slots for group in launched))
-        return sum(self._weights[name].numel for name in names) * PRECISION_BYTES[self.policy.parameter]
+        names = ready.difference(*(flat.layout.slots for flat in launched))
+        return sum(self._parameters[name].numel for name in names) * PRECISION_BYTES[self.policy.parameter]
 
-    def _in_flight_bytes(self, chunk: int, launched: Sequence[Row], limit: int) -> int:
-        """Bytes of the last `limit` launched flat gradients and of their shards; 0 for a group of one rank."""
+    def _in_flight_bytes(self, chunk: int, launched: Sequence[LocalFlatParam], limit: int) -> int:
+        """Bytes of the last `limit` launched flat gradients and of their shards; 0 if one rank has all shards."""
         if self.layout.config.zero.shard_group_size(self.layout.mesh) == 1:
             return 0
-        earlier = self._groups_of(chunk) if self.several else []  # of the previous micro-batch
-        groups = [*earlier, *launched][-limit:]
-        return sum(self._send_bytes(group) + self.several * group.layout.shard * self.grad_size for group in groups)
+        earlier = self._flat_params_of(chunk) if self.accumulates else []  # of the previous micro-batch
+        in_flight = [*earlier, *launched][-limit:]
+        return sum(
+            self._send_bytes(flat) + self.accumulates * flat.layout.shard_numel * self.grad_size for flat in in_flight
+        )
 
-    def _send_bytes(self, group: Row) -> int:
-        """Bytes of a flat gradient in flight: itself, or its copy and its result in the dtype of the reduction. A group
-        of one rank sends nothing."""
-        full = group.layout.numel if self.layout.config.zero.shard_group_size(self.layout.mesh) > 1 else 0
+    def _send_bytes(self, flat: LocalFlatParam) -> int:
+        """Bytes of a flat gradient in flight: the gradient itself, or its copy and its result in the dtype of the
+        reduction. A group of one rank sends nothing."""
+        full = flat.layout.numel if self.layout.config.zero.shard_group_size(self.layout.mesh) > 1 else 0
         if self.wire_size == self.grad_size:
             return full * self.grad_size
-        return (full + group.layout.shard) * self.wire_size
+        return (full + flat.layout.shard_numel) * self.wire_size
 
     @property
     def _allocated_in_backward(self) -> bool:
-        if shards.apart(self.layout):
-            return self.zero.shares_gradients
+        if shards.uses_flat_params(self.layout):
+            return self.zero.shards_gradients
         return self.layout.config.comm.gradients == "naive"
 
-    def _ready_gradients(self, chunk: int, place: int | str, ready: int) -> set[str]:
+    def _ready_gradients(self, chunk: int, place: int | str, num_ready: int) -> set[str]:
         """The names of the chunk's parameters whose gradients are computed."""
-        part = self.layout.chunks(self.stage)[chunk]
+        model_chunk = self.layout.stage_chunks(self.stage)[chunk]
         if place == DONE:
-            return {name for group in self._groups_of(chunk) for name in group.layout.slots}
-        found = [name for name, _, _ in reversed(states.LAST) if name in self._weights] if part.last else []
+            return {name for flat in self._flat_params_of(chunk) for name in flat.layout.slots}
+        ready_names = (
+            [name for name, _, _ in reversed(states.HEAD_PARAMETERS) if name in self._parameters]
+            if model_chunk.has_head
+            else []
+        )
         if place == HEAD:
-            return set(found[:ready])
-        for index in reversed(part.layers):
-            names = [f"model.layers.{index}.{name}" for name, _, _ in reversed(states.LAYER)]
+            return set(ready_names[:num_ready])
+        for index in reversed(model_chunk.layers):
+            names = [f"model.layers.{index}.{name}" for name, _, _ in reversed(states.LAYER_PARAMETERS)]
             if index == place:
-                return {*found, *names[:ready]}
-            found += names
-        return {*found, *([states.FIRST[0][0]] if ready and part.first else [])}
+                return {*ready_names, *names[:num_ready]}
+            ready_names += names
+        return {*ready_names, *([states.EMBEDDING_PARAMETERS[0][0]] if num_ready and model_chunk.has_embedding else [])}
 
     # -- after backward -----------------------------------------------------------------------------------------------
 
-    def wire_copies_after_backward(self) -> int:
+    def wire_copy_bytes_after_backward(self) -> int:
         """Bytes of flat gradients still in flight, in the dtype of the reduction, when backward has ended."""
-        copied = self.zero.stage > 0 and self.wire_size != self.grad_size and not self.zero.shares_gradients
-        return sum(map(self._send_bytes, self.flat_groups)) * copied
+        copied = self.zero.stage > 0 and self.wire_size != self.grad_size and not self.zero.shards_gradients
+        return sum(map(self._send_bytes, self.flat_params)) * copied
 
     def optimizer_temporary_bytes(self) -> int:
-        """Bytes that the update allocates: copies of one shard after another where gradients or masters have another
-        dtype, and for Muon's orthogonalisation six tensors of a matrix's size and a square one. Where matrices are
-        sharded, also about four copies of this rank's shards: what it sends and receives, both ways."""
+        """Bytes of the temporary tensors in the optimizer's update.
+
+        A copy of one shard at a time where gradients or masters have another dtype; for Muon's orthogonalisation, six
+        tensors of a matrix's size and a square one. Where matrices are sharded, also about four copies of this rank's
+        shards, sent and received before and after the update.
+        """
         policy, master_size = self.policy, PRECISION_BYTES[self.policy.master or self.policy.state]
         no_masters = policy.master is None and master_size != PRECISION_BYTES[policy.parameter]
         copies = (master_size != self.grad_size) + no_masters
-        largest = max((group.layout.shard for group in self.flat_groups), default=0) * master_size * copies
+        largest = max((flat.layout.shard_numel for flat in self.flat_params), default=0) * master_size * copies
         if self.layout.config.optim.kind != "muon":
             return largest
-        hidden, weights = self.layout.config.model.hidden_size, self._weights.values()
-        sizes = [weight.numel for weight in weights if is_hidden_matrix(weight.name, weight.dimensions)]
-        tensor, shard_ranks = self.layout.mesh.tp, self.layout.config.zero.shard_group_size(self.layout.mesh)
-        full = [numel * tensor for numel in sizes]
+        hidden, tp = self.layout.config.model.hidden_size, self.layout.mesh.tp
+        shard_ranks = self.layout.config.zero.shard_group_size(self.layout.mesh)
+        local = [p.numel for p in self._parameters.values() if is_hidden_matrix(p.name, p.dimensions)]
+        full = [numel * tp for numel in local]
         muon = max((6 * numel + min(hidden, numel // hidden) ** 2 for numel in full), default=0)
-        muon += 4 * -(-sum(sizes) // shard_ranks) if tensor * shard_ranks > 1 else 0
+        muon += 4 * -(-sum(local) // shard_ranks) if tp * shard_ranks > 1 else 0
         return largest + muon * master_size

@@ -2,7 +2,7 @@
 
 with RankServer() as server:
     result = server.run(function, 4, ("an argument",))     # function(world, "an argument") on four ranks
-    result.values                                           # what it returned, by rank
+    result.values                                           # the return values, by rank
 """
 
 import contextlib
@@ -18,23 +18,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minidist.errors import RunError, UserError
-from minidist.tools.launch.function_reference import reference_function
+from minidist.tools.launch.function_reference import make_function_reference
 from minidist.tools.launch.protocol import MessageSocket
 
 if TYPE_CHECKING:
     from minidist.tools.launch.job import Job, Result
 
 # torch's profiler, which reports allocations to the memory tracker, logs lines of its own from torch 2.13 on.
-_QUIET = {"KINETO_LOG_LEVEL": "99"}
+_QUIET_PROFILER_ENV = {"KINETO_LOG_LEVEL": "99"}
 _START_S = 120.0
 _CLOSE_S = 5.0
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 
 class RankServer:
-    """A process with torch loaded that forks ranks in milliseconds; a context manager. Not thread-safe.
+    """A process with torch loaded that forks ranks in milliseconds; a context manager that ends it. Not thread-safe.
 
-    env: environment variables set before torch is imported (`{"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}`), and in the ranks.
+    env: environment variables set in the server, before it imports torch, and in the ranks.
     method: "fork"; "spawn" starts new interpreters, seconds instead of milliseconds, which CUDA and macOS need. None:
     fork on Linux, else spawn; a job on CUDA spawns by itself.
     preload: modules that the server imports for the ranks. torch's optimizers import torch._dynamo, which would take
@@ -57,7 +57,7 @@ class RankServer:
         self._jobs: dict[int, Job] = {}
         self._next_job = 0
         self._spawner: RankServer | None = None
-        self._boot()
+        self._start_server()
 
     def __enter__(self) -> "RankServer":
         return self
@@ -103,26 +103,27 @@ class RankServer:
         capture: collect what ranks print in `Result.output`; otherwise they write to this process's stdout and stderr.
         deadline_s: kill the job after that many seconds; never if None. timeout_s: of a single operation, in torch.
         threads: per rank; None for `threads_per_rank`.
-        live: return a `LiveJob`; the function gets a `LiveRank` after the world and answers requests.
+        live: return a `LiveJob`; the function gets a `RankWorker` after the world, with which it answers
+        requests.
         clean_exit: returned ranks destroy their process group and run exit handlers before they end.
         """
         if not isinstance(ranks, int) or ranks < 1:
-            raise UserError(f"{ranks!r} ranks were asked for; ask for a whole number of at least 1")
+            raise UserError(f"the number of ranks is {ranks!r}; give a whole number of at least 1")
         if device != "cpu" and self.method == "fork":
-            return self._spawning().start(
+            return self._get_spawning_server().start(
                 function, ranks, args, kwargs, backend=backend, device=device, capture=capture,
                 deadline_s=deadline_s, timeout_s=timeout_s, threads=threads, live=live, clean_exit=clean_exit,
             )  # fmt: skip
         bootstrap = {
-            "function": reference_function(function),
-            "arguments": _pickled(function, (tuple(args), dict(kwargs or {}))),
+            "function": make_function_reference(function),
+            "arguments": _pickle_arguments(function, (tuple(args), dict(kwargs or {}))),
             "backend": backend,
             "device": device,
             "timeout_s": timeout_s,
             "threads": threads,
             "live": live,
             "clean_exit": clean_exit,
-            "environ": {**_QUIET, **os.environ, **self.env},
+            "environ": {**_QUIET_PROFILER_ENV, **os.environ, **self.env},
             "cwd": os.getcwd(),
             "path": list(sys.path),
             "argv": list(sys.argv),
@@ -130,14 +131,14 @@ class RankServer:
         # Imported after the server has started, so that both processes import torch at the same time.
         from minidist.tools.launch.job import Job
 
-        self.wait_until_ready()
+        self.ensure_ready()
         self._next_job += 1
         if live:
             from minidist.tools.launch.live_job import LiveJob as Job
         return Job(self, self._next_job, ranks, bootstrap, capture, deadline_s)
 
     def close(self) -> None:
-        """Kill all ranks and the server."""
+        """Kill all ranks and the server process."""
         if self._spawner is not None:
             self._spawner.close()
         for job in list(self._jobs.values()):
@@ -149,33 +150,33 @@ class RankServer:
             self._process.kill()
             self._process.wait()
 
-    def _boot(self) -> None:
-        ours, theirs = socket.socketpair()
+    def _start_server(self) -> None:
+        own_end, server_end = socket.socketpair()
         code = (
             f"import sys; sys.path.insert(0, {_ROOT!r}); from minidist.tools.launch.server import main; "
-            f"main({theirs.fileno()}, {self.method!r}, {self._preload!r})"
+            f"main({server_end.fileno()}, {self.method!r}, {self._preload!r})"
         )
         # numpy's OpenBLAS starts its threads on import; a process that forks must have none.
-        quiet = {"OPENBLAS_NUM_THREADS": "1"} if self.method == "fork" else {}
+        thread_env = {"OPENBLAS_NUM_THREADS": "1"} if self.method == "fork" else {}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", code],
-            env={**os.environ, **quiet, **self.env},
+            env={**os.environ, **thread_env, **self.env},
             stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # Ctrl-C at a terminal reaches only the client, which decides what to do
+            pass_fds=(server_end.fileno(),),
+            start_new_session=True,  # Ctrl-C at a terminal reaches only the client, which handles it
         )
-        theirs.close()
-        self._connection, self._ready, self._gone = MessageSocket(ours), False, False
+        server_end.close()
+        self._connection, self._is_ready, self._has_ended = MessageSocket(own_end), False, False
 
-    def wait_until_ready(self) -> None:
-        """Block until the server can start ranks; restart it if it has died. Raises RunError if it does not start."""
-        if self._gone or self._process.poll() is not None:
+    def ensure_ready(self) -> None:
+        """Restart the server if it has died; block until it can start ranks. Raises RunError if it does not start."""
+        if self._has_ended or self._process.poll() is not None:
             self._connection.socket.close()
             self._process.kill()
             self._process.wait()
-            self._boot()
+            self._start_server()
         end_s = time.monotonic() + _START_S
-        while not self._ready:
+        while not self._is_ready:
             if not select.select([self._connection.socket], [], [], max(0.0, end_s - time.monotonic()))[0]:
                 raise RunError(f"the rank server (process {self.pid}) was not ready after {_START_S:.0f} s")
             if not self._receive():
@@ -184,21 +185,21 @@ class RankServer:
                 )
 
     def _receive(self) -> bool:
-        """Handle the server's messages; return False when it is gone."""
+        """Handle the server's messages; return False when it has ended."""
         messages = self._connection.receive()
-        self._gone = messages is None  # its sockets close before the process can be waited for
+        self._has_ended = messages is None  # its sockets close before the process can be waited for
         for message, _ in messages or []:
             if message["event"] == "ready":
-                self._ready = True
+                self._is_ready = True
             elif message["job"] in self._jobs:
-                self._jobs[message["job"]]._event(message)
+                self._jobs[message["job"]]._on_rank_event(message)
         return messages is not None
 
-    def _tell(self, message: dict, fds: tuple[int, ...] = ()) -> None:
-        with contextlib.suppress(OSError):  # a server that is gone is noticed by the next read
+    def _send(self, message: dict, fds: tuple[int, ...] = ()) -> None:
+        with contextlib.suppress(OSError):  # the next read notices that the server has ended
             self._connection.send(message, fds)
 
-    def _spawning(self) -> "RankServer":
+    def _get_spawning_server(self) -> "RankServer":
         if self._spawner is None:
             self._spawner = RankServer(env=self.env, method="spawn")
         return self._spawner
@@ -210,7 +211,7 @@ def launch(function: Callable, ranks: int, args: Sequence = (), *, env=None, met
         return server.run(function, ranks, args, **options)
 
 
-def _pickled(function: Callable, arguments: tuple) -> bytes:
+def _pickle_arguments(function: Callable, arguments: tuple) -> bytes:
     try:
         return pickle.dumps(arguments, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -220,17 +221,20 @@ def _pickled(function: Callable, arguments: tuple) -> bytes:
 
 
 def forward_signals(job: "Job", *signals: signal.Signals):
-    """Context in which the given signals are forwarded to all ranks of the job instead of acting on this process."""
-    return _Forward(job, signals)
+    """Return a context manager that forwards these signals to all ranks of the job instead of handling them here."""
+    return _SignalForwarding(job, signals)
 
 
-class _Forward:
+class _SignalForwarding:
     def __init__(self, job: "Job", signals: Sequence[signal.Signals]):
         self._job, self._signals = job, signals
 
     def __enter__(self) -> None:
-        self._before = {s: signal.signal(s, lambda number, _: self._job.send_signal(number)) for s in self._signals}
+        self._previous_handlers = {number: signal.signal(number, self._forward) for number in self._signals}
+
+    def _forward(self, number: int, _frame) -> None:
+        self._job.send_signal(number)
 
     def __exit__(self, *_) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)

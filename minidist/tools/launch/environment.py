@@ -7,7 +7,10 @@ from minidist.errors import UserError
 
 
 class RankEnvironment(NamedTuple):
-    """Rank `rank` of `size`; on this machine, number `node_rank`, it is `local_rank` of `local_size`."""
+    """The place of a rank in the job, as torchrun's environment variables give it.
+
+    rank: of `size` ranks in the job; local_rank: of `local_size` ranks on this machine; node_rank: the machine's index.
+    """
 
     rank: int
     size: int
@@ -27,24 +30,26 @@ def rank_and_world(environ: Mapping[str, str]) -> RankEnvironment:
     local_rank = read_integer(environ, "LOCAL_RANK", rank)
     local_size = read_integer(environ, "LOCAL_WORLD_SIZE", size)
     if rank >= size:
-        raise UserError(f"RANK is {rank} and WORLD_SIZE {size}; it must be less than that")
+        raise UserError(f"RANK is {rank} and WORLD_SIZE {size}; the rank must be less than the size")
     if local_rank >= local_size:
-        told = f"LOCAL_RANK (or RANK without it) is {local_rank} and LOCAL_WORLD_SIZE (or WORLD_SIZE) {local_size}"
-        raise UserError(f"{told}; it must be less than that")
+        values = f"LOCAL_RANK (or RANK without it) is {local_rank} and LOCAL_WORLD_SIZE (or WORLD_SIZE) {local_size}"
+        raise UserError(f"{values}; the rank must be less than the size")
     if local_size > size:
-        raise UserError(f"LOCAL_WORLD_SIZE is {local_size} and WORLD_SIZE {size}; a machine has no more ranks than all")
+        raise UserError(
+            f"LOCAL_WORLD_SIZE is {local_size} and WORLD_SIZE {size}; one machine cannot have more ranks than the job"
+        )
     return RankEnvironment(rank, size, local_rank, local_size, read_integer(environ, "GROUP_RANK", 0))
 
 
 def read_integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     """Read an environment variable as a non-negative integer; return the default if it is not set.
 
-    Raises UserError when it is not set and there is no default, or it is not such an integer.
+    Raises UserError when it is not set and there is no default, or its value is not a non-negative integer.
     """
     text = environ.get(name)
     if text is None and default is not None:
         return default
     if text is None or not text.isdecimal():
-        given = "is not set" if text is None else f"is {text!r}"
-        raise UserError(f"{name} {given}; start with torchrun, which sets it to a whole number, or with --ranks N")
+        problem = "is not set" if text is None else f"is {text!r}"
+        raise UserError(f"{name} {problem}; start with torchrun, which sets it to a whole number, or with --ranks N")
     return int(text)

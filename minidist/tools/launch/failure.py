@@ -7,11 +7,11 @@ from minidist.errors import RunError
 
 
 class RankError(NamedTuple):
-    """An exception of one rank, as sent to the client.
+    """An exception that one rank raised, in the form in which the rank sends it to the launcher.
 
     kind: name of its class; where: `file:line in function` of the innermost frame in the user's code; traceback:
     without the launcher's frames. exit_code: of the exception class, for errors that set the command's exit code.
-    from_network: whether the communication backend raised it, as it does when a peer is gone.
+    is_connection_error: whether the communication backend raised it, as it does when another rank has died.
     """
 
     kind: str
@@ -19,14 +19,15 @@ class RankError(NamedTuple):
     where: str
     traceback: str
     exit_code: int | None = None
-    from_network: bool = False
+    is_connection_error: bool = False
 
 
 class RankFailure(RunError):
     """Ranks raised, died, deadlocked or missed the deadline; `str()` is the report for the user.
 
-    kind: "raised", "died", "deadlock", "mismatch", "deadline", "server" (it died) or "killed". ranks: which failed.
-    tracebacks, stacks (innermost call first): by rank, where known. output: what each rank printed.
+    kind: "raised", "died", "deadlock", "mismatch", "deadline", "server" (it died) or "killed". ranks: the ranks that
+    failed.
+    tracebacks, stacks (innermost call first): by rank, where known. output: of each rank.
     """
 
     def __init__(self, kind: str, ranks: Sequence[int], report: str):

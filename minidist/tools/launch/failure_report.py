@@ -1,37 +1,48 @@
-"""Reports of failed jobs: which ranks failed, why, and what the others were doing. Equal ranks share a line."""
+"""Reports of failed jobs: which ranks failed, the cause, and the status of the others; equal ranks share a line."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from minidist.errors import RunError, UserError, format_ranks
-from minidist.tools.deadlock.detector import find_mismatch
+from minidist.tools.deadlock.detector import find_operation_mismatch
 from minidist.tools.deadlock.status_page import Snapshot
 from minidist.tools.deadlock.status_report import describe_ranks
 from minidist.tools.launch.failure import RankError, RankFailure
-from minidist.tools.launch.remote_rank import RemoteRank
+from minidist.tools.launch.rank_handle import RankHandle
 
 _MAX_ERRORS = 5
 _MAX_LINES = 6
 _MAX_FRAMES = 4
+_MAX_WIDTH = 240
 
 
-def death_report(ranks: Sequence[RemoteRank], snapshots: Sequence[Snapshot | None]) -> RankFailure:
-    """Report that ranks died. Peers that raised because their connection broke are shown where they waited."""
-    dead = [number for number, rank in enumerate(ranks) if rank.died]
-    lines = [f"{format_ranks(same)} {death}" for death, same in _merge({n: ranks[n].death_cause for n in dead}).items()]
+def report_deaths(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot | None]) -> RankFailure:
+    """Return the failure of a job in which ranks died.
+
+    ranks, snapshots: handle and status page of every rank. Ranks that raised only because their connection to
+    a dead rank broke are reported as waiting.
+    """
+    dead = [number for number, rank in enumerate(ranks) if rank.has_died]
+    lines = _merged_deaths({n: ranks[n] for n in dead})
     errors = {n: rank.error for n, rank in enumerate(ranks) if rank.error}
-    own = {n: error for n, error in errors.items() if not error.from_network}
+    own = {n: error for n, error in errors.items() if not error.is_connection_error}
     lines += _merged_errors(own)
-    # A backend may abort on find_mismatch sizes: the launched operations then explain more than the signal.
+    # gloo aborts on mismatched sizes in a thread of its own: the launched operations then explain more than the signal.
     seen = {n: replace(s, state="died" if n in dead else s.state) for n, s in enumerate(snapshots) if s is not None}
-    if verdict := find_mismatch(seen):
-        return _failure(verdict.kind, verdict.ranks, [str(verdict), *lines], own)
-    others = {n: _before_error(snapshots[n]) for n in range(len(ranks)) if n not in dead and n not in own}
-    return _failure("died", dead, [*lines, *_standing(others)], own)
+    if verdict := find_operation_mismatch(seen):
+        failure = _failure(verdict.kind, verdict.ranks, [str(verdict), *lines], own)
+    else:
+        others = {n: _status_before_error(snapshots[n]) for n in range(len(ranks)) if n not in dead and n not in own}
+        failure = _failure("died", dead, [*lines, *_describe_others(others)], own)
+    failure.stacks = {n: ranks[n].crash_stack for n in dead if ranks[n].crash_stack}
+    return failure
 
 
-def error_report(ranks: Sequence[RemoteRank], snapshots: Sequence[Snapshot | None]) -> Exception:
-    """Report that ranks raised: a RankFailure, or their own UserError or RunError if it is the same on all of them."""
+def report_errors(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot | None]) -> Exception:
+    """Return the failure of a job in which ranks raised: their UserError or RunError if all raised the same one.
+
+    Otherwise a RankFailure. ranks, snapshots: handle and status page of every rank.
+    """
     errors = {n: rank.error for n, rank in enumerate(ranks) if rank.error}
     if len({(error.kind, error.message) for error in errors.values()}) == 1:
         first = next(iter(errors.values()))
@@ -40,19 +51,21 @@ def error_report(ranks: Sequence[RemoteRank], snapshots: Sequence[Snapshot | Non
         if first.kind == RunError.__name__ and len(errors) == len(ranks):
             return RunError(first.message)
     # A backend may refuse a mismatch before deadlock detection sees it: the status also has the groups and lines.
-    verdict = find_mismatch({n: s for n, s in enumerate(snapshots) if s is not None})
-    if verdict and all(error.from_network for error in errors.values()):
+    verdict = find_operation_mismatch({n: s for n, s in enumerate(snapshots) if s is not None})
+    if verdict and all(error.is_connection_error for error in errors.values()):
         return _failure(verdict.kind, verdict.ranks, [str(verdict)], errors)
     others = {n: snapshots[n] for n in range(len(ranks)) if n not in errors}
-    return _failure("raised", list(errors), [*_merged_errors(errors), *_standing(others)], errors)
+    return _failure("raised", list(errors), [*_merged_errors(errors), *_describe_others(others)], errors)
 
 
-def deadline_report(deadline_s: float, snapshots: Sequence[Snapshot | None], stacks: Mapping[int, str]) -> RankFailure:
-    """Report a missed deadline: the status and the Python stack of each rank."""
+def report_missed_deadline(
+    deadline_s: float, snapshots: Sequence[Snapshot | None], stacks: Mapping[int, str]
+) -> RankFailure:
+    """Return the failure of a job that missed its deadline, with the status and the Python stack of each rank."""
     lines = [f"the ranks were not done after {deadline_s:g} s"]
     lines += describe_ranks(dict(enumerate(snapshots)))
     short = {n: "\n".join(stack.splitlines()[:_MAX_FRAMES]) for n, stack in stacks.items()}
-    for stack, same in _merge(short).items():
+    for stack, same in _group_by_value(short).items():
         lines += [f"{format_ranks(same)}, innermost call first:", *stack.splitlines()] if stack else []
     failure = _failure("deadline", range(len(snapshots)), lines, {})
     failure.stacks = dict(stacks)
@@ -62,35 +75,46 @@ def deadline_report(deadline_s: float, snapshots: Sequence[Snapshot | None], sta
 def _failure(kind: str, ranks: Sequence[int], lines: Sequence[str], errors: Mapping[int, RankError]) -> RankFailure:
     failure = RankFailure(kind, ranks, "\n".join(lines))
     failure.tracebacks = {n: error.traceback for n, error in errors.items()}
-    for traceback, same in _merge(failure.tracebacks).items():
+    for traceback, same in _group_by_value(failure.tracebacks).items():
         failure.add_note(f"[{format_ranks(same)}] {traceback}")  # shown by an uncaught exception, not by str()
     return failure
 
 
 def _merged_errors(errors: Mapping[int, RankError]) -> list[str]:
-    """One short message per distinct error."""
+    """Return one short message per distinct error."""
     lines = []
-    same = _merge({n: error._replace(traceback="") for n, error in errors.items()})
+    same = _group_by_value({n: error._replace(traceback="") for n, error in errors.items()})
     for error, ranks in list(same.items())[:_MAX_ERRORS]:
-        told = error.message.strip().splitlines() or [""]
-        told = told[:_MAX_LINES] + (["..."] if len(told) > _MAX_LINES else [])
-        lines += [f"{format_ranks(ranks)} raised {error.kind}: {told[0]}", *(f"  {line}" for line in told[1:])]
+        text = error.message.strip().splitlines() or [""]
+        text = text[:_MAX_LINES] + (["..."] if len(text) > _MAX_LINES else [])
+        lines += [f"{format_ranks(ranks)} raised {error.kind}: {text[0]}", *(f"  {line}" for line in text[1:])]
         lines += [f"  at {error.where}"] if error.where else []
     return lines + ([f"... and {len(same) - _MAX_ERRORS} other errors"] if len(same) > _MAX_ERRORS else [])
 
 
-def _standing(others: Mapping[int, Snapshot | None]) -> list[str]:
+def _merged_deaths(dead: Mapping[int, RankHandle]) -> list[str]:
+    """Return the cause of each death; after a crash also the C++ error and the innermost Python calls."""
+    texts = {}
+    for n, rank in dead.items():
+        details = [*rank.abort_message.splitlines(), *rank.crash_stack.splitlines()[: 1 + _MAX_FRAMES]]
+        texts[n] = "\n".join([rank.death_cause, *(f"  {line[:_MAX_WIDTH]}" for line in details)])
+
+    groups = _group_by_value(texts)
+    return [line for text, ranks in groups.items() for line in f"{format_ranks(ranks)} {text}".splitlines()]
+
+
+def _describe_others(others: Mapping[int, Snapshot | None]) -> list[str]:
     return ["meanwhile", *describe_ranks(others)] if others else []
 
 
-def _before_error(snapshot: Snapshot | None) -> Snapshot | None:
-    """The status of a failed rank as it was while it waited, before its connection broke."""
-    if snapshot is not None and snapshot.state == "failed" and snapshot.channel is not None:
+def _status_before_error(snapshot: Snapshot | None) -> Snapshot | None:
+    """Return the status that a rank had while it waited, if it failed because its connection broke."""
+    if snapshot is not None and snapshot.state == "failed" and snapshot.wait_channel is not None:
         return replace(snapshot, state="waiting")
     return snapshot
 
 
-def _merge(by_rank: Mapping) -> dict:
+def _group_by_value(by_rank: Mapping) -> dict:
     """Group ranks by equal value, in order of the first rank."""
     same: dict = {}
     for rank, value in sorted(by_rank.items()):

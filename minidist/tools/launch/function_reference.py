@@ -19,14 +19,17 @@ MAIN_ALIAS = "__mp_main__"
 
 
 class FunctionReference(NamedTuple):
-    """The name of a function. file: the source to load, None if the module can be imported."""
+    """Module and qualified name of a function, from which another process can load it.
+
+    file: the source file to load; None if `module` can be imported by name.
+    """
 
     module: str
     qualname: str
     file: str | None
 
 
-def reference_function(function: Callable) -> FunctionReference:
+def make_function_reference(function: Callable) -> FunctionReference:
     """Make a reference from which a rank can load `function`. Raises UserError for lambdas and local functions."""
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not module or not qualname or "<" in qualname:
@@ -48,18 +51,21 @@ def reference_function(function: Callable) -> FunctionReference:
 
 
 def resolve_function(ref: FunctionReference) -> Callable:
-    """Load the function, in a rank. Raises RunError when its file does not import or has no such function."""
+    """Load and return the function that a reference names; runs in the ranks.
+
+    Raises RunError when its file does not import or has no such function.
+    """
     source = ref.file or ref.module
     try:
         module = _load(ref.module, ref.file) if ref.file else importlib.import_module(ref.module)
     except BaseException as error:
         raise RunError(f"{source} cannot be imported on the ranks: {type(error).__name__}: {error}") from error
-    found: Any = module
+    target: Any = module
     for part in ref.qualname.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        target = getattr(target, part, None)
+    if not callable(target):
         raise RunError(f"{source} has no function {ref.qualname} when the ranks import it")
-    return found
+    return target
 
 
 def _importable(name: str, file: str | None) -> bool:

@@ -1,10 +1,22 @@
-"""How many GPUs the ranks of a machine need, and how many they see. Needs no torch."""
+"""How many GPUs the ranks of a machine need, and how many they see."""
 
 import os
+import sys
+from pathlib import Path
+
+
+def count_gpus() -> int:
+    """Count the GPUs that torch can use on this machine."""
+    drivers = ("nvidia[0-9]*", "kfd", "dxg")
+    if sys.platform == "linux" and not any(file for name in drivers for file in Path("/dev").glob(name)):
+        return 0  # without importing torch, which takes seconds
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def has_own_gpu(visible: int) -> bool:
-    """Whether the launcher gave this rank a GPU of its own: the only one that it sees.
+    """Return whether the launcher gave this rank a GPU of its own: the only one that it sees.
 
     Slurm does so with --gpus-per-task=1. torchrun itself shows every rank all GPUs of the machine.
     """
@@ -12,8 +24,8 @@ def has_own_gpu(visible: int) -> bool:
     return visible == 1 and started_by_launcher and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
-def too_few_gpus(ranks: int, visible: int) -> str:
-    """The message for `--device cuda` where there is not a GPU per rank."""
+def format_too_few_gpus_message(ranks: int, visible: int) -> str:
+    """Return the message for `--device cuda` where there is not a GPU per rank."""
     return (
         f"--device cuda needs one GPU per rank: {ranks} ranks, and torch sees {visible} GPU{'s' * (visible > 1)} here. "
         f"Start {visible} rank{'s' * (visible > 1)}, or give --device cuda:0 to share a GPU, or --device cpu."

@@ -5,36 +5,37 @@ from typing import Any
 
 from minidist.tools.deadlock.detector import ENDED, Verdict
 from minidist.tools.deadlock.status_page import Snapshot
-from minidist.tools.launch.failure_report import death_report
+from minidist.tools.launch.failure_report import report_deaths
 from minidist.tools.launch.job import Job
-from minidist.tools.launch.remote_rank import RemoteRank
+from minidist.tools.launch.rank_handle import RankHandle
 
 
 class LiveJob(Job):
-    """A job whose ranks answer requests until they are killed. It detects deadlocks, but leaves ending to the caller.
+    """A job whose ranks answer requests until they are killed. It detects deadlocks, but leaves killing to the caller.
 
-    answers: the ranks' answers to the latest request, by rank. verdict: why the missing answers will never come.
+    answers: the answers to the latest request so far, by rank. verdict: the deadlock or mismatch because of which the
+    other ranks cannot answer; None if there is none.
     """
 
     def __init__(self, *args, **kwargs):
         self.answers: dict[int, Any] = {}
         self.verdict: Verdict | None = None
-        self._asked = 0
+        self._request_number = 0
         super().__init__(*args, **kwargs)
 
     def send_request(self, message: Any) -> None:
-        """Send a message to every rank, once all have answered the one before."""
-        self._asked += 1
+        """Send a request, any picklable object, to every rank. All ranks must have answered the previous request."""
+        self._request_number += 1
         self.answers, self.verdict = {}, None
         for rank in self._ranks:
             rank.answers.clear()
             rank.clear_output()
             if not rank.has_ended:
-                rank.send((self._asked, message))
+                rank.send_message((self._request_number, message))
 
     @property
-    def ranks(self) -> list[RemoteRank]:
-        """The client's view of each rank."""
+    def ranks(self) -> list[RankHandle]:
+        """The handle of each rank, in rank order."""
         return self._ranks
 
     @property
@@ -44,26 +45,26 @@ class LiveJob(Job):
 
     @property
     def dead_ranks(self) -> list[int]:
-        """The ranks that have died: all of them if the rank server has."""
-        return [n for n, rank in enumerate(self._ranks) if rank.died or self.done]
+        """The ranks whose processes have died; if the rank server has died, all ranks."""
+        return [n for n, rank in enumerate(self._ranks) if rank.has_died or self.has_ended]
 
     def status_snapshots(self) -> list[Snapshot | None]:
-        """The status of each rank; None for one that still shows the end of its previous request."""
+        """Return the status page of each rank; None if it was being written or still shows the previous request."""
         seen = super().status_snapshots()
         return [None if s and s.state in ENDED and n not in self.answers else s for n, s in enumerate(seen)]
 
     def last_snapshots(self) -> dict[int, Snapshot]:
-        """The last status of each rank, where it could be read."""
+        """Return the status page of each rank by rank, without ranks that were just writing it."""
         return {n: s for n, s in enumerate(super().status_snapshots()) if s is not None}
 
     def describe_deaths(self) -> str:
-        """Say which ranks died, how, and what the others were doing."""
-        return str(self._failure or death_report(self._ranks, super().status_snapshots()))
+        """Describe which ranks died, the cause of each death, and what the other ranks were doing."""
+        return str(self._failure or report_deaths(self._ranks, super().status_snapshots()))
 
-    def interrupt(self, close_connections: bool = False) -> None:
-        """Interrupt the ranks that have not answered, as Ctrl-C would.
+    def interrupt_ranks(self, close_connections: bool = False) -> None:
+        """Send SIGINT, as Ctrl-C does, to the ranks that have not answered the latest request.
 
-        close_connections: also let ranks blocked in torch, which ignore the signal, close their connections.
+        close_connections: also make them close their connections, because a rank blocked in torch ignores SIGINT.
         """
         for number in set(range(self.size)) - self.answers.keys():
             self.send_signal(signal.SIGINT, number)
@@ -72,15 +73,15 @@ class LiveJob(Job):
 
     def drain_output(self) -> None:
         """Read the output that ranks wrote before they answered or died."""
-        for rank in [] if self.done else self._ranks:
+        for rank in [] if self.has_ended else self._ranks:
             while rank.output_fd is not None and rank.read_output() and not rank.dropped_bytes:
                 pass
 
-    def _decide(self, now_s: float) -> None:
+    def _check_progress(self, now_s: float) -> None:
         for number, rank in enumerate(self._ranks):
-            for asked, answer in rank.answers:
-                if asked == self._asked:
+            for number_answered, answer in rank.answers:
+                if number_answered == self._request_number:
                     self.answers[number] = answer
-        if self._detector.seconds_until_due(now_s) == 0.0:
+        if self._detector.seconds_until_next_reading(now_s) == 0.0:
             verdict = self._detector.update(dict(enumerate(self.status_snapshots())), now_s)
             self.verdict = self.verdict or verdict

@@ -5,37 +5,37 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-_LEAST_BYTES = 1 << 30
-_PART = 0.8  # of what is free, for all ranks of this machine together
-_HEADROOM_BYTES = 64 << 20  # in a cell that begins at its limit: enough to delete what fills it
+_MIN_EXTRA_BYTES = 1 << 30
+_FREE_FRACTION = 0.8  # of the free memory, for all ranks of this machine together
+_HEADROOM_BYTES = 64 << 20  # for a cell that begins at the limit: enough to delete variables
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the free bytes of this machine or container; None where neither reports them."""
-    found = []
+    """Return the bytes of memory that are free on this machine or in this container; None if neither is known."""
+    candidates = []
     for line in _read(proc / "meminfo").splitlines():
         if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) << 10)
-    most, now = _read(cgroup / "memory.max").strip(), _read(cgroup / "memory.current").strip()
-    if most.isdigit() and now.isdigit():
-        found.append(max(0, int(most) - int(now)))
-    return min(found, default=None)
+            candidates.append(int(line.split()[1]) << 10)
+    limit_bytes, current = _read(cgroup / "memory.max").strip(), _read(cgroup / "memory.current").strip()
+    if limit_bytes.isdigit() and current.isdigit():
+        candidates.append(max(0, int(limit_bytes) - int(current)))
+    return min(candidates, default=None)
 
 
 class MemoryLimit:
     """A limit of `extra_bytes` beyond the memory this process has at construction; `apply()` enforces it.
 
-    local_ranks: ranks of this machine, which share the free memory if extra_bytes is None.
-    The limit counts private writable memory (RLIMIT_DATA, Linux only), not address space that is merely reserved, as
-    threads and CUDA do by the gigabyte.
+    local_ranks: number of ranks on this machine; if `extra_bytes` is None, each may take an equal part of the free
+    memory. The limit counts private writable memory (RLIMIT_DATA, Linux only), not address space that is merely
+    reserved, as threads and CUDA do by the gigabyte.
     """
 
     def __init__(self, local_ranks: int, extra_bytes: int | None = None):
-        free, has = available_memory(), _data_bytes()
-        if extra_bytes is None and free is not None:
-            extra_bytes = max(_LEAST_BYTES, int(free * _PART) // local_ranks)
-        self.extra_bytes = extra_bytes if has is not None else None
-        self._most = (has or 0) + (extra_bytes or 0)
+        free_bytes, data_bytes = available_memory(), _data_bytes()
+        if extra_bytes is None and free_bytes is not None:
+            extra_bytes = max(_MIN_EXTRA_BYTES, int(free_bytes * _FREE_FRACTION) // local_ranks)
+        self.extra_bytes = extra_bytes if data_bytes is not None else None
+        self._limit_bytes = (data_bytes or 0) + (extra_bytes or 0)
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
@@ -44,10 +44,10 @@ class MemoryLimit:
             yield
             return
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        most = max(self._most, _data_bytes() + _HEADROOM_BYTES)
+        limit_bytes = max(self._limit_bytes, _data_bytes() + _HEADROOM_BYTES)
         if hard != resource.RLIM_INFINITY:
-            most = min(most, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+            limit_bytes = min(limit_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
         try:
             yield
         finally:

@@ -12,16 +12,19 @@ _PERIOD_S = 1.0
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Kill this process when its parent ends, however that ends: by prctl on Linux, elsewhere by a watching thread."""
+    """Arrange that this process is killed when its parent ends: by prctl on Linux, elsewhere by a watching thread.
+
+    parent_pid: the expected parent; if it has ended already, this process is killed at once.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
-        threading.Thread(target=_look_after, args=(parent_pid,), name="parent-watch", daemon=True).start()
+        threading.Thread(target=_watch_parent, args=(parent_pid,), name="parent-watch", daemon=True).start()
     if os.getppid() != parent_pid:  # it ended before the request
         os._exit(1)
 
 
-def _look_after(parent: int) -> None:
+def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_PERIOD_S)
     os._exit(1)

@@ -17,7 +17,7 @@ _MAX_FDS = 64
 
 
 class FrameParser:
-    """Splits a stream of bytes into frames."""
+    """Splits a stream of received bytes into frames, each of which is a length and that many bytes, the body."""
 
     def __init__(self):
         self._bytes = bytearray()
@@ -25,15 +25,15 @@ class FrameParser:
     def feed(self, data: bytes) -> list[bytes]:
         """Append received bytes; return the bodies of the frames that they complete."""
         self._bytes += data
-        frames, at = [], 0
-        while len(self._bytes) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._bytes, at)
-            end = at + _LENGTH.size + length
+        frames, offset = [], 0
+        while len(self._bytes) - offset >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes, offset)
+            end = offset + _LENGTH.size + length
             if len(self._bytes) < end:
                 break
-            frames.append(bytes(memoryview(self._bytes)[at + _LENGTH.size : end]))
-            at = end
-        del self._bytes[:at]
+            frames.append(bytes(memoryview(self._bytes)[offset + _LENGTH.size : end]))
+            offset = end
+        del self._bytes[:offset]
         return frames
 
 
@@ -42,7 +42,7 @@ class MessageSocket:
 
     def __init__(self, sock: socket.socket):
         self.socket = sock
-        self.fds: deque[int] = deque()  # received, before the message they belong to
+        self.fds: deque[int] = deque()  # received before their message
         self._frames = FrameParser()
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
@@ -53,7 +53,7 @@ class MessageSocket:
         self.socket.sendall(data[sent:])
 
     def receive(self) -> list[tuple[dict[str, Any], tuple[int, ...]]] | None:
-        """Read once; return the completed messages with their file descriptors, or None if the peer is gone."""
+        """Read once; return the completed messages with their file descriptors, or None if the peer has ended."""
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, _READ_BYTES, _MAX_FDS)
         except ConnectionError:
@@ -73,17 +73,17 @@ def send_object(sock: socket.socket, message: Any) -> None:
 
 
 def receive_object(sock: socket.socket) -> Any:
-    """Wait for one pickled frame; return the object. Raises EOFError when the peer is gone."""
-    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
-    return pickle.loads(_exactly(sock, length))
+    """Wait for one pickled frame; return the object. Raises EOFError when the peer has ended."""
+    (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
+    return pickle.loads(_receive_exactly(sock, length))
 
 
-def _exactly(sock: socket.socket, count: int) -> bytearray:
+def _receive_exactly(sock: socket.socket, count: int) -> bytearray:
     data = bytearray(count)
     view = memoryview(data)
     while view:
         received = sock.recv_into(view)
         if not received:
-            raise EOFError("the other end of the socket is gone")
+            raise EOFError("the peer has closed the connection")
         view = view[received:]
     return data

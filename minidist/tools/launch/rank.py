@@ -20,38 +20,42 @@ from minidist.tools.launch.parent_death import die_with_parent
 from minidist.tools.launch.protocol import receive_object, send_object
 from minidist.tools.launch.threads import threads_per_rank
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_LAUNCH_FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def main(server: int, control_fd: int, stack_fd: int, status_fd: int, listen_fd: int = -1) -> int:
-    """Run the job that arrives on the control socket; return the exit code of the process.
+    """Run, as the main function of a rank process, the job that arrives on the control socket; return the exit code.
 
     server: process id of the rank server. File descriptors: control_fd, the client's socket; stack_fd, for dumps of the
     Python stack; status_fd, the shared status pages; listen_fd, on rank 0 a listening socket for the store.
     """
+    faulthandler.enable(file=stack_fd)  # after SIGSEGV, SIGABRT, SIGBUS, SIGFPE or SIGILL
     faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     control = socket.socket(fileno=control_fd)
-    _die_with(server, control)
+    _end_with_server_or_client(server, control)
     try:
         job = receive_object(control)
-        _take_over(job)
+        _adopt_client_environment(job)
         kind, payload = _run(job, status_fd, listen_fd, control)
-        for name in ("SIGINT", "SIGTERM"):  # the work is done: only SIGKILL ends the wait for the others
+        for name in (
+            "SIGINT",
+            "SIGTERM",
+        ):  # the result exists: while this rank waits for the others, only SIGKILL ends it
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-        _flush()
+        _flush_streams()
         send_object(control, (kind, payload))
         # The process, its connections and the store live on until every rank has ended: peers that still wait for this
         # one see a rank that returned, not a broken connection.
         receive_object(control)
         if kind == "value" and job["clean_exit"]:
-            _leave()
+            _exit_cleanly()
     except (EOFError, ConnectionError):
         return 1
     return 0 if kind == "value" else 1
 
 
-def _die_with(server: int, control: socket.socket) -> None:
+def _end_with_server_or_client(server: int, control: socket.socket) -> None:
     """Kill this process when its server or its client ends, however they end."""
     with contextlib.suppress(PermissionError):  # a spawned rank leads its group already
         os.setpgid(0, 0)
@@ -68,7 +72,7 @@ def _die_with(server: int, control: socket.socket) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _take_over(job: dict) -> None:
+def _adopt_client_environment(job: dict) -> None:
     """Adopt the client's environment, folder, arguments and import path; reopen stdout and stderr."""
     os.environ.clear()
     os.environ.update(job["environ"])
@@ -82,101 +86,109 @@ def _take_over(job: dict) -> None:
 
 
 def _run(job: dict, status_fd: int, listen_fd: int, control: socket.socket) -> tuple[str, object]:
-    """("value", pickled result), ("error", RankError) or ("exit", code)."""
-    # Imported here, after a spawned rank can report errors.
+    """Run the function; return ("value", pickled result), ("error", RankError) or ("exit", code)."""
+    # Imported only now, when a spawned rank can already report errors.
     from minidist.tools.deadlock.status_page import PAGE_BYTES, StatusPage
 
     page = mmap.mmap(status_fd, PAGE_BYTES * job["size"])
     status = StatusPage(memoryview(page)[PAGE_BYTES * job["rank"] : PAGE_BYTES * (job["rank"] + 1)])
     try:
-        world = _join(job, status, listen_fd)
+        world = _make_world(job, status, listen_fd)
         function = resolve_function(job["function"])
         args, kwargs = pickle.loads(job["arguments"])
-        status.resume()
+        status.on_resume()
         if job["live"]:
-            from minidist.tools.launch.live_rank import LiveRank
+            from minidist.tools.launch.rank_worker import RankWorker
 
-            args = (LiveRank(world, control), *args)
+            args = (RankWorker(world, control), *args)
         value = function(world, *args, **kwargs)
-        status.finish("returned")
-        return "value", _pickled(value, job["function"].qualname)
+        status.record_end("returned")
+        return "value", _pickle_result(value, job["function"].qualname)
     except SystemExit as end:
         if end.code in (None, 0):
-            status.finish("returned")
+            status.record_end("returned")
             return "value", pickle.dumps(None)
-        status.finish("failed")
+        status.record_end("failed")
         if not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
         return "exit", end.code if isinstance(end.code, int) else 1
     except BaseException as error:
-        status.finish("failed")
-        return "error", _rank_error(error)
+        status.record_end("failed")
+        return "error", _make_rank_error(error)
 
 
-def _join(job: dict, status, listen_fd: int):
+def _make_world(job: dict, status, listen_fd: int):
     import torch
 
     from minidist.comm.world import World
-    from minidist.tools.launch.device import choose_backend, choose_device, init_group, prefer_loopback
+    from minidist.tools.launch.device import (
+        choose_backend,
+        choose_device,
+        init_default_process_group,
+        prefer_gloo_loopback,
+    )
 
     rank, size = job["rank"], job["size"]
     torch.set_num_threads(job["threads"] or threads_per_rank(size, job["environ"]))
     device = choose_device(job["device"], rank, size)
     backend = choose_backend(job["backend"], device, job["device"], size)
-    store = _store(job, listen_fd) if backend is not None or size > 1 or job["live"] else None
+    store = _open_store(job, listen_fd) if backend is not None or size > 1 or job["live"] else None
     job["store"] = store  # kept until the process ends: other ranks may still use it when this one has returned
     if backend is not None:
-        prefer_loopback()
-        init_group(backend, store, rank, size, device, job["timeout_s"])
+        prefer_gloo_loopback()
+        init_default_process_group(backend, store, rank, size, device, job["timeout_s"])
     return World(rank, size, rank, size, device, backend, status, store=store)
 
 
-def _store(job: dict, listen_fd: int):
+def _open_store(job: dict, listen_fd: int):
     """Open the store. Rank 0 serves it on a socket that already listens, so no port can be lost to another program."""
     from torch.distributed import TCPStore
 
-    first = job["rank"] == 0
-    listen = {"master_listen_fd": listen_fd} if first else {}
+    is_first = job["rank"] == 0
+    listen = {"master_listen_fd": listen_fd} if is_first else {}
     return TCPStore(
-        "127.0.0.1", job["port"], job["size"], is_master=first, wait_for_workers=False, use_libuv=True, **listen
+        "127.0.0.1", job["port"], job["size"], is_master=is_first, wait_for_workers=False, use_libuv=True, **listen
     )
 
 
-def _pickled(value: object, name: str) -> bytes:
+def _pickle_result(value: object, name: str) -> bytes:
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise TypeError(
-            f"the result of {name} is a {type(value).__name__}, which cannot be pickled and so not sent back: {error}"
+            f"the result of {name} is a {type(value).__name__}, which cannot be pickled and sent back: {error}"
         ) from None
 
 
-def _rank_error(error: BaseException) -> RankError:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_HERE, "<frozen"))]
+def _make_rank_error(error: BaseException) -> RankError:
+    internal = (_LAUNCH_FOLDER, "<frozen")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(internal)]
     import torch
 
     import minidist
 
-    ours, torchs = (os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (minidist, torch))
-    own = [f for f in frames if not f.filename.startswith((ours, torchs))]
-    own = own or [f for f in frames if not f.filename.startswith(torchs)]
-    where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    package_folder, torch_folder = (os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (minidist, torch))
+    user_frames = [f for f in frames if not f.filename.startswith((package_folder, torch_folder))]
+    user_frames = user_frames or [f for f in frames if not f.filename.startswith(torch_folder)]
+    where = f"{user_frames[-1].filename}:{user_frames[-1].lineno} in {user_frames[-1].name}" if user_frames else ""
     head = "Traceback (most recent call last):\n" if frames else ""
     text = head + "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))
-    network = isinstance(error, torch.distributed.DistError) or (
+    is_connection_error = isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error)
     )
-    network = network or type(error).__name__ == "CommError"
-    return RankError(type(error).__name__, str(error), where, text, getattr(error, "exit_code", None), network)
+    is_connection_error = is_connection_error or type(error).__name__ == "CommError"
+    return RankError(
+        type(error).__name__, str(error), where, text, getattr(error, "exit_code", None), is_connection_error
+    )
 
 
-def _flush() -> None:
+def _flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
 
 
-def _leave() -> None:
+def _exit_cleanly() -> None:
     """Destroy the process group and run the exit handlers."""
     import torch.distributed as dist
 
@@ -184,4 +196,4 @@ def _leave() -> None:
     if dist.is_initialized() and dist.get_backend() != "nccl":
         dist.destroy_process_group()
     atexit._run_exitfuncs()
-    _flush()
+    _flush_streams()

@@ -4,7 +4,7 @@ from typing import Any
 
 from minidist.comm import Meter, World
 from minidist.config import Config
-from minidist.tools.console.reporter import Reporter
+from minidist.tools.console.reporter import RunReporter
 from minidist.tools.memory.tracker import MemoryTracker
 from minidist.tools.trace.timed_meter import TimedMeter
 from minidist.tools.trace.trace import TraceRecorder
@@ -27,7 +27,7 @@ def make_observers(config: Config) -> list[Observer]:
         observers.append(TraceRecorder(config))
     if config.memory.file is not None:
         observers.append(MemoryTracker(config))
-    return [*observers, Reporter()]
+    return [*observers, RunReporter()]
 
 
 def make_meter(config: Config) -> Meter:

@@ -1,4 +1,4 @@
-"""The rank server: a process that has imported torch but run nothing, and forks ranks on request.
+"""The rank server: a process that has imported torch but run no operation of it, and forks ranks on request.
 
 Forking gives a fresh process with torch loaded within milliseconds. The server starts no threads: a thread does not
 survive a fork, but the locks it holds do. With method "spawn" it imports nothing and starts new interpreters, as CUDA
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 from minidist.tools.launch.protocol import MessageSocket
 
-_LOOK_FOR_PARENT_S = 1.0
-_NEEDED_BY_RANKS = (
+_PARENT_CHECK_S = 1.0
+_RANK_MODULES = (
     "torch.distributed",
     "minidist.comm.objects",
     "minidist.comm.collectives",
@@ -33,7 +33,7 @@ def main(fd: int, method: str, preload: Sequence[str]) -> None:
     """Serve the client at the other end of socket `fd` until it is gone; the arguments are those of `RankServer`."""
     server = Server(MessageSocket(socket.socket(fileno=fd)), method)
     if method == "fork":
-        for name in (*_NEEDED_BY_RANKS, *preload):
+        for name in (*_RANK_MODULES, *preload):
             importlib.import_module(name)
         for finalizer in list(weakref.finalize._registry):
             finalizer.atexit = (
@@ -41,7 +41,7 @@ def main(fd: int, method: str, preload: Sequence[str]) -> None:
             )
         gc.collect()
         gc.freeze()  # garbage collection in a rank does not touch the shared pages
-    server._tell({"event": "ready"})
+    server._send({"event": "ready"})
     server.serve()
 
 
@@ -52,11 +52,11 @@ class Server:
         self.connection, self.method = connection, method
         self.ranks: dict[int, tuple[int, int]] = {}  # pid -> (job, rank)
         self._client = os.getppid()
-        self._wake, wake = socket.socketpair()
-        self._wake.setblocking(False)
-        wake.setblocking(False)
-        self._wake_write = wake
-        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        self._wake_receiver, wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        wake_sender.setblocking(False)
+        self._wake_sender = wake_sender
+        signal.set_wakeup_fd(wake_sender.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # Ranks inherit this until they have a handler: a request for their stack must not kill them before.
@@ -65,9 +65,9 @@ class Server:
     def serve(self) -> None:
         """Handle requests and ended ranks until the client is gone, then kill the remaining ranks."""
         while True:
-            ready, _, _ = select.select([self.connection.socket, self._wake], [], [], _LOOK_FOR_PARENT_S)
-            if self._wake in ready:
-                self._wake.recv(4096)
+            ready, _, _ = select.select([self.connection.socket, self._wake_receiver], [], [], _PARENT_CHECK_S)
+            if self._wake_receiver in ready:
+                self._wake_receiver.recv(4096)
             self._reap()
             # A copy of the client's socket in a child of the client hides its end; its process id does not.
             if os.getppid() != self._client:
@@ -87,7 +87,7 @@ class Server:
             for fd in fds:
                 os.close(fd)
             self.ranks[pid] = (message["job"], message["rank"])
-            self._tell({"event": "started", "job": message["job"], "rank": message["rank"], "pid": pid})
+            self._send({"event": "started", "job": message["job"], "rank": message["rank"], "pid": pid})
         elif message["op"] == "signal":
             for pid, (job, rank) in self.ranks.items():
                 if job == message["job"] and message["rank"] in (None, rank):
@@ -100,7 +100,7 @@ class Server:
         server = os.getpid()
         pid = os.fork()
         if pid:
-            with contextlib.suppress(OSError):  # the rank does so too: whoever is first, the group exists from here on
+            with contextlib.suppress(OSError):  # the rank does so too: from here on the group exists in any case
                 os.setpgid(pid, pid)
             return pid
         status = 1
@@ -108,14 +108,14 @@ class Server:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.connection.socket.close()
-            self._wake.close()
-            self._wake_write.close()
+            self._wake_receiver.close()
+            self._wake_sender.close()
             for fd in self.connection.fds:  # of ranks not started yet
                 os.close(fd)
             from minidist.tools.launch.rank import main as rank_main
 
-            nothing = os.open(os.devnull, os.O_RDONLY)
-            for source, target in ((nothing, 0), (fds[0], 1), (fds[1], 2)):
+            null_fd = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((null_fd, 0), (fds[0], 1), (fds[1], 2)):
                 os.dup2(source, target)
             status = rank_main(server, *fds[2:])
         except BaseException:
@@ -130,9 +130,9 @@ class Server:
                 _kill_group(pid)  # what the rank started and left behind
                 job, rank = self.ranks.pop(pid)
                 code = os.waitstatus_to_exitcode(status)
-                self._tell({"event": "ended", "job": job, "rank": rank, "code": code})
+                self._send({"event": "ended", "job": job, "rank": rank, "code": code})
 
-    def _tell(self, message: dict) -> None:
+    def _send(self, message: dict) -> None:
         with contextlib.suppress(OSError):  # the client is gone, which the next read reports
             self.connection.send(message)
 

@@ -9,7 +9,7 @@ from minidist.tools.launch.threads import usable_cores
 
 
 def do_nothing(world) -> None:
-    """The function that the measured ranks run."""
+    """Return at once: the job whose start-up time `main` measures."""
 
 
 def main(repetitions: int) -> None:
@@ -19,12 +19,12 @@ def main(repetitions: int) -> None:
         server.run(do_nothing, 1)
         print(f"{usable_cores()} usable cores; server and first rank: {time.perf_counter() - start_s:.2f} s")
         for ranks in (1, 2, 4):
-            times_s = [_one(server, ranks) for _ in range(repetitions)]
+            times_s = [_time_one_job(server, ranks) for _ in range(repetitions)]
             median_s, best_s = statistics.median(times_s), min(times_s)
             print(f"{ranks} fresh rank(s) with gloo, start to end: median {median_s:.3f} s, best {best_s:.3f} s")
 
 
-def _one(server: RankServer, ranks: int) -> float:
+def _time_one_job(server: RankServer, ranks: int) -> float:
     start_s = time.perf_counter()
     server.run(do_nothing, ranks, backend="gloo")
     return time.perf_counter() - start_s

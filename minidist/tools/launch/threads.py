@@ -12,15 +12,17 @@ from minidist.errors import UserError
 
 
 def threads_per_rank(local_ranks: int, environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int:
-    """Return OMP_NUM_THREADS if it is set, else `max(1, cores // local_ranks)`; cores: `usable_cores()` if None.
+    """Return the threads of each rank: OMP_NUM_THREADS if it is set, else `max(1, cores // local_ranks)`.
+
+    local_ranks: number of ranks on this machine. cores: number of cores they share; `usable_cores()` if None.
 
     Raises UserError when OMP_NUM_THREADS is not a positive number.
     """
-    asked = environ.get("OMP_NUM_THREADS")
-    if asked:
-        first = asked.split(",")[0].strip()  # OpenMP allows a list, one number per nesting level
+    value = environ.get("OMP_NUM_THREADS")
+    if value:
+        first = value.split(",")[0].strip()  # OpenMP allows a list, one number per nesting level
         if not first.isdigit() or int(first) < 1:
-            raise UserError(f"OMP_NUM_THREADS is {asked!r}; set it to a whole number of at least 1, or unset it")
+            raise UserError(f"OMP_NUM_THREADS is {value!r}; set it to a whole number of at least 1, or unset it")
         return int(first)
     return max(1, (usable_cores() if cores is None else cores) // local_ranks)
 

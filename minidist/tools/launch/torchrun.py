@@ -1,6 +1,8 @@
 """Ranks started by torchrun, which passes each its rank and world size in environment variables."""
 
 import contextlib
+import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -18,70 +20,73 @@ from minidist.tools.launch.threads import threads_per_rank
 if TYPE_CHECKING:
     from minidist.comm.world import World
 
-_GIVEN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LOCAL = ("localhost", "127.0.0.1", "::1")
-_TELL_S = 5.0
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")
+_FIRST_RANK_REPORT_S = 5.0
 
 
-def under_torchrun() -> bool:
-    """Whether torchrun, or a compatible launcher, started this process."""
-    return all(name in os.environ for name in _GIVEN)
+def is_under_torchrun() -> bool:
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
+    return all(name in os.environ for name in _TORCHRUN_VARIABLES)
 
 
-def torchrun_size() -> int:
-    """Return the world size."""
+def read_world_size() -> int:
+    """Return the number of ranks of the job, on all machines."""
     return rank_and_world(os.environ).size
 
 
-def torchrun_local_size() -> int:
+def read_local_world_size() -> int:
     """Return the number of ranks on this machine."""
     return rank_and_world(os.environ).local_size
 
 
-def meeting_port() -> int:
-    """Return the rendezvous port. Raises UserError for port 0 (`--master-port 0`).
+def read_rendezvous_port() -> int:
+    """Return the rendezvous port, MASTER_PORT. Raises UserError if it is 0 (`--master-port 0`).
 
-    torchrun's own store then takes a free port but passes 0 to the ranks, which would wait for it forever.
+    With port 0 torchrun's own store takes a free port, but the ranks are told 0 and would wait for it forever.
     """
     port = read_integer(os.environ, "MASTER_PORT")
     if port == 0:
         raise UserError(
-            f"MASTER_PORT is 0, so the {torchrun_size()} ranks cannot find each other: start torchrun with "
-            "--standalone, which takes a free port and says which, or give --master-port a number from 1024 to 65535."
+            f"MASTER_PORT is 0, so the {read_world_size()} ranks cannot find each other: start torchrun with "
+            "--standalone, which takes a free port, or with --master-port and a number from 1024 to 65535."
         )
     return port
 
 
-class Held:
-    """Signal handler that records SIGTERM until the rendezvous, under torchrun.
+class SigtermRecorder:
+    """Signal handler that only records SIGTERM; installed under torchrun until the rendezvous.
 
-    torchrun sends SIGTERM to all ranks as soon as one has ended. If all refuse the same wrong option, rank 0 must still
+    torchrun sends SIGTERM to all ranks as soon as one has ended. If all ranks reject the same option, rank 0 must still
     be able to print the message.
     """
 
     def __init__(self):
-        self.asked = False
+        self.is_received = False
 
     def __call__(self, *_) -> None:
-        self.asked = True
+        self.is_received = True
 
 
-def hold_sigterm() -> None:
-    """Defer SIGTERM if under torchrun; `torchrun_world` restores it, and defers it again after an error."""
-    if under_torchrun():
-        signal.signal(signal.SIGTERM, Held())
+def defer_sigterm() -> None:
+    """Under torchrun, install the `SigtermRecorder`: the process records SIGTERM and goes on.
+
+    `torchrun_world` restores the previous handler, and installs the recorder again after an error.
+    """
+    if is_under_torchrun():
+        signal.signal(signal.SIGTERM, SigtermRecorder())
 
 
-def let_first_rank_tell() -> bool:
-    """Wait a few seconds for rank 0 to report an error that it may share with this rank; return whether it has ended.
+def wait_for_first_rank_report() -> bool:
+    """Give rank 0 a few seconds to report an error that this rank may share with it; return whether rank 0 has ended.
 
     torchrun sends SIGTERM to the other ranks when rank 0 ends.
     """
-    held = signal.getsignal(signal.SIGTERM)
-    end_s = time.monotonic() + _TELL_S
-    while isinstance(held, Held) and not held.asked and time.monotonic() < end_s:
+    handler = signal.getsignal(signal.SIGTERM)
+    end_s = time.monotonic() + _FIRST_RANK_REPORT_S
+    while isinstance(handler, SigtermRecorder) and not handler.is_received and time.monotonic() < end_s:
         time.sleep(0.02)
-    return isinstance(held, Held) and held.asked
+    return isinstance(handler, SigtermRecorder) and handler.is_received
 
 
 def report_to_torchrun(message: str) -> None:
@@ -96,11 +101,11 @@ def report_to_torchrun(message: str) -> None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process prints for all ranks: rank 0, or a process without torchrun."""
-    return not under_torchrun() or own_rank() == "0"
+    """Return whether this process prints for all ranks: rank 0, or a process without torchrun."""
+    return not is_under_torchrun() or read_rank_text() == "0"
 
 
-def own_rank() -> str:
+def read_rank_text() -> str:
     """Return RANK as the launcher set it, as text: it may be malformed."""
     return os.environ["RANK"]
 
@@ -112,53 +117,78 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
     device, backend: as for `RankServer.start`. timeout_s: of each operation, in seconds.
     Raises UserError if the rank is unknown, the port is taken or the device is not available.
     """
-    # Imported here, so that `under_torchrun` does not import torch.
+    # Imported here, so that `is_under_torchrun` does not import torch.
     import torch
     import torch.distributed as dist
 
     from minidist.comm.world import World
     from minidist.tools.deadlock.status_page import StatusPage
     from minidist.tools.deadlock.watchdog import Watchdog
-    from minidist.tools.launch.device import choose_backend, choose_device, init_group, prefer_loopback
+    from minidist.tools.launch.device import (
+        choose_backend,
+        choose_device,
+        init_default_process_group,
+        prefer_gloo_loopback,
+    )
 
+    faulthandler.enable()  # torchrun itself reports only the signal of a crash
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())  # torchrun's ranks would outlive it
-    held = signal.getsignal(signal.SIGTERM)
-    if isinstance(held, Held):
-        if held.asked:
+    handler = signal.getsignal(signal.SIGTERM)
+    if isinstance(handler, SigtermRecorder):
+        if handler.is_received:
             raise SystemExit(128 + signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     rank, size, local_rank, local_size, node_rank = rank_and_world(os.environ)
-    torch.set_num_threads(threads_per_rank(local_size, _own_environ()))
+    torch.set_num_threads(threads_per_rank(local_size, _user_environ()))
     chosen = choose_device(device, local_rank, local_size)
-    talks = choose_backend(backend, chosen, device, size)
-    world = World(rank, size, local_rank, local_size, chosen, talks, StatusPage(), node_rank)
-    if talks is None:
+    backend_name = choose_backend(backend, chosen, device, size)
+    world = World(rank, size, local_rank, local_size, chosen, backend_name, StatusPage(), node_rank)
+    address, port = os.environ["MASTER_ADDR"], read_rendezvous_port()
+    if backend_name is None:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            world.store = dist.PrefixStore("minidist", dist.TCPStore(address, port, is_master=False))
         yield world
         return
-    address, port = os.environ["MASTER_ADDR"], meeting_port()
-    if local_size == size and address in _LOCAL:
-        prefer_loopback()
-    init_group(talks, _store(rank, size, address, port, timeout_s), rank, size, chosen, timeout_s)
-    own = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    if local_size == size and address in _LOOPBACK_ADDRESSES:
+        prefer_gloo_loopback()
+    init_default_process_group(
+        backend_name, _open_store(rank, size, address, port, timeout_s), rank, size, chosen, timeout_s
+    )
+    wait_limit = timedelta(seconds=timeout_s)
+    status_store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait_limit)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # separates the statuses of restarts
-    watchdog = Watchdog(rank, size, world.status, dist.PrefixStore(f"minidist/{attempt}", own), timeout_s=timeout_s)
-    world.status.resume()
+    world.store = dist.PrefixStore("minidist", status_store)
+    watchdog = Watchdog(rank, size, world.status, dist.PrefixStore(attempt, world.store), timeout_s=timeout_s)
+    world.status.on_resume()
     try:
         yield world
     except BaseException:
-        if isinstance(held, Held):
-            signal.signal(signal.SIGTERM, held)
-        world.status.finish("failed")
+        if isinstance(handler, SigtermRecorder):
+            signal.signal(signal.SIGTERM, handler)
+        world.status.record_end("failed")
         watchdog.stop()
+        _keep_groups_until_exit()
         raise
-    world.status.finish("returned")
-    watchdog.finish()
+    world.status.record_end("returned")
+    watchdog.wait_until_all_ranks_end()
     dist.destroy_process_group()
 
 
-def _store(rank: int, size: int, address: str, port: int, timeout_s: float):
-    """Return torch's rendezvous store: the agent's under torchrun, else one that rank 0 serves."""
+def _keep_groups_until_exit() -> None:
+    """Keep the process groups of a failed rank from being destroyed when the interpreter exits.
+
+    The destructor of a gloo group waits for operations in flight, which need the other ranks: the failed rank would not
+    end, and torchrun would wait for it instead of ending the others.
+    """
+    import torch.distributed as dist
+
+    for group in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _open_store(rank: int, size: int, address: str, port: int, timeout_s: float):
+    """Return torch's rendezvous store: that of torchrun's agent, else one that rank 0 serves."""
     from torch.distributed import DistNetworkError
     from torch.distributed.rendezvous import rendezvous
 
@@ -168,16 +198,16 @@ def _store(rank: int, size: int, address: str, port: int, timeout_s: float):
         if "EADDRINUSE" not in str(error):
             raise
         raise UserError(
-            f"port {port} of {address}, where the {size} ranks are to meet, is in use by another program: "
-            f"pass another --master-port to torchrun, or --standalone, which takes a free one"
+            f"port {port} of {address}, the rendezvous of the {size} ranks, is in use by another program: "
+            f"pass another --master-port to torchrun, or --standalone, which takes a free port"
         ) from None
     return store
 
 
-def _own_environ() -> Mapping[str, str]:
-    """Return the environment without the OMP_NUM_THREADS=1 that torchrun adds if the user set none.
+def _user_environ() -> Mapping[str, str]:
+    """Return the environment without the OMP_NUM_THREADS=1 that torchrun sets if the user set none.
 
-    The user's own value is read from torchrun's environment in /proc, on Linux.
+    On Linux, /proc shows whether torchrun itself was started with the variable.
     """
     environ = dict(os.environ)
     with contextlib.suppress(OSError):

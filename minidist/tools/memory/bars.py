@@ -1,4 +1,4 @@
-"""Stacked bar charts of memory per rank. The caller provides matplotlib's axes."""
+"""Stacked bar charts of memory per rank, drawn on matplotlib axes that the caller provides."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_ROOMY = 10  # bars; with more, totals are written vertically and breakdown have no numbers
+_ROOMY = 10  # bars; with more, totals are written vertically and the parts of a bar have no numbers
 
 
-def format_bytes(count: float) -> str:
-    """A number of bytes in decimal units: 1.5 kB."""
+def format_bytes(num_bytes: float) -> str:
+    """Return a number of bytes as text in decimal units: "1.5 kB"."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:g} B"
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.3g} {unit}"
+    return f"{num_bytes:g} B"
 
 
-def bar_figure_size(ranks: int, bars: int) -> tuple[float, float]:
-    """The figure size, in inches, for `bars` readable bars on each of `ranks` ranks."""
-    return min(2.5 + 0.9 * ranks * bars, 14.0), 3.2 if ranks * bars <= _ROOMY else 4.5
+def bar_figure_size(num_ranks: int, num_bars: int) -> tuple[float, float]:
+    """Return the (width, height) in inches of a figure with `num_bars` readable bars for each of `num_ranks` ranks."""
+    return min(2.5 + 0.9 * num_ranks * num_bars, 14.0), 3.2 if num_ranks * num_bars <= _ROOMY else 4.5
 
 
 def draw_memory_bars(axes: "Axes", bars: Mapping[str, Sequence[Mapping[str, int]]]) -> None:
@@ -37,12 +37,12 @@ def draw_memory_bars(axes: "Axes", bars: Mapping[str, Sequence[Mapping[str, int]
         below = [0] * ranks
         for color, label in enumerate(labels):
             counts = [breakdown.get(label, 0) for breakdown in by_rank]
-            look = {"color": f"C{color}", "label": label if number == 0 else None}
+            style = {"color": f"C{color}", "label": label if number == 0 else None}
             if number:
-                look |= {"hatch": "//", "edgecolor": "white", "alpha": 0.4}
-            drawn = axes.bar(positions, counts, width, bottom=below, **look)
-            inside = [format_bytes(count) if roomy and count > highest / 12 else "" for count in counts]
-            axes.bar_label(drawn, inside, label_type="center", color="black" if number else "white", fontsize=8)
+                style |= {"hatch": "//", "edgecolor": "white", "alpha": 0.4}
+            drawn = axes.bar(positions, counts, width, bottom=below, **style)
+            numbers = [format_bytes(count) if roomy and count > highest / 12 else "" for count in counts]
+            axes.bar_label(drawn, numbers, label_type="center", color="black" if number else "white", fontsize=8)
             below = [low + count for low, count in zip(below, counts, strict=True)]
         for position, total in zip(positions, below, strict=True):
             text = ("\n" if roomy else " ").join(filter(None, (name, format_bytes(total))))

@@ -2,8 +2,8 @@
 
 The caller names parameters, gradients and optimizer states; tensors that autograd saves for backward are activations;
 all others are buffers: messages, copies, gradients of activations and workspaces. Live tensors are scanned whenever
-autograd saves or uses one, and around every optimizer step. A storage keeps the first kind it is given, for its whole
-life.
+autograd saves or uses one, and around every optimizer step. A storage keeps the first kind that it was labelled with
+until it is freed.
 """
 
 import contextlib
@@ -39,42 +39,43 @@ def _weak_storage(tensor: Tensor) -> _WeakStorage:
 
 @contextlib.contextmanager
 def _observe_inner_hooks(report: Callable[[list[_WeakStorage]], None]) -> Iterator[None]:
-    """Within this context `report` receives the storages that inner `saved_tensors_hooks` packed, whenever they exit.
+    """A context in which inner `saved_tensors_hooks`, when they exit, pass the storages that they packed to `report`.
 
-    Inner hooks (such as those of recomputation) replace outer ones, so ours would not see these tensors.
+    Inner hooks (such as those of recomputation) replace outer ones, so the hooks of `PeakByKind` would miss these
+    tensors.
     """
-    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+    original_enter, original_exit = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
 
-    def watch(hooks: saved_tensors_hooks) -> None:
+    def enter(hooks: saved_tensors_hooks) -> None:
         packed, pack = [], hooks.pack_hook
 
-        def packing(tensor: Tensor) -> object:
+        def record_and_pack(tensor: Tensor) -> object:
             packed.append(_weak_storage(tensor))
             return pack(tensor)
 
-        # The owner of the hook may hold more tensors, to recompute from.
-        held = tree_leaves(vars(getattr(pack, "__self__", hooks)))
-        hooks.held_by_owner = [value for value in held if isinstance(value, Tensor)]
-        hooks.pack_hook, hooks.packed = packing, packed
-        enter(hooks)
+        # The object whose method the hook is may keep further tensors, from which it recomputes.
+        attributes = tree_leaves(vars(getattr(pack, "__self__", hooks)))
+        hooks.owner_tensors = [value for value in attributes if isinstance(value, Tensor)]
+        hooks.pack_hook, hooks.packed = record_and_pack, packed
+        original_enter(hooks)
 
-    def end(hooks: saved_tensors_hooks, *exception) -> None:
-        leave(hooks, *exception)
-        report([*hooks.packed, *map(_weak_storage, hooks.held_by_owner)])
+    def leave(hooks: saved_tensors_hooks, *exception) -> None:
+        original_exit(hooks, *exception)
+        report([*hooks.packed, *map(_weak_storage, hooks.owner_tensors)])
 
-    saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = watch, end
+    saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = enter, leave
     try:
         yield
     finally:
-        saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = enter, leave
+        saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = original_enter, original_exit
 
 
 class PeakByKind(StoragePeak):
-    """Measures the peak with its breakdown by kind.
+    """Context manager that measures the peak and its breakdown by kind.
 
-    kinds: returns the live tensors of each kind; called at every scan. Unlike with `StoragePeak`, these tensors count
-    even if they were allocated before the context. A storage that two kinds name is of the first. What recomputation
-    keeps for backward, and what it recomputes, counts as activations.
+    kinds: a function that returns the live tensors of each kind, called by `label_live_tensors`. Unlike with
+    `StoragePeak`, these tensors count even if they were allocated before the context. A storage listed under two kinds
+    counts as the first. Tensors that recomputation keeps for backward or recomputes count as activations.
     """
 
     def __init__(self, kinds: TensorsByKind, device: torch.device | None = None):
@@ -85,9 +86,9 @@ class PeakByKind(StoragePeak):
         super().__enter__()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.scan()
+        self.label_live_tensors()
         for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-            self._context.callback(register(lambda *_: self.scan()).remove)
+            self._context.callback(register(lambda *_: self.label_live_tensors()).remove)
         self._context.enter_context(saved_tensors_hooks(self._pack, self._unpack))
         self._context.enter_context(_observe_inner_hooks(self._label_packed))
         return self
@@ -95,50 +96,56 @@ class PeakByKind(StoragePeak):
     def __exit__(self, *exception) -> None:
         self._context.close()
         if exception[0] is None:
-            self.scan()
+            self.label_live_tensors()
         StoragePeak.__exit__(self, *exception)
 
-    def scan(self) -> None:
-        """Label the live tensors. Runs whenever autograd saves or uses a tensor and around an optimizer step; call it
-        where tensors change kind or die in between."""
+    def label_live_tensors(self) -> None:
+        """Record the kind of every live tensor.
+
+        Runs whenever autograd saves or uses a tensor and around an optimizer step; call it where tensors change kind or
+        are freed in between.
+        """
         self._mark(_labels(self._storages().values()))
 
     def _storages(self) -> dict[int, tuple[torch.UntypedStorage, str]]:
-        """Storage and kind, by identity; not by address, which changes when a storage is freed and refilled."""
-        found: dict[int, tuple[torch.UntypedStorage, str]] = {}
+        """Storage and kind, by identity; not by address, which changes when a storage is freed and allocated again."""
+        storages: dict[int, tuple[torch.UntypedStorage, str]] = {}
         for kind, tensors in self._kinds().items():
             for tensor in tensors:
                 if tensor is not None and tensor.device.type == self.device.type:
                     storage = tensor.untyped_storage()
-                    found.setdefault(storage._cdata, (storage, kind))
-        return found
+                    storages.setdefault(storage._cdata, (storage, kind))
+        return storages
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storages, mine = self._storages(), tensor.untyped_storage()
-        storages.setdefault(mine._cdata, (mine, ACTIVATIONS))
+        storages, saved = self._storages(), tensor.untyped_storage()
+        storages.setdefault(saved._cdata, (saved, ACTIVATIONS))
         self._mark(_labels(storages.values()))
-        return tensor.detach()  # an output saved itself would be a reference cycle with its own graph
+        return tensor.detach()  # saving an output itself would make a reference cycle with its own graph
 
     def _unpack(self, tensor: Tensor) -> Tensor:
-        self.scan()
+        self.label_live_tensors()
         return tensor
 
     def _label_packed(self, packed: Iterable[_WeakStorage]) -> None:
-        saved = {each.address: (ACTIVATIONS, each.size) for each in packed if not each.storage.expired()}
+        saved = {weak.address: (ACTIVATIONS, weak.size) for weak in packed if not weak.storage.expired()}
         self._mark(saved | _labels(self._storages().values()))
 
 
 def tensors_by_kind(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, **more: Iterable[Tensor]
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, **further_kinds: Iterable[Tensor]
 ) -> TensorsByKind:
-    """The tensors of a model and its optimizer, for `PeakByKind`. more: further kinds (masters), named first."""
+    """Return a function that returns the live tensors of a model and its optimizer by kind, for `PeakByKind`.
+
+    further_kinds: other tensors by kind, such as master weights; a storage in two kinds counts as one of these.
+    """
 
     def kinds() -> dict[str, Iterable[Tensor]]:
         parameters = list(model.parameters())
         states = [value for state in optimizer.state.values() for value in state.values()]
         updated = [p for group in optimizer.param_groups for p in group["params"]]
         return {
-            **more,
+            **further_kinds,
             "parameters": parameters,
             "gradients": [p.grad for p in (*parameters, *updated)],
             "states": [value for value in states if isinstance(value, Tensor)],
@@ -148,28 +155,31 @@ def tensors_by_kind(
 
 
 def engine_tensors_by_kind(engine: Engine) -> TensorsByKind:
-    """The tensors of an engine, for `PeakByKind`, with the same kinds as `minidist estimate`.
+    """Return a function that returns the live tensors of an engine by kind, for `PeakByKind`.
 
-    Persistent flat parameters, gradients and shards count as their contents; flat buffers that exist only while they
-    are gathered or reduced are buffers; what a split backward keeps for weight gradients is activations.
+    The kinds are those of `minidist estimate`.
+
+    Persistent flat parameters and flat gradients, or their shards, count as parameters and gradients; flat buffers that
+    exist only while they are gathered or reduced count as buffers; tensors that a split backward keeps for weight
+    gradients count as activations.
     """
-    plain = tensors_by_kind(engine.model, engine.optimizer)
+    model_and_optimizer = tensors_by_kind(engine.model, engine.optimizer)
 
     def kinds() -> dict[str, Iterable[Tensor]]:
-        found = plain()
+        tensors = model_and_optimizer()
         if isinstance(engine.reducer, ZeroReducer):  # parameters and gradients are views of flat tensors
-            found = {**engine.reducer.tensors_by_kind(), "states": found["states"]}
+            tensors = {**engine.reducer.tensors_by_kind(), "states": tensors["states"]}
         pipeline = engine.forward_backward.pipeline
-        return found if pipeline is None else {**found, ACTIVATIONS: pipeline.weight_gradient_inputs()}
+        return tensors if pipeline is None else {**tensors, ACTIVATIONS: pipeline.weight_gradient_inputs()}
 
     return kinds
 
 
 def measure_peak(step: Callable[[], object], kinds: TensorsByKind, device: torch.device | None = None) -> MemoryPeak:
-    """Run `step` and return its peak. Run a first step before, which allocates the optimizer states."""
-    with PeakByKind(kinds, device) as found:
+    """Run `step` and return its memory peak. Run one step beforehand, so that the optimizer states exist."""
+    with PeakByKind(kinds, device) as measured:
         step()
-    return found.peak
+    return measured.peak
 
 
 def _labels(storages: Iterable[tuple[torch.UntypedStorage, str]]) -> Labels:

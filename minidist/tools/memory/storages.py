@@ -1,7 +1,7 @@
 """The peak of a rank's tensors, exact to the byte, from the allocations that torch's profiler records.
 
-The profiler sees every storage that is allocated and freed, whether Python or C++ owns it, except those allocated by
-other threads, and except the end of storages that existed before recording began.
+The profiler sees the allocation and the end of every storage, whether Python or C++ owns it. It misses storages that
+other threads allocate, and the end of storages that existed before recording began.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _SEGMENTS = ("/memfd:", "/dev/shm/")
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """Bytes of a rank. total: the peak of all tensors together; breakdown: the total by kind.
+    """Peak memory of a rank, all in bytes. total: the peak of all tensors together; breakdown: this total by kind.
 
     peak_by_kind: each kind's own peak, which may occur at another time. shared_segments: this rank's part of the mapped
     shared memory, in addition to the tensors. allocator_peak: on CUDA, the peak that torch's allocator reports.
@@ -36,9 +36,9 @@ class MemoryPeak:
 class StoragePeak:
     """Context manager that measures the peak of the tensors allocated within it.
 
-    device: whose memory. After the context, `bytes` is the peak since the last `reset_peak()`, or since the beginning
-    without one, and `peak` its breakdown. Raises RuntimeError if another torch profiler is active or becomes active:
-    torch allows only one.
+    device: the device whose memory is measured; the CPU if None. After the context, `bytes` is the peak since the last
+    `reset_peak()` (without one, since the beginning), and `peak` the `MemoryPeak`. Raises RuntimeError if another torch
+    profiler is active or becomes active: torch allows only one.
     """
 
     _MARK = "minidist memory: "
@@ -50,7 +50,7 @@ class StoragePeak:
 
     def __enter__(self) -> "StoragePeak":
         if torch._C._autograd._profiler_enabled():  # it would end silently
-            raise RuntimeError("another profiler of torch's is recording")
+            raise RuntimeError("another torch profiler is recording")
         self._profiler = torch.autograd.profiler.profile(profile_memory=True)
         self._profiler.__enter__()
         self._mark(None)
@@ -75,16 +75,16 @@ class StoragePeak:
         history, first_event, seen = AllocationHistory(), 0, 0
         for address, size, scan in self._events():
             if scan is None:
-                history.record(address, size)
+                history.record_alloc(address, size) if size > 0 else history.record_free(address)
                 continue
             seen += 1
             if scan == self._first_scan:
                 first_event = len(history.events)
             if self._scans[scan] is not None:
-                history.label(self._scans[scan])
+                history.label_blocks(self._scans[scan])
         if seen < len(self._scans):
-            raise RuntimeError("another profiler of torch's took the place of this one")
-        total, breakdown, peak_by_kind = history.peak(first_event)
+            raise RuntimeError("another torch profiler replaced this one")
+        total, breakdown, peak_by_kind = history.compute_peak(first_event)
         cuda = self.device.type == "cuda"
         allocator = torch.cuda.max_memory_allocated(self.device) if cuda else None
         return MemoryPeak(total, breakdown, peak_by_kind, shared_segment_bytes(), allocator)
@@ -107,7 +107,7 @@ class StoragePeak:
 
 
 class AllocationHistory:
-    """Every block of memory with its kind, and when it was allocated and freed.
+    """The allocations and frees of a device's memory blocks in order, from which the peak is computed.
 
     events: (1 if allocated or -1 if freed, index of the block), in order; blocks: [kind, bytes] of each block.
     """
@@ -118,18 +118,25 @@ class AllocationHistory:
         self._live: dict[int, int] = {}  # address to block
         self._older: dict[int, int] = {}  # the live blocks that existed before recording began
 
-    def record(self, address: int, size: int) -> None:
-        """Add an allocation; a negative size means that the block was freed."""
-        if address in self._live:
-            self._free(address)
-        if size > 0:
-            self._live[address] = len(self.blocks)
-            self.events.append((1, len(self.blocks)))
-            self.blocks.append([None, size])
+    def record_alloc(self, address: int, num_bytes: int) -> None:
+        """Add the allocation of a block of memory. A live block at this address counts as freed."""
+        self.record_free(address)
+        self._live[address] = len(self.blocks)
+        self.events.append((1, len(self.blocks)))
+        self.blocks.append([None, num_bytes])
 
-    def label(self, labels: Labels) -> None:
-        """Give kinds to the live blocks. Storages from before the recording enter the history here; as torch does not
-        report their end, they leave when they are no longer labelled or their address is allocated again."""
+    def record_free(self, address: int) -> None:
+        """Record that the block at this address was freed; ignored if the history does not know the block."""
+        if address in self._live:
+            self._older.pop(address, None)
+            self.events.append((-1, self._live.pop(address)))
+
+    def label_blocks(self, labels: Labels) -> None:
+        """Set the kinds of the live blocks at these addresses, unless they have a kind.
+
+        Storages from before the recording enter the history here. As torch does not report when they are freed, they
+        leave when they are no longer labelled or their address is allocated again.
+        """
         for address, (kind, size) in labels.items():
             if address not in self._live:
                 self._live[address] = self._older[address] = len(self.blocks)
@@ -137,34 +144,29 @@ class AllocationHistory:
             elif self.blocks[self._live[address]][0] is None:
                 self.blocks[self._live[address]][0] = kind
         for address in self._older.keys() - labels.keys():
-            if (
-                self.blocks[self._older[address]][0] != ACTIVATIONS
-            ):  # labelled only at the moment when autograd saves them
-                self._free(address)
+            # Activations are labelled only when autograd saves them.
+            if self.blocks[self._older[address]][0] != ACTIVATIONS:
+                self.record_free(address)
 
-    def _free(self, address: int) -> None:
-        self._older.pop(address, None)
-        self.events.append((-1, self._live.pop(address)))
-
-    def peak(self, first: int) -> tuple[int, dict[str, int], dict[str, int]]:
-        """(total, breakdown, peak_by_kind) of `MemoryPeak`. first: how many events to ignore."""
-        made = {number for sign, number in self.events if sign > 0}
-        now: dict[str, int] = {}
+    def compute_peak(self, first_event: int) -> tuple[int, dict[str, int], dict[str, int]]:
+        """Return total, breakdown and peak_by_kind of `MemoryPeak`. first_event: number of events to skip first."""
+        allocated = {number for sign, number in self.events if sign > 0}
+        live: dict[str, int] = {}
         total, breakdown, peak_by_kind = -1, {}, {}
-        before = [(1, number) for number in range(len(self.blocks)) if number not in made]
-        for place, (sign, number) in enumerate([*before, *self.events], 1 - len(before)):
+        older = [(1, number) for number in range(len(self.blocks)) if number not in allocated]
+        for position, (sign, number) in enumerate([*older, *self.events], 1 - len(older)):
             kind, size = self.blocks[number][0] or BUFFERS, self.blocks[number][1]
-            now[kind] = now.get(kind, 0) + sign * size
-            if place < first:
+            live[kind] = live.get(kind, 0) + sign * size
+            if position < first_event:
                 continue
-            peak_by_kind |= {name: count for name, count in now.items() if count > peak_by_kind.get(name, 0)}
-            if sum(now.values()) > total:
-                total, breakdown = sum(now.values()), {name: count for name, count in now.items() if count}
+            peak_by_kind |= {name: count for name, count in live.items() if count > peak_by_kind.get(name, 0)}
+            if sum(live.values()) > total:
+                total, breakdown = sum(live.values()), {name: count for name, count in live.items() if count}
         return max(0, total), breakdown, peak_by_kind
 
 
 def shared_segment_bytes() -> int:
-    """This process's part (PSS) of the shared-memory segments that it maps; 0 on systems without /proc."""
+    """Return the bytes (PSS) of this process's part of the shared-memory segments that it maps; 0 without /proc."""
     try:
         lines = (_SELF / "smaps").read_text().splitlines()
     except OSError:

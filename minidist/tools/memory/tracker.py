@@ -1,8 +1,7 @@
-"""`--memory FILE`: what the memory of every rank consists of in one step, measured, beside what was estimated.
+"""`minidist train --memory FILE`: the peak memory of every rank in one step, measured and estimated.
 
-The step runs as any other, watched (`memory.py`): its numbers are what they would have been. Then the ranks' peaks are
-gathered, and rank 0 writes a picture and, under the same name, the numbers: under other names first, then renamed, so
-that a file is whole or is not there.
+Measuring the step (`breakdown`) changes none of its results. Afterwards rank 0 gathers the peaks of all ranks and
+writes a chart, and the numbers as JSON beside it; both files are written atomically.
 """
 
 import contextlib
@@ -20,10 +19,9 @@ from minidist.tools.estimate.estimate import MEMORY_KINDS, SHARED_MEMORY, RankCo
 from minidist.tools.memory.bars import bar_figure_size, draw_memory_bars, format_bytes
 from minidist.tools.memory.breakdown import PeakByKind, engine_tensors_by_kind
 from minidist.tools.memory.storages import MemoryPeak
-from minidist.tools.output_files import check_memory_files
+from minidist.tools.output_files import check_memory_files, write_atomically
 from minidist.train.agree import StepResult
 from minidist.train.observer import Observer
-from minidist.train.run_folder import write_atomically
 from minidist.train.trainer import Trainer
 
 _DRAWN = 16  # ranks; with more, the rank with the highest peak of each stage
@@ -36,52 +34,55 @@ class MemoryTracker(Observer):
     def __init__(self, config: Config):
         self._config = config
         self._report: str | None = None
-        self._mine: tuple[MemoryPeak | None, str | None] | None = None
+        self._measurement: tuple[MemoryPeak | None, str | None] | None = None
 
     def check(self) -> None:
         check_memory_files(self._config)
 
     def on_start(self, trainer: Trainer) -> None:
+        """Decide which step to measure: `--memory.step`, or the second step from here."""
         self._engine, self._group, self._done = trainer.engine, trainer.control, trainer.progress.step
         self._step = self._config.memory.step or self._done + 2
 
     @contextlib.contextmanager
-    def around_step(self, trainer: Trainer) -> Iterator[None]:
-        """Measure the step if it is the one to measure."""
+    def step_context(self, trainer: Trainer) -> Iterator[None]:
+        """Measure the step if `--memory.step` names it."""
         if trainer.progress.step + 1 != self._step:
             yield
             return
-        watch, wrong = PeakByKind(engine_tensors_by_kind(self._engine), self._group.world.device), None
+        measured, failure = PeakByKind(engine_tensors_by_kind(self._engine), self._group.world.device), None
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(watch)
-            except RuntimeError as error:  # perhaps on this rank alone: it takes the step like the others
-                wrong = str(error)
+                stack.enter_context(measured)
+            except RuntimeError as error:  # perhaps on this rank alone, which must still take part in the step
+                failure = str(error)
             yield
             try:
                 stack.pop_all().close()
             except RuntimeError as error:
-                wrong = str(error)
-        self._mine = (None, wrong) if wrong else (watch.peak, None)
+                failure = str(error)
+        self._measurement = (None, failure) if failure else (measured.peak, None)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self._mine is not None:
+        """Gather the measurements of all ranks after the measured step; rank 0 writes them."""
+        if self._measurement is not None:
             self._gather()
 
     def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
+        """Print `line`."""
         if self.line is not None:
-            trainer.note(self.line)
+            trainer.send_note(self.line)
 
     def _gather(self) -> None:
         """Gather the measurements of all ranks; rank 0 writes them."""
-        peaks, wrong = zip(*all_gather_object(self._mine, self._group), strict=True)
-        self._mine = None
+        peaks, failures = zip(*all_gather_object(self._measurement, self._group), strict=True)
+        self._measurement = None
         if self._group.rank:
             return
-        if ranks := [rank for rank, why in enumerate(wrong) if why]:
+        if ranks := [rank for rank, failure in enumerate(failures) if failure]:
             self._report = (
-                f"no memory measured: it takes torch's profiler, which {format_ranks(ranks)} cannot have in step "
-                f"{self._step} ({wrong[ranks[0]]}). Let no other profiler run then, or give another --memory.step."
+                f"no memory measured: {format_ranks(ranks)} could not start torch's profiler in step {self._step} "
+                f"({failures[ranks[0]]}). Stop the other profiler, or give another --memory.step."
             )
             return
         world = self._group.world
@@ -91,27 +92,27 @@ class MemoryTracker(Observer):
 
     @property
     def line(self) -> str | None:
-        """What rank 0 says of it at the end of the run."""
+        """The line that rank 0 prints at the end of the run; None on other ranks."""
         if self._report is not None or self._group.rank:
             return self._report
         if self._step <= self._done:
-            return f"no memory measured: the run went on after step {self._done}, past --memory.step {self._step}"
+            return f"no memory measured: the run resumed after step {self._done}, past --memory.step {self._step}"
         return f"no memory measured: the run ended before step {self._step}"
 
 
 def measured_breakdown(peak: MemoryPeak) -> dict[str, int]:
-    """The measured breakdown of the peak, with the kinds of the estimate, and the shared-memory segments."""
+    """Return the measured breakdown of the peak, in bytes by the estimate's kinds, and the shared-memory segments."""
     return {kind: peak.breakdown.get(kind, 0) for kind in MEMORY_KINDS.values()} | {SHARED_MEMORY: peak.shared_segments}
 
 
 def estimated_breakdown(cost: RankCost) -> dict[str, int]:
-    """The estimated breakdown of the peak, and the shared-memory segments."""
+    """Return the estimated breakdown of the peak, in bytes by kind, and the shared-memory segments."""
     return cost.peak_breakdown | {SHARED_MEMORY: cost.shared_segment_bytes}
 
 
 def _write(path: Path, step: int, device: str, peaks: Sequence[MemoryPeak], costs: Sequence[RankCost]) -> str:
     """Write the chart and the numbers; returns the lines to print."""
-    report = table(step, device, peaks, costs)
+    report = format_memory_table(step, device, peaks, costs)
     numbers = {
         "step": step,
         "device": device,
@@ -132,14 +133,14 @@ def _write(path: Path, step: int, device: str, peaks: Sequence[MemoryPeak], cost
     }
     try:
         write_atomically(path.with_suffix(".json"), json.dumps(numbers, indent=1))
-        write_atomically(path, picture(step, device, peaks, costs, path.suffix[1:]))
+        write_atomically(path, draw_memory_chart(step, device, peaks, costs, path.suffix[1:]))
     except OSError as error:  # not worth the end of a run
         return f"{report}\nthe picture {path} could not be written: {error.strerror or error}"
     return f"{report}\npicture: {path}; all ranks in numbers: {path.with_suffix('.json')}"
 
 
-def table(step: int, device: str, peaks: Sequence[MemoryPeak], costs: Sequence[RankCost]) -> str:
-    """Measured and estimated memory of the rank with the highest peak, a line for each kind."""
+def format_memory_table(step: int, device: str, peaks: Sequence[MemoryPeak], costs: Sequence[RankCost]) -> str:
+    """Return a text table: measured and estimated memory of the rank with the highest peak, a line for each kind."""
     rank = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
     measured, estimated = measured_breakdown(peaks[rank]), estimated_breakdown(costs[rank])
     segments = (SHARED_MEMORY, measured.pop(SHARED_MEMORY), estimated.pop(SHARED_MEMORY))
@@ -154,36 +155,44 @@ def table(step: int, device: str, peaks: Sequence[MemoryPeak], costs: Sequence[R
     return "\n".join([head, f"{'':<18}{'measured':>10}{'estimated':>12}", *lines])
 
 
-def picture(step: int, device: str, peaks: Sequence[MemoryPeak], costs: Sequence[RankCost], kind: str) -> bytes:
-    """A bar chart of every rank, or of the rank with the highest peak of each stage. kind: of the file, such as png."""
+def draw_memory_chart(
+    step: int, device: str, peaks: Sequence[MemoryPeak], costs: Sequence[RankCost], file_format: str
+) -> bytes:
+    """Return a picture file: a bar chart of every rank's measured and estimated memory.
+
+    With many ranks, only the rank with the highest peak of each stage is drawn.
+        file_format: such as "png".
+    """
     from matplotlib.figure import Figure  # not pyplot, whose backend is the notebook user's choice
 
     shown = range(len(peaks))
     if len(peaks) > _DRAWN:
-        of = {
-            stage: [cost.rank for cost in costs if cost.coords["pp"] == stage]
-            for stage in {c.coords["pp"] for c in costs}
-        }
-        most = sorted(max(ranks, key=lambda rank: peaks[rank].total) for ranks in of.values())
-        shown = sorted(sorted(most, key=lambda rank: -peaks[rank].total)[:_DRAWN])
+        highest: dict[int, int] = {}  # stage -> its rank with the highest peak
+        for cost in costs:
+            rank = highest.setdefault(cost.coords["pp"], cost.rank)
+            if peaks[cost.rank].total > peaks[rank].total:
+                highest[cost.coords["pp"]] = cost.rank
+        shown = sorted(sorted(sorted(highest.values()), key=lambda rank: -peaks[rank].total)[:_DRAWN])
     bars = {
         "measured": [measured_breakdown(peaks[rank]) for rank in shown],
         "estimated": [estimated_breakdown(costs[rank]) for rank in shown],
     }
-    empty = [part for part in bars["measured"][0] if not any(p[part] for held in bars.values() for p in held)]
-    bars = {name: [{k: v for k, v in p.items() if k not in empty} for p in held] for name, held in bars.items()}
+    breakdowns = [breakdown for by_rank in bars.values() for breakdown in by_rank]
+    for empty in [kind for kind in breakdowns[0] if not any(breakdown[kind] for breakdown in breakdowns)]:
+        for breakdown in breakdowns:
+            del breakdown[empty]
     figure = Figure(figsize=bar_figure_size(len(shown), 2), dpi=120)
     axes = figure.subplots()
     draw_memory_bars(axes, bars)
-    for place, rank in enumerate(shown):
+    for position, rank in enumerate(shown):
         if (allocator := peaks[rank].allocator_peak) is not None:
-            label = _ALLOCATOR if not place else None
-            axes.hlines(allocator, place - 0.35, place, color="black", linestyle=":", label=label)
+            label = _ALLOCATOR if not position else None
+            axes.hlines(allocator, position - 0.35, position, color="black", linestyle=":", label=label)
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
             axes.set_ylim(0, max(axes.get_ylim()[1], 1.1 * allocator))
-    stages = " (of each stage the one with the highest peak)" if len(shown) < len(peaks) else ""
+    stages = " (the one with the highest peak of each stage)" if len(shown) < len(peaks) else ""
     axes.set(title=f"peak memory in step {step}, on {device}", xlabel=f"rank{stages}")
     axes.set_xticks(range(len(shown)), [str(rank) for rank in shown])
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind, bbox_inches="tight")
+    figure.savefig(buffer, format=file_format, bbox_inches="tight")
     return buffer.getvalue()

@@ -17,8 +17,8 @@ import torch
 from minidist.comm import collectives
 from minidist.comm.algorithms import ALGORITHMS
 from minidist.comm.algorithms.primitives import exchange
-from minidist.comm.cost import ZERO_COST, Cost, Link, collective_cost
 from minidist.comm.group import Group
+from minidist.tools.network.cost import ZERO_COST, Cost, Link, collective_cost
 
 BACKEND = "backend"  # the library's own algorithm, whatever it is; modelled as the ring
 _STEPS = 50
@@ -28,43 +28,50 @@ _STEPS = 50
 class TimedOperation:
     """One operation timed at one size.
 
-    bytes: of the tensor, as `collective_cost` counts it; seconds: of the slowest rank, the median of the repetitions.
+    name, algorithm: as in `collective_cost`, or `BACKEND` as the algorithm; or the name "round" (every rank sends to
+    the next) or "add" (an addition on each rank), without an algorithm. group_size: number of ranks. num_bytes: size of
+    the tensor, as `collective_cost` counts it. seconds: of the slowest rank, the median of the repetitions.
     """
 
     name: str
     algorithm: str
-    ranks: int
-    bytes: int
+    group_size: int
+    num_bytes: int
     seconds: float
 
     @property
     def cost(self) -> Cost:
-        """The cost model's counts: rounds, bytes sent, bytes reduced."""
+        """The cost model's counts for this operation."""
         if self.name == "round":
-            return Cost(1, self.bytes)
+            return Cost(1, self.num_bytes)
         if self.name == "add":
-            return Cost(0, 0, self.bytes)
-        return modelled_cost(self.name, self.algorithm, self.ranks, self.bytes)
+            return Cost(0, 0, self.num_bytes)
+        return modelled_cost(self.name, self.algorithm, self.group_size, self.num_bytes)
 
 
-def modelled_cost(name: str, algorithm: str, ranks: int, n: float) -> Cost:
-    """The cost of one of the package's algorithms, or of a backend's collective under the meter's assumptions."""
+def modelled_cost(operation: str, algorithm: str, group_size: int, num_bytes: float) -> Cost:
+    """Return the cost of a collective, as `collective_cost` does.
+
+    algorithm: one of the package, or `BACKEND` for the backend's collective, which is modelled as the meter does.
+    """
     if algorithm != BACKEND:
-        return collective_cost(name, algorithm, ranks, n)
-    return collective_cost(name, {"broadcast": "tree", "all_to_all": "pairwise"}.get(name, "ring"), ranks, n)
+        return collective_cost(operation, algorithm, group_size, num_bytes)
+    return collective_cost(
+        operation, {"broadcast": "tree", "all_to_all": "pairwise"}.get(operation, "ring"), group_size, num_bytes
+    )
 
 
-def measure_collectives(group: Group, sizes: Sequence[int], turns: int) -> list[TimedOperation]:
-    """Time every operation at the given sizes (bytes, rounded up to whole chunks); the same result on every rank.
+def measure_collectives(group: Group, sizes_bytes: Sequence[int], repeats: int) -> list[TimedOperation]:
+    """Time every operation at every size on all ranks of the group; return the same timings on every rank.
 
-    turns: how often each case runs. All cases run once per turn, so that other load on the machine affects all of them
-    alike. One warm-up turn is not counted.
+    sizes_bytes: sizes of the tensors, which are rounded up to whole chunks. repeats: how often each case is timed,
+    after a warm-up that is not. All cases run once per repetition, so other load on the machine affects all equally.
     """
     unit = 4 * group.size
-    sizes = [-(-n // unit) * unit for n in sizes]
-    cases = [(name, algorithm, n, run) for n in sizes for name, algorithm, run in _cases(group, n)]
-    times = torch.zeros(len(cases), turns, dtype=torch.float64)
-    for turn in range(-1, turns):
+    sizes_bytes = [-(-n // unit) * unit for n in sizes_bytes]
+    cases = [(name, algorithm, n, run) for n in sizes_bytes for name, algorithm, run in _cases(group, n)]
+    times = torch.zeros(len(cases), repeats, dtype=torch.float64)
+    for turn in range(-1, repeats):
         for i, (_, _, _, run) in enumerate(cases):
             collectives.barrier(group)
             start_s = time.perf_counter()
@@ -79,7 +86,7 @@ def measure_collectives(group: Group, sizes: Sequence[int], turns: int) -> list[
 
 
 def _cases(group: Group, n: int) -> Iterator[tuple[str, str, Callable[[], None]]]:
-    """(operation, algorithm, call) of everything that is timed, on float32 tensors of n bytes."""
+    """Yield (operation, algorithm, call) of all timed cases, on float32 tensors of n bytes."""
     size, rank = group.size, group.rank
     whole, other, part = torch.ones(n // 4), torch.ones(n // 4), torch.ones(n // 4 // size)
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -101,29 +108,30 @@ def _cases(group: Group, n: int) -> Iterator[tuple[str, str, Callable[[], None]]
 
 
 def fit_link(samples: Iterable[TimedOperation]) -> Link:
-    """The link with the least sum of |modelled / measured - 1|, with no negative figure.
+    """Fit the cost model: return the link with the least sum of |modelled / measured - 1| over the samples.
 
-    Least absolute errors by iteratively reweighted least squares. A figure that the samples do not determine is 0.
+    Least absolute errors by iteratively reweighted least squares. alpha, beta and gamma are never negative; one that
+    the samples do not determine is 0.
     Raises ValueError without samples.
     """
     samples = list(samples)
     if not samples:
         raise ValueError("nothing to fit: no samples")
-    each = [(one.rounds, one.sent, one.reduced) for one in (sample.cost for sample in samples)]
-    rows = np.array(each, dtype=float) / np.array([[sample.seconds] for sample in samples])
+    counts = [(one.num_rounds, one.sent_bytes, one.reduced_bytes) for one in (sample.cost for sample in samples)]
+    rows = np.array(counts, dtype=float) / np.array([[sample.seconds] for sample in samples])
     used = [column for column in range(3) if rows[:, column].any()]
     while True:
-        found = _least_absolute(rows[:, used])
-        if (found >= 0).all():
+        coefficients = _least_absolute(rows[:, used])
+        if (coefficients >= 0).all():
             break
-        used.pop(int(found.argmin()))  # a figure that would be negative is 0
+        used.pop(int(coefficients.argmin()))  # a figure that would be negative is 0
     figures = np.zeros(3)
-    figures[used] = found
+    figures[used] = coefficients
     return Link(*map(float, figures))
 
 
 def _least_absolute(rows: np.ndarray) -> np.ndarray:
-    """x with the least sum of |rows x - 1|. The columns differ by orders of magnitude, so each is scaled first."""
+    """Return x with the least sum of |rows x - 1|; columns, which differ by orders of magnitude, are scaled first."""
     if rows.shape[1] == 0:
         return np.zeros(0)
     scale = np.abs(rows).max(axis=0)
@@ -135,15 +143,15 @@ def _least_absolute(rows: np.ndarray) -> np.ndarray:
 
 
 def fit_link_to_primitives(samples: Iterable[TimedOperation]) -> Link:
-    """The link fitted to transfers and additions alone, which predicts an algorithm before it has ever run."""
+    """Return the link fitted to the "round" and "add" samples alone; it predicts algorithms that have never run."""
     samples = list(samples)
     line = fit_link(sample for sample in samples if sample.name == "round")
     # The overhead of the call dominates small additions: gamma comes from the larger half of the sizes.
-    adding = sorted((sample for sample in samples if sample.name == "add"), key=lambda sample: sample.bytes)
+    adding = sorted((sample for sample in samples if sample.name == "add"), key=lambda sample: sample.num_bytes)
     return Link(line.alpha_s, line.beta_s, fit_link(adding[len(adding) // 2 :]).gamma_s)
 
 
 def relative_errors(samples: Iterable[TimedOperation], link: Link) -> list[float]:
-    """|predicted / measured - 1| of each sample whose modelled cost is not zero."""
+    """Return |modelled / measured - 1|, on `link`, of each sample whose modelled cost is not zero."""
     samples = [sample for sample in samples if sample.cost != ZERO_COST]
     return [abs(sample.cost.seconds(link) / sample.seconds - 1) for sample in samples]

@@ -23,7 +23,7 @@ class LinkSpeed:
     """Median seconds of the slowest rank, for messages and all-reduces of SMALL and LARGE bytes.
 
     A message goes from every rank to the next at once. copy_s: a plain copy of LARGE bytes by all ranks at once, the
-    limit of the memory. shared: whether the ranks communicate through the shm backend.
+    limit of the memory. shared_memory: whether the ranks communicate through the shm backend.
     """
 
     small_message_s: float
@@ -31,15 +31,19 @@ class LinkSpeed:
     small_all_reduce_s: float
     large_all_reduce_s: float
     copy_s: float
-    shared: bool
+    shared_memory: bool
 
 
-def measure_link_speed(world: World, large: int = LARGE, turns: int = TURNS) -> LinkSpeed:
-    """Measure on all ranks; the same result on each. large: bytes to use in place of LARGE."""
+def measure_link_speed(world: World, large_bytes: int = LARGE, repeats: int = TURNS) -> LinkSpeed:
+    """Time messages, all-reduces and plain copies on all ranks at once. All ranks call it and get the same result.
+
+    large_bytes: size of the large messages, the large all-reduces and the copies. repeats: how often each is timed,
+    after a warm-up that is not; the result has the medians.
+    """
     group = bind(world, Mesh(dp=world.size), [GroupSpec("links", ("dp",))])["links"]
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     small, small_other = (torch.zeros(SMALL // 4, device=world.device) for _ in range(2))
-    whole, other = (torch.zeros(large // 4, device=world.device) for _ in range(2))
+    whole, other = (torch.zeros(large_bytes // 4, device=world.device) for _ in range(2))
     calls: dict[str, tuple[int, Callable[[], object]]] = {  # calls per turn, and the call
         "small_message_s": (20, lambda: exchange(group, send=[(small, right)], recv=[(small_other, left)])),
         "large_message_s": (1, lambda: exchange(group, send=[(whole, right)], recv=[(other, left)])),
@@ -47,18 +51,18 @@ def measure_link_speed(world: World, large: int = LARGE, turns: int = TURNS) -> 
         "large_all_reduce_s": (1, lambda: collectives.all_reduce(whole, group)),
         "copy_s": (1, lambda: other.copy_(whole)),
     }
-    times = torch.zeros(len(calls), turns, dtype=torch.float64)
-    for turn in range(-1, turns):  # one warm-up turn is not counted
-        for row, (repeats, call) in enumerate(calls.values()):
+    times = torch.zeros(len(calls), repeats, dtype=torch.float64)
+    for turn in range(-1, repeats):  # one warm-up turn is not counted
+        for row, (calls_per_turn, call) in enumerate(calls.values()):
             collectives.barrier(group, async_op=True).wait(host=True)
             start_s = time.perf_counter()
-            for _ in range(repeats):
+            for _ in range(calls_per_turn):
                 call()
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             if turn >= 0:
-                times[row, turn] = (time.perf_counter() - start_s) / repeats
+                times[row, turn] = (time.perf_counter() - start_s) / calls_per_turn
     times = times.to(world.control_device)
     collectives.all_reduce(times, group, "max")  # a call has ended when it has ended on all ranks
     medians = map(statistics.median, times.tolist())
-    return LinkSpeed(**dict(zip(calls, medians, strict=True)), shared=isinstance(group.process_group, ShmGroup))
+    return LinkSpeed(**dict(zip(calls, medians, strict=True)), shared_memory=isinstance(group.process_group, ShmGroup))

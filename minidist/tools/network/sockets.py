@@ -9,7 +9,7 @@ _NOT_SENT_AT, _SENT_AT, _BYTES = 144, 200, 232
 
 
 def count_tcp_bytes_sent() -> int:
-    """Bytes written so far to the TCP connections that this process has open.
+    """Return the bytes written so far to the TCP connections that this process has open.
 
     Counted per connection: the counters of the loopback interface include other processes. No connection may be closed
     between two calls whose difference is taken. Raises OSError on systems other than Linux 4.19 or later.

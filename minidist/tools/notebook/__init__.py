@@ -9,7 +9,7 @@ side); `predict`; `pictures`, `charts` and `curves` (plots); `frontend` and `cou
 `weave` (keeps notebooks equal to the package).
 """
 
-from minidist.tools.notebook.charts import compare_memory, plot_losses, plot_memory, tensor_bytes
+from minidist.tools.notebook.charts import compare_memory, memory_by_category, plot_losses, plot_memory
 from minidist.tools.notebook.course_path import add_course_to_path
 from minidist.tools.notebook.curves import compare_curves, plot_winners
 from minidist.tools.notebook.pictures import plot_timeline, plot_traffic
@@ -24,6 +24,7 @@ __all__ = [
     "Prediction",
     "compare_curves",
     "compare_memory",
+    "memory_by_category",
     "plot_losses",
     "plot_memory",
     "plot_timeline",
@@ -31,7 +32,6 @@ __all__ = [
     "plot_winners",
     "predict",
     "score_prediction",
-    "tensor_bytes",
 ]
 
 

@@ -20,38 +20,41 @@ from minidist.tools.launch.live_job import LiveJob
 
 BLOCKED_S = 0.5
 # torch sleeps and retries while it connects to a store, and gloo sleeps 10 ms for each connection of a destroyed group.
-_ITSELF = re.compile(r"rendezvous\.py |\bdestroy(_process_group)?$")
+_RESUMES_ITSELF = re.compile(r"rendezvous\.py |\bdestroy(_process_group)?$")
 _PACKAGES = (torch, minidist.comm, minidist.tools.shm)
-_WAITS_INSIDE = (
+_BLOCKING_FOLDERS = (
     *(os.path.dirname(os.path.abspath(package.__file__)) + os.sep for package in _PACKAGES),
     os.path.abspath(torch_group.__file__),
 )
 
 
 class BlockedDetector:
-    """Detects that all ranks of a job without an answer are blocked, once nothing has changed for `BLOCKED_S`."""
+    """Detects that all ranks that have not answered are blocked in torch, once nothing has changed for `BLOCKED_S`."""
 
     def __init__(self, job: LiveJob):
         self._job, self._since_s = job, 0.0
 
-    def all_blocked(self, moved_s: float) -> bool:
-        """Return whether all unfinished ranks are blocked. moved_s: when the status last changed. Checks twice."""
+    def all_blocked(self, last_change_s: float) -> bool:
+        """Return whether all ranks that have not answered are blocked; checks them twice.
+
+        last_change_s: when a rank status last changed, in seconds of `time.monotonic`.
+        """
         now_s = time.monotonic()
-        if now_s - max(moved_s, self._since_s) < BLOCKED_S:
+        if now_s - max(last_change_s, self._since_s) < BLOCKED_S:
             return False
-        if not self._all_all_asleep():
+        if not self._all_asleep():
             self._since_s = now_s
             return False
         snapshots = self._job.last_snapshots()
         hidden = [n for n in self._pending() if n not in snapshots or snapshots[n].state != "waiting"]
         stacks = self._job.dump_stacks() if hidden else {}
         self._since_s = time.monotonic()
-        return bool(hidden) and all(_in_torch(stacks.get(n, "")) for n in hidden) and self._all_all_asleep()
+        return bool(hidden) and all(_is_in_torch(stacks.get(n, "")) for n in hidden) and self._all_asleep()
 
     def _pending(self) -> list[int]:
         return [n for n in range(self._job.size) if n not in self._job.answers]
 
-    def _all_all_asleep(self) -> bool:
+    def _all_asleep(self) -> bool:
         return all(all_threads_sleep(self._job.pids[n]) for n in self._pending())
 
 
@@ -66,8 +69,10 @@ def all_threads_sleep(pid: int) -> bool:
     return bool(states) and set(states) == {"S"}
 
 
-def _in_torch(stack: str) -> bool:
+def _is_in_torch(stack: str) -> bool:
     innermost = re.search(r'File "([^"]+)", line \d+ in (\w+)', stack)
     return (
-        bool(innermost) and innermost[1].startswith(_WAITS_INSIDE) and not _ITSELF.search(" ".join(innermost.groups()))
+        bool(innermost)
+        and innermost[1].startswith(_BLOCKING_FOLDERS)
+        and not _RESUMES_ITSELF.search(" ".join(innermost.groups()))
     )

@@ -12,12 +12,14 @@ from minidist.errors import UserError
 from minidist.tools.memory.bars import bar_figure_size, draw_memory_bars
 
 
-def tensor_bytes(
-    model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **more: object
+def memory_by_category(
+    model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **further: object
 ) -> dict[str, int]:
-    """Return the bytes that this rank holds by category: parameters, gradients, optimizer state, buffers, and `more`.
+    """Return the bytes that this rank's tensors occupy, by category.
 
-    more: by name, tensors or lists and dicts of them. A storage of several tensors counts once, in its first category.
+    The categories are parameters, gradients and buffers of `model`, the optimizer state of `optimizer` and one for each
+    of `further`: its name and a tensor or nested lists and dicts of tensors. Categories without memory are left out.
+    Tensors that share a storage count once, in their first category.
     """
     parts: dict[str, Iterable] = {}
     if model is not None:
@@ -26,14 +28,15 @@ def tensor_bytes(
     if optimizer is not None:
         parts["optimizer state"] = [optimizer.state[p] for p in optimizer.state]
     seen: set[int] = set()
-    counted = {name: sum(_count(value, seen)) for name, value in (parts | more).items()}
-    return {name: count for name, count in counted.items() if count or name in more}
+    counted = {name: sum(_count(value, seen)) for name, value in (parts | further).items()}
+    return {name: count for name, count in counted.items() if count or name in further}
 
 
 def plot_memory(by_rank: Sequence[Mapping[str, int]], draw: bool = True) -> list[dict[str, int]]:
-    """Plot each rank's memory as a stacked bar; return the bytes by label, for each rank.
+    """Plot each rank's memory as a stacked bar; return `by_rank` as a list of dicts.
 
-    by_rank: bytes by label, in rank order, as `ranks.get("tensor_bytes(model, optimizer)")` gives them.
+    by_rank: bytes by category for each rank, in rank order, as
+    `ranks.get("memory_by_category(model, optimizer)")` gives them.
     Raises UserError when no rank holds anything.
     """
     held = [dict(parts) for parts in by_rank]
@@ -49,8 +52,9 @@ def compare_memory(
 ) -> dict[str, list[dict[str, int]]]:
     """Plot each rank's measured peak memory beside the estimated one, which is hatched.
 
-    Both are bytes by kind, in rank order (`train.memory.Peak.parts`, `plan.estimate.RankCost`); a kind has one colour.
-    Returns {"measured": ..., "estimated": ...}. Raises UserError when the ranks are not as many, or nothing is held.
+    measured, estimated: bytes by kind of each rank, in rank order, as from `tracker.measured_breakdown` and
+    `tracker.estimated_breakdown` (minidist.tools.memory). Returns {"measured": measured, "estimated": estimated}.
+    Raises UserError when the two have different numbers of ranks, or one of them has no memory at all.
     """
     bars = {"measured": [dict(parts) for parts in measured], "estimated": [dict(parts) for parts in estimated]}
     if len(measured) != len(estimated):
@@ -64,14 +68,15 @@ def compare_memory(
 
 
 def plot_losses(
-    runs: Mapping[str, Sequence[float]], one_process: Sequence[float], draw: bool = True
+    runs: Mapping[str, Sequence[float]], reference: Sequence[float], draw: bool = True
 ) -> dict[str, list[float]]:
-    """Plot losses by step over those of one process, with which they should coincide.
+    """Plot the losses of runs over those of a reference run in one process, with which they should coincide.
 
-    Returns all curves by name, with that of "one process" first. Raises UserError when there is no run, a curve is
-    empty, or a loss is not a number.
+    runs: the loss of each step, by the name of the run. reference: the loss of each step in one process.
+    Returns {"one process": reference, **runs} with the losses as floats. Raises UserError when there is no run, a curve
+    is empty, or a loss is not finite.
     """
-    curves = {"one process": one_process, **runs}
+    curves = {"one process": reference, **runs}
     curves = {name: [float(loss) for loss in losses] for name, losses in curves.items()}
     empty = [name for name, losses in curves.items() if not losses]
     if len(curves) < 2 or empty:

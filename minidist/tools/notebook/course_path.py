@@ -17,7 +17,7 @@ def course_root(start: Path | None = None) -> Path:
 
 
 def add_course_to_path(start: Path | None = None) -> None:
-    """Add the root of the course to `sys.path`, of this process and its ranks, for `%load_ext exercises`."""
+    """Add `course_root(start)` to `sys.path`, so that this process and ranks that it starts can import `exercises`."""
     root = str(course_root(start))
     if root not in sys.path:
         sys.path.append(root)

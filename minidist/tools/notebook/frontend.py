@@ -24,7 +24,7 @@ class LiveOutput:
         else:
             self._handle.update(data, raw=True)
 
-    def end(self, more_comes: bool) -> None:
-        """Remove the text. more_comes: wait for the next output, which avoids flicker."""
+    def clear(self, wait: bool) -> None:
+        """Remove the text. wait: only when the cell shows its next output, which avoids flicker."""
         if self._handle is not None:
-            clear_output(wait=more_comes)
+            clear_output(wait=wait)

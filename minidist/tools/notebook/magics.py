@@ -38,7 +38,7 @@ class RanksMagics(Magics):
     def close(self) -> None:
         """End the ranks and their server, and restore replaced symbols."""
         atexit.unregister(self.close)
-        self.pieces.reset()
+        self.pieces.restore_symbols()
         self.sources.clear()
         self._stop()
         if self._own:
@@ -75,7 +75,7 @@ class RanksMagics(Magics):
             return
         if len(words) != 1:
             raise UsageError("write %%piece module:symbol, as in %%piece minidist.data.partition:block_partition")
-        self.replace(words[0], "\n" + cell)  # line numbers as the notebook shows them
+        self.replace_symbol(words[0], "\n" + cell)  # line numbers as the notebook shows them
 
     def _start(self, words: list[str], options: dict) -> None:
         if len(words) != 1 or not words[0].isdigit() or not int(words[0]):
@@ -107,7 +107,7 @@ class RanksMagics(Magics):
             )
         except (UserError, RunError) as error:
             raise UsageError(str(error)) from None
-        shown.end(more_comes=bool(str(result)))
+        shown.clear(wait=bool(str(result)))
         if str(result):
             print(result)
 
@@ -115,14 +115,17 @@ class RanksMagics(Magics):
         """The number that the notebook shows beside this cell; IPython increments it before or after a cell."""
         return max(1, len(self.shell.user_ns.get("In", ())) - 1)
 
-    def replace(self, name: str, source: str, beside: Collection[str] = ()) -> None:
-        """Replace a symbol by `source`, here and on the ranks, and say so. beside: see `SymbolReplacements`."""
+    def replace_symbol(self, name: str, source: str, also_replaced: Collection[str] = ()) -> None:
+        """Replace the symbol `name` by `source` in this process and on the ranks, and print so.
+
+        also_replaced: as for `SymbolReplacements`. Raises UsageError if the symbol cannot be replaced.
+        """
         try:
             if self.live is not None:
-                self.live.piece(name, source, beside)
+                self.live.replace_symbol(name, source, also_replaced)
             else:
-                self.pieces.replace(name, source, f"piece {name}", beside=beside)
-                self.sources[name] = source, tuple(beside)
+                self.pieces.replace_symbol(name, source, f"piece {name}", also_replaced=also_replaced)
+                self.sources[name] = source, tuple(also_replaced)
         except UserError as error:
             raise UsageError(str(error)) from None
         except SyntaxError as error:
@@ -134,8 +137,8 @@ class RanksMagics(Magics):
 
     def _reset(self, name: str | None = None) -> list[str]:
         if self.live is not None:
-            return self.live.reset(name)
-        names = self.pieces.reset(name)
+            return self.live.restore_symbols(name)
+        names = self.pieces.restore_symbols(name)
         for each in names:
             del self.sources[each]
         return names

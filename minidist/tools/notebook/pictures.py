@@ -17,7 +17,11 @@ Measured = CellResult | Sequence[Iterable[Record]]
 
 
 class Span(NamedTuple):
-    """One operation, from its launch to its wait, both as positions in the rank's order of events; waited: or None."""
+    """A communication operation of one rank, as `plot_timeline` draws it.
+
+    name: of the collective. launched, waited: positions of its launch and of the end of its wait in the rank's order of
+    events; waited is None without a wait. wire_bytes: sent by this rank.
+    """
 
     name: str
     launched: int
@@ -70,7 +74,10 @@ def plot_timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> l
 
 
 def assign_lanes(spans: Sequence[Span]) -> list[int]:
-    """Assign each span, in launch order, a lane in which no other span is in flight at the same time."""
+    """Return a lane for each span, so that no two spans of a lane are in flight at the same time.
+
+    spans: of one rank, in launch order.
+    """
     return intervals.assign_lanes([(span.launched, _end(span)) for span in spans])
 
 

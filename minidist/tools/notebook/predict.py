@@ -24,15 +24,16 @@ from minidist.tools.notebook.result import CellResult
 NEVER = "it never returns"
 _NEVER = (NEVER, "never returns", "never", "it never does")
 _NUMBERS = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")
-_UNKEPT: dict[str, Any] = {}  # of this process, for a notebook outside any learner's folder
+_UNSAVED: dict[str, Any] = {}  # in a notebook outside any learner's folder
 
 
 @dataclass
 class Prediction:
     """A question with its answer, measured value and score.
 
-    answer: None if there is none. value: as measured, None before. score: 1 right, 0 wrong, None for not scored.
-    late: an answer given or changed after the measurement, which is not scored.
+    id: its name in `predict` and `score_prediction`. answer: given before the measurement; None if none was. value: the
+    measured value, None before the measurement. score: 1 right, 0 wrong, None not scored. late_answer: an answer given
+    or changed after the measurement, which is not scored.
     """
 
     id: str
@@ -41,40 +42,42 @@ class Prediction:
     answer: Any = None
     value: Any = None
     score: int | None = None
-    late: Any = None
+    late_answer: Any = None
 
     def __repr__(self) -> str:
         unit = f" {self.unit}" if self.unit else ""
-        answer = "no answer yet: replace answer=None by your prediction, or continue" if self.answer is None else None
+        answer = "no answer yet: replace None with your prediction, or continue" if self.answer is None else None
         answer = answer or f"you expect {self.answer}{unit}"
         if self.value is None:
             return f"{self.question}\n{answer}"
-        told = [f"{self.question}", f"measured: {self.value}{unit}"]
+        lines = [f"{self.question}", f"measured: {self.value}{unit}"]
         if self.answer is not None:
-            told.append(f"you expected {self.answer}{unit}: {'right' if self.score else 'not so'}")
-        elif self.late is None:
-            told.append("no answer was given before")
-        if self.late is not None:
-            told.append(f"{self.late}{unit} was said after the measurement and is not scored")
-        return "\n".join(told)
+            lines.append(f"you expected {self.answer}{unit}: {'right' if self.score else 'wrong'}")
+        elif self.late_answer is None:
+            lines.append("you made no prediction before the measurement")
+        if self.late_answer is not None:
+            lines.append(f"{self.late_answer}{unit} was entered after the measurement and is not scored")
+        return "\n".join(lines)
 
 
 def predict(
     id: str, question: str, answer: Any = None, *, unit: str = "", file: str | os.PathLike | None = None
 ) -> Prediction:
-    """Ask a question and record the answer: a number, a list of ranks, text, or NEVER for a cell that hangs.
+    """Ask a question about a later measurement and record the learner's answer; return it for display.
 
+    id: a name for `score_prediction`, unique in the course. answer: a number, a list, text, or NEVER for
+    a cell that hangs; None if the learner has not answered. unit: shown after the answer and the measured value.
     file: where scores are stored; progress.json of the current learner's folder if None.
     """
-    answer = _plain(answer)
-    with _kept(file) as predictions:
-        known = _known(predictions, id)
+    answer = _to_json_types(answer)
+    with _open_predictions(file) as predictions:
+        known = _find_prediction(predictions, id)
         kept = Prediction(**{**asdict(known), "question": question, "unit": unit}) if known else None
         prediction = kept or Prediction(id, question, unit)
         if prediction.value is None:
             prediction.answer = answer
         elif answer is not None and answer != prediction.answer:
-            prediction.late = answer
+            prediction.late_answer = answer
         predictions[id] = _entry(prediction)
     return prediction
 
@@ -94,38 +97,40 @@ def score_prediction(
                 f"the cell of {id!r} did return, so say what was measured: score_prediction({id!r}, number)"
             )
         value = NEVER
-    with _kept(file) as predictions:
-        prediction = _known(predictions, id)
+    with _open_predictions(file) as predictions:
+        prediction = _find_prediction(predictions, id)
         if prediction is None:
             raise UserError(f"{id!r} was not asked: the cell with predict({id!r}, ...) comes first")
-        prediction.value = _plain(value)
+        prediction.value = _to_json_types(value)
         if prediction.answer is not None:
-            prediction.score = int(answers_agree(prediction.answer, prediction.value, tolerance))
+            prediction.score = int(answer_matches(prediction.answer, prediction.value, tolerance))
         predictions[id] = _entry(prediction)
     return prediction
 
 
-def answers_agree(answer: Any, value: Any, tolerance: float = 0.0) -> bool:
+def answer_matches(answer: Any, measured: Any, rel_tol: float = 0.0) -> bool:
     """Return whether an answer equals the measured value.
 
-    Numbers are compared with the relative tolerance, lists item by item (also as text, "4 and 1"), text regardless of
-    case, spaces and a final full stop. "never" and infinity are NEVER.
+    Numbers are compared with the relative tolerance `rel_tol`; lists item by item, where the answer may also be text
+    ("4 and 1"); text regardless of case, spaces and a final full stop. If the measured value is NEVER (the cell did not
+    return), the answers "never", "never returns" and infinity are right, too.
     """
-    if isinstance(value, list):
+    if isinstance(measured, list):
         answer = _NUMBERS.findall(answer) if isinstance(answer, str) else answer
         return (
             isinstance(answer, list)
-            and len(answer) == len(value)
-            and all(answers_agree(a, v, tolerance) for a, v in zip(answer, value, strict=True))
+            and len(answer) == len(measured)
+            and all(answer_matches(a, m, rel_tol) for a, m in zip(answer, measured, strict=True))
         )
-    number, wanted = _number(answer), _number(value)
-    if value == NEVER:
+    number, expected_number = _number(answer), _number(measured)
+    if measured == NEVER:
         return number == math.inf or _words(answer) in _NEVER
-    if wanted is not None:
+    if expected_number is not None:
         return number is not None and (
-            math.isclose(number, wanted, rel_tol=tolerance, abs_tol=0.0) or (math.isnan(number) and math.isnan(wanted))
+            math.isclose(number, expected_number, rel_tol=rel_tol, abs_tol=0.0)
+            or (math.isnan(number) and math.isnan(expected_number))
         )
-    return _words(answer) == _words(value)
+    return _words(answer) == _words(measured)
 
 
 def _words(value: Any) -> str:
@@ -141,25 +146,25 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _plain(value: Any) -> Any:
+def _to_json_types(value: Any) -> Any:
     """Convert a value to types that JSON can store."""
     if hasattr(value, "tolist"):  # tensors and arrays
         value = value.tolist()
     if isinstance(value, set | frozenset):
         value = sorted(value, key=str)
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [_to_json_types(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no such number
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 @contextlib.contextmanager
-def _kept(file: str | os.PathLike | None) -> Iterator[dict[str, Any]]:
+def _open_predictions(file: str | os.PathLike | None) -> Iterator[dict[str, Any]]:
     """Context with the stored predictions, which are written back at its end."""
     path = progress.find_progress_file(Path.cwd()) if file is None else Path(file)
     if path is None:
-        yield _UNKEPT
+        yield _UNSAVED
         return
     try:
         damaged = not isinstance(progress.read_progress(path).get("predictions", {}), dict)
@@ -173,7 +178,7 @@ def _kept(file: str | os.PathLike | None) -> Iterator[dict[str, Any]]:
         yield content.setdefault("predictions", {})
 
 
-def _known(predictions: dict, id: str) -> Prediction | None:
+def _find_prediction(predictions: dict, id: str) -> Prediction | None:
     entry = predictions.get(id)
     try:
         return Prediction(**{**entry, "id": id}) if entry else None

@@ -16,8 +16,8 @@ import torch
 
 from minidist.comm import Record
 from minidist.comm.world import World
-from minidist.tools.launch.live_rank import LiveRank
 from minidist.tools.launch.memory_limit import MemoryLimit
+from minidist.tools.launch.rank_worker import RankWorker
 from minidist.tools.pieces import SymbolReplacements
 
 _MAX_RECORDS = 20_000  # of one cell, sent to the kernel
@@ -36,8 +36,9 @@ class Cell(NamedTuple):
 class CellError(NamedTuple):
     """An exception that a cell raised.
 
-    kind: name of its class. line: number of the cell's line, 0 if unknown; text: that line. inside: `file:line in f`
-    where it was raised, if outside the cell. network: whether a broken connection caused it.
+    kind: name of its class. message: its text. line: number of the cell's line, 0 if unknown; text: that line. inside:
+    `file:line in f` where it was raised, "" if in the cell itself. is_connection_error: whether a broken connection
+    caused it, as when another rank has died.
     """
 
     kind: str
@@ -45,14 +46,15 @@ class CellError(NamedTuple):
     line: int
     text: str
     inside: str
-    network: bool
+    is_connection_error: bool
 
 
 class Answer(NamedTuple):
     """A rank's answer to one request.
 
-    kind: "done", "error" or "stopped". shown: repr of the cell's last expression. value: of a requested variable.
-    records: the cell's communication. grouped: whether the rank has a process group.
+    kind: "done", "error" or "stopped" (by Ctrl-C). shown: repr of the cell's last expression, "" for none. fault: the
+    error if the kind is "error". value: of the expression that `RankSession.evaluate` evaluated. records: the
+    communication of this request. has_process_group: whether the rank has a default process group after it.
     """
 
     kind: str
@@ -60,39 +62,42 @@ class Answer(NamedTuple):
     fault: CellError | None = None
     value: Any = None
     records: tuple[Record, ...] = ()
-    grouped: bool = True
+    has_process_group: bool = True
 
 
-def serve_requests(world: World, live_rank: LiveRank, memory_bytes: int | None = None) -> None:
+def serve_requests(world: World, rank_worker: RankWorker, memory_bytes: int | None = None) -> None:
     """Answer requests until the client is gone. A request is the name of a `RankSession` method and its arguments.
 
     memory_bytes: how much memory cells may add to what the rank has now; this rank's share of the free memory if None.
     """
-    session = RankSession(world, live_rank, memory_bytes)
+    session = RankSession(world, rank_worker, memory_bytes)
     while True:
-        number, (name, *arguments) = live_rank.receive()
-        answer = session.execute(getattr(session, name), *arguments)
+        number, (name, *arguments) = rank_worker.receive_request()
+        answer = session.execute_request(getattr(session, name), *arguments)
         try:
-            live_rank.answer((number, answer))
+            rank_worker.send_answer((number, answer))
         except (pickle.PickleError, TypeError, AttributeError, ValueError) as error:  # it cannot be pickled
-            live_rank.answer(
+            rank_worker.send_answer(
                 (number, Answer("error", fault=CellError(type(error).__name__, str(error), 0, "", "", False)))
             )
 
 
 class RankSession:
-    """The state that a live rank keeps between cells: its namespace and its replaced symbols."""
+    """Runs the requests of a notebook in a rank's process, and keeps the cells' namespace and the replaced symbols.
 
-    def __init__(self, world: World, live_rank: LiveRank, memory_bytes: int | None):
-        self._world, self._live_rank, self._pieces = world, live_rank, SymbolReplacements()
-        self._busy = False
+    names: the namespace in which cells run.
+    """
+
+    def __init__(self, world: World, rank_worker: RankWorker, memory_bytes: int | None):
+        self._world, self._rank_worker, self._pieces = world, rank_worker, SymbolReplacements()
+        self._is_busy = False
         self._memory = MemoryLimit(world.local_size, memory_bytes) if world.device.type == "cpu" else None
-        self._wake, woken = socket.socketpair()
-        woken.setblocking(False)
-        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
-        self._woken = woken
+        self._wake_receiver, wake_sender = socket.socketpair()
+        wake_sender.setblocking(False)
+        signal.set_wakeup_fd(wake_sender.fileno(), warn_on_full_buffer=False)
+        self._wake_sender = wake_sender
         signal.signal(signal.SIGUSR2, lambda *_: None)  # received through the wake-up socket
-        threading.Thread(target=self._free, name="interrupts", daemon=True).start()
+        threading.Thread(target=self._receive_signals, name="interrupts", daemon=True).start()
         # Pickle finds the classes that cells define in the module they name, which is this one.
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
@@ -103,42 +108,45 @@ class RankSession:
             world=world,
             rank=world.rank,
             world_size=world.size,
-            meter=live_rank.meter,
+            meter=rank_worker.meter,
         )
 
     def _interrupt(self, *_) -> None:
-        if self._busy:
+        if self._is_busy:
             raise KeyboardInterrupt
 
-    def _free(self) -> None:
+    def _receive_signals(self) -> None:
         """Receive signals in a thread of its own, for a rank blocked in torch; close its connections on SIGUSR2."""
-        while data := self._wake.recv(64):
-            if signal.SIGUSR2 in data and self._busy:
-                self._live_rank.close_connections()
+        while data := self._wake_receiver.recv(64):
+            if signal.SIGUSR2 in data and self._is_busy:
+                self._rank_worker.close_connections()
 
-    def execute(self, method, *arguments) -> Answer:
-        """Call a method of this session; turn its exception or an interrupt into an answer."""
-        del self._live_rank.meter.records[:-_MAX_KEPT]
-        status, first = self._world.status, len(self._live_rank.meter.records)
-        status.resume()
+    def execute_request(self, method, *arguments) -> Answer:
+        """Call `method`, a method of this session, and return its answer; an exception or Ctrl-C becomes one."""
+        del self._rank_worker.meter.records[:-_MAX_KEPT]
+        status, first = self._world.status, len(self._rank_worker.meter.records)
+        status.on_resume()
         signal.signal(signal.SIGINT, self._interrupt)  # anew for every cell, which may set a handler of its own
         try:
             try:
-                self._busy = method in (self.run, self.get)  # a late interrupt must not stop a recreation of the group
-                with self._memory.apply() if self._busy and self._memory else contextlib.nullcontext():
+                self._is_busy = method in (
+                    self.run_cell,
+                    self.evaluate,
+                )  # a late interrupt must not stop a recreation of the group
+                with self._memory.apply() if self._is_busy and self._memory else contextlib.nullcontext():
                     answer = method(*arguments)
             finally:
-                self._busy = False
+                self._is_busy = False
                 _flush()
         except KeyboardInterrupt:
             answer = Answer("stopped")
         except BaseException as error:
-            answer = Answer("error", fault=self._told(_fault(error)))
-        status.finish("returned" if answer.kind == "done" else "failed")
-        records = tuple(self._live_rank.meter.records[first:][-_MAX_RECORDS:])
-        return answer._replace(records=records, grouped=torch.distributed.is_initialized())
+            answer = Answer("error", fault=self._explain_out_of_memory(_describe_error(error)))
+        status.record_end("returned" if answer.kind == "done" else "failed")
+        records = tuple(self._rank_worker.meter.records[first:][-_MAX_RECORDS:])
+        return answer._replace(records=records, has_process_group=torch.distributed.is_initialized())
 
-    def _told(self, fault: CellError) -> CellError:
+    def _explain_out_of_memory(self, fault: CellError) -> CellError:
         """Replace the message of an out-of-memory error by one that says what to do."""
         if self._memory is None or not (fault.kind == "MemoryError" or "can't allocate memory" in fault.message):
             return fault
@@ -146,13 +154,16 @@ class RankSession:
         more += "\nits variables are kept: `del` the large ones, or ask for new ranks with %ranks"
         return fault._replace(kind="MemoryError", message=more)
 
-    def regroup(self, generation: int) -> Answer:
-        """Recreate the process group; bind it as `comm` in the cells' namespace."""
-        self.names["comm"] = self._live_rank.recreate_group(generation)
+    def recreate_process_group(self, generation: int) -> Answer:
+        """Recreate the default process group; bind it to `comm` in the cells' namespace.
+
+        generation: as for `RankWorker.recreate_process_group`.
+        """
+        self.names["comm"] = self._rank_worker.recreate_process_group(generation)
         return Answer("done")
 
-    def run(self, cell: Cell) -> Answer:
-        """Execute a cell; show the value of its last expression, unless it ends in a semicolon."""
+    def run_cell(self, cell: Cell) -> Answer:
+        """Execute a cell; answer with the repr of its last expression, unless the cell ends in a semicolon."""
         linecache.cache[cell.name] = (len(cell.source), None, cell.source.splitlines(keepends=True), cell.name)
         tree = ast.parse(cell.source, cell.name)
         quiet = cell.source.rstrip().endswith(";")
@@ -167,21 +178,21 @@ class RankSession:
         shown = repr(value)
         return Answer("done", shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + " ...")
 
-    def get(self, name: str) -> Answer:
-        """Evaluate an expression in the cells' namespace; tensors are copied to the CPU."""
-        value = eval(name, self.names)
+    def evaluate(self, expression: str) -> Answer:
+        """Evaluate an expression in the cells' namespace; answer with its value, a tensor as a copy on the CPU."""
+        value = eval(expression, self.names)
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu()
         return Answer("done", value=value)
 
-    def piece(self, name: str, filename: str, source: str, beside: tuple[str, ...]) -> Answer:
-        """Replace a symbol of the package; arguments as for `SymbolReplacements.replace`."""
-        self._pieces.replace(name, source, filename, beside=beside)
+    def replace_symbol(self, symbol: str, filename: str, source: str, also_replaced: tuple[str, ...]) -> Answer:
+        """Replace a symbol of the package on this rank; arguments as for `SymbolReplacements.replace_symbol`."""
+        self._pieces.replace_symbol(symbol, source, filename, also_replaced=also_replaced)
         return Answer("done")
 
-    def reset(self, name: str | None) -> Answer:
-        """Restore one replaced symbol, or all of them without a name."""
-        self._pieces.reset(name)
+    def restore_symbols(self, symbol: str | None) -> Answer:
+        """Restore the original of a replaced symbol on this rank, or of all replaced symbols if `symbol` is None."""
+        self._pieces.restore_symbols(symbol)
         return Answer("done")
 
 
@@ -190,7 +201,7 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-def _fault(error: BaseException) -> CellError:
+def _describe_error(error: BaseException) -> CellError:
     """Describe an exception, with the line of the cell that raised it."""
     frames, trace = [], error.__traceback__
     while trace is not None:
@@ -206,9 +217,11 @@ def _fault(error: BaseException) -> CellError:
     inside = ""
     if own and code is not None and not _is_cell(code.co_filename) and not code.co_filename.startswith("<"):
         inside = f"{'/'.join(code.co_filename.split(os.sep)[-2:])}:{at} in {code.co_name}"
-    network = isinstance(error, torch.distributed.DistError) or type(error).__name__ == "CommError"
-    network = network or (isinstance(error, RuntimeError) and "gloo" in str(error))
-    return CellError(type(error).__name__, message, line, linecache.getline(name, line).strip(), inside, network)
+    is_connection_error = isinstance(error, torch.distributed.DistError) or type(error).__name__ == "CommError"
+    is_connection_error = is_connection_error or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return CellError(
+        type(error).__name__, message, line, linecache.getline(name, line).strip(), inside, is_connection_error
+    )
 
 
 def _is_cell(filename: str) -> bool:

@@ -4,24 +4,25 @@ import time
 from collections.abc import Callable
 
 from minidist.errors import format_ranks
-from minidist.tools.deadlock.detector import find_mismatch
-from minidist.tools.deadlock.status_page import Progress, Snapshot
+from minidist.tools.deadlock.detector import find_operation_mismatch
+from minidist.tools.deadlock.status_page import ChannelProgress, Snapshot
 from minidist.tools.deadlock.status_report import describe_rank
 from minidist.tools.launch.live_job import LiveJob
 from minidist.tools.notebook.blocked_in_torch import BlockedDetector
-from minidist.tools.notebook.result import adapt_report, format_cell_lines, latest_output
+from minidist.tools.notebook.result import adapt_report_to_notebook, format_cell_lines, format_latest_output
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _MAX_UNMATCHED = 3
-_NOTHING = Progress(0, ())
+_NO_PROGRESS = ChannelProgress(0, ())
 _SHOW_S = 0.5  # between two looks at what was printed
-_TOGETHER_S = 0.15  # after a death, to report others that die of the same cause with it
+_GRACE_DIED_S = 0.15  # after a death, to report others that die of the same cause with it
 
 
 class RequestWatcher:
     """Waits for the answers to one request; detects deadlocks, deaths, silence, floods of output and interrupts.
 
-    quiet_s: limit without any progress; timeout_s: limit for the request, None for none.
+    quiet_s: seconds without any progress after which the request counts as failed. timeout_s: limit for the whole
+    request; None for no limit.
     show: called from time to time with what the ranks have printed so far.
     """
 
@@ -38,106 +39,128 @@ class RequestWatcher:
         """
         job = self._job
         job.send_request(message)
-        start_s = moved_s = time.monotonic()
+        start_s = last_change_s = time.monotonic()
         before = None
-        detector = BlockedDetector(job) if message[0] == "run" else None  # reconnecting may take any time
+        detector = BlockedDetector(job) if message[0] == "run_cell" else None  # reconnecting may take any time
         while not job.all_answered:
-            job.poll(_LOOK_S)
-            now_s, seen = time.monotonic(), self._seen()
-            moved_s, before = (moved_s, before) if seen == before else (now_s, seen)
+            job.poll(_POLL_S)
+            now_s, seen = time.monotonic(), self._read_progress()
+            last_change_s, before = (last_change_s, before) if seen == before else (now_s, seen)
             if job.dead_ranks:
-                return self._died()
+                return self._report_deaths()
             if job.all_answered:
                 break
             self._show_more(now_s)
             if job.verdict is not None:
-                return job.verdict.kind, self._explained(str(job.verdict))
+                return job.verdict.kind, self._explain_verdict(str(job.verdict))
             if interrupts:
-                return "stopped", "\n".join(["stopped; the ranks stood here:", *self._places()])
+                return "stopped", "\n".join(["stopped; the ranks stood here:", *self._describe_positions()])
             if any(rank.dropped_bytes for rank in job.ranks):
-                return "flood", "\n".join(["a rank printed more than is kept; it was stopped", *self._places()])
-            if detector and detector.all_blocked(moved_s) and not job.all_answered:
+                return "flood", "\n".join(
+                    ["a rank printed more than is kept; it was stopped", *self._describe_positions()]
+                )
+            if detector and detector.all_blocked(last_change_s) and not job.all_answered:
                 head = "deadlock: every rank waits inside torch or has reached the end; the ranks stand here:"
-                return "deadlock", "\n".join([head, *self._places(), *describe_unmatched(job.last_snapshots())])
-            if now_s - moved_s > self._quiet_s:
+                return "deadlock", "\n".join(
+                    [head, *self._describe_positions(), *describe_unmatched_collectives(job.last_snapshots())]
+                )
+            if now_s - last_change_s > self._quiet_s:
                 more = f"if this is work that takes long, start the cell with %%ranks --quiet {4 * self._quiet_s:g}"
                 head = f"nothing has moved for {self._quiet_s:g} s; the ranks stand here:"
                 return "quiet", "\n".join(
-                    [head, *self._places(), *(describe_unmatched(job.last_snapshots()) or [more])]
+                    [
+                        head,
+                        *self._describe_positions(),
+                        *(describe_unmatched_collectives(job.last_snapshots()) or [more]),
+                    ]
                 )
             if self._timeout_s is not None and now_s - start_s > self._timeout_s:
                 head = f"the cell was not done after {self._timeout_s:g} s; the ranks stand here:"
-                return "deadline", "\n".join([head, *self._places()])
+                return "deadline", "\n".join([head, *self._describe_positions()])
         # gloo does not notice that one rank sums what another takes the maximum of.
-        if verdict := find_mismatch(job.last_snapshots()):
-            return verdict.kind, adapt_report(str(verdict))
+        if verdict := find_operation_mismatch(job.last_snapshots()):
+            return verdict.kind, adapt_report_to_notebook(str(verdict))
         return "done", ""
 
     def _show_more(self, now_s: float) -> None:
         printed = [rank.output_bytes for rank in self._job.ranks]
         if self._show is not None and now_s - self._shown_s >= _SHOW_S and printed != self._shown:
             self._shown_s, self._shown = now_s, printed
-            self._show(latest_output([rank.output for rank in self._job.ranks]))
+            self._show(format_latest_output([rank.output for rank in self._job.ranks]))
 
-    def _seen(self) -> list:
+    def _read_progress(self) -> list:
         job = self._job
         if job.dead_ranks:
             return []
         versions = {n: snapshot.version for n, snapshot in job.last_snapshots().items()}
         return [(n, versions.get(n), job.ranks[n].output_bytes) for n in range(job.size) if n not in job.answers]
 
-    def _died(self) -> tuple[str, str]:
-        end_s = time.monotonic() + _TOGETHER_S
-        while not self._job.done and time.monotonic() < end_s:
-            self._job.poll(_TOGETHER_S)
-        return "died", adapt_report(self._job.describe_deaths())
+    def _report_deaths(self) -> tuple[str, str]:
+        end_s = time.monotonic() + _GRACE_DIED_S
+        while not self._job.has_ended and time.monotonic() < end_s:
+            self._job.poll(_GRACE_DIED_S)
+        return "died", adapt_report_to_notebook(self._job.describe_deaths())
 
-    def _explained(self, text: str) -> str:
+    def _explain_verdict(self, text: str) -> str:
         """Return a verdict's text, with the lines of the cell if the ranks wait in other files."""
-        told = adapt_report(text)
-        return told if " of cell " in told else "\n".join([told, "in the cell:", *self._lines(self._pending())])
+        lines = adapt_report_to_notebook(text)
+        return (
+            lines
+            if " of cell " in lines
+            else "\n".join([lines, "in the cell:", *self._describe_cell_lines(self._pending())])
+        )
 
     def _pending(self) -> list[int]:
         return [n for n in range(self._job.size) if n not in self._job.answers]
 
-    def _lines(self, ranks: list[int]) -> list[str]:
+    def _describe_cell_lines(self, ranks: list[int]) -> list[str]:
         return format_cell_lines(self._job.dump_stacks(), ranks)
 
-    def _places(self) -> list[str]:
+    def _describe_positions(self) -> list[str]:
         """Describe where each rank is: the operation in its status, or the line in its stack."""
         snapshots = self._job.last_snapshots()
         waiting = {n: s for n, s in snapshots.items() if s.state == "waiting"}
-        told = [f"  {format_ranks([n])}: {adapt_report(describe_rank(s))}" for n, s in sorted(waiting.items())]
+        lines = [
+            f"  {format_ranks([n])}: {adapt_report_to_notebook(describe_rank(s))}" for n, s in sorted(waiting.items())
+        ]
         ended = sorted(self._job.answers)
         running = [n for n in self._pending() if n not in waiting]
-        told += self._lines(running) if running else []
-        return told + ([f"  {format_ranks(ended)}: reached the end of the cell"] if ended else [])
+        lines += self._describe_cell_lines(running) if running else []
+        return lines + ([f"  {format_ranks(ended)}: reached the end of the cell"] if ended else [])
 
 
-def describe_unmatched(statuses: dict[int, Snapshot]) -> list[str]:
+def describe_unmatched_collectives(statuses: dict[int, Snapshot]) -> list[str]:
     """Describe the collectives that some ranks have begun and other ranks of the group have not.
 
     For ranks blocked in C++, as at the end of DDP's backward, this is all that their status shows.
     """
-    told = []
-    for channel in dict.fromkeys(channel for status in statuses.values() for channel in status.progress):
+    lines = []
+    for channel in dict.fromkeys(channel for status in statuses.values() for channel in status.progress_by_channel):
         if channel.peer is None:
-            counts = {n: statuses[n].progress.get(channel, _NOTHING).launched for n in channel.ranks if n in statuses}
+            counts = {
+                n: statuses[n].progress_by_channel.get(channel, _NO_PROGRESS).num_launched
+                for n in channel.ranks
+                if n in statuses
+            }
             begun = [n for n, count in counts.items() if count > min(counts.values())]
             if begun:
-                seq, progress = min(counts.values()) + 1, statuses[begun[0]].progress[channel]
-                at = seq - progress.launched - 1  # from the end
-                name = progress.recent[at][1] if -at <= len(progress.recent) else "an operation"
+                seq, progress = min(counts.values()) + 1, statuses[begun[0]].progress_by_channel[channel]
+                at = seq - progress.num_launched - 1  # from the end
+                name = progress.recent_operations[at][1] if -at <= len(progress.recent_operations) else "an operation"
                 late = [n for n in counts if n not in begun]
-                told.append(
-                    f"  {name} #{seq} of '{channel.use}': begun by {format_ranks(begun)}, not by {format_ranks(late)}"
+                lines.append(
+                    f"  {name} #{seq} of '{channel.group_name}': "
+                    f"begun by {format_ranks(begun)}, not by {format_ranks(late)}"
                 )
-    return ["operations that wait for others:", *told[:_MAX_UNMATCHED]] if told else []
+    return ["operations that wait for others:", *lines[:_MAX_UNMATCHED]] if lines else []
 
 
-def groups_usable(statuses: dict[int, Snapshot]) -> bool:
+def are_groups_usable(statuses: dict[int, Snapshot]) -> bool:
     """Return whether all partners of every launched operation launched it too, so that the groups can still be used."""
-    counts = {n: {channel: p.launched for channel, p in status.progress.items()} for n, status in statuses.items()}
+    counts = {
+        n: {channel: p.num_launched for channel, p in status.progress_by_channel.items()}
+        for n, status in statuses.items()
+    }
     for n, channels in counts.items():
         for channel, launched in channels.items():
             other = channel

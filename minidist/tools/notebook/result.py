@@ -22,8 +22,10 @@ class CellResult:
 
     outputs: what each rank printed; shown: repr of each rank's last expression, "" for none; both by rank.
     errors: one message for every distinct error, and one that explains why the cell was stopped.
-    notes: consequences for the ranks, such as a restart. records: the communication of each rank, from its meter.
-    kind: "done", "error", "deadlock", "mismatch", "quiet", "deadline", "stopped", "flood" or "died".
+    notes: consequences for the ranks, such as a restart. records: the communication of each rank in this cell,
+    from its meter.
+    kind: "done"; "error" (ranks raised); "deadlock"; "mismatch" (of collectives); "quiet" (no progress); "deadline"
+    (the cell's limit); "stopped" (Ctrl-C); "flood" (too much output); "died" (ranks died).
     """
 
     kind: str
@@ -53,8 +55,11 @@ def _short(text: str) -> str:
     return "\n".join(lines[:_MAX_LINES])[:_MAX_TEXT] + f"\n... in all {len(lines)} lines, {len(text)} characters"
 
 
-def latest_output(outputs: Sequence[str]) -> str:
-    """Return the last lines that each rank has printed, with equal outputs merged."""
+def format_latest_output(outputs: Sequence[str]) -> str:
+    """Return the last lines of each rank's output as one text; ranks with equal lines are shown together.
+
+    outputs: what each rank has printed, in rank order.
+    """
     texts = {}
     for rank, output in enumerate(outputs):
         lines = output[-_MAX_LIVE_TEXT:].rstrip("\n").splitlines()[-_MAX_LIVE_LINES:]
@@ -64,18 +69,18 @@ def latest_output(outputs: Sequence[str]) -> str:
 
 def merge_equal(texts: Mapping[int, str]) -> list[str]:
     """Return `ranks 0-2: text` for every distinct text, in order of the first rank; long texts are indented below."""
-    told = []
+    messages = []
     for text, ranks in group_by_value(texts).items():
         lines = text.splitlines()
         if len(lines) == 1:
-            told.append(f"{format_ranks(ranks)}: {text}")
+            messages.append(f"{format_ranks(ranks)}: {text}")
         elif lines:
-            told += [f"{format_ranks(ranks)}:", *(f"  {line}" for line in lines)]
-    return told
+            messages += [f"{format_ranks(ranks)}:", *(f"  {line}" for line in lines)]
+    return messages
 
 
 def group_by_value(by_rank: Mapping) -> dict:
-    """Group ranks by equal value, in order of the first rank."""
+    """Return the ranks (ascending) that have each distinct value, by value, in order of the first rank."""
     groups: dict = {}
     for rank, value in sorted(by_rank.items()):
         groups.setdefault(value, []).append(rank)
@@ -83,8 +88,8 @@ def group_by_value(by_rank: Mapping) -> dict:
 
 
 def format_errors(faults: Mapping[int, CellError]) -> list[str]:
-    """Return one short message per distinct error."""
-    told = []
+    """Return a short message for every distinct error of a cell, which names its ranks. faults: errors by rank."""
+    messages = []
     groups = group_by_value(faults)
     for fault, ranks in list(groups.items())[:_MAX_FAULTS]:
         first, *more = fault.message.strip().splitlines() or [""]
@@ -93,12 +98,12 @@ def format_errors(faults: Mapping[int, CellError]) -> list[str]:
         lines += [f"  {line}" for line in more]
         lines += [f"  line {fault.line} of the cell: {fault.text}"] if fault.line else []
         lines += [f"  raised at {fault.inside}"] if fault.inside else []
-        told.append("\n".join(lines))
-    return told + ([f"... and {len(groups) - _MAX_FAULTS} other errors"] if len(groups) > _MAX_FAULTS else [])
+        messages.append("\n".join(lines))
+    return messages + ([f"... and {len(groups) - _MAX_FAULTS} other errors"] if len(groups) > _MAX_FAULTS else [])
 
 
-def adapt_report(text: str) -> str:
-    """Adapt a report of the rank status to notebooks: cells reach their end instead of returning."""
+def adapt_report_to_notebook(text: str) -> str:
+    """Return a report of the rank status in the words of a notebook: cells reach their end instead of returning."""
     text = re.sub(r"\bcell (\S+):(\d+)", r"line \2 of cell \1", text)
     text = text.replace(" returned without", " reached the end of the cell without")
     text = text.replace("(returned)", "(reached the end of the cell)")
@@ -106,11 +111,14 @@ def adapt_report(text: str) -> str:
 
 
 def format_cell_lines(stacks: Mapping[int, str], ranks: Iterable[int]) -> list[str]:
-    """Return the cell line at which each of these ranks is. stacks: by rank, innermost call first."""
+    """Return lines of text that say which line of the cell each of these ranks is executing.
+
+    stacks: Python stacks by rank, innermost call first.
+    """
     places = {}
     for rank in ranks:
         stack = stacks.get(rank, "")
         found = re.search(r'File "cell ([^"]+)", line (\d+)', stack)
         first = stack.strip().splitlines()
         places[rank] = f"line {found[2]} of cell {found[1]}" if found else first[0].strip() if first else "no answer"
-    return [f"  {format_ranks(who)}: {place}" for place, who in group_by_value(places).items()]
+    return [f"  {format_ranks(members)}: {place}" for place, members in group_by_value(places).items()]

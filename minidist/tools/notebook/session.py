@@ -13,15 +13,15 @@ from minidist.tools.launch import RankServer
 from minidist.tools.launch.device import choose_device
 from minidist.tools.launch.live_job import LiveJob
 from minidist.tools.notebook.rank_session import Cell, serve_requests
-from minidist.tools.notebook.request_watcher import RequestWatcher, groups_usable
-from minidist.tools.notebook.result import CellResult, adapt_report, format_errors
+from minidist.tools.notebook.request_watcher import RequestWatcher, are_groups_usable
+from minidist.tools.notebook.result import CellResult, adapt_report_to_notebook, format_errors
 from minidist.tools.pieces import SymbolReplacements
 
 QUIET_S = 5.0
-_FREE_S = 0.8  # for ranks to hear an interrupt
-_AGAIN_S = 0.1
-_CUT_S = 0.25
-_TRIES = 3
+_INTERRUPT_S = 0.8  # for interrupts to take effect
+_INTERRUPT_PERIOD_S = 0.1
+_CLOSE_CONNECTIONS_S = 0.25
+_MAX_STARTS = 3
 _REGROUP_S = 10.0
 
 
@@ -32,7 +32,9 @@ class LiveRanks:
     or ends on the ranks that still run it.
     memory_gib: memory limit of each rank's variables, on CPU; a share of the free memory if None.
     server: a running rank server to use; a new one if None.
-    pieces: the symbols replaced in this process; sources: (source, beside) by name, applied to the ranks too.
+    pieces: the replacements made in this process. sources: (source, also_replaced) of each replaced symbol, by symbol;
+    the ranks replace them, too.
+    last: the `CellResult` of the last cell.
     Raises UserError when `n` is not a number of ranks or the device does not exist.
     """
 
@@ -50,7 +52,7 @@ class LiveRanks:
         self.n, self.quiet_s, self.last = n, quiet_s, None
         self.device = device if device == "cpu" or choose_device(device, 0, n).type != "cpu" else "cpu"
         self._memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
-        self._own = server is None
+        self._owns_server = server is None
         self._pieces = pieces if pieces is not None else SymbolReplacements()
         self._sources = sources if sources is not None else {}
         self._cells = self._generation = 0
@@ -70,14 +72,14 @@ class LiveRanks:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank."""
+        """The process id of each rank, in rank order."""
         return self._job.pids
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks, and the rank server if this object started it."""
         if self._job is not None:
             self._job.kill()
-        if self._own:
+        if self._owns_server:
             self._server.close()
 
     def run(
@@ -94,68 +96,74 @@ class LiveRanks:
 
         name: the cell's number or name in messages, without spaces; first_line: the number of its first line there.
         quiet_s: overrides the one of this object; timeout_s: limit for the cell, None for none.
-        show: called from time to time with what the ranks have printed so far.
+        show: called from time to time with the output of the ranks so far.
         """
         self._cells += 1
         cell = Cell(f"cell {self._cells if name is None else name}", "\n" * (first_line - 1) + source)
-        with _interrupts() as interrupts:
-            notes = self._replaced()
+        with _collect_interrupts() as interrupts:
+            notes = self._restart_dead_ranks()
             watch = RequestWatcher(self._job, self.quiet_s if quiet_s is None else quiet_s, timeout_s, show)
-            kind, why = watch.run_request(("run", cell), interrupts)
+            kind, why = watch.run_request(("run_cell", cell), interrupts)
             if kind not in ("done", "died"):
-                self._free()
-            # Numbers tell earlier cells apart; that of this cell would differ in every run.
+                self._interrupt_ranks()
+            # Earlier cells are named by number; the number of this cell would differ in every run.
             why = re.sub(rf" of {re.escape(cell.name)}\b", " of the cell", why)
-            self.last = self._concluded(kind, why, notes)
+            self.last = self._make_result(kind, why, notes)
         return self.last
 
-    def get(self, name: str) -> list[Any]:
-        """Return the value of a variable, or any expression, of every rank. Raises UserError when a rank has none."""
-        self._replaced()
-        kind, why = RequestWatcher(self._job, self.quiet_s, None).run_request(("get", name), [])
+    def get(self, expression: str) -> list[Any]:
+        """Evaluate a variable or expression on every rank; return its values in rank order.
+
+        Tensors are copied to the CPU. Raises UserError if the evaluation raises on a rank.
+        """
+        self._restart_dead_ranks()
+        kind, why = RequestWatcher(self._job, self.quiet_s, None).run_request(("evaluate", expression), [])
         answers = self._job.answers
         faults = {rank: answer.fault for rank, answer in answers.items() if answer.fault}
         if kind != "done" or faults:
             raise UserError("\n".join([why] if why else format_errors(faults)))
         return [answers[rank].value for rank in range(self.n)]
 
-    def piece(self, name: str, source: str, beside: Collection[str] = ()) -> None:
-        """Replace the symbol `name` by this source, in this process and on every rank, also those started later.
+    def replace_symbol(self, symbol: str, source: str, also_replaced: Collection[str] = ()) -> None:
+        """Replace `symbol` (`module:function`) by `source` in this process and on every rank, also on later ranks.
 
-        beside, and what it raises: as for `SymbolReplacements.replace`; after an error nothing has changed.
+        Arguments and errors as for `SymbolReplacements.replace_symbol`; after an error nothing has changed.
         """
-        self._pieces.replace(name, source, f"piece {name}", beside=beside)
-        self._sources[name] = source, tuple(beside)
-        self._replaced()
-        self._give(name)
+        self._pieces.replace_symbol(symbol, source, f"piece {symbol}", also_replaced=also_replaced)
+        self._sources[symbol] = source, tuple(also_replaced)
+        self._restart_dead_ranks()
+        self._send_piece(symbol)
 
-    def reset(self, name: str | None = None) -> list[str]:
-        """Restore a replaced symbol, or all of them without a name, everywhere. Returns the restored names."""
-        names = self._pieces.reset(name)
+    def restore_symbols(self, symbol: str | None = None) -> list[str]:
+        """Restore the original of a replaced symbol, or of all replaced symbols if `symbol` is None.
+
+        This process and every rank restore it. Returns the symbols that were restored.
+        """
+        names = self._pieces.restore_symbols(symbol)
         for each in names:
             self._sources.pop(each, None)
-        self._replaced()
-        self._tell(("reset", name))
+        self._restart_dead_ranks()
+        self._request(("restore_symbols", symbol))
         return names
 
     # -- implementation -----------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        for _ in range(_TRIES):  # a rank server that is just dying may take one more job
+        for _ in range(_MAX_STARTS):  # a rank server that is ending may accept one more job
             arguments = (self._memory_bytes,)
             self._job = self._server.start(
                 serve_requests, self.n, arguments, backend=None, device=self.device, live=True
             )
-            if self._regroup():
+            if self._recreate_group():
                 for name in self._sources:
-                    self._give(name)
+                    self._send_piece(name)
                 return
-            told = self._job.describe_deaths() if self._job.dead_ranks else "they do not answer"
+            reported = self._job.describe_deaths() if self._job.dead_ranks else "they do not answer"
             self._job.kill()
-        raise RunError(f"{self.n} ranks could not be started: {told}")
+        raise RunError(f"{self.n} ranks could not be started: {reported}")
 
-    def _give(self, name: str) -> None:
-        if not self._tell(("piece", name, f"piece {name}", *self._sources[name])):
+    def _send_piece(self, name: str) -> None:
+        if not self._request(("replace_symbol", name, f"piece {name}", *self._sources[name])):
             faults = {n: answer.fault for n, answer in self._job.answers.items() if answer.fault}
             raise UserError("\n".join([f"{name} could not be replaced on the ranks", *format_errors(faults)]))
 
@@ -163,37 +171,37 @@ class LiveRanks:
         self._job.kill()
         self._start()
 
-    def _tell(self, message: tuple) -> bool:
+    def _request(self, message: tuple) -> bool:
         """Send a request that cannot take long; return whether all ranks carried it out."""
         kind, _ = RequestWatcher(self._job, _REGROUP_S, _REGROUP_S).run_request(message, [])
         return kind == "done" and all(answer.kind == "done" for answer in self._job.answers.values())
 
-    def _regroup(self) -> bool:
+    def _recreate_group(self) -> bool:
         self._generation += 1
-        return self._tell(("regroup", self._generation))
+        return self._request(("recreate_process_group", self._generation))
 
-    def _replaced(self) -> list[str]:
+    def _restart_dead_ranks(self) -> list[str]:
         """Restart ranks that died since the last cell; return the line that says so."""
         self._job.poll()
         if not self._job.dead_ranks:
             return []
-        why = adapt_report(self._job.describe_deaths()).splitlines()[0]
+        why = adapt_report_to_notebook(self._job.describe_deaths()).splitlines()[0]
         self._restart()
-        return [f"{why}. {self._gone()}"]
+        return [f"{why}. {self._lost_variables_note()}"]
 
-    def _gone(self) -> str:
+    def _lost_variables_note(self) -> str:
         return f"All ranks were restarted: the variables of {format_ranks(range(self.n))} are gone."
 
-    def _free(self) -> None:
+    def _interrupt_ranks(self) -> None:
         """Interrupt the ranks that still run the cell."""
         job, start_s = self._job, time.monotonic()
-        while not job.all_answered and not job.dead_ranks and time.monotonic() - start_s < _FREE_S:
-            job.interrupt(close_connections=time.monotonic() - start_s > _CUT_S)
-            again_s = time.monotonic() + _AGAIN_S
+        while not job.all_answered and not job.dead_ranks and time.monotonic() - start_s < _INTERRUPT_S:
+            job.interrupt_ranks(close_connections=time.monotonic() - start_s > _CLOSE_CONNECTIONS_S)
+            again_s = time.monotonic() + _INTERRUPT_PERIOD_S
             while not job.all_answered and time.monotonic() < again_s:
                 job.poll(again_s - time.monotonic())
 
-    def _concluded(self, kind: str, why: str, notes: list[str]) -> CellResult:
+    def _make_result(self, kind: str, why: str, notes: list[str]) -> CellResult:
         """Collect the result of a cell, then restore working ranks for the next one."""
         job = self._job
         job.drain_output()
@@ -202,33 +210,38 @@ class LiveRanks:
         shown = [answers[n].shown if n in answers else "" for n in range(self.n)]
         records = [answers[n].records if n in answers else () for n in range(self.n)]
         faults = {n: answer.fault for n, answer in answers.items() if answer.fault}
-        # A broken connection is what the others see of a rank that died or left.
-        own = {n: fault for n, fault in faults.items() if not fault.network}
-        told = own if own or kind == "died" else faults
-        errors = [*format_errors(told), *([why] if why else [])]
+        # Errors of broken connections only follow from a rank that died or raised.
+        own = {n: fault for n, fault in faults.items() if not fault.is_connection_error}
+        reported = own if own or kind == "died" else faults
+        errors = [*format_errors(reported), *([why] if why else [])]
         if kind == "done" and (left := [n for n, answer in answers.items() if answer.kind == "stopped"]):
             kind, errors = "stopped", [*errors, f"{format_ranks(left)} raised KeyboardInterrupt"]
-        alone = not all(answer.grouped for answer in answers.values())
-        ended = kind if kind != "deadlock" or not own else "error"  # the others wait for those that raised
-        ended = "error" if kind == "done" and faults else ended
+        is_group_missing = not all(answer.has_process_group for answer in answers.values())
+        result_kind = kind if kind != "deadlock" or not own else "error"  # the others wait for those that raised
+        result_kind = "error" if kind == "done" and faults else result_kind
         if job.dead_ranks:
             self._restart()
-            notes = [*notes, self._gone()]
+            notes = [*notes, self._lost_variables_note()]
         elif not job.all_answered:
             stuck = [n for n in range(self.n) if n not in answers]
             self._restart()
-            notes = [*notes, f"{format_ranks(stuck)} could not be stopped. {self._gone()}"]
-        elif kind != "done" or alone or len(faults) > len(own) or (faults and not groups_usable(job.last_snapshots())):
-            if self._regroup():
+            notes = [*notes, f"{format_ranks(stuck)} could not be stopped. {self._lost_variables_note()}"]
+        elif (
+            kind != "done"
+            or is_group_missing
+            or len(faults) > len(own)
+            or (faults and not are_groups_usable(job.last_snapshots()))
+        ):
+            if self._recreate_group():
                 notes = [*notes, "The ranks keep their variables and have a new process group."]
             else:
                 self._restart()
-                notes = [*notes, f"The ranks could not be connected again. {self._gone()}"]
-        return CellResult(ended, outputs, shown, errors, notes, records)
+                notes = [*notes, f"The ranks could not be connected again. {self._lost_variables_note()}"]
+        return CellResult(result_kind, outputs, shown, errors, notes, records)
 
 
 @contextlib.contextmanager
-def _interrupts():
+def _collect_interrupts():
     """Context in which Ctrl-C appends to the returned list instead of raising KeyboardInterrupt."""
     interrupts: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -67,7 +67,11 @@ def execute_notebook(file: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return exit code 0, or 2 when a folder holds no notebook or a cell names an unknown symbol."""
+    """Update the `%%piece` cells of all notebooks of a folder, and run the notebooks if `--run` is given.
+
+    argv: the command line; that of the process if None. Returns exit code 0, or 2 when a folder holds no notebook or
+    a cell names an unknown symbol.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m minidist.tools.notebook.weave", description=__doc__.splitlines()[0]
     )

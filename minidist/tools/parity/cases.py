@@ -19,7 +19,7 @@ from minidist.config import (
     TrainConfig,
     ZeroConfig,
 )
-from minidist.data.loader import IGNORED, Batch, Loader
+from minidist.data.loader import IGNORE_INDEX, Batch, Loader
 from minidist.data.synthetic import generate_text
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
@@ -30,10 +30,12 @@ STEPS = 5
 GLOBAL_BATCH = 29  # a prime: no number of ranks or micro-batches divides it
 TEXT_LENGTH = 4000
 SEED = 11
-CLIPPED_STEP = 1  # in cases that clip, the one whose gradient is beyond the norm
-EMPTY_STEP = 2  # in cases with an empty step, no token of this one counts
+CLIPPED_STEP = 1  # in cases with clipping, the only step whose gradient norm exceeds the limit
+EMPTY_STEP = 2  # in cases with an empty step, this step has no counted token
 RESUME_AFTER = 3
-SHORT_SAMPLES = 13  # under padding, the first of each global batch, so that no equal cut of it has equal counts
+SHORT_SAMPLES = (
+    13  # with padding, the first samples of each global batch, so that equal partitions have unequal token counts
+)
 
 # How gradients are reduced, and the ZeRO configuration.
 GRADIENTS = {
@@ -65,10 +67,10 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "block", "selective"),
 }
 
-# float64: the sums of five AdamW steps in another order move parameters by 1e-12 of the largest; 1e-10 leaves room.
+# float64: summing in another order moves parameters by 1e-12 of the largest in five AdamW steps; 1e-10 leaves room.
 # float32: 1 eps = 1.2e-7; a loss or norm is one sum of some hundred terms (16 eps), a gradient the sum of products over
 # layers (84 eps). Under AdamW a tiny gradient whose sign is in its last bits moves its parameter by a whole learning
-# rate, and Muon makes a tiny singular value 480 times larger, so there parameters are reported and not judged.
+# rate, and Muon makes a tiny singular value 480 times larger, so there parameters are reported, and have no tolerance.
 # 16 bits, against float32: every hidden state and weight is off by up to half an eps (bf16 2**-8, fp16 2**-11) of its
 # own size, at random. A gradient adds up such products over layers, and that of the last step is taken at parameters
 # that SGD has led 1 eps apart by then: 16 eps were seen under data parallelism, 29 in a ring, whose attention is by
@@ -81,14 +83,14 @@ _FULL = {
 }
 _HALF = {dtype: {"loss": eps / 2, "grad": 40 * eps, "grad_norm": 4 * eps} for dtype, eps in _EPS.items()}
 TOLERANCES = {
-    (dtype, optimizer): judged
+    (dtype, optimizer): tolerances
     if dtype == "float64" or optimizer == "sgd"
-    else {kind: value for kind, value in judged.items() if kind != "param"}
-    for dtype, judged in {**_FULL, **_HALF}.items()
+    else {kind: value for kind, value in tolerances.items() if kind != "param"}
+    for dtype, tolerances in {**_FULL, **_HALF}.items()
     for optimizer in ("adamw", "sgd", "muon")
 }
 
-# Of 16 bits are the parameters and all that is computed; the reference has them in float32.
+# The 16-bit cases have parameters and activations in 16 bits; their reference has both in float32.
 POLICIES = {"float64": "fp64", "float32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 HALF = ("bf16", "fp16")
 
@@ -97,8 +99,11 @@ HALF = ("bf16", "fp16")
 class Case:
     """One row of the table: a layout and a value for every switch.
 
-    ranks: the number of ranks that the model's sizes are multiples of; layers: of the model. Cases that agree in both
-    have the same model, and may share a reference.
+    ranks: the model's sizes are multiples of this number; layers: the number of layers of the model. Cases with equal
+    ranks and layers have the same model, and may share a reference. The other fields are the switches; their possible
+    values are in SWITCHES. gradients: how gradients are reduced, and the ZeRO stage; start: whether all ranks
+    start with equal parameters; shares: of the batch; padding, clip, empty_step: see `adjust_labels`; resume: continue
+    from a checkpoint before step RESUME_AFTER.
     """
 
     ranks: int
@@ -120,26 +125,31 @@ class Case:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks that run the case."""
         return self.mesh_layout.mesh.world_size
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches per step."""
+        """The number of micro-batches per step.
+
+        It is the switch `micro_batches`; a value above 1 is raised to twice the number of pipeline stages if that is
+        more.
+        """
         return 1 if self.micro_batches == 1 else max(self.micro_batches, 2 * self.mesh_layout.pp)
 
     @property
     def description(self) -> str:
         """The layout and one word for each switch that does not have its default value."""
-        said = [str(self.mesh_layout), self.gradients]
+        words = [str(self.mesh_layout), self.gradients]
         if self.num_micro_batches > 1:
-            said.append(f"micro-batches={self.num_micro_batches}")
-        said.append("tied" if self.tied else "untied")
-        said += [name for name in ("padding", "clip", "empty_step", "resume") if getattr(self, name)]
+            words.append(f"micro-batches={self.num_micro_batches}")
+        words.append("tied" if self.tied else "untied")
+        words += [name for name in ("padding", "clip", "empty_step", "resume") if getattr(self, name)]
         if self.dropout:
-            said.append(f"dropout={self.dropout}")
-        said += [f"{getattr(self, name)}-{name}" for name in ("start", "shares") if getattr(self, name) != "equal"]
-        said += [f"recompute={self.recompute}"] if self.recompute != "none" else []
-        return " ".join(said).replace("_", "-")
+            words.append(f"dropout={self.dropout}")
+        words += [f"{getattr(self, name)}-{name}" for name in ("start", "shares") if getattr(self, name) != "equal"]
+        words += [f"recompute={self.recompute}"] if self.recompute != "none" else []
+        return " ".join(words).replace("_", "-")
 
     @property
     def name(self) -> str:
@@ -148,8 +158,11 @@ class Case:
 
     @property
     def reference_case(self) -> "Case":
-        """The same case on one process, without what changes nothing there; several cases share a reference."""
-        plain = {
+        """The same case in one process, with the default of every switch that has no effect there.
+
+        Several cases share a reference.
+        """
+        defaults = {
             "gradients": "bucketed",
             "micro_batches": 1,
             "start": "equal",
@@ -158,10 +171,11 @@ class Case:
             "recompute": "none",
         }
         dtype = "float32" if self.dtype in HALF else self.dtype
-        return dataclasses.replace(self, mesh_layout=Layout(), dtype=dtype, **plain)
+        return dataclasses.replace(self, mesh_layout=Layout(), dtype=dtype, **defaults)
 
     @property
     def tolerance(self) -> dict[str, float]:
+        """The tolerated relative difference of each kind of value that has one (`compare.KINDS`)."""
         return TOLERANCES[self.dtype, self.optimizer]
 
     def lr(self, step: int) -> float:
@@ -185,12 +199,12 @@ class Case:
         """
         heads = math.lcm(4, self.ranks)
         return ModelConfig(
-            vocab_size=_multiple(128, self.ranks),
+            vocab_size=_round_up(128, self.ranks),
             hidden_size=4 * heads,
-            intermediate_size=_multiple(40, self.ranks),
+            intermediate_size=_round_up(40, self.ranks),
             num_layers=self.layers,
             num_heads=heads,
-            num_kv_heads=2 if heads & (heads - 1) == 0 else 1,  # with 2 of them no 3 ranks can share the heads
+            num_kv_heads=2 if heads & (heads - 1) == 0 else 1,  # two cannot be divided over three ranks
             tie_embeddings=self.tied,
             dropout=self.dropout,
             init_std=0.1,
@@ -198,25 +212,28 @@ class Case:
 
     @property
     def seq_len(self) -> int:
-        """Tokens per sample, which every layout cuts evenly; a ring cuts them into two chunks per rank."""
-        return _multiple(12, 2 * self.ranks)
+        """Tokens per sample: a multiple of 2 * `ranks`, so that every layout can divide a sample evenly.
+
+        The factor 2 is for ring attention, which divides a sample into two chunks per rank.
+        """
+        return _round_up(12, 2 * self.ranks)
 
     def config(self, clip_norm: float | None = None) -> Config:
-        """The run's configuration. clip_norm: from the reference, for cases that clip."""
+        """Make the configuration of the run. clip_norm: the norm to clip to, from the reference; None: no clipping."""
         # Every step overrides the learning rate. Adam's usual eps of 1e-8 is below the rounding of a float32 gradient:
         # elements that should be zero would move by whole learning rates, and later gradients would show it.
         optim = OptimConfig(kind=self.optimizer, lr=1.0, weight_decay=0.1, momentum=0.5, eps=1e-5, clip_norm=clip_norm)
-        # Buckets so small that the model has many, before and after the one with the rarely used parameter.
-        plan = self.mesh_layout
-        how = {"schedule": plan.schedule, "sequence": plan.sequence, "context": plan.context}
-        ranks = plan.dp * plan.cp
+        layout = self.mesh_layout
+        parallel = {"schedule": layout.schedule, "sequence": layout.sequence, "context": layout.context}
+        ranks = layout.dp * layout.cp
         shard = ranks // 2 if self.gradients.endswith("hybrid") else None
+        # The buckets are so small that there are several before and after that of the rarely used parameter.
         return Config(
             zero=ZeroConfig(**GRADIENTS[self.gradients], shard=shard),
             precision=PrecisionConfig(POLICIES[self.dtype], initial_scale=1024.0),
             model=self.model_config,
-            mesh=MeshConfig(**plan.mesh.sizes),
-            parallel=ParallelConfig(**{name: value for name, value in how.items() if value is not None}),
+            mesh=MeshConfig(**layout.mesh.sizes),
+            parallel=ParallelConfig(**{name: value for name, value in parallel.items() if value is not None}),
             data=DataConfig(seq_len=self.seq_len),
             optim=optim,
             comm=CommConfig(gradients="naive" if self.gradients == "naive" else "bucketed", bucket_mib=0.004),
@@ -231,6 +248,7 @@ class Case:
         return tuple(float(rank) for rank in range(self.mesh_layout.dp))
 
     def make_loader(self) -> Loader:
+        """A new loader of the case's samples."""
         return Loader(_text(), self.seq_len, SEED, min_length=1 if self.padding else None)
 
     def adjust_labels(self, step: int, batch: Batch) -> Batch:
@@ -242,12 +260,12 @@ class Case:
         labels = batch.labels.clone()
         if self.padding:
             short = batch.samples % GLOBAL_BATCH < SHORT_SAMPLES
-            labels[short, 2:] = IGNORED
-            labels[short] = labels[short].masked_fill(labels[short] != IGNORED, 7)
+            labels[short, 2:] = IGNORE_INDEX
+            labels[short] = labels[short].masked_fill(labels[short] != IGNORE_INDEX, 7)
         if self.clip and step == CLIPPED_STEP:
-            labels.masked_fill_(labels != IGNORED, 7)
+            labels.masked_fill_(labels != IGNORE_INDEX, 7)
         if self.empty_step and step == EMPTY_STEP:
-            labels.fill_(IGNORED)
+            labels.fill_(IGNORE_INDEX)
         return dataclasses.replace(batch, labels=labels)
 
 
@@ -256,6 +274,6 @@ def _text():
     return generate_text(TEXT_LENGTH)
 
 
-def _multiple(least: int, of: int) -> int:
-    """The smallest multiple of `of` that is at least `least`."""
-    return -(-least // of) * of
+def _round_up(value: int, divisor: int) -> int:
+    """The smallest multiple of `divisor` that is at least `value`."""
+    return -(-value // divisor) * divisor

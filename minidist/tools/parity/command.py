@@ -25,7 +25,7 @@ _DIFFERENCES = ("loss_diff", "grad_diff", "grad_norm_diff", "param_diff")
 
 @dataclass(frozen=True)
 class ParityOptions:
-    """Compare every layout of N ranks, and of one, with an independent training loop in one process.
+    """Compare every layout of N ranks, and one rank, with an independent training loop in one process.
 
     Compared on every rank: the loss and gradient norm of every step, every gradient before clipping, and every
     parameter at the end. The exit code is 0 if all agree, 1 if any differs or could not run.
@@ -37,7 +37,7 @@ class ParityOptions:
     """Write the rows to this file as JSON."""
     only: str | None = None
     """Run only rows whose name contains this text or matches it as a regular expression, such as "dp=2 bucketed.*sgd";
-    or any row of --full by its exact name. Separate several by "; "."""
+    or the row of --full with exactly this name. Separate several by "; "."""
     full: bool = False
     """Run every combination of the switches (thousands) instead of a set that covers every pair of values."""
 
@@ -57,11 +57,16 @@ def main(options: ParityOptions) -> int:
             else:
                 not_run.append({"what": case.name, "why": outcome})
                 _say(*_not_run_lines(case, outcome))
-    wrong = sum(not row["ok"] for row in rows)
-    _say("", f"{len(rows) - wrong} of {len(cases)} rows equal one process" + _counts(wrong, len(not_run), start_s))
+    different = sum(not row["ok"] for row in rows)
+    equal = f"{len(rows) - different} of {len(cases)} rows equal one process"
+    _say("", equal + _format_failures(different, len(not_run), start_s))
     if options.json is not None:
-        options.json.write_text(parity_json(rows, not_run, find_refused(options), describe_left_out(options, cases)))
-    return 0 if rows and not wrong and len(rows) == len(cases) else 1
+        options.json.write_text(
+            parity_json(
+                rows, not_run, list_refused_combinations(options), describe_left_out_combinations(options, cases)
+            )
+        )
+    return 0 if rows and not different and len(rows) == len(cases) else 1
 
 
 def choose_cases(options: ParityOptions) -> list[Case]:
@@ -72,63 +77,63 @@ def choose_cases(options: ParityOptions) -> list[Case]:
         raise UserError(f"--json {options.json}: there is no folder {options.json.absolute().parent}. Make it first.")
     if options.only is None:
         return list_cases(plan_cases(options.ranks, options.full))
-    found = [case for part in options.only.split(NAME_SEPARATOR) for case in _matching(part, options)]
-    return list(dict.fromkeys(found))
+    cases = [case for only in options.only.split(NAME_SEPARATOR) for case in _select_cases(only, options)]
+    return list(dict.fromkeys(cases))
 
 
-def _matching(only: str, options: ParityOptions) -> list[Case]:
+def _select_cases(only: str, options: ParityOptions) -> list[Case]:
     """The case of that exact name, or the rows of the plan whose names match."""
     try:
         return [parse_case_name(only, options.ranks)]
     except UserError as error:
-        no_name = error
+        not_a_name = error
     try:
         pattern = re.compile(only)
     except re.error as error:
         raise UserError(f"--only {only!r} is not a regular expression: {error}.") from None
     cases = list_cases(plan_cases(options.ranks, options.full))
-    found = [case for case in cases if only in case.name or pattern.search(case.name)]
-    if not found:
+    matching = [case for case in cases if only in case.name or pattern.search(case.name)]
+    if not matching:
         raise UserError(
             f"--only {only!r} matches none of the {len(cases)} rows of --ranks {options.ranks}, "
-            f"which are named like {cases[-1].name!r}. It is not the name of another combination: {no_name}"
+            f"which are named like {cases[-1].name!r}. It is not the name of another combination: {not_a_name}"
         )
-    return found
+    return matching
 
 
 def describe_plan(options: ParityOptions, cases: Sequence[Case]) -> list[str]:
     """The lines that describe the plan: rows per group of layouts, and the pairs of switch values they cover."""
     lines = [f"parity: {len(cases)} rows, each {STEPS} steps of {GLOBAL_BATCH} samples against one process"]
     for part in plan_cases(options.ranks, options.full):
-        mine = part.select(cases)
-        met, pairs = part.coverage(mine)
-        meshes = len({case.mesh_layout.mesh for case in mine})
+        selected = part.select(cases)
+        covered, pairs = part.coverage(selected)
+        meshes = len({case.mesh_layout.mesh for case in selected})
         over = f" on {meshes} meshes" if meshes > 1 else ""
-        lines.append(f"  {part.title}: {len(mine)} rows{over}; {met} of the {pairs} pairs of switch values")
+        lines.append(f"  {part.title}: {len(selected)} rows{over}; {covered} of the {pairs} pairs of switch values")
     values = [f"{name} {'|'.join(map(str, options))}" for name, options in SWITCHES.items()]
     lines += textwrap.wrap("switches: " + ", ".join(values), WIDTH, initial_indent="  ", subsequent_indent="    ")
-    for name, why in find_refused(options).items():
+    for name, why in list_refused_combinations(options).items():
         lines += textwrap.wrap(f"refused: {name}: {why}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     if options.only is not None:
         lines.append(f"  only rows that match {options.only!r}")
     return lines
 
 
-def find_refused(options: ParityOptions) -> dict[str, str]:
-    """Combinations that cannot run on that many ranks, with the reason; each reason once, for the first layout."""
-    told: dict[str, str] = {}
+def list_refused_combinations(options: ParityOptions) -> dict[str, str]:
+    """Return combinations that cannot run on that many ranks -> the reason; each reason once, for its first layout."""
+    layout_by_reason: dict[str, str] = {}
     for part in plan_cases(options.ranks, options.full):
         for name, why in part.refused.items():
-            told.setdefault(why, name)
-    return {name: why for why, name in told.items()}
+            layout_by_reason.setdefault(why, name)
+    return {name: why for why, name in layout_by_reason.items()}
 
 
-def describe_left_out(options: ParityOptions, cases: Sequence[Case]) -> dict[str, str]:
-    """How many combinations of layouts and switches the options leave out, and why."""
+def describe_left_out_combinations(options: ParityOptions, cases: Sequence[Case]) -> dict[str, str]:
+    """Return a phrase with the number of combinations that the options leave out -> the reason; empty if none are."""
     everything = sum(part.product for part in plan_cases(options.ranks, options.full))
     if len(cases) >= everything:
         return {}
-    why = "every pair of their values is in a row that is" if options.only is None else f"--only {options.only}"
+    why = "the rows that run contain every pair of their values" if options.only is None else f"--only {options.only}"
     return {f"{everything - len(cases)} more combinations of layouts and switches": why}
 
 
@@ -142,7 +147,7 @@ def _line(name: str, dtype: str, optimizer: str, *rest: str) -> str:
 
 
 def format_row(row: dict) -> list[str]:
-    """One row of the table, with long descriptions wrapped; a wrong row names the first difference."""
+    """One row of the table, with long descriptions wrapped; a row that differs names its first difference."""
     name, *more = textwrap.wrap(row["layout"], _NAME_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     numbers = [f"{row[key]:.1e}" for key in _DIFFERENCES]
     lines = [_line(name, row["dtype"], row["optimizer"], *numbers, "ok" if row["ok"] else "WRONG"), *more]
@@ -158,9 +163,10 @@ def _not_run_lines(case: Case, why: str) -> list[str]:
     return [*name, "    NOT RUN:", *(f"    {line}" for line in why.splitlines())]
 
 
-def _counts(wrong: int, not_run: int, start_s: float) -> str:
-    bad = [f"{n} {what}" for n, what in ((wrong, "differ"), (not_run, "could not be run")) if n]
-    return f"{'; ' if bad else ''}{', '.join(bad)} ({time.monotonic() - start_s:.1f} s)"
+def _format_failures(different: int, not_run: int, start_s: float) -> str:
+    counts = ((different, "differ"), (not_run, "could not be run"))
+    failures = [f"{count} {verdict}" for count, verdict in counts if count]
+    return f"{'; ' if failures else ''}{', '.join(failures)} ({time.monotonic() - start_s:.1f} s)"
 
 
 def parity_json(
@@ -172,10 +178,10 @@ def parity_json(
     double, 1.8e308, so that comparing it with the tolerance gives the right verdict.
     """
     finite = [{key: sys.float_info.max if value == math.inf else value for key, value in row.items()} for row in rows]
-    told = {"refused": refused, "left_out": left_out}
-    reasons = {key: [{"what": name, "why": why} for name, why in given.items()] for key, given in told.items()}
-    whole = {"rows": finite, "not_run": list(not_run), **reasons}
-    return json.dumps(whole, indent=1, allow_nan=False) + "\n"
+    omitted = {"refused": refused, "left_out": left_out}
+    reasons = {key: [{"what": name, "why": why} for name, why in of_key.items()] for key, of_key in omitted.items()}
+    document = {"rows": finite, "not_run": list(not_run), **reasons}
+    return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
 def _say(*lines: str) -> None:

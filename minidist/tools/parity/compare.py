@@ -1,7 +1,7 @@
 """Differences between a rank's tensors and those of one process, and the first that exceeds its tolerance.
 
-A comparison that accepts a wrong value would be the worst bug of this project. So whatever cannot be compared (shapes
-that do not match, non-finite numbers on either side, a tensor that only one side has) differs infinitely.
+A comparison that accepts a wrong value would be the worst bug of this project, so the difference is
+infinite if shapes do not match, if a number on either side is non-finite, or if only one side has a tensor.
 """
 
 import math
@@ -19,42 +19,43 @@ FirstWrong = tuple[tuple[int, int, int], str]
 KINDS = ("grad", "loss", "grad_norm", "param")
 
 
-def relative_difference(mine: Tensor, whole: Tensor, spec: ParamSpec) -> float:
+def relative_difference(local: Tensor, reference: Tensor, spec: ParamSpec) -> float:
     """max|a - b| / max|b|: this rank's shard `a` against the same box of the reference `b`, over b's global maximum.
 
-    mine: of the shape of the spec's only box, or all boxes concatenated in one dimension. The difference is absolute
+    local: of the shape of the spec's only box, or all boxes concatenated in one dimension. The difference is absolute
     where the reference is all zeros, and 0 where this rank has no elements of the tensor.
     """
-    fits = len(spec.boxes) == 1 and mine.shape == spec.boxes[0].shape
-    if whole.shape != spec.shape or not (fits or mine.shape == (spec.numel,)):
+    has_box_shape = len(spec.boxes) == 1 and local.shape == spec.boxes[0].shape
+    if reference.shape != spec.shape or not (has_box_shape or local.shape == (spec.numel,)):
         return math.inf
-    if not (torch.isfinite(mine).all() and torch.isfinite(whole).all()):
+    if not (torch.isfinite(local).all() and torch.isfinite(reference).all()):
         return math.inf
-    parts = [whole[box.slices].reshape(-1) for box in spec.boxes]
-    theirs = torch.cat(parts).double() if parts else whole.new_empty(0).double()
-    mine = mine.detach().reshape(-1).double()
-    if mine.shape != theirs.shape:  # a box that reaches beyond the tensor was cut to it
+    parts = [reference[box.slices].reshape(-1) for box in spec.boxes]
+    expected = torch.cat(parts).double() if parts else reference.new_empty(0).double()
+    local = local.detach().reshape(-1).double()
+    if local.shape != expected.shape:  # a box that reaches beyond the tensor was cut to it
         return math.inf
-    if not mine.numel():
+    if not local.numel():
         return 0.0
-    return ((mine - theirs).abs().max() / (whole.abs().max().double() or 1.0)).item()
+    return ((local - expected).abs().max() / (reference.abs().max().double() or 1.0)).item()
 
 
-def relative_scalar_difference(mine: float | None, whole: float) -> float:
+def relative_scalar_difference(local: float | None, reference: float) -> float:
     """|a - b| / |b| of two numbers; infinite if one is None or non-finite."""
-    if mine is None or not (math.isfinite(mine) and math.isfinite(whole)):
+    if local is None or not (math.isfinite(local) and math.isfinite(reference)):
         return math.inf
-    return abs(mine - whole) / (abs(whole) or 1.0)
+    return abs(local - reference) / (abs(reference) or 1.0)
 
 
 @dataclass
 class Comparison:
-    """The largest difference of each kind on one rank, and the first that exceeds its tolerance.
+    """Collects the differences between one rank and the reference, and finds the first that exceeds its tolerance.
 
-    tolerance: of the kinds that are judged; the others are only reported.
+    tolerance: of each kind of value (KINDS); differences of kinds without one are only reported.
+    largest: the largest difference of each kind.
     worst: (difference / tolerance, name) of the tensor where that ratio is largest.
     first: the first difference beyond its tolerance: (step, kind, order) and text, "step 0 grad model.norm.weight".
-    on_first: called as soon as `first` is known, since a wrong run may not reach its end.
+    on_first: called as soon as `first` is known, since a run that differs may not reach its end.
     """
 
     tolerance: Mapping[str, float]
@@ -65,46 +66,50 @@ class Comparison:
     _seen: int = 0
 
     def add_difference(self, kind: str, step: int, name: str | None, diff: float) -> None:
-        """Add one difference; `name` is a tensor's, None for a number."""
+        """Add a relative difference of this kind (one of KINDS) in a step; name: of the tensor, None for a scalar."""
         self._seen += 1
         diff = math.inf if math.isnan(diff) else diff  # max() would ignore a NaN
         self.largest[kind] = max(self.largest[kind], diff)
         if kind not in self.tolerance:
             return
-        part = diff / self.tolerance[kind]
-        if name is not None and part > self.worst[0]:
-            self.worst = (part, name)
-        if part > 1:
-            self._wrong(step, kind, f"step {step} {kind} {name or ''}".rstrip())
+        ratio = diff / self.tolerance[kind]
+        if name is not None and ratio > self.worst[0]:
+            self.worst = (ratio, name)
+        if ratio > 1:
+            self._record_first(step, kind, f"step {step} {kind} {name or ''}".rstrip())
 
     def compare_tensor(
-        self, kind: str, step: int, name: str, mine: Tensor | None, whole: Tensor | None, spec: ParamSpec
+        self, kind: str, step: int, name: str, local: Tensor | None, reference: Tensor | None, spec: ParamSpec
     ) -> None:
-        """Compare a tensor; either side may be None (a parameter that was not used)."""
-        if mine is not None and whole is not None:
-            self.add_difference(kind, step, name, relative_difference(mine, whole, spec))
+        """Compare this rank's shard with the full reference tensor, and add their `relative_difference`.
+
+        kind: one of KINDS. local, reference: None for the gradient of an unused parameter. If both are None, the
+        difference is 0; if only one is, it is infinite.
+        """
+        if local is not None and reference is not None:
+            self.add_difference(kind, step, name, relative_difference(local, reference, spec))
         else:
-            self.add_difference(kind, step, name, 0.0 if mine is whole else math.inf)
+            self.add_difference(kind, step, name, 0.0 if local is reference else math.inf)
 
     def record_failure(self, step: int, kind: str, what: str) -> None:
-        """Record something wrong that has no numerical difference."""
+        """Record a failure without a numerical difference, described by `what` (an infinite difference of its kind)."""
         self.largest[kind] = math.inf
-        self._wrong(step, kind, f"step {step} {what}")
+        self._record_first(step, kind, f"step {step} {what}")
 
-    def _wrong(self, step: int, kind: str, what: str) -> None:
-        place = (step, KINDS.index(kind), self._seen)
-        if self.first is None or place < self.first[0]:
-            self.first = (place, what)
+    def _record_first(self, step: int, kind: str, what: str) -> None:
+        order = (step, KINDS.index(kind), self._seen)
+        if self.first is None or order < self.first[0]:
+            self.first = (order, what)
             self.on_first(self.first)
 
-    def compare_number(self, kind: str, step: int, mine: float | None, whole: float) -> None:
-        """Compare a number that every rank has."""
-        self.add_difference(kind, step, None, relative_scalar_difference(mine, whole))
+    def compare_scalar(self, kind: str, step: int, local: float | None, reference: float) -> None:
+        """Compare a scalar, such as the loss, with that of the reference (`relative_scalar_difference`)."""
+        self.add_difference(kind, step, None, relative_scalar_difference(local, reference))
 
 
 def has_uncovered_elements(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
-    """Whether some element of a tensor is in none of the boxes of all ranks."""
-    held = torch.zeros(shape, dtype=torch.bool)
+    """Return whether some element of a tensor is in none of these boxes (those of all ranks)."""
+    covered = torch.zeros(shape, dtype=torch.bool)
     for box in boxes:
-        held[box.slices] = True
-    return not held.all()
+        covered[box.slices] = True
+    return not covered.all()

@@ -26,17 +26,21 @@ class CaseFamily:
 
     @property
     def choices(self) -> dict[str, Sequence[Any]]:
+        """The possible values of every feature and switch; a feature has one."""
         return {**{name: (value,) for name, value in self.fixed.items()}, **self.switches}
 
 
 def value_pairs(choices: Switches, apart: Sequence[frozenset[str]] = ()) -> set[Pair]:
-    """Every pair of values of two different switches, except for the pairs of switches in `apart`."""
+    """Return every pair of values of two different switches.
+
+    choices: the values of each switch, by name. apart: pairs of switch names that are left out.
+    """
     names = [pair for pair in combinations(choices, 2) if frozenset(pair) not in apart]
     return {((a, x), (b, y)) for a, b in names for x in choices[a] for y in choices[b]}
 
 
-def pairs_in_case(case: Mapping[str, Any], apart: Sequence[frozenset[str]] = ()) -> set[Pair]:
-    """The pairs of values in one case."""
+def value_pairs_in_case(case: Mapping[str, Any], apart: Sequence[frozenset[str]] = ()) -> set[Pair]:
+    """Return the pairs of values in one case, given its value of each switch. apart: as in `value_pairs`."""
     return value_pairs({name: (value,) for name, value in case.items()}, apart)
 
 
@@ -50,31 +54,31 @@ def pairwise_cover(
     """
     draw = random.Random(seed)
     choices = [family.choices for family in families]
-    missing: set[Pair] = set().union(*(value_pairs(each, apart) for each in choices))
+    missing: set[Pair] = set().union(*(value_pairs(family, apart) for family in choices))
     cases = []
     while missing:
         grown = (_grow(choices, missing, draw) for _ in range(candidates))
-        best = max(grown, key=lambda case: len(pairs_in_case(case) & missing))
+        best = max(grown, key=lambda case: len(value_pairs_in_case(case) & missing))
         cases.append(best)
-        missing -= pairs_in_case(best)
+        missing -= value_pairs_in_case(best)
     return cases
 
 
 def _grow(choices: Sequence[Switches], missing: set[Pair], draw: random.Random) -> dict[str, Any]:
-    begun = dict(draw.choice(sorted(missing, key=repr)))
-    able = [each for each in choices if all(value in each.get(name, ()) for name, value in begun.items())]
-    mine = draw.choice(able) if len(able) > 1 else able[0]
-    order = list(mine)
-    chosen = begun | {name: values[0] for name, values in mine.items() if len(values) == 1}
+    pair = dict(draw.choice(sorted(missing, key=repr)))
+    able = [family for family in choices if all(value in family.get(name, ()) for name, value in pair.items())]
+    family = draw.choice(able) if len(able) > 1 else able[0]
+    order = list(family)
+    chosen = pair | {name: values[0] for name, values in family.items() if len(values) == 1}
     rest = [name for name in order if name not in chosen]
     draw.shuffle(rest)
     for name in rest:
-        values = list(mine[name])
+        values = list(family[name])
         draw.shuffle(values)  # so that equal gains do not always end in the first value
 
         def gain(value: Any, name: str = name) -> int:
-            with_it = [((name, value), other) for other in chosen.items()]
-            return sum(pair in missing or pair[::-1] in missing for pair in with_it)
+            new_pairs = [((name, value), other) for other in chosen.items()]
+            return sum(pair in missing or pair[::-1] in missing for pair in new_pairs)
 
         chosen[name] = max(values, key=gain)
     return {name: chosen[name] for name in order}

@@ -9,9 +9,10 @@ from minidist.parallel.pipeline.schedules import KINDS
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh with the pipeline schedule, sequence parallelism over tp, and context-parallel attention over cp.
+    """A mesh and the variants of its axes: pipeline schedule, sequence parallelism, context-parallel attention.
 
-    The option of an axis of size 1 is None.
+    pp, dp, cp, tp: the size of each axis; schedule: over pp; sequence: whether tp has sequence parallelism; context:
+    "ring" or "ulysses" attention over cp. The variant of an axis of size 1 is None.
     """
 
     pp: int = 1
@@ -24,28 +25,29 @@ class Layout:
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh of the layout."""
         return Mesh(**{axis: getattr(self, axis) for axis in AXES})
 
     @property
     def chunks(self) -> int:
-        """Model chunks per pipeline stage."""
+        """The number of model chunks per pipeline stage."""
         return 2 if self.schedule in ("interleaved", "zb-v") else 1
 
     def __str__(self) -> str:
         axes = [f"{axis}={size}" for axis, size in self.mesh.sizes.items() if size > 1] or ["dp=1"]
-        how = [self.schedule, "sequence" if self.sequence else None, self.context]
-        return " ".join(axes + [word for word in how if word])
+        options = [self.schedule, "sequence" if self.sequence else None, self.context]
+        return " ".join(axes + [word for word in options if word])
 
 
 def list_layouts(world: int) -> list[Layout]:
     """Every factorisation of `world` over the axes with every option of its axes; pure data parallelism first."""
-    found = []
+    layouts = []
     for pp, cp, tp in product(range(1, world + 1), repeat=3):
         if world % (pp * cp * tp):
             continue
-        ways = product(KINDS if pp > 1 else [None], (False, True) if tp > 1 else [None], _contexts(cp))
-        found += [Layout(pp, world // (pp * cp * tp), cp, tp, *how) for how in ways]
-    return found
+        options = product(KINDS if pp > 1 else [None], (False, True) if tp > 1 else [None], _contexts(cp))
+        layouts += [Layout(pp, world // (pp * cp * tp), cp, tp, *values) for values in options]
+    return layouts
 
 
 def _contexts(cp: int) -> tuple[str | None, ...]:

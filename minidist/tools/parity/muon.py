@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class ReferenceMuon(torch.optim.Optimizer):
-    """Muon by its definition: the singular values of a matrix' momentum go through a polynomial, and it is the update.
+    """Muon by its definition: the update is the momentum matrix with a polynomial applied to its singular values.
 
     Five times `3.4445 x - 4.7750 x^3 + 2.0315 x^5`, of values divided by the norm (Jordan et al. 2024); scaled by
-    `0.2 sqrt(max(rows, columns))` (arXiv 2502.16982, section 2.2). The trainer has a matrix iteration in place of the
-    decomposition.
+    `0.2 sqrt(max(rows, columns))` (arXiv 2502.16982, section 2.2). The trainer iterates on
+    the matrix instead of decomposing it.
     """
 
     def __init__(self, matrices: Sequence[Tensor], momentum: float, weight_decay: float):
@@ -19,7 +19,7 @@ class ReferenceMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every matrix."""
+        """Update every matrix with its gradient."""
         (group,) = self.param_groups
         beta, lr = group["momentum"], group["lr"]
         for matrix in group["params"]:
@@ -34,19 +34,22 @@ class ReferenceMuon(torch.optim.Optimizer):
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers, each for its own parameters, as one."""
+    """Several optimizers, each for its own parameters, with the interface of one."""
 
-    def __init__(self, *each: torch.optim.Optimizer):
-        self.each = each
+    def __init__(self, *optimizers: torch.optim.Optimizer):
+        self.optimizers = optimizers
 
     @property
     def param_groups(self) -> list[dict]:
-        return [group for one in self.each for group in one.param_groups]
+        """The parameter groups of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for one in self.each:
-            one.zero_grad(set_to_none)
+        """Reset the gradients of all optimizers' parameters: to None, or to zeros if not `set_to_none`."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
 
     def step(self) -> None:
-        for one in self.each:
-            one.step()
+        """Update the parameters of all optimizers, in their order."""
+        for optimizer in self.optimizers:
+            optimizer.step()

@@ -15,20 +15,21 @@ def parse_case_name(name: str, ranks: int) -> Case:
 
     Raises UserError, which names the wrong word, if no case of `--full` has this name.
     """
-    layout = _layout(name, ranks)
+    layout = _parse_layout(name, ranks)
     plain = make_case(layout, {switch: values[0] for switch, values in SWITCHES.items()})
-    meaning = _meaning(plain)
+    meaning = _switch_values_by_word(plain)
     chosen = {}
     for word in name.removeprefix(str(layout)).split():
         if word not in meaning:
             near = difflib.get_close_matches(word, meaning, 1)
             raise UserError(
-                f"{word!r} is no word of a row on {layout}" + (f"; {near[0]!r} is one." if near else _known(meaning))
+                f"{word!r} is not a word of a row on {layout}"
+                + (f"; did you mean {near[0]!r}?" if near else f"; its words are {', '.join(meaning)}.")
             )
         chosen |= meaning[word]
     case = dataclasses.replace(plain, **chosen)
     if case.name != name:
-        raise UserError(f"a row says its words in one order, each once: this one is named {case.name!r}.")
+        raise UserError(f"a row has its words in one order, each once: this one is named {case.name!r}.")
     for switch, possible in possible_switches(layout).items():
         if (value := getattr(case, switch)) not in possible:
             values = ", ".join(map(str, possible))
@@ -37,7 +38,7 @@ def parse_case_name(name: str, ranks: int) -> Case:
     return case
 
 
-def _layout(name: str, ranks: int) -> Layout:
+def _parse_layout(name: str, ranks: int) -> Layout:
     """The layout whose text the name begins with; the longest of several."""
     known = list_layouts(ranks)
     able = [layout for layout in [Layout(), *known] if name.startswith(f"{layout} ")]
@@ -46,16 +47,12 @@ def _layout(name: str, ranks: int) -> Layout:
     return max(able, key=lambda layout: len(str(layout)))
 
 
-def _meaning(plain: Case) -> dict[str, dict]:
+def _switch_values_by_word(plain: Case) -> dict[str, dict]:
     """The switch value that each word of a name means, found by changing one switch of the default case at a time."""
-    said: dict[str, dict] = {word: {} for word in plain.name.removeprefix(str(plain.mesh_layout)).split()}
+    by_word: dict[str, dict] = {word: {} for word in plain.name.removeprefix(str(plain.mesh_layout)).split()}
     for switch, values in SWITCHES.items():
         for value in values[1:]:
             case = dataclasses.replace(plain, **{switch: value})
             (word,) = set(case.name.split()) - set(plain.name.split())
-            said[word] = {switch: value}
-    return said
-
-
-def _known(meaning: dict[str, dict]) -> str:
-    return f"; its words are {', '.join(meaning)}."
+            by_word[word] = {switch: value}
+    return by_word

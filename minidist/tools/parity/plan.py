@@ -9,7 +9,7 @@ from typing import Any
 
 from minidist.errors import UserError
 from minidist.tools.parity.cases import HALF, SWITCHES, Case
-from minidist.tools.parity.cover import CaseFamily, Switches, pairs_in_case, pairwise_cover, value_pairs
+from minidist.tools.parity.cover import CaseFamily, Switches, pairwise_cover, value_pairs, value_pairs_in_case
 from minidist.tools.parity.layouts import Layout, list_layouts
 from minidist.validation import validate
 
@@ -19,9 +19,11 @@ _APART = tuple(frozenset(names) for names in (("mesh", "schedule"), ("mesh", "st
 
 @dataclass(frozen=True)
 class PlanPart:
-    """A group of layouts whose cases together have every possible pair of values.
+    """Some of the layouts, and a selection of cases that covers every possible pair of switch values on them.
 
-    refused: combinations that cannot run, with the reason.
+    A switch is an option of a case, such as the optimizer (SWITCHES).
+    families: the possible switch values of the layouts; cases: the selected cases, which are run; refused: the reason
+    why a combination of layout and switch value cannot run, by the combination's description.
     """
 
     title: str
@@ -32,26 +34,26 @@ class PlanPart:
 
     @property
     def product(self) -> int:
-        """The number of all combinations."""
+        """The number of all combinations of layouts and switch values, of which `cases` are a selection."""
         return sum(math.prod(map(len, family.switches.values())) for family in self.families)
 
     def coverage(self, cases: Iterable[Case]) -> tuple[int, int]:
-        """(pairs of values that occur in these cases, all pairs)."""
-        wanted = set().union(*(value_pairs(family.choices, _APART) for family in self.families))
-        mine = self.select(cases)
-        if len(mine) == self.product:  # every combination, so every pair
-            return len(wanted), len(wanted)
-        met = set().union(*(pairs_in_case(_choice(case)) for case in mine))
-        return len(wanted & met), len(wanted)
+        """Count pairs of switch values: (those that occur in these cases, all possible ones)."""
+        pairs = set().union(*(value_pairs(family.choices, _APART) for family in self.families))
+        selected = self.select(cases)
+        if len(selected) == self.product:  # every combination, so every pair
+            return len(pairs), len(pairs)
+        covered = set().union(*(value_pairs_in_case(_choice(case)) for case in selected))
+        return len(pairs & covered), len(pairs)
 
     def select(self, cases: Iterable[Case]) -> list[Case]:
-        """The cases that belong to this part, whether they are in its cover or not."""
+        """Return those of the given cases whose layout belongs to this part, whether or not they are in the plan."""
         return [case for case in cases if case.mesh_layout in self.layouts]
 
 
 @cache
 def plan_cases(ranks: int, full: bool = False) -> tuple[PlanPart, ...]:
-    """The plan in three parts: one rank, pure data parallelism, and all other layouts of N ranks.
+    """Plan the cases of `ranks` ranks in three parts: one rank, pure data parallelism, and all other layouts.
 
     Data parallelism, on which the others build, has a cover of its own. With `full` every combination is a case.
     """
@@ -69,32 +71,32 @@ def list_cases(parts: Iterable[PlanPart]) -> list[Case]:
     return [case for part in parts for case in part.cases]
 
 
-def _part(title: str, ranks: int, among: Sequence[Layout], full: bool) -> PlanPart:
+def _part(title: str, ranks: int, layouts: Sequence[Layout], full: bool) -> PlanPart:
     refused: dict[str, str] = {}
-    families, layout_of = [], {}
-    for layout in among:
+    families, layout_by_features = [], {}
+    for layout in layouts:
         switches = possible_switches(layout)
         why = {value: _refusal(layout, value) for value in switches["micro_batches"]}
         refused |= {f"{layout} micro-batches={value}": text for value, text in why.items() if text is not None}
         switches["micro_batches"] = tuple(value for value, text in why.items() if text is None)
         if switches["micro_batches"]:
-            features = _features(layout) if len(among) > 1 else {}
-            layout_of[tuple(features.values())] = layout
-            families += [CaseFamily({**switches, **formats}, features) for formats in _formats(switches)]
+            features = _features(layout) if len(layouts) > 1 else {}
+            layout_by_features[tuple(features.values())] = layout
+            families += [CaseFamily({**switches, **by_dtype}, features) for by_dtype in _gradients_by_dtype(switches)]
     if full:
         chosen = [choice for family in families for choice in _product(family)]
     else:
         chosen = pairwise_cover(families, ranks, apart=_APART)
     cases = []
     for choice in chosen:
-        layout = layout_of[tuple(choice[name] for name in families[0].fixed)]
+        layout = layout_by_features[tuple(choice[name] for name in families[0].fixed)]
         cases.append(make_case(layout, {name: choice[name] for name in SWITCHES}))
-    place = {layout: number for number, layout in enumerate(layout_of.values())}
-    cases.sort(key=lambda case: place[case.mesh_layout])  # one mesh after the other
-    return PlanPart(title, frozenset(among), tuple(families), tuple(cases), refused)
+    position = {layout: number for number, layout in enumerate(layout_by_features.values())}
+    cases.sort(key=lambda case: position[case.mesh_layout])  # mesh by mesh
+    return PlanPart(title, frozenset(layouts), tuple(families), tuple(cases), refused)
 
 
-def _formats(switches: Switches) -> list[Switches]:
+def _gradients_by_dtype(switches: Switches) -> list[Switches]:
     """Full-precision dtypes with every gradient reduction; 16-bit dtypes only with those that can keep masters."""
     full = {"dtype": tuple(dtype for dtype in switches["dtype"] if dtype not in HALF)}
     half = {"dtype": HALF, "gradients": tuple(kind for kind in switches["gradients"] if kind != "naive")}
@@ -136,18 +138,20 @@ def _refusal(layout: Layout, micro_batches: int) -> str | None:
 
 
 def possible_switches(layout: Layout) -> dict[str, tuple[Any, ...]]:
-    """The switch values that make a difference in a layout: one rank cannot start
-    different from others, one replica has no shares."""
-    alone: dict[str, tuple[Any, ...]] = {}
+    """Return the values of each switch, by name, that make a difference in a layout.
+
+    A single rank cannot start with parameters different from others; a single replica has no batch shares.
+    """
+    restricted: dict[str, tuple[Any, ...]] = {}
     if layout.mesh.world_size == 1:
-        alone["start"] = ("equal",)
+        restricted["start"] = ("equal",)
     if layout.dp == 1:
-        alone["shares"] = ("equal",)
-    alone["gradients"] = tuple(kind for kind in SWITCHES["gradients"] if _shares(layout, kind))
-    return {**SWITCHES, **alone}
+        restricted["shares"] = ("equal",)
+    restricted["gradients"] = tuple(kind for kind in SWITCHES["gradients"] if _is_distinct(layout, kind))
+    return {**SWITCHES, **restricted}
 
 
-def _shares(layout: Layout, gradients: str) -> bool:
+def _is_distinct(layout: Layout, gradients: str) -> bool:
     """Whether this gradient reduction differs from the others in a layout: sharding needs several ranks,
     hybrid sharding more than two."""
     if gradients.endswith("hybrid"):

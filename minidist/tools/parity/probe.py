@@ -13,16 +13,16 @@ RARE_EVERY, RARE_AT = 40, 35
 
 
 class ProbeModel(Transformer):
-    """A transformer and three more parameters, and a buffer.
+    """A transformer with three more parameters and a buffer.
 
-    All sizes of the transformer divide by the number of ranks. Three of these do not: one element more than a hidden
-    state has, so that the rows that ZeRO cuts into shards end in padding.
+    All sizes of the transformer are multiples of the number of ranks. `rare`, `frozen` and `offset` are not: they have
+    one element more than a hidden state, so that ZeRO's flat parameters end in padding.
 
-    rare: used by one sample in forty: by one rank, in one micro-batch, in some steps by none, and not in the first. It
-        lies among the parameters of the last layer: those of the layers before it come while it is still awaited.
-    never: used by none; its gradient stays None and the optimizer leaves it alone.
-    frozen: used, but takes no gradient.
-    offset: a buffer, whose values every rank must have from the first one.
+    rare: used by one sample in forty, so in a step by one micro-batch of one rank, or by none, as in the first step. It
+        belongs to the last layer, so gradients of earlier layers are ready while its own is still awaited.
+    never: unused; its gradient stays None and the optimizer does not update it.
+    frozen: used, but does not require a gradient.
+    offset: a buffer that is broadcast from the first rank.
     """
 
     def __init__(self, config: ModelConfig):
@@ -33,13 +33,13 @@ class ProbeModel(Transformer):
         self.frozen = nn.Parameter(torch.ones(size), requires_grad=False)
         self.register_buffer("offset", torch.ones(size))
 
-    def forward(self, tokens: Tensor, labels: Tensor, *, address: DropoutAddress, **how) -> Tensor | tuple:
-        """The transformer's loss sum and count, plus a term of each counted token of the rare samples.
+    def forward(self, tokens: Tensor, labels: Tensor, *, address: DropoutAddress, **options) -> Tensor | tuple:
+        """The transformer's loss sum and token count; each counted token of the rare samples adds a term to the sum.
 
-        The term is a function of parameters that every layout has where the loss is, and of nothing that it cuts.
+        The term depends only on parameters that every layout has, unsharded, on the ranks that compute the loss.
         """
-        out = super().forward(tokens, labels, address=address, **how)
-        if isinstance(out, Tensor):  # not the end of the model
+        out = super().forward(tokens, labels, address=address, **options)
+        if isinstance(out, Tensor):  # not the last pipeline stage
             return out
         loss_sum, count = out
         chosen = address.samples % RARE_EVERY == RARE_AT

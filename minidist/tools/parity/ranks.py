@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 import pickle
 import shutil
 import tempfile
@@ -21,11 +20,12 @@ from minidist.comm import Groups, World, bind, bind_all_gather_object
 from minidist.fault import checkpoint
 from minidist.parallelize import group_specs, parallelize
 from minidist.parameters import Box, named_parameters
+from minidist.tools.output_files import write_atomically
 from minidist.tools.parity import reference
 from minidist.tools.parity.cases import CLIPPED_STEP, GLOBAL_BATCH, RESUME_AFTER, SEED, STEPS, Case
 from minidist.tools.parity.compare import Comparison, FirstWrong
 from minidist.tools.parity.muon import CombinedOptimizer, ReferenceMuon
-from minidist.train.checkpoint_state import pieces, prepare
+from minidist.train.checkpoint_state import checkpoint_shards, create_optimizer_states
 from minidist.train.engine import Engine
 
 
@@ -33,9 +33,9 @@ from minidist.train.engine import Engine
 class RankReport:
     """The result of one case on one rank.
 
-    largest, worst, first: as in `Comparison`. shapes: of every tensor of the reference; boxes: this rank's boxes of
-    each. digests: of this rank's parameters and buffers at the end. scalars: loss and gradient norm that each step
-    returned. clipped_steps: of the reference.
+    largest, worst, first: as in `Comparison`. shapes: of every parameter and buffer of the reference; boxes: of this
+    rank's shard of each. digests: hashes of this rank's parameters and buffers at the end. scalars: (loss, gradient
+    norm) that each step returned. clipped_steps: the number of steps that the reference clipped.
     """
 
     largest: dict[str, float]
@@ -63,8 +63,8 @@ def reference_file(folder: str, number: int) -> str:
     return f"{folder}/reference-{number}.safetensors"
 
 
-def run_references(world: World, cases: Sequence[Case], folder: str) -> None:
-    """Train the references, distributed over independent processes."""
+def train_references(world: World, cases: Sequence[Case], folder: str) -> None:
+    """Train the references, distributed over the processes of `world`, and write the results of each to `folder`."""
     for number in range(world.rank, len(cases), world.size):
         write_reference(cases[number], reference_file(folder, number))
 
@@ -91,13 +91,13 @@ def write_reference(case: Case, file: str) -> None:
     tensors: dict[str, Tensor] = {}
     scalars: list[tuple[float | None, float, int]] = []
 
-    def look(step: int, loss: float | None, norm: float, tokens: int, grads: dict[str, Tensor | None]) -> None:
+    def record_step(step: int, loss: float | None, norm: float, tokens: int, grads: dict[str, Tensor | None]) -> None:
         scalars.append((loss, norm, tokens))
         tensors.update({f"{step}/{name}": grad for name, grad in grads.items() if grad is not None})
 
     lrs = [case.lr(step) for step in range(STEPS)]
     clip_norm = _between_norms(case, batches) if case.clip else math.inf
-    reference.train_reference(model, batches, optimizer, lrs, clip_norm, SEED, look)
+    reference.train_reference(model, batches, optimizer, lrs, clip_norm, SEED, record_step)
     tensors.update({f"end/{name}": tensor.detach() for name, tensor in model.named_parameters()})
     tensors.update({f"end/{name}": tensor for name, tensor in model.named_buffers()})
     save_file(tensors, file, {"scalars": json.dumps(scalars), "clip_norm": json.dumps(clip_norm)})
@@ -124,35 +124,39 @@ def read_reference(file: str) -> tuple[list[tuple[float | None, float, int]], di
 
 
 def run_cases(world: World, cases: Sequence[tuple[int, Case, int]], folder: str) -> None:
-    """Run each case (number, case, number of its reference) on these ranks and write its report."""
+    """Run cases on these ranks, one after the other, and write this rank's report of each.
+
+    cases: (number, case, number of its reference). folder: that of the references and the reports.
+    """
     groups: Groups | None = None
-    for number, case, of in cases:
-        mesh, wanted = case.mesh_layout.mesh, group_specs(case.mesh_layout.mesh, case.config())
-        if groups is None or (groups.mesh, groups.uses) != (mesh, tuple(wanted)):
+    for number, case, reference_number in cases:
+        mesh, specs = case.mesh_layout.mesh, group_specs(case.mesh_layout.mesh, case.config())
+        if groups is None or (groups.mesh, groups.specs) != (mesh, tuple(specs)):
             if groups is not None:
                 groups.destroy()
-            groups = bind(world, mesh, wanted)
-        found = partial(_write_pickle, first_wrong_file(folder, number, world.rank))
-        record = run_case(groups, case, reference_file(folder, of), found)
-        _write_pickle(report_file(folder, number, world.rank), record)
+            groups = bind(world, mesh, specs)
+        on_first = partial(_write_pickle, first_wrong_file(folder, number, world.rank))
+        report = run_case(groups, case, reference_file(folder, reference_number), on_first)
+        _write_pickle(report_file(folder, number, world.rank), report)
 
 
 def _write_pickle(file: Path, what: object) -> None:
-    """Write a file atomically."""
-    aside = file.with_suffix(".partial")
-    aside.write_bytes(pickle.dumps(what))
-    os.replace(aside, file)
+    write_atomically(file, pickle.dumps(what))
 
 
-def run_case(groups: Groups, case: Case, file: str, found: Callable[[FirstWrong], None]) -> RankReport:
-    """Train a case and compare every gradient, loss and norm, and finally every parameter, of this rank."""
-    scalars, wanted, clip_norm = read_reference(file)
-    seen, loader, scalars_seen = Comparison(case.tolerance, on_first=found), case.make_loader(), []
-    engine = _engine(groups, case, clip_norm)
+def run_case(groups: Groups, case: Case, file: str, on_first: Callable[[FirstWrong], None]) -> RankReport:
+    """Train a case and compare every gradient, loss and norm, and finally every parameter, of this rank.
+
+    file: the `reference_file` of its reference. on_first: called with the first difference beyond its tolerance as
+    soon as it is found.
+    """
+    scalars, expected, clip_norm = read_reference(file)
+    comparison, loader, scalars_seen = Comparison(case.tolerance, on_first=on_first), case.make_loader(), []
+    engine = _make_engine(groups, case, clip_norm)
     rank, mesh = groups.world.rank, groups.mesh
     for step in range(STEPS):
         if case.resume and step == RESUME_AFTER:
-            engine = _resumed(engine, groups, case, clip_norm, step)
+            engine = _resume_engine(engine, groups, case, clip_norm, step)
         batches = loader.micro_batches(
             step * GLOBAL_BATCH,
             GLOBAL_BATCH,
@@ -162,54 +166,56 @@ def run_case(groups: Groups, case: Case, file: str, found: Callable[[FirstWrong]
             case.batch_shares(),
         )
         batches = [case.adjust_labels(step, batch) for batch in batches]
-        looks = []
+        calls = []
 
-        def compare_gradients(step=step, engine=engine, looks=looks):
-            looks.append(step)
+        def compare_gradients(step=step, engine=engine, calls=calls):
+            calls.append(step)
             for name, grad in engine.reducer.gradients().items():
-                seen.compare_tensor(
-                    "grad", step, name, grad, wanted.get(f"{step}/{name}"), engine.reducer.master_specs[name]
+                comparison.compare_tensor(
+                    "grad", step, name, grad, expected.get(f"{step}/{name}"), engine.reducer.master_specs[name]
                 )
             for name, parameter in engine.parameters.items():
                 if not parameter.requires_grad:
-                    seen.compare_tensor("grad", step, name, parameter.grad, None, engine.specs[name])
+                    comparison.compare_tensor("grad", step, name, parameter.grad, None, engine.specs[name])
 
         result = engine.step(step, batches, case.lr(step), inspect=compare_gradients)
-        if len(looks) != 1:
-            seen.record_failure(step, "grad", f"gradients were shown {len(looks)} times, not once")
+        if len(calls) != 1:
+            comparison.record_failure(step, "grad", f"inspect was called {len(calls)} times, not once")
         scalars_seen.append((result.loss, result.grad_norm))
         loss, norm, tokens = scalars[step]
-        if result.tokens != tokens:
-            seen.record_failure(step, "loss", f"tokens: {result.tokens:g} counted, there are {tokens}")
+        if result.num_tokens != tokens:
+            comparison.record_failure(step, "loss", f"token count {result.num_tokens:g}, expected {tokens}")
         if tokens == 0:
-            if result.loss is not None or result.applied or result.grad_norm != 0:
-                seen.record_failure(step, "loss", "has no token that counts, and was taken all the same")
+            if result.loss is not None or result.update_successful or result.grad_norm != 0:
+                comparison.record_failure(step, "loss", "without counted tokens, and the update was applied")
         else:
-            seen.compare_number("loss", step, result.loss, loss)
-            seen.compare_number("grad_norm", step, result.grad_norm, norm)
-    return _end(seen, engine, wanted, scalars_seen, sum(norm > clip_norm for _, norm, _ in scalars))
+            comparison.compare_scalar("loss", step, result.loss, loss)
+            comparison.compare_scalar("grad_norm", step, result.grad_norm, norm)
+    return _make_report(comparison, engine, expected, scalars_seen, sum(norm > clip_norm for _, norm, _ in scalars))
 
 
-def _end(
-    seen: Comparison, engine: Engine, wanted: dict[str, Tensor], scalars_seen: list, clipped_steps: int
+def _make_report(
+    comparison: Comparison, engine: Engine, expected: dict[str, Tensor], scalars_seen: list, clipped_steps: int
 ) -> RankReport:
     """Compare parameters and buffers at the end of training, and make the report."""
     tensors = engine.reducer.checkpoint_tensors()
     for name, spec in engine.reducer.master_specs.items():
-        seen.compare_tensor("param", STEPS, name, tensors[name], wanted[f"end/{name}"], spec)
+        comparison.compare_tensor("param", STEPS, name, tensors[name], expected[f"end/{name}"], spec)
     parameters = named_parameters(engine.model)
     if engine.reducer.gatherer is not None:
         engine.reducer.gatherer.gather_all()
     for name, parameter in parameters.items():
-        seen.compare_tensor("param", STEPS, name, parameter, wanted[f"end/{name}"], engine.specs[name])
+        comparison.compare_tensor("param", STEPS, name, parameter, expected[f"end/{name}"], engine.specs[name])
     buffers = dict(engine.model.named_buffers())
     for name, buffer in buffers.items():
-        seen.add_difference("param", STEPS, name, 0.0 if torch.equal(buffer, wanted[f"end/{name}"]) else math.inf)
+        comparison.add_difference(
+            "param", STEPS, name, 0.0 if torch.equal(buffer, expected[f"end/{name}"]) else math.inf
+        )
     return RankReport(
-        largest=seen.largest,
-        worst=seen.worst,
-        first=seen.first,
-        shapes={name.removeprefix("end/"): tuple(t.shape) for name, t in wanted.items() if name.startswith("end/")},
+        largest=comparison.largest,
+        worst=comparison.worst,
+        first=comparison.first,
+        shapes={name.removeprefix("end/"): tuple(t.shape) for name, t in expected.items() if name.startswith("end/")},
         boxes={name: engine.specs[name].boxes for name in parameters}
         | {name: (Box.whole(tuple(buffer.shape)),) for name, buffer in buffers.items()},
         digests={name: _digest(tensor) for name, tensor in [*parameters.items(), *buffers.items()]},
@@ -223,9 +229,9 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.blake2b(memory.numpy(), digest_size=8).hexdigest()
 
 
-def _engine(groups: Groups, case: Case, clip_norm: float, fresh: int = 0) -> Engine:
+def _make_engine(groups: Groups, case: Case, clip_norm: float, seed_offset: int = 0) -> Engine:
     """The trainer's engine; ranks of a "different" start, and those of a resumed run, begin with other values."""
-    own = fresh + (groups.world.rank if case.start == "different" else 0)
+    own = seed_offset + (groups.world.rank if case.start == "different" else 0)
     model = case.make_model(SEED + own)
     with torch.no_grad():
         model.frozen.add_(own)
@@ -234,19 +240,19 @@ def _engine(groups: Groups, case: Case, clip_norm: float, fresh: int = 0) -> Eng
     return Engine(parallelize(model, groups, config), groups, config.optim, SEED)
 
 
-def _resumed(engine: Engine, groups: Groups, case: Case, clip_norm: float, step: int) -> Engine:
+def _resume_engine(engine: Engine, groups: Groups, case: Case, clip_norm: float, step: int) -> Engine:
     """Save a checkpoint and load it into a new engine that was initialised with other values."""
     control = groups["control"]
-    swap = bind_all_gather_object(control)
-    root = swap(tempfile.mkdtemp(prefix="minidist-parity-") if control.rank == 0 else None)[0]
+    all_gather = bind_all_gather_object(control)
+    root = all_gather(tempfile.mkdtemp(prefix="minidist-parity-") if control.rank == 0 else None)[0]
     try:
-        path = checkpoint.save_checkpoint(root, step, pieces(engine), {}, swap, control.rank)
-        engine = _engine(groups, case, clip_norm, fresh=1000)
-        prepare(engine, checkpoint.read_index(path))
-        checkpoint.load_checkpoint(path, pieces(engine), swap, control.rank)
+        path = checkpoint.save_checkpoint(root, step, checkpoint_shards(engine), {}, all_gather, control.rank)
+        engine = _make_engine(groups, case, clip_norm, seed_offset=1000)
+        create_optimizer_states(engine, checkpoint.read_index(path))
+        checkpoint.load_checkpoint(path, checkpoint_shards(engine), all_gather, control.rank)
         engine.reducer.after_load()
     finally:
-        swap(None)
+        all_gather(None)
         if control.rank == 0:
             shutil.rmtree(root, ignore_errors=True)
     return engine

@@ -9,7 +9,7 @@ from minidist.errors import RunError, UserError
 from minidist.tools.launch import RankServer, usable_cores
 from minidist.tools.parity.cases import STEPS, Case
 from minidist.tools.parity.compare import FirstWrong, has_uncovered_elements
-from minidist.tools.parity.ranks import RankReport, first_wrong_file, report_file, run_cases, run_references
+from minidist.tools.parity.ranks import RankReport, first_wrong_file, report_file, run_cases, train_references
 
 _POLL_S = 0.1
 
@@ -17,7 +17,7 @@ _POLL_S = 0.1
 def run(
     server: RankServer, cases: Sequence[Case], deadline_s: float | None = None
 ) -> Iterator[tuple[Case, dict | str]]:
-    """Yields each case, as it ends, with its table row, or with the reason for which it has none (its ranks failed).
+    """Yield each case, as it ends, with its table row, or with the reason why there is none (its ranks failed).
 
     deadline_s: for all cases of one world size together; generous by default. After a failure the remaining cases run
     on new ranks. Every rank has one thread, as more do not speed up so small a model.
@@ -26,7 +26,12 @@ def run(
     with tempfile.TemporaryDirectory(prefix="minidist-parity-") as folder:
         processes = min(usable_cores(), len(references))
         server.run(
-            run_references, processes, (references, folder), backend=None, deadline_s=_deadline_s(references), threads=1
+            train_references,
+            processes,
+            (references, folder),
+            backend=None,
+            deadline_s=_deadline_s(references),
+            threads=1,
         )
         for world in sorted({case.world_size for case in cases}):
             numbered = [
@@ -52,24 +57,24 @@ def _run_world(
             while not ended:
                 ended = job.poll(_POLL_S)
                 while left and (records := _records(folder, left[0][0], world)):
-                    yield left[0][1], make_row(left[0][1], records)
+                    yield left[0][1], make_table_row(left[0][1], records)
                     left = left[1:]
             job.wait()
         except (RunError, UserError) as error:
             failure = error
         finally:
-            if not job.done:
+            if not job.has_ended:
                 job.kill()
         if failure is None and left:
-            failure = RunError(f"the ranks returned, but left no record of {left[0][1].name}")
+            failure = RunError(f"the ranks returned, but left no report of {left[0][1].name}")
         if failure is not None:
             if not left:  # after the last row, no case is left to mark as not run
                 raise failure
-            yield left[0][1], _why(folder, left[0][0], world, failure)
+            yield left[0][1], _explain_failure(folder, left[0][0], world, failure)
             left = left[1:]
 
 
-def _why(folder: str, number: int, world: int, failure: Exception) -> str:
+def _explain_failure(folder: str, number: int, world: int, failure: Exception) -> str:
     """Why a case has no row: the first difference, if any was found, and how the ranks failed."""
     files = [first_wrong_file(folder, number, rank) for rank in range(world)]
     wrong = _first_of([pickle.loads(file.read_bytes()) if file.exists() else None for file in files])
@@ -84,11 +89,14 @@ def _records(folder: str, number: int, world: int) -> list[RankReport] | None:
     return [pickle.loads(file.read_bytes()) for file in files]
 
 
-def make_row(case: Case, records: Sequence[RankReport]) -> dict:
-    """One row of the table, ok if no rank found a difference and the ranks agree with each other."""
+def make_table_row(case: Case, records: Sequence[RankReport]) -> dict:
+    """Make the table row of a case from its ranks' reports.
+
+    The row is ok if no rank found a difference beyond its tolerance and the ranks agree with each other.
+    """
     largest = {kind: max(record.largest[kind] for record in records) for kind in records[0].largest}
     _, worst = max((record.worst for record in records), key=lambda pair: pair[0])
-    first_wrong = _first_of([record.first for record in records]) or _wrong_together(case, records)
+    first_wrong = _first_of([record.first for record in records]) or _find_cross_rank_fault(case, records)
     return {
         "layout": case.description,
         "dtype": case.dtype,
@@ -116,7 +124,7 @@ def _first_of(by_rank: Sequence[FirstWrong | None]) -> str | None:
     return f"{text} on rank{'s' if len(same) > 1 else ''} {', '.join(map(str, same))}"
 
 
-def _wrong_together(case: Case, records: Sequence[RankReport]) -> str | None:
+def _find_cross_rank_fault(case: Case, records: Sequence[RankReport]) -> str | None:
     """Faults that no rank can see by itself: elements that no rank has, replicas that are not bitwise equal, ranks that
     return different losses, `clip` without clipping."""
     for name, shape in records[0].shapes.items():
@@ -128,8 +136,10 @@ def _wrong_together(case: Case, records: Sequence[RankReport]) -> str | None:
                 return f"end param {name} differs between its replicas on ranks {a} and {b}"
     for rank, record in enumerate(records):
         if record.scalars != records[0].scalars:
-            step = next(at for at, pair in enumerate(record.scalars) if pair != records[0].scalars[at])
+            step = next(step for step, pair in enumerate(record.scalars) if pair != records[0].scalars[step])
             return f"step {step} loss or grad_norm differs between ranks 0 and {rank}"
     if case.clip and not 0 < records[0].clipped_steps < STEPS:
-        return f"the reference clipped in {records[0].clipped_steps} of {STEPS} steps, and this case has some of each"
+        return (
+            f"the reference clipped in {records[0].clipped_steps} of {STEPS} steps; this case needs both kinds of steps"
+        )
     return None

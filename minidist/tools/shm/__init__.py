@@ -7,8 +7,8 @@
 **Memory.** Every process makes one *arena* of 8 MiB: anonymous shared memory, which disappears with the last process
 that maps it. Its file descriptor travels over a socket, so all processes of a job can map all arenas. A group leases
 three *slots* in the arena of each of its ranks; larger tensors stream through the slots in chunks that fit the cache. A
-group that finds little free memory borrows more for each large tensor. A rank writes only to its own slots, and to the
-slices of the first rank's slots that it has reduced.
+group that finds little free memory leases temporary slots for each large tensor. A rank writes only to its own slots,
+and to the slices of the first rank's slots that it has reduced.
 
 **Synchronisation.** No flag in shared memory tells another process or thread that data is ready. Every hand-over goes
 through the kernel, whose locks order the writes before it and the reads after it, on Arm too:
@@ -19,7 +19,7 @@ through the kernel, whose locks order the writes before it and the reads after i
     a filled slot, to the other ranks of the group      `exchange`: a message to each rank, one from each (send / recv)
     a reduced slice of a slot                           the next `exchange`                       (send / recv)
     a slot that all ranks have read, to its owner       the `exchange` after the reading          (send / recv)
-    borrowed slots, to the next borrower                the `exchange` after the last reading     (send / recv)
+    temporary slots, to the next group that uses them   the `exchange` after the last reading     (send / recv)
     a chunk of a transfer, to the receiver              the message with its offset               (send / recv)
     a chunk that was read, to the sender                the receiver's answer                     (send / recv)
     a small transfer                                    is part of the message                    (send / recv)

@@ -17,70 +17,75 @@ TRANSFER_BYTES = 2 * 2**20  # the end of the arena, for transfers in flight; the
 _ALIGN = 4096
 
 
-class ArenaFull(RuntimeError):
+class ArenaFullError(RuntimeError):
     """The arena has no free block of the requested size."""
 
 
-def make_memory(size: int) -> int:
-    """Return a file descriptor of `size` zeroed bytes, visible only to processes that are given the descriptor."""
+def create_shared_memory(num_bytes: int) -> int:
+    """Create zeroed shared memory; return its file descriptor, without which no other process can map the memory."""
     if hasattr(os, "memfd_create"):
         try:
             fd = os.memfd_create("minidist-shm", os.MFD_CLOEXEC)
         except OSError:  # a sandbox may forbid it
             fd = None
         if fd is not None:
-            os.ftruncate(fd, size)
+            os.ftruncate(fd, num_bytes)
             return fd
     with tempfile.TemporaryFile() as file:  # 0600, and unlinked already
         fd = os.dup(file.fileno())
-    os.ftruncate(fd, size)
+    os.ftruncate(fd, num_bytes)
     return fd
 
 
-def map_memory(fd: int) -> Tensor:
-    """Map the memory of a file descriptor as a uint8 tensor, for as long as the tensor or a view of it lives."""
+def map_shared_memory(fd: int) -> Tensor:
+    """Map all memory of a file descriptor; return it as a uint8 tensor. It is unmapped with the tensor's last view."""
     return torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
 
 
 class Arena:
-    """An allocator over the shared memory of this process: leases for groups, buffers for transfers. Thread-safe."""
+    """An allocator over the shared memory of this process: blocks for process groups, buffers for transfers.
 
-    def __init__(self, size: int = ARENA_BYTES, transfers: int = TRANSFER_BYTES):
-        self.fd = make_memory(size)
-        self.memory = map_memory(self.fd)
-        self._leases = _FreeList(0, size - transfers)
-        self._transfers = _FreeList(size - transfers, size)
+    num_bytes: of the memory in all. transfer_bytes: how much of it, at the end, is reserved for transfers. Thread-safe.
+    fd: the file descriptor of the memory, -1 once closed. memory: all of it, (num_bytes,) uint8.
+    """
+
+    def __init__(self, num_bytes: int = ARENA_BYTES, transfer_bytes: int = TRANSFER_BYTES):
+        self.fd = create_shared_memory(num_bytes)
+        self.memory = map_shared_memory(self.fd)
+        self._leases = _FreeList(0, num_bytes - transfer_bytes)
+        self._transfers = _FreeList(num_bytes - transfer_bytes, num_bytes)
         self._freed = threading.Condition()
 
-    def lease(self, size: int) -> int:
-        """Reserve `size` bytes for a group; return their offset. Raises ArenaFull."""
+    def lease_block(self, num_bytes: int) -> int:
+        """Reserve a block for a process group; return its offset in bytes. Raises ArenaFullError."""
         with self._freed:
-            return self._leases.take(size)
+            return self._leases.take(num_bytes)
 
-    def largest_free_block(self) -> int:
-        """Return the size of the largest block that can be leased now."""
+    def largest_free_block_bytes(self) -> int:
+        """Return the size in bytes of the largest block that can be leased now."""
         with self._freed:
             return self._leases.largest()
 
-    def release(self, offset: int, size: int) -> None:
-        """Free the block of a lease."""
+    def release_block(self, offset: int, num_bytes: int) -> None:
+        """Free a block that `lease_block` has reserved."""
         with self._freed:
-            self._leases.give(offset, size)
+            self._leases.give(offset, num_bytes)
 
-    def allocate_transfer(self, size: int) -> int:
-        """Reserve `size` bytes for a transfer; return their offset. Waits until they are free.
+    def allocate_transfer_buffer(self, num_bytes: int) -> int:
+        """Reserve a buffer for a transfer; return its offset in bytes. Blocks until so much memory is free.
 
-        Only a transfer whose receiver has answered may reserve memory, so every reservation is freed again.
+        Call it only once the receiver has answered: then every transfer ends and frees its buffer, and no call blocks
+        forever.
         """
         with self._freed:
-            while self._transfers.largest() < size:
+            while self._transfers.largest() < num_bytes:
                 self._freed.wait()
-            return self._transfers.take(size)
+            return self._transfers.take(num_bytes)
 
-    def free_transfer(self, offset: int, size: int) -> None:
-        """Free the block of a transfer."""
+    def free_transfer_buffer(self, offset: int, num_bytes: int) -> None:
+        """Free the buffer of a transfer, and wake the transfers that wait for memory."""
         with self._freed:
-            self._transfers.give(offset, size)
+            self._transfers.give(offset, num_bytes)
             self._freed.notify_all()
 
     def close(self) -> None:
@@ -105,7 +110,7 @@ class _FreeList:
             if end - begin >= size:
                 self._gaps[i : i + 1] = [(begin + size, end)] if end - begin > size else []
                 return begin
-        raise ArenaFull(f"{size} bytes of shared memory are wanted, and {self.largest()} are free in one piece")
+        raise ArenaFullError(f"{size} bytes of shared memory are wanted, and {self.largest()} are free in one piece")
 
     def give(self, offset: int, size: int) -> None:
         merged: list[tuple[int, int]] = []

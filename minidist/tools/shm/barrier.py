@@ -15,7 +15,7 @@ from minidist.tools.shm.process_context import ProcessContext, receive_message, 
 
 EAGER_MESSAGE_BYTES = 1 << 16
 _MESSAGE_BYTES = 1 << 12
-_LOOK_S = 1.0  # how often a blocked receive checks whether a rank that it needs has left
+_CHECK_GONE_S = 1.0  # how often a blocked receive checks whether a rank that it needs has left
 _ABORTED = b"!"  # first byte of the last message of a rank that aborts
 _PLAIN = b"."
 
@@ -25,10 +25,12 @@ class ShmError(dist.DistBackendError):
 
 
 class GroupBarrier:
-    """This rank's connections to the other ranks of a group, and the message exchange over them.
+    """The barrier of a process group: this rank's connections to the other ranks, and the message exchange over them.
 
-    ranks: global rank of each group rank; rank: this group rank; socks: connections by group rank, None for this one.
-    failure: why no operation is possible any more, None while the group works. gone: reasons by group rank.
+    ranks: the global rank of each group rank. rank: this rank's group rank. socks: the connected socket to each group
+    rank, None for this rank. name: of the group, for messages. timeout_s: as in `set_timeout`.
+    failure: why no operation is possible any more, None while the group works. departure_reasons: by group rank, how
+    each rank that is no longer in the group left: "rank 1 has ended".
     """
 
     def __init__(self, context: ProcessContext, ranks: Sequence[int], rank: int, socks, name: str, timeout_s: float):
@@ -38,7 +40,7 @@ class GroupBarrier:
         self.failure: str | None = None
         self._context, self._socks = context, list(socks)
         self.peers = [(i, sock) for i, sock in enumerate(socks) if sock is not None]
-        self.gone: dict[int, str] = {}
+        self.departure_reasons: dict[int, str] = {}
         self._awaited: set[int] = set()  # ranks whose message the running `exchange` still waits for
         self.set_timeout(timeout_s)
 
@@ -47,26 +49,27 @@ class GroupBarrier:
         return f"group '{self.name}' (ranks {ranks})"
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long one operation may wait for a rank. Receives wake more often, to notice ranks that left."""
+        """Set how long one operation may wait for a rank before it raises ShmError."""
         self.timeout_s = seconds
         for _, sock in self.peers:
-            set_socket_timeout(sock, seconds, receive_s=min(seconds, _LOOK_S))
+            set_socket_timeout(sock, seconds, receive_s=min(seconds, _CHECK_GONE_S))
 
     # -- exchange of messages -----------------------------------------------------------------------------------------
 
-    def begin(self, signature: str, shape: str = "", extra: bytes = b"") -> list[bytes]:
-        """Begin an operation: wait until all ranks have begun the same one, and return the `extra` of every rank.
+    def begin_operation(self, signature: str, shape: str = "", payload: bytes = b"") -> list[bytes]:
+        """Wait until all ranks have begun the same operation; return the `payload` of every rank, by group rank.
 
-        signature: what must be equal on all ranks; shape: for the error message only. Raises ShmError on a mismatch.
+        signature: operation, dtype and size as text, which must be equal on all ranks. shape: of this rank's tensor,
+        only for the error message. Raises ShmError on a mismatch.
         """
-        mine = f"{self.count} {signature}".encode()
-        whole = b"\0".join([mine, shape.encode(), extra])
+        own_signature = f"{self.count} {signature}".encode()
+        whole = b"\0".join([own_signature, shape.encode(), payload])
         messages = self.exchange(whole)
         if messages.count(whole) == self.size:
-            return [extra] * self.size
+            return [payload] * self.size
         parts = [message.split(b"\0", 2) for message in messages]
         for other, part in enumerate(parts):
-            if part[0] != mine:
+            if part[0] != own_signature:
                 self.failure = self._mismatch(parts, other)  # every rank detects it, so no message is needed
                 raise ShmError(self.failure)
         return [part[2] for part in parts]
@@ -74,16 +77,17 @@ class GroupBarrier:
     def exchange(self, message: bytes = b"") -> list[bytes]:
         """Send `message` to every other rank; return the messages of all ranks, by group rank.
 
-        A barrier: when it returns, all ranks have called it. Raises ShmError when a rank has aborted, left or ended.
+        This is a barrier: when it returns, all ranks have called it. Raises ShmError if a rank has aborted, left the
+        group or ended, or does not call it within the timeout.
         """
         if self.failure:
             raise ShmError(self.failure)
         try:
-            said = _PLAIN + message
+            payload = _PLAIN + message
             for _, sock in self.peers:
                 # A peer that has gone cannot take the message, but its own last one may still be queued.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    sock.send(said)
+                    sock.send(payload)
             received = [message] * self.size
             self._awaited = {other for other, _ in self.peers}
             for other, sock in self.peers:
@@ -97,18 +101,18 @@ class GroupBarrier:
 
     def _receive(self, other: int, sock: socket.socket) -> bytes:
         """Wait for the next message of rank `other`. Raises ShmError when a message of this operation cannot come."""
-        begun_s = time.monotonic()
+        start_s = time.monotonic()
         while True:
             try:
                 received = receive_message(sock, _MESSAGE_BYTES)
                 break
             except BlockingIOError:
-                if time.monotonic() - begun_s >= self.timeout_s:
+                if time.monotonic() - start_s >= self.timeout_s:
                     text = f"rank {self.ranks[other]} did not come to operation {self.count} of {self} in time"
                     raise ShmError(text) from None
                 self._check_awaited()
             except ConnectionResetError:
-                received = receive_after_reset(sock)
+                received = receive_after_connection_reset(sock)
                 break
         return self._read(other, received)
 
@@ -117,7 +121,9 @@ class GroupBarrier:
             return received[1:]
         if received:
             raise ShmError(f"rank {self.ranks[other]} aborted: {received[1:].decode(errors='replace')}")
-        why = "; ".join(self.gone.values())  # in order of leaving: the first is the cause, others may have followed
+        why = "; ".join(
+            self.departure_reasons.values()
+        )  # in order of leaving: the first is the cause, others may have followed
         raise ShmError(why or f"rank {self.ranks[other]} has left {self} or ended")
 
     def _check_awaited(self) -> None:
@@ -131,13 +137,13 @@ class GroupBarrier:
                 try:
                     first = sock.recv(_MESSAGE_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
                 except ConnectionResetError:
-                    first = receive_after_reset(sock, socket.MSG_PEEK)
+                    first = receive_after_connection_reset(sock, socket.MSG_PEEK)
                 self._read(other, first)
 
     def monitored_barrier(self, timeout_s: float, all_missing: bool) -> None:
-        """A barrier that names the ranks that are late: the first one, or all of them. Only rank 0 has the time limit.
+        """Wait for all ranks; after `timeout_s`, which rank 0 measures, raise an ShmError that names the late ranks.
 
-        Raises ShmError on rank 0 and on the ranks that were in time.
+        all_missing: name all late ranks, not only the first. The error is raised on rank 0 and on the ranks in time.
         """
         signature = _PLAIN + f"{self.count} monitored_barrier".encode()
         if self.rank:
@@ -165,12 +171,14 @@ class GroupBarrier:
             sock.send(signature)
 
     def _mismatch(self, parts: list[list[bytes]], other: int) -> str:
-        by_words: dict[str, list[int]] = {}
+        ranks_by_operation: dict[str, list[int]] = {}
         for rank, part in enumerate(parts):
             number, _, what = part[0].decode(errors="replace").partition(" ")
             shape = part[1].decode(errors="replace") if len(part) > 1 else ""
-            by_words.setdefault(f"operation {number}: {what} {shape}".rstrip(), []).append(self.ranks[rank])
-        doing = [f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {words}" for words, r in by_words.items()]
+            ranks_by_operation.setdefault(f"operation {number}: {what} {shape}".rstrip(), []).append(self.ranks[rank])
+        doing = [
+            f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {words}" for words, r in ranks_by_operation.items()
+        ]
         return (
             f"ranks {self.ranks[self.rank]} and {self.ranks[other]} of {self} do not do the same: {'; '.join(doing)}\n"
             "all ranks of a group must launch the same operations, of the same size and dtype, in one order"
@@ -178,33 +186,37 @@ class GroupBarrier:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def mark_gone(self, other: int, why: str) -> None:
-        """Record that rank `other` has gone. Its messages are still received; operations that it has not begun fail."""
-        if other not in self.gone:
-            self.gone[other] = why
+    def mark_departed(self, other: int, reason: str) -> None:
+        """Record that group rank `other` has left the group or ended; operations that it has not begun fail.
+
+        The messages that it has sent are still received.
+        """
+        if other not in self.departure_reasons:
+            self.departure_reasons[other] = reason
             with contextlib.suppress(OSError):
                 self._socks[other].shutdown(socket.SHUT_RDWR)
 
-    def abort(self, why: str) -> None:
-        """Make all further operations of this group fail, here and on the other ranks."""
+    def abort(self, reason: str) -> None:
+        """Make all further operations of this group fail on all ranks. reason: becomes the text of their ShmError."""
         if self.failure is None:
-            self.failure = why
+            self.failure = reason
             for _, sock in self.peers:
                 with contextlib.suppress(OSError):
-                    sock.send(_ABORTED + why.encode()[:1000], socket.MSG_DONTWAIT)
+                    sock.send(_ABORTED + reason.encode()[:1000], socket.MSG_DONTWAIT)
 
-    def interrupt(self) -> None:
-        """Make the operation of this process that waits here fail: the group is being destroyed."""
+    def interrupt_operations(self) -> None:
+        """Make the operations of this process that wait in the barrier fail, because the group is being destroyed."""
         self.failure = self.failure or "the group was destroyed"
         for _, sock in self.peers:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RD)
 
 
-def receive_after_reset(sock: socket.socket, flags: int = 0) -> bytes:
-    """Receive from a connection after ECONNRESET: the peer closed without reading everything that it was sent.
+def receive_after_connection_reset(sock: socket.socket, flags: int = 0) -> bytes:
+    """Return the next message that the peer sent before it closed the connection, b"" if there is none.
 
-    Returns the message that the peer sent before it closed, b"" for none.
+    To be called after `recv` raised ConnectionResetError: the peer closed without reading all its messages. flags: of
+    `socket.recv`.
     """
     try:
         return sock.recv(EAGER_MESSAGE_BYTES, flags)

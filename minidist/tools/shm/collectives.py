@@ -16,8 +16,8 @@ from minidist.comm.wire_bytes import chunk_sizes
 from minidist.tools.shm.barrier import GroupBarrier, ShmError
 from minidist.tools.shm.process_context import ProcessContext
 from minidist.tools.shm.reduce import Reduction
-from minidist.tools.shm.sizes import ONE_MEETING_BYTES, SMALL_BYTES, even_chunk_length
-from minidist.tools.shm.slots import BorrowedSlots, Slots, slot_section
+from minidist.tools.shm.sizes import SINGLE_BARRIER_BYTES, SMALL_BYTES, even_chunk_length
+from minidist.tools.shm.slots import Slots, TemporarySlots, view_slot_section
 
 Fill = Callable[[list[Tensor], int, int], None]  # (slot of every rank, begin, end)
 
@@ -25,38 +25,41 @@ Fill = Callable[[list[Tensor], int, int], None]  # (slot of every rank, begin, e
 class Collectives:
     """The collectives of one group on flat tensors.
 
-    signature: operation, dtype and size, which must be equal on all ranks; shape: of the tensor, for error messages.
+    Every method takes a `signature`: operation, dtype and size as text, which must be equal on all ranks, else ShmError
+    is raised. shape: of the tensor, only for that error message. Ranks and roots are group ranks.
+
+    memories: the arena of each group rank, (bytes,) uint8.
     """
 
     def __init__(self, context: ProcessContext, barrier: GroupBarrier, memories: list[Tensor]):
         self.barrier, self.rank, self.size = barrier, barrier.rank, barrier.size
         self._small = Slots(context, barrier, memories, small=True)
         self._large = Slots(context, barrier, memories)
-        self._borrowed = BorrowedSlots(context, barrier, memories, self._large)
+        self._temporary = TemporarySlots(context, barrier, memories, self._large)
 
     @property
-    def leases(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of each block that the group holds in this rank's arena."""
-        return [slots.lease for slots in (self._small, self._large, self._borrowed) if slots.lease]
+    def leased_blocks(self) -> list[tuple[int, int]]:
+        """(offset, size) in bytes of each block that the group has leased from this rank's arena."""
+        return [slots.lease for slots in (self._small, self._large, self._temporary) if slots.lease]
 
     def run_barrier(self) -> None:
-        """Wait until all ranks of the group have called it."""
-        self.barrier.begin("barrier")
+        """Block until all ranks of the group have called this method."""
+        self.barrier.begin_operation("barrier")
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
     def all_reduce(
         self, flat: Tensor, reduction: Reduction, signature: str, shape: str, root: int | None = None
     ) -> None:
-        """Reduce `flat` (n,) in place on every rank, or on `root` only."""
+        """Reduce `flat` (n,) over the ranks, in place: on every rank, or only on `root` unless it is None."""
         slots = self._slots_for(flat.nbytes, signature, shape)
-        if self.size == 1 or (flat.nbytes * self.size <= ONE_MEETING_BYTES and flat.nbytes <= slots.bytes):
+        if self.size == 1 or (flat.nbytes * self.size <= SINGLE_BARRIER_BYTES and flat.nbytes <= slots.bytes):
             n = flat.nbytes
             parts = slots.next_slot_views((n, flat.dtype), lambda every: [slot[:n].view(flat.dtype) for slot in every])
             parts[self.rank].copy_(flat)
-            self.barrier.begin(signature, shape)
+            self.barrier.begin_operation(signature, shape)
             if root in (None, self.rank):
-                reduction.reduce(parts, flat)
+                reduction.reduce_into(parts, flat)
             slots.finish()
         else:
             self._all_reduce_in_slices(slots, flat, reduction, signature, shape, root)
@@ -78,11 +81,13 @@ class Collectives:
 
         first, *rest = _chunks(flat, slots.bytes // flat.itemsize, self.size, me)
         filled = fill(first)
-        self.barrier.begin(signature, shape)
+        self.barrier.begin_operation(signature, shape)
         for following in [*rest, None]:
             piece, shared = filled
             parts = [*shared.slices[:me], piece.own, *shared.slices[me + 1 :]]
-            reduction.reduce(parts, shared.slices[0])  # into the slot of rank 0, where the whole chunk is read at once
+            reduction.reduce_into(
+                parts, shared.slices[0]
+            )  # into the slot of rank 0, where the whole chunk is read at once
             filled = fill(following) if following is not None else None
             self.barrier.exchange()
             if root in (None, me):
@@ -92,7 +97,7 @@ class Collectives:
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction, signature: str, shape: str
     ) -> None:
-        """Reduce part i of all ranks (`inputs[i]`, (n,)) into `output` (n,) of rank i."""
+        """Reduce `inputs[i]` (n,) of all ranks into `output` (n,) of rank i."""
         dtype, own = output.dtype, inputs[self.rank]
         aliased = own.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
         overwritten = aliased and self.rank > 1  # partial sums are in the output before this rank's part is read
@@ -100,21 +105,21 @@ class Collectives:
         def fill(slots: list[Tensor], begin: int, end: int) -> None:
             for i, part in enumerate(inputs):
                 if i != self.rank:
-                    slot_section(slots[self.rank], i, size, end - begin, dtype).copy_(part[begin:end])
+                    view_slot_section(slots[self.rank], i, size, end - begin, dtype).copy_(part[begin:end])
 
         def drain(slots: list[Tensor], begin: int, end: int) -> None:
-            parts = [slot_section(slot, self.rank, size, end - begin, dtype) for slot in slots]
+            parts = [view_slot_section(slot, self.rank, size, end - begin, dtype) for slot in slots]
             parts[self.rank] = own[begin:end].clone() if overwritten else own[begin:end]
-            reduction.reduce(parts, output[begin:end])
+            reduction.reduce_into(parts, output[begin:end])
 
         slots = self._slots_for(self.size * (output.nbytes + 64), signature, shape)
-        size = slots.bytes_per_section()
+        size = slots.section_bytes_per_rank()
         self._stream(slots, output.numel(), size // output.itemsize, fill, drain, signature, shape)
 
     # -- copies; all tensors are bytes --------------------------------------------------------------------------------
 
     def broadcast(self, flat: Tensor, root: int, signature: str, shape: str) -> None:
-        """Copy `flat` (n,) of `root` to all ranks."""
+        """Copy `flat` (n,) uint8 of `root` into `flat` of all other ranks."""
 
         def fill(slots: list[Tensor], begin: int, end: int) -> None:
             if self.rank == root:
@@ -130,7 +135,10 @@ class Collectives:
     def all_gather(
         self, outputs: Sequence[Tensor] | None, own: Tensor, signature: str, shape: str, root: int | None = None
     ) -> None:
-        """Copy `own` (n,) of rank i to `outputs[i]` of every rank, or of `root` only."""
+        """Copy `own` (n,) uint8 of rank i to `outputs[i]` of every rank, or of `root` only unless it is None.
+
+        outputs: one (n,) tensor per rank; None on a rank that receives nothing.
+        """
 
         def fill(slots: list[Tensor], begin: int, end: int) -> None:
             if self.rank != root:
@@ -145,29 +153,29 @@ class Collectives:
         self._stream(slots, own.numel(), slots.bytes, fill, drain, signature, shape)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, root: int, signature: str, shape: str) -> None:
-        """Copy `inputs[i]` (n,) of `root` to `output` of rank i."""
+        """Copy `inputs[i]` (n,) uint8 of `root` to `output` (n,) of rank i. inputs: None on the other ranks."""
 
         def fill(slots: list[Tensor], begin: int, end: int) -> None:
             for i, part in enumerate(inputs) if self.rank == root else ():
                 if i != root:
-                    slot_section(slots[root], i, size, end - begin).copy_(part[begin:end])
+                    view_slot_section(slots[root], i, size, end - begin).copy_(part[begin:end])
 
         def drain(slots: list[Tensor], begin: int, end: int) -> None:
             mine = (
                 inputs[root][begin:end]
                 if self.rank == root
-                else slot_section(slots[root], self.rank, size, end - begin)
+                else view_slot_section(slots[root], self.rank, size, end - begin)
             )
             output[begin:end].copy_(mine)
 
         slots = self._slots_for(self.size * (output.numel() + 64), signature, shape)
-        size = slots.bytes_per_section()
+        size = slots.section_bytes_per_rank()
         self._stream(slots, output.numel(), size, fill, drain, signature, shape)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], signature: str) -> None:
-        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j. The lengths may all differ."""
+        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j: flat uint8 tensors, whose lengths may all differ."""
         sizes = b"".join(part.numel().to_bytes(8, "little") for part in inputs)
-        received = self.barrier.begin(signature, "", sizes)
+        received = self.barrier.begin_operation(signature, "", sizes)
         table = [[int.from_bytes(row[8 * i : 8 * i + 8], "little") for i in range(self.size)] for row in received]
         for i, output in enumerate(outputs):
             if table[i][self.rank] != output.numel():
@@ -180,16 +188,16 @@ class Collectives:
         def fill(slots: list[Tensor], begin: int, end: int) -> None:
             for i, part in enumerate(inputs):
                 if i != self.rank and (part := part[begin:end]).numel():
-                    slot_section(slots[self.rank], i, size, part.numel()).copy_(part)
+                    view_slot_section(slots[self.rank], i, size, part.numel()).copy_(part)
 
         def drain(slots: list[Tensor], begin: int, end: int) -> None:
             for i, output in enumerate(outputs):
                 if i != self.rank and (output := output[begin:end]).numel():
-                    output.copy_(slot_section(slots[i], self.rank, size, output.numel()))
+                    output.copy_(view_slot_section(slots[i], self.rank, size, output.numel()))
 
         longest = max(max(row) for row in table)
         slots = self._slots_for(self.size * (longest + 64), signature, "")
-        size = slots.bytes_per_section()
+        size = slots.section_bytes_per_rank()
         self._stream(slots, longest, size, fill, drain, signature, "")
 
     # -- the common part ----------------------------------------------------------------------------------------------
@@ -201,26 +209,26 @@ class Collectives:
             turn, end = slots.next_slot_views((), lambda every: every), min(begin + step, n)
             fill(turn, begin, end)
             if begin == 0:
-                self.barrier.begin(signature, shape)
+                self.barrier.begin_operation(signature, shape)
             else:
                 self.barrier.exchange()
             drain(turn, begin, end)
         slots.finish()
 
     def _slots_for(self, need: int, signature: str, shape: str) -> Slots:
-        """Choose the slots for a message of `need` bytes: small, large or borrowed. All ranks make the same choice."""
+        """Choose the slots for a message of `need` bytes: small, large or temporary. All ranks make the same choice."""
         slots = self._small if need <= SMALL_BYTES else self._large
         if not slots.bytes:
             slots.lease_slots(signature, shape)
-        if slots is self._large and self._borrowed.should_borrow(need):
-            slots = self._borrowed
+        if slots is self._large and self._temporary.is_worthwhile(need):
+            slots = self._temporary
             slots.lease_slots(signature, shape)
         return slots
 
-    def _refuse(self, why: str) -> ShmError:
+    def _refuse(self, reason: str) -> ShmError:
         """Abort the group on all ranks with an error that only this rank can detect, and return that error."""
-        self.barrier.abort(why)
-        return ShmError(why)
+        self.barrier.abort(reason)
+        return ShmError(reason)
 
 
 class _Chunk(NamedTuple):
@@ -243,10 +251,10 @@ def _chunks(flat: Tensor, length: int, size: int, rank: int) -> Iterator[_Chunk]
     """Split a tensor into as few chunks of at most `length` elements as possible, with few calls of torch."""
     length = even_chunk_length(flat.numel(), length)
     full = flat.numel() // length * length
-    for describe_shape in (flat[:full].view(-1, length), flat[full:].view(1, -1)):
-        if describe_shape.numel():
-            own, peers = _own_slice_and_rest(describe_shape, size, rank)
-            columns = describe_shape.unbind(), own.unbind(), zip(*[part.unbind() for part in peers], strict=True)
+    for rows in (flat[:full].view(-1, length), flat[full:].view(1, -1)):
+        if rows.numel():
+            own, peers = _own_slice_and_rest(rows, size, rank)
+            columns = rows.unbind(), own.unbind(), zip(*[part.unbind() for part in peers], strict=True)
             yield from map(_Chunk._make, zip(*columns, strict=True))
 
 

@@ -16,10 +16,11 @@ SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _FIRST_NCCL = (2, 30)
 
 
-def describe_gpu() -> dict:
-    """Return what the other ranks need to know of this one: its GPU, its nccl version, and whether sharing is off.
+def describe_local_gpu() -> dict:
+    """Describe the current GPU and the nccl of this rank, for `make_gpu_group`.
 
-    The version comes from the loaded library, which may be another than the one torch was built with.
+    Keys: "gpu", the GPU's UUID; "nccl", the version of the loaded library (it may differ from the one torch was built
+    with), [] for none; "off", whether the environment forbids ranks to share a GPU.
     """
     there = dist.is_nccl_available()
     return {
@@ -30,18 +31,18 @@ def describe_gpu() -> dict:
 
 
 def make_gpu_group(
-    infos: Sequence[Mapping], rank: int, cpu_group: dist.ProcessGroup, make_nccl: Callable[[], dist.ProcessGroup]
+    gpu_infos: Sequence[Mapping], rank: int, cpu_group: dist.ProcessGroup, make_nccl: Callable[[], dist.ProcessGroup]
 ) -> "dist.ProcessGroup | HostStagedGroup":
     """Make the group for tensors on GPUs: nccl, or host staging where several ranks share a GPU and nccl refuses that.
 
-    infos: `describe_gpu` of every rank, so all ranks make the same decision. cpu_group: carries the staged copies.
-    Rank 0 prints a line when tensors are staged.
+    gpu_infos: `describe_local_gpu` of every group rank, so all ranks make the same decision. rank: this group rank;
+    rank 0 prints a line if tensors are staged. cpu_group: carries the staged copies. make_nccl: creates the nccl group.
     """
-    oldest = min(tuple(info["nccl"]) for info in infos)
-    shared = len({info["gpu"] for info in infos}) < len(infos)
+    oldest = min(tuple(info["nccl"]) for info in gpu_infos)
+    shared = len({info["gpu"] for info in gpu_infos}) < len(gpu_infos)
     if oldest and not shared:
         return make_nccl()
-    if oldest[:2] >= _FIRST_NCCL and not any(info["off"] for info in infos):
+    if oldest[:2] >= _FIRST_NCCL and not any(info["off"] for info in gpu_infos):
         os.environ[SHARED_GPU_VARIABLE] = "1"
         return make_nccl()
     if rank == 0:
@@ -61,20 +62,20 @@ def _reason(oldest: tuple[int, ...]) -> str:
     )
 
 
-def route_by_device(*old_names: str):
-    """Decorate a method of a process group: pass calls with a tensor on a GPU on to `self.cuda_group()`.
+def route_by_device(*names_in_torch_2_11: str):
+    """Decorate a method of `ShmGroup`: calls with a tensor on a GPU go to the same method of `get_cuda_group()`.
 
-    old_names: what torch 2.11 calls the method.
+    names_in_torch_2_11: the method's names there, if they differ; used if the inner group lacks the new name.
     """
 
     def wrap(method):
         @functools.wraps(method)
         def call(self, *args, **kwargs):
             tensor = _first(args)
-            if tensor is None or not on_gpu(tensor):
+            if tensor is None or not is_on_gpu(tensor):
                 return method(self, *args, **kwargs)
-            cuda = self.cuda_group()
-            name = next(name for name in (method.__name__, *old_names) if hasattr(cuda, name))
+            cuda = self.get_cuda_group()
+            name = next(name for name in (method.__name__, *names_in_torch_2_11) if hasattr(cuda, name))
             return getattr(cuda, name)(*args, **kwargs)
 
         return call
@@ -82,8 +83,8 @@ def route_by_device(*old_names: str):
     return wrap
 
 
-def on_gpu(tensor: Tensor) -> bool:
-    """Return whether the tensor is on a GPU; tests replace this."""
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Return whether the tensor is on a GPU. Tests replace this function to run without one."""
     return tensor.is_cuda
 
 

@@ -20,14 +20,14 @@ from minidist.tools.shm.operation_queue import OperationQueue
 from minidist.tools.shm.reduce import Reduction
 from minidist.tools.shm.tensor_views import (
     byte_view,
-    check_sizes,
-    describe_elements,
+    check_part_sizes,
+    describe_dtype_and_numel,
     describe_shape,
-    flat_view,
-    split_per_rank,
-    split_rows,
+    memory_order_view,
+    split_evenly_by_rank,
+    split_rows_by_rank,
 )
-from minidist.tools.shm.unsupported import reject_unsupported
+from minidist.tools.shm.unsupported import reject_unsupported_methods
 from minidist.tools.shm.work import Work
 
 _ALLTOALL = c10d.AllToAllOptions()
@@ -42,11 +42,14 @@ _REDUCESCATTER = c10d.ReduceScatterOptions()
 _SCATTER = c10d.ScatterOptions()
 
 
-@reject_unsupported
+@reject_unsupported_methods
 class ShmGroup(dist.ProcessGroup):
-    """A process group over shared memory. Every operation returns a `Work`.
+    """A `dist.ProcessGroup` over shared memory; torch.distributed calls its methods. Operations return a `Work`.
 
-    make_cuda_group: makes the inner group for tensors on GPUs, given this one.
+    Without async_op an operation runs in the calling thread if the group has no other operation in flight.
+
+    resources: connections and memory of the group. name: of the group. make_cuda_group: called with this group, makes
+    the inner group for tensors on GPUs.
     """
 
     def __init__(
@@ -58,25 +61,25 @@ class ShmGroup(dist.ProcessGroup):
         self._cuda: dist.ProcessGroup | None = None
         self._coalesced: list[dist.Work] | None = None
 
-    def cuda_group(self) -> dist.ProcessGroup:
-        """Return the inner group for tensors on GPUs; make it at the first call."""
+    def get_cuda_group(self) -> dist.ProcessGroup:
+        """Return the inner group for tensors on GPUs; the first call creates it, on all ranks together."""
         if self._cuda is None:
             self._cuda = self._make_cuda(self)
         return self._cuda
 
-    def replace_last_coalesced(self, work: dist.Work) -> None:
-        """Within a coalescing block, replace the last operation by `work`, which wraps it."""
+    def replace_last_coalesced_work(self, work: dist.Work) -> None:
+        """Within a coalescing block, replace the work of the last operation by `work`, which wraps that one."""
         if self._coalesced:
             self._coalesced[-1] = work
 
     def _run(self, opts, call: Callable[[], None], results: Sequence[Tensor] = ()) -> Work:
         """Run a collective after the queued ones: in the calling thread if it is synchronous and the queue is empty."""
         work = Work(self._resources.queue, functools.partial(self._resources.run_collective, call), results)
-        return self._start_work(work, here=not opts.asyncOp)
+        return self._start_work(work, run_in_caller=not opts.asyncOp)
 
-    def _start_work(self, work: Work, here: bool) -> Work:
-        self._resources.check_open()
-        work.start(here and self._coalesced is None)
+    def _start_work(self, work: Work, run_in_caller: bool) -> Work:
+        self._resources.check_not_destroyed()
+        work.start(run_in_caller and self._coalesced is None)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -85,9 +88,14 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def allreduce(self, tensors, opts=_ALLREDUCE):
+        """Reduce each tensor over the ranks, in place; sums are taken in rank order, so they are reproducible."""
         reduction = Reduction(opts.reduceOp)
         todo = [
-            (flat_view(tensor), f"all_reduce {reduction.name} {describe_elements(tensor)}", describe_shape(tensor))
+            (
+                memory_order_view(tensor),
+                f"all_reduce {reduction.name} {describe_dtype_and_numel(tensor)}",
+                describe_shape(tensor),
+            )
             for tensor in tensors
         ]
 
@@ -98,10 +106,12 @@ class ShmGroup(dist.ProcessGroup):
         return self._run(opts, call, tensors)
 
     def allreduce_coalesced(self, tensors, opts=_ALLREDUCECOALESCED):
+        """Like `allreduce`: reduce each of the tensors in place, one after the other."""
         return self.allreduce(tensors, opts)
 
     @route_by_device()
     def broadcast(self, tensors, opts=_BROADCAST):
+        """Copy the tensor of `opts.rootRank` to all ranks, in place."""
         root, tensor = opts.rootRank, tensors[opts.rootTensor]
         signature, whole = self._root_signature("broadcast", root, tensor), byte_view(tensor)
         call = functools.partial(self._resources.collectives.broadcast, whole, root, signature, describe_shape(tensor))
@@ -109,40 +119,47 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def reduce(self, tensors, opts=_REDUCE):
+        """Reduce the tensor over the ranks in rank order, in place on `opts.rootRank`; the others keep theirs."""
         root, tensor, reduction = opts.rootRank, tensors[opts.rootTensor], Reduction(opts.reduceOp)
-        signature, whole = self._root_signature(f"reduce {reduction.name}", root, tensor), flat_view(tensor)
+        signature, whole = self._root_signature(f"reduce {reduction.name}", root, tensor), memory_order_view(tensor)
         call = functools.partial(
             self._resources.collectives.all_reduce, whole, reduction, signature, describe_shape(tensor), root
         )
         return self._run(opts, call, tensors)
 
     def barrier(self, opts=_BARRIER):
+        """Return a work that ends once all ranks of the group have called this method."""
         return self._run(opts, self._resources.collectives.run_barrier)
 
     def monitored_barrier(self, timeout=timedelta(seconds=300), wait_all_ranks=False):
+        """Block until all ranks have called; name the late ranks in the error. Does not return a work."""
         limit_s = timeout.total_seconds() if timeout is not None else self._resources.barrier.timeout_s
         call = functools.partial(self._resources.barrier.monitored_barrier, limit_s, wait_all_ranks)
         work = Work(self._resources.queue, functools.partial(self._resources.run_collective, call))
-        self._start_work(work, here=True).wait()
+        self._start_work(work, run_in_caller=True).wait()
 
     # -- all-gather ---------------------------------------------------------------------------------------------------
 
     @route_by_device()
     def allgather(self, outputs, inputs, opts=_ALLGATHER):
+        """Copy `inputs[k]` of rank i to `outputs[k][i]` of every rank."""
         return self._all_gather_pairs(list(zip(outputs, inputs, strict=True)), opts)
 
     @route_by_device()
     def allgather_coalesced(self, outputs, inputs, opts=_ALLGATHER):
+        """Copy `inputs[k]` of rank i to `outputs[i][k]` of every rank: the lists are nested by rank first."""
         # torch gives one list of outputs per rank, each as long as the list of inputs.
         return self._all_gather_pairs([([out[i] for out in outputs], part) for i, part in enumerate(inputs)], opts)
 
     @route_by_device("_allgather_base")
     def all_gather_single(self, output, input, opts=_ALLGATHER):
-        return self._all_gather_pairs([(split_per_rank(output, input, self._size), input)], opts, [output])
+        """Concatenate `input` of all ranks, in rank order, into `output`; `all_gather_into_tensor` calls this."""
+        return self._all_gather_pairs([(split_evenly_by_rank(output, input, self._size), input)], opts, [output])
 
     @route_by_device("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs, inputs, opts=_ALLGATHER):
-        pairs = [(split_per_rank(o, i, self._size), i) for o, i in zip(outputs, inputs, strict=True)]
+        """Like `all_gather_single`, for each pair of `outputs` and `inputs`."""
+        pairs = [(split_evenly_by_rank(o, i, self._size), i) for o, i in zip(outputs, inputs, strict=True)]
         return self._all_gather_pairs(pairs, opts, outputs)
 
     _allgather_base = all_gather_single
@@ -151,8 +168,8 @@ class ShmGroup(dist.ProcessGroup):
     def _all_gather_pairs(self, pairs, opts, results: Sequence[Tensor] | None = None) -> Work:
         todo = []
         for outputs, tensor in pairs:
-            check_sizes("all_gather", outputs, tensor, self._size)
-            signature = f"all_gather {describe_elements(tensor)}"
+            check_part_sizes("all_gather", outputs, tensor, self._size)
+            signature = f"all_gather {describe_dtype_and_numel(tensor)}"
             todo.append(([byte_view(out) for out in outputs], byte_view(tensor), signature, describe_shape(tensor)))
 
         def call() -> None:
@@ -163,10 +180,11 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def gather(self, outputs, inputs, opts=_GATHER):
+        """Copy `inputs[0]` of rank i to `outputs[0][i]` of `opts.rootRank`; `outputs` is empty elsewhere."""
         root, tensor = opts.rootRank, inputs[0]
         signature, at_root = self._root_signature("gather", root, tensor), self._resources.rank == root
         if at_root:
-            check_sizes("gather", outputs[0], tensor, self._size)
+            check_part_sizes("gather", outputs[0], tensor, self._size)
         parts = [byte_view(out) for out in outputs[0]] if at_root else None
         call = functools.partial(
             self._resources.collectives.all_gather, parts, byte_view(tensor), signature, describe_shape(tensor), root
@@ -177,16 +195,19 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def reduce_scatter(self, outputs, inputs, opts=_REDUCESCATTER):
+        """Reduce `inputs[k][i]` of all ranks, in rank order, into `outputs[k]` of rank i."""
         return self._reduce_scatter_pairs(list(zip(outputs, inputs, strict=True)), opts)
 
     @route_by_device("_reduce_scatter_base")
     def reduce_scatter_single(self, output, input, opts=_REDUCESCATTER):
-        return self._reduce_scatter_pairs([(output, split_per_rank(input, output, self._size))], opts)
+        """Reduce part i of `input` over the ranks, in rank order, into `output` of rank i; the parts are equal."""
+        return self._reduce_scatter_pairs([(output, split_evenly_by_rank(input, output, self._size))], opts)
 
     @route_by_device("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=_REDUCESCATTER):
+        """Like `reduce_scatter_single`, for each pair of `outputs` and `inputs`."""
         return self._reduce_scatter_pairs(
-            [(o, split_per_rank(i, o, self._size)) for o, i in zip(outputs, inputs, strict=True)], opts
+            [(o, split_evenly_by_rank(i, o, self._size)) for o, i in zip(outputs, inputs, strict=True)], opts
         )
 
     _reduce_scatter_base = reduce_scatter_single
@@ -195,10 +216,16 @@ class ShmGroup(dist.ProcessGroup):
     def _reduce_scatter_pairs(self, pairs, opts) -> Work:
         reduction, todo = Reduction(opts.reduceOp), []
         for output, inputs in pairs:
-            check_sizes("reduce_scatter", inputs, output, self._size)
-            signature = f"reduce_scatter {reduction.name} {describe_elements(output)}"
+            check_part_sizes("reduce_scatter", inputs, output, self._size)
+            signature = f"reduce_scatter {reduction.name} {describe_dtype_and_numel(output)}"
             todo.append(
-                (flat_view(output), [flat_view(part) for part in inputs], reduction, signature, describe_shape(output))
+                (
+                    memory_order_view(output),
+                    [memory_order_view(part) for part in inputs],
+                    reduction,
+                    signature,
+                    describe_shape(output),
+                )
             )
 
         def call() -> None:
@@ -209,10 +236,11 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def scatter(self, outputs, inputs, opts=_SCATTER):
+        """Copy `inputs[0][i]` of `opts.rootRank` to `outputs[0]` of rank i; `inputs` is empty elsewhere."""
         root, output = opts.rootRank, outputs[0]
         signature, at_root = self._root_signature("scatter", root, output), self._resources.rank == root
         if at_root:
-            check_sizes("scatter", inputs[0], output, self._size)
+            check_part_sizes("scatter", inputs[0], output, self._size)
         parts = [byte_view(part) for part in inputs[0]] if at_root else None
         call = functools.partial(
             self._resources.collectives.scatter, byte_view(output), parts, root, signature, describe_shape(output)
@@ -223,8 +251,12 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device("alltoall_base")
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=_ALLTOALL):
+        """Send the j-th part of `input` to rank j; write the part from rank i as the i-th part of `output`.
+
+        output_splits, input_splits: rows (of dimension 0) in each part; empty for equal parts.
+        """
         parts = [
-            split_rows(tensor, splits, self._size)
+            split_rows_by_rank(tensor, splits, self._size)
             for tensor, splits in ((output, output_splits), (input, input_splits))
         ]
         return self._all_to_all_parts(*parts, output, opts, [output])
@@ -233,6 +265,7 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def alltoall(self, outputs, inputs, opts=_ALLTOALL):
+        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j; the sizes may differ."""
         for tensors in (outputs, inputs):
             if len(tensors) != self._size:
                 raise ValueError(f"all_to_all takes a tensor per rank: {self._size}, not {len(tensors)}")
@@ -250,20 +283,22 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def send(self, tensors, peer, tag=0):
+        """Send `tensors[0]` to group rank `peer`. The work ends once the receiver has posted its receive."""
         return self._transfer("send", tensors, peer, tag)
 
     @route_by_device()
     def recv(self, tensors, peer, tag=0):
+        """Receive into `tensors[0]` from group rank `peer`. A wrong size or dtype raises ShmError on both ranks."""
         return self._transfer("recv", tensors, peer, tag)
 
     def _transfer(self, kind: str, tensors, peer: int, tag: int) -> Work:
         if len(tensors) != 1:
             raise ValueError(f"{kind} takes one tensor, not {len(tensors)}")
-        queue = self._resources.transfer_queue(kind, peer, tag)
+        queue = self._resources.get_transfer_queue(kind, peer, tag)
         call = getattr(self._resources.transfers, kind)
-        signature = f"{describe_elements(tensors[0]).split(' ')[0]} {describe_shape(tensors[0])}"
+        signature = f"{describe_dtype_and_numel(tensors[0]).split(' ')[0]} {describe_shape(tensors[0])}"
         work = Work(queue, functools.partial(call, byte_view(tensors[0]), signature, peer, tag), tensors, source=peer)
-        return self._start_work(work, here=False)
+        return self._start_work(work, run_in_caller=False)
 
     # -- the group itself ---------------------------------------------------------------------------------------------
 
@@ -273,21 +308,25 @@ class ShmGroup(dist.ProcessGroup):
     def _end_coalescing(self, device):
         works, self._coalesced = self._coalesced or [], None
         work = Work(OperationQueue(self._resources.workers), lambda: [one.wait() for one in works])
-        work.start(here=False)
+        work.start(run_in_caller=False)
         return work
 
     def getBackendName(self):
+        """Return "shm"."""
         return NAME
 
     def name(self):
+        """Return "shm"."""
         return NAME
 
     @property
     def group_name(self) -> str:
+        """The name under which torch knows the group."""
         return self._name  # torch sets names only on groups that it builds itself
 
     @property
     def group_desc(self) -> str:
+        """The description given to `new_group(group_desc=...)`, "" for none."""
         return self._desc
 
     def _set_group_desc(self, text):
@@ -304,17 +343,20 @@ class ShmGroup(dist.ProcessGroup):
         return self._resources.barrier.count
 
     def set_timeout(self, timeout):
+        """Set how long an operation may wait for another rank; a timedelta, for all later operations."""
         self._resources.set_timeout(timeout.total_seconds())
 
     def shutdown(self):
+        """Leave the group; operations in flight get two seconds to end. `destroy_process_group` calls this."""
         if self._cuda is not None:
             self._cuda.shutdown()
         self._resources.close()
 
     def abort(self):
+        """Leave the group at once; operations in flight fail with ShmError."""
         if self._cuda is not None:
             self._cuda.abort()
         self._resources.close(patience_s=0.0)
 
     def _root_signature(self, words: str, root: int, tensor: Tensor) -> str:
-        return f"{words} root {self._resources.barrier.ranks[root]} {describe_elements(tensor)}"
+        return f"{words} root {self._resources.barrier.ranks[root]} {describe_dtype_and_numel(tensor)}"

@@ -9,7 +9,7 @@ import sys
 import torch.distributed as dist
 
 from minidist.tools.shm.barrier import GroupBarrier
-from minidist.tools.shm.gpu import describe_gpu, make_gpu_group
+from minidist.tools.shm.gpu import describe_local_gpu, make_gpu_group
 from minidist.tools.shm.group import ShmGroup
 from minidist.tools.shm.group_resources import GroupResources
 from minidist.tools.shm.process_context import ProcessContext
@@ -19,15 +19,17 @@ _CONTEXT: list[ProcessContext] = []  # the one context of this process, while it
 
 
 def create_group(options, _backend_options) -> dist.ProcessGroup:
-    """Make a group of the backend shm; torch calls this on each of its ranks.
+    """Create a process group of the backend shm; torch calls this on each of the group's ranks.
 
-    Returns a gloo group where the ranks do not share memory: on several hosts, or not on Linux. Rank 0 says so.
+    options: torch's `_DistributedBackendOptions`: the group's store, ranks, timeout and name. _backend_options: unused.
+    Returns a gloo group if the ranks cannot share memory: they are on several hosts, belong to several users, or do not
+    run on Linux. Rank 0 then prints the reason.
     """
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
-    place = _shared_memory_domain()
+    domain = _shared_memory_domain()
     infos = _exchange_infos(
-        store, rank, size, {"place": place, "token": _context().token if place else "", "group": _unique()}
+        store, rank, size, {"place": domain, "token": _context().token if domain else "", "group": _make_unique_name()}
     )
     if any(info["place"] != infos[0]["place"] or not info["place"] for info in infos):
         if rank == 0:
@@ -35,12 +37,12 @@ def create_group(options, _backend_options) -> dist.ProcessGroup:
         return create_torch_group(store, rank, size, timeout)
     resources = _connect_ranks(infos, ranks, rank, timeout.total_seconds(), options.group_id)
 
-    def gpus(group: ShmGroup):
-        infos = _exchange_infos(dist.PrefixStore("gpus/", store), rank, size, describe_gpu())
+    def make_cuda_group(group: ShmGroup):
+        infos = _exchange_infos(dist.PrefixStore("gpus/", store), rank, size, describe_local_gpu())
         inner = dist.PrefixStore("inner/", store)
         return make_gpu_group(infos, rank, group, lambda: create_torch_group(inner, rank, size, timeout))
 
-    return ShmGroup(resources, options.group_id, gpus)
+    return ShmGroup(resources, options.group_id, make_cuda_group)
 
 
 def _context() -> ProcessContext:
@@ -71,7 +73,7 @@ def _reason(infos: list[dict]) -> str:
     return "the ranks are on different hosts, or of different users"
 
 
-def _unique() -> str:
+def _make_unique_name() -> str:
     return secrets.token_hex(8)
 
 

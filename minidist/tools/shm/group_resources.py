@@ -15,11 +15,13 @@ _STEP_S = 0.002
 
 
 class GroupResources:
-    """What this rank holds for one group.
+    """The connections, queues and shared memory of one process group on this rank; `close` releases them.
 
-    barrier: its connections to the other ranks; tokens, pids: of the ranks' processes; name: the group's own.
-    queue: runs the collectives; each (peer, direction, tag) of a transfer has a queue of its own.
-    on_close: called when the group has been closed, with whether it was the last of this process.
+    barrier: the connections to the other ranks. tokens: `ProcessContext.token` of each group rank. pids: process id of
+    each group rank. name: a unique name that all ranks of the group know. on_close: called once the group is closed,
+    with True if it was the last group of this process.
+
+    queue: runs the collectives. Transfers have one queue per (direction, peer, tag).
     """
 
     def __init__(
@@ -35,11 +37,11 @@ class GroupResources:
         self.rank, self.size = barrier.rank, barrier.size
         self._context, self._on_close, self._open = context, on_close, True
         self.queue = OperationQueue(context.workers)
-        self.collectives = Collectives(context, barrier, [context.arena_of(token) for token in tokens])
+        self.collectives = Collectives(context, barrier, [context.get_arena(token) for token in tokens])
         self.transfers = Transfers(context, barrier, tokens, name)
         self._transfer_queues: dict[tuple[str, int, int], OperationQueue] = {}
         self._processes: list[ProcessDescriptor | None] = []
-        context.add_group()
+        context.add_group_reference()
         for other, sock in barrier.peers:
             context.watch_socket(sock, lambda other=other: self._on_hangup(other, "has left"))
             self._processes.append(
@@ -47,7 +49,10 @@ class GroupResources:
             )
 
     def run_collective(self, call: Callable[[], None]) -> None:
-        """Run one collective. Any error makes the group unusable, as its ranks are no longer at the same operation."""
+        """Run one collective in the calling thread. An error is raised again and makes the group unusable on all ranks.
+
+        After an error the ranks are no longer at the same operation.
+        """
         self.barrier.count += 1
         if self.barrier.failure:
             raise ShmError(self.barrier.failure)
@@ -57,28 +62,36 @@ class GroupResources:
             self.barrier.abort(str(error) or type(error).__name__)
             raise
 
-    def transfer_queue(self, kind: str, peer: int, tag: int) -> OperationQueue:
-        """Return the queue of the sends to, or receives from, one rank under one tag. Raises ValueError: bad peer."""
-        if not 0 <= peer < self.size or peer == self.rank:
-            raise ValueError(f"{kind}: rank {self.rank} of {self.barrier} has no peer {peer}")
-        return self._transfer_queues.setdefault((kind, peer, tag), OperationQueue(self.workers))
+    def get_transfer_queue(self, direction: str, peer: int, tag: int) -> OperationQueue:
+        """Return the queue of the transfers with group rank `peer` under one tag; create it at the first call.
 
-    def check_open(self) -> None:
+        direction: "send" or "recv". Raises ValueError if `peer` is this rank or no rank of the group.
+        """
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise ValueError(f"{direction}: rank {self.rank} of {self.barrier} has no peer {peer}")
+        return self._transfer_queues.setdefault((direction, peer, tag), OperationQueue(self.workers))
+
+    def check_not_destroyed(self) -> None:
         """Raise ShmError if the group has been destroyed."""
         if not self._open:
             raise ShmError(f"{self.barrier} was destroyed")
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long one operation may wait for a rank."""
+        """Set how long one operation may wait for another rank before it raises ShmError."""
         self.barrier.set_timeout(seconds)
 
     def _on_hangup(self, other: int, how: str) -> None:
         name = f"rank {self.barrier.ranks[other]}"
-        self.barrier.mark_gone(other, f"{name} has left {self.barrier}" if how == "has left" else f"{name} has ended")
+        self.barrier.mark_departed(
+            other, f"{name} has left {self.barrier}" if how == "has left" else f"{name} has ended"
+        )
         self.transfers.disconnect_peer(other)
 
     def close(self, patience_s: float = _LINGER_S) -> None:
-        """Leave the group. Operations in flight get `patience_s` to end; after that they fail."""
+        """Leave the group and release its resources. Operations in flight get `patience_s` to end, then fail.
+
+        Does nothing if the group is closed already.
+        """
         if not self._open:
             return
         self._open = False
@@ -86,20 +99,20 @@ class GroupResources:
         self._let_end(queues, patience_s)
         gone = ShmError(f"{self.barrier} was destroyed before this was done")
         for queue in queues:
-            queue.fail_pending(gone)
+            queue.fail_pending_operations(gone)
         for _, sock in self.barrier.peers:
             with contextlib.suppress(OSError):
-                self._context.unwatch(sock.fileno())
+                self._context.unwatch_socket(sock.fileno())
         for process in self._processes:
             self._context.unwatch_process(process)
-        self.barrier.interrupt()
-        self.transfers.close()
+        self.barrier.interrupt_operations()
+        self.transfers.fail_all()
         self._let_end(queues, _LINGER_S)
         self.transfers.close_sockets()
-        self._context.retire_group([sock for _, sock in self.barrier.peers], self.collectives.leases)
-        self._on_close(self._context.remove_group())
+        self._context.retire_group([sock for _, sock in self.barrier.peers], self.collectives.leased_blocks)
+        self._on_close(self._context.drop_group_reference())
 
     def _let_end(self, queues: list[OperationQueue], seconds: float) -> None:
         end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s and not all(queue.idle for queue in queues):
+        while time.monotonic() < end_s and not all(queue.is_idle for queue in queues):
             time.sleep(_STEP_S)

@@ -14,7 +14,10 @@ from torch import Tensor
 
 
 class HostStagedGroup:
-    """Forwards every method of `group` with host copies of its GPU tensors; the first argument holds the results."""
+    """A stand-in for a process group on GPU tensors, which runs each operation of `group` on copies in host memory.
+
+    Any method of `group` may be called. Its first argument holds the tensors that receive the results.
+    """
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
@@ -25,57 +28,74 @@ class HostStagedGroup:
     abort = shutdown
 
     def __getattr__(self, name: str):
-        def through(first, *rest, **options):
+        def call_with_host_copies(first, *rest, **options):
             pairs: list[tuple[Tensor, Tensor]] = []
-            lowered = [_copy_to_host(argument, pairs if i == 0 else []) for i, argument in enumerate((first, *rest))]
-            work = HostStagedWork(getattr(self._group, name)(*lowered, **options), [] if name == "send" else pairs)
-            self._group.replace_last_coalesced(work)
+            host_arguments = [
+                _copy_to_host(argument, pairs if i == 0 else []) for i, argument in enumerate((first, *rest))
+            ]
+            work = HostStagedWork(
+                getattr(self._group, name)(*host_arguments, **options), [] if name == "send" else pairs
+            )
+            self._group.replace_last_coalesced_work(work)
             return work
 
-        return through
+        return call_with_host_copies
 
 
 class HostStagedWork(dist.Work):
-    """The work of an operation on host copies; its results are copied to the GPU once, before a wait returns.
+    """The `dist.Work` of an operation on host copies. The first wait copies the results to the GPU before it returns.
 
-    pairs: (GPU tensor, host copy).
+    inner: the work of the operation itself. pairs: (GPU tensor, its host copy) of each result.
     """
 
     def __init__(self, inner: dist.Work, pairs: Sequence[tuple[Tensor, Tensor]]):
         super().__init__()
         self._inner, self._pairs, self._lock = inner, list(pairs), threading.Lock()
-        self._results = [above for above, _ in pairs]
+        self._results = [gpu_tensor for gpu_tensor, _ in pairs]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the operation has ended and its results are on the GPU; raise its error if it failed.
+
+        timeout: for the operation, without the copy; zero means the inner work's own limit, if any. Returns True.
+        """
         done = self._inner.wait(timeout)
         self._copy_results_to_gpu()
         return done
 
     def synchronize(self) -> None:
+        """Like `wait`: blocks the host, not a stream."""
         self.wait()
 
     def block_current_stream(self) -> None:
+        """Like `wait`: blocks the host, because the copies are made by this thread."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future:
+        """Return a future of the list of results, which completes once they are on the GPU."""
         return self._inner.get_future().then(self._outcome)
 
     def get_future_result(self) -> torch.futures.Future:
+        """Return `get_future()`: a future of the results, not of torch's `WorkResult`."""
         return self.get_future()
 
     def is_completed(self) -> bool:
+        """Return whether the operation has ended; only `wait` copies the results to the GPU."""
         return self._inner.is_completed()
 
     def is_success(self) -> bool:
+        """Return whether the operation has ended without an error."""
         return self._inner.is_success()
 
     def exception(self):
+        """Return the error of the operation, None if it has none or has not ended."""
         return self._inner.exception()
 
     def result(self) -> list[Tensor]:
+        """Return the GPU tensors that receive the results; they are valid after `wait`."""
         return self._results
 
     def source_rank(self) -> int:
+        """Return the group rank of the sender for a receive, else -1."""
         return self._inner.source_rank()
 
     _source_rank = source_rank
@@ -88,17 +108,17 @@ class HostStagedWork(dist.Work):
     def _copy_results_to_gpu(self) -> None:
         with self._lock:
             pairs, self._pairs = self._pairs, []
-            for above, below in pairs:
-                above.copy_(below)  # blocks until the copy is done, so every stream reads the new data
+            for gpu_tensor, host_copy in pairs:
+                gpu_tensor.copy_(host_copy)  # blocks until the copy is done, so every stream reads the new data
 
 
 def _copy_to_host(argument, pairs: list[tuple[Tensor, Tensor]]):
     """Return the argument with host copies of its tensors; append each (tensor, copy) to `pairs`."""
     if isinstance(argument, Tensor):
-        below = torch.empty_like(argument, device="cpu", pin_memory=torch.cuda.is_available())
-        below.copy_(argument)  # waits for the current stream
-        pairs.append((argument, below))
-        return below
+        host_copy = torch.empty_like(argument, device="cpu", pin_memory=torch.cuda.is_available())
+        host_copy.copy_(argument)  # waits for the current stream
+        pairs.append((argument, host_copy))
+        return host_copy
     if isinstance(argument, (list, tuple)):
         return [_copy_to_host(one, pairs) for one in argument]
     return argument

@@ -17,20 +17,20 @@ _thread = threading.local()
 
 
 def in_worker_thread() -> bool:
-    """Return whether the calling thread is a worker thread, beside which the main thread computes."""
+    """Return whether the calling thread belongs to a `WorkerPool`."""
     return getattr(_thread, "works", False)
 
 
-class WorkerThreads:
-    """A pool of worker threads that grows to the number of queues with work at the same time."""
+class WorkerPool:
+    """A pool of threads for operation queues. It grows whenever a task is submitted and no thread is idle."""
 
     def __init__(self):
         self._idle: list[queue.SimpleQueue] = []
         self._lock = threading.Lock()
         self._closed = False
 
-    def run(self, task: Callable[[], None]) -> None:
-        """Run `task` in an idle worker thread, or in a new one if none is idle."""
+    def submit(self, task: Callable[[], None]) -> None:
+        """Start `task` in an idle worker thread, or in a new one if none is idle; return at once."""
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
@@ -38,8 +38,8 @@ class WorkerThreads:
             threading.Thread(target=self._work, args=(inbox,), name="shm", daemon=True).start()
         inbox.put(task)
 
-    def close(self) -> None:
-        """End the threads as soon as they have finished their current task."""
+    def request_stop(self) -> None:
+        """Let each thread end after its current task; return at once."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -58,53 +58,56 @@ class WorkerThreads:
 
 
 class OperationQueue:
-    """A first-in, first-out queue of operations; at most one of them runs at a time."""
+    """A first-in, first-out queue of operations, of which at most one runs at a time.
 
-    def __init__(self, workers: WorkerThreads):
+    workers: run the operations that no waiting thread runs itself.
+    """
+
+    def __init__(self, workers: WorkerPool):
         self._workers = workers
         self._lock = threading.Lock()
         self._queue: deque[Operation] = deque()
         self._running = self._worker_assigned = False
 
-    def submit(self, task: "Operation", here: bool) -> None:
-        """Queue the operation; with `here` and an empty queue, run it in the calling thread until it has ended."""
+    def submit(self, operation: "Operation", run_in_caller: bool) -> None:
+        """Queue the operation. run_in_caller: run it in this thread instead, to its end, if the queue is idle."""
         with self._lock:
-            if here and not self._queue and not self._running:
+            if run_in_caller and not self._queue and not self._running:
                 self._running = True
             else:
-                here = False
-                task.allow_waiting()
+                run_in_caller = False
+                operation.enable_waiting()
                 first = not self._queue and not self._running
-                self._queue.append(task)
-                if not (first and HINTS.wait_follows):
+                self._queue.append(operation)
+                if not (first and HINTS.expect_immediate_wait):
                     self._wake_worker()
-        if here:
-            self._finish(task)
+        if run_in_caller:
+            self._finish(operation)
 
-    def run_in_worker(self) -> None:
-        """Have a worker thread run the queued operations, if there are any."""
+    def start_worker(self) -> None:
+        """Let a worker thread run the queued operations, if there are any; return at once."""
         with self._lock:
             if self._queue:
                 self._wake_worker()
 
-    def run_if_next(self, task: "Operation") -> None:
-        """Run `task` in the calling thread if it is next in the queue and does not run yet."""
+    def run_if_next(self, operation: "Operation") -> None:
+        """Run `operation` in the calling thread, to its end, if it is the next in the queue and none is running."""
         with self._lock:
-            if self._running or not self._queue or self._queue[0] is not task:
+            if self._running or not self._queue or self._queue[0] is not operation:
                 return
             self._queue.popleft()
             self._running = True
-        self._finish(task)
+        self._finish(operation)
 
-    def fail_pending(self, error: Exception) -> None:
-        """End every operation that has not begun with this error."""
+    def fail_pending_operations(self, error: Exception) -> None:
+        """End every queued operation that has not started, with `error` as its outcome."""
         with self._lock:
             pending, self._queue = self._queue, deque()
-        for task in pending:
-            task.end(error)
+        for operation in pending:
+            operation.complete(error)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no operation runs or is queued."""
         with self._lock:
             return not self._running and not self._queue
@@ -112,11 +115,11 @@ class OperationQueue:
     def _wake_worker(self) -> None:
         if not self._worker_assigned:
             self._worker_assigned = True
-            self._workers.run(self._run_all)
+            self._workers.submit(self._run_all)
 
-    def _finish(self, task: "Operation") -> None:
+    def _finish(self, operation: "Operation") -> None:
         try:
-            task.run()
+            operation.run()
         finally:
             with self._lock:
                 self._running = False
@@ -142,7 +145,8 @@ class OperationQueue:
 class Operation:
     """A call that an `OperationQueue` runs once, and its outcome.
 
-    The call is dropped before the end is announced, so the running thread keeps no reference to the tensors.
+    error: the exception that the call raised, None for none. ended: whether the outcome is known.
+    The call is deleted before `ended` becomes True, so that the thread that runs it keeps no reference to its tensors.
     """
 
     def __init__(self, call: Callable[[], None]):
@@ -153,31 +157,32 @@ class Operation:
         self._guard = threading.Lock()
         self._future: torch.futures.Future | None = None
 
-    def allow_waiting(self) -> None:
-        """Let other threads wait for the end of this operation. Called before it is queued."""
+    def enable_waiting(self) -> None:
+        """Prepare for `wait_until_ended` by other threads. Must be called before the operation is queued."""
         self._ended_lock = threading.Lock()
         self._ended_lock.acquire()
 
-    def wait_ended(self, timeout_s: float | None) -> bool:
-        """Wait for the end, without limit if `timeout_s` is None; return whether it came in time."""
+    def wait_until_ended(self, timeout_s: float | None) -> bool:
+        """Block until the operation has ended or `timeout_s` (None: no limit) is over; return whether it has ended."""
         if not self._ended_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return False
         self._ended_lock.release()
         return True
 
     def run(self) -> None:
+        """Run the call in this thread and store its outcome. An error is stored, KeyboardInterrupt also raised."""
         try:
             self._call()
         except Exception as error:
-            self.end(error)
+            self.complete(error)
         except BaseException as stop:  # a signal in the calling thread: the operation is lost
-            self.end(RuntimeError(f"the operation was interrupted by {type(stop).__name__}"))
+            self.complete(RuntimeError(f"the operation was interrupted by {type(stop).__name__}"))
             raise
         else:
-            self.end(None)
+            self.complete(None)
 
-    def end(self, error: Exception | None) -> None:
-        """Store the outcome, then wake the waiting threads, which may use the tensors from then on."""
+    def complete(self, error: Exception | None) -> None:
+        """Store the outcome (None: success), then wake the waiting threads. Does nothing if it is known already."""
         with self._guard:
             if self.ended:
                 return
@@ -189,8 +194,8 @@ class Operation:
         if future is not None:
             future.set_result(None)
 
-    def future(self) -> torch.futures.Future:
-        """Return a future without a value that completes at the end; errors reach C++ only through its `then`."""
+    def get_future(self) -> torch.futures.Future:
+        """Return a future that completes with None when the operation ends, even if it failed: check `error`."""
         with self._guard:
             if self._future is None:
                 self._future = torch.futures.Future()

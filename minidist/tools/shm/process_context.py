@@ -1,4 +1,4 @@
-"""What all groups of one process share: its arena, its listening socket, its worker threads and its watch thread.
+"""The resources that all groups of one process share: arena, listening socket, worker threads and watch thread.
 
 The watch thread accepts connections and notices peers that end; it never waits for a group. It learns of a process's
 end from the process descriptor (pidfd): unlike a socket, no forked child can hold that open.
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minidist.tools.shm.arena import Arena, map_memory
-from minidist.tools.shm.operation_queue import WorkerThreads, in_worker_thread
+from minidist.tools.shm.arena import Arena, map_shared_memory
+from minidist.tools.shm.operation_queue import WorkerPool, in_worker_thread
 
 _HELLO_S = 10.0
 _MESSAGE_BYTES = 4096
@@ -27,21 +27,25 @@ _POLL_S = 1e-4
 
 
 class ProcessDescriptor(NamedTuple):
-    """The pidfd of a watched process. Compared by identity, as the system reuses the number once it is closed."""
+    """The pidfd of a watched process: a file descriptor that becomes readable when the process ends.
+
+    Compare by identity: once it is closed, the system reuses the number.
+    """
 
     fd: int
 
 
 class ProcessContext:
-    """The resources that all shm groups of this process share.
+    """The resources that all shm groups of this process share: arena, listening socket, worker threads, watch thread.
 
-    token: the address of this process, which other ranks pass to `connect`. arena: the memory it shares with them.
-    changed: notified when a connection has arrived or a peer has gone.
+    token: the address of this process, which other ranks pass to `connect`. arena: the memory that this process shares
+    with them. workers: the threads for operations. changed: a condition that is notified when a connection has arrived
+    or a peer has left.
     """
 
     def __init__(self):
         self.pid = os.getpid()
-        self.arena, self.workers = Arena(), WorkerThreads()
+        self.arena, self.workers = Arena(), WorkerPool()
         self.token = secrets.token_hex(16)
         self.changed = threading.Condition()
         self._connections: dict[tuple, tuple[socket.socket, int]] = {}
@@ -62,15 +66,16 @@ class ProcessContext:
 
     # -- connections --------------------------------------------------------------------------------------------------
 
-    def connect(self, token: str, name: tuple) -> tuple[socket.socket, int]:
-        """Connect to the process with that token, which gets the connection by `wait_for_connection(name)`.
+    def connect(self, token: str, connection_name: tuple) -> tuple[socket.socket, int]:
+        """Connect to the process with this token; return the connected socket and the id of that process.
 
-        Returns the socket and the id of that process. Raises ConnectionError.
+        That process gets the connection by `wait_for_connection(connection_name)`. Both processes map each other's
+        arena. Raises ConnectionError if the process does not answer or belongs to another user.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.connect("\0minidist-" + token)
         pid = _peer_pid(sock)
-        socket.send_fds(sock, [json.dumps([self.token, name]).encode()], [self.arena.fd])
+        socket.send_fds(sock, [json.dumps([self.token, connection_name]).encode()], [self.arena.fd])
         set_socket_timeout(sock, _HELLO_S)
         answer, fds, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 1)
         if answer != b"welcome":
@@ -79,18 +84,18 @@ class ProcessContext:
         return sock, pid
 
     def wait_for_connection(
-        self, name: tuple, still_wanted: Callable[[], bool], timeout_s: float
+        self, connection_name: tuple, still_wanted: Callable[[], bool], timeout_s: float
     ) -> tuple[socket.socket, int] | None:
-        """Wait for the connection that another process makes under `name`; return its socket and that process's id.
+        """Wait until another process connects under this name; return the socket and the id of that process.
 
-        Returns None after `timeout_s`, or as soon as it is not `still_wanted`, which `changed` has to be notified of.
+        Returns None after `timeout_s`, or once `still_wanted()` is False; whoever makes it False notifies `changed`.
         """
         with self.changed:
-            self.changed.wait_for(lambda: name in self._connections or not still_wanted(), timeout_s)
-            return self._connections.pop(name, None)
+            self.changed.wait_for(lambda: connection_name in self._connections or not still_wanted(), timeout_s)
+            return self._connections.pop(connection_name, None)
 
-    def arena_of(self, token: str) -> Tensor:
-        """The arena of a connected process: (bytes,) uint8."""
+    def get_arena(self, token: str) -> Tensor:
+        """Return the arena of a connected process, or of this one: (bytes,) uint8. token: of that process."""
         return self._arenas[token]
 
     def _accept(self) -> None:
@@ -112,7 +117,7 @@ class ProcessContext:
     def _map_arena(self, token: str, fds: list[int]) -> None:
         for fd in fds:
             if token not in self._arenas:
-                self._arenas[token] = map_memory(fd)
+                self._arenas[token] = map_shared_memory(fd)
             os.close(fd)
 
     # -- peers that end -----------------------------------------------------------------------------------------------
@@ -125,9 +130,10 @@ class ProcessContext:
         self._wake()
 
     def watch_process(self, pid: int, on_end: Callable[[], None]) -> "ProcessDescriptor | None":
-        """Call `on_end` once, in the watch thread, when the process ends. Returns the argument of `unwatch_process`.
+        """Call `on_end` once, in the watch thread, when the process ends; return the argument for `unwatch_process`.
 
-        None where the system has no pidfd or the process has ended already: then its closed sockets tell.
+        Returns None, and does not watch, if the system has no pidfd or the process has ended already: its closed
+        sockets then reveal the end.
         """
         try:
             fd = os.pidfd_open(pid)
@@ -140,17 +146,17 @@ class ProcessContext:
         self._wake()
         return process
 
-    def unwatch(self, fd: int) -> None:
+    def unwatch_socket(self, fd: int) -> None:
         """Stop watching a socket, given by its file descriptor."""
         with self.changed:
             if self._watched.pop(fd, None) is not None:
                 self._poll.unregister(fd)
 
     def unwatch_process(self, process: "ProcessDescriptor | None") -> None:
-        """Stop watching a process. Does nothing after its end, when another file may have the descriptor's number."""
+        """Stop watching a process. Does nothing if the process has ended, or for None."""
         with self.changed:
             if process is not None and self._processes.get(process.fd) is process:
-                self.unwatch(process.fd)
+                self.unwatch_socket(process.fd)
                 del self._processes[process.fd]
                 os.close(process.fd)
 
@@ -177,13 +183,16 @@ class ProcessContext:
             again.register(fd, select.POLLIN if fd in self._processes else select.POLLRDHUP)
             if gone is None or not again.poll(0):
                 return
-            self.unwatch_process(self._processes[fd]) if fd in self._processes else self.unwatch(fd)
+            self.unwatch_process(self._processes[fd]) if fd in self._processes else self.unwatch_socket(fd)
         gone()
 
     # -- groups made and destroyed -----------------------------------------------------------------------------------
 
     def retire_group(self, socks: list[socket.socket], blocks: list[tuple[int, int]]) -> None:
-        """Shut a destroyed group's connections; its memory is freed once no other rank can still be reading it."""
+        """Close a destroyed group's connections for sending; free its memory once no other rank can still read it.
+
+        socks: the connections. blocks: (offset, size) in bytes of each block that the group holds in the arena.
+        """
         for sock in socks:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
@@ -192,7 +201,7 @@ class ProcessContext:
         self.reclaim_memory()
 
     def reclaim_memory(self) -> None:
-        """Free the memory of destroyed groups that all their other ranks have left."""
+        """Free the arena's blocks of the retired groups that all other ranks have left too."""
         with self.changed:
             retired, self._retired_groups = self._retired_groups, []
             for socks, blocks in retired:
@@ -201,14 +210,14 @@ class ProcessContext:
                     self._retired_groups.append((socks, blocks))
                     continue
                 for offset, size in blocks:
-                    self.arena.release(offset, size)
+                    self.arena.release_block(offset, size)
 
-    def add_group(self) -> None:
-        """Count one more group that uses this context."""
+    def add_group_reference(self) -> None:
+        """Increment the number of groups that use this context."""
         self._group_count += 1
 
-    def remove_group(self) -> bool:
-        """Count one group less and close everything with the last; return whether it was the last."""
+    def drop_group_reference(self) -> bool:
+        """Decrement the number of groups that use this context; close the context and return True if none is left."""
         self._group_count -= 1
         if self._group_count:
             return False
@@ -218,7 +227,7 @@ class ProcessContext:
             sock for sock, _ in self._connections.values()
         ]:
             sock.close()
-        self.workers.close()
+        self.workers.request_stop()
         self.arena.close()
         return True
 
@@ -244,8 +253,8 @@ def _peer_pid(sock: socket.socket) -> int:
     return pid
 
 
-def receive_message(sock: socket.socket, size: int) -> bytes:
-    """Wait for the next message, of at most `size` bytes. Raises what `socket.recv` raises.
+def receive_message(sock: socket.socket, max_bytes: int) -> bytes:
+    """Wait for the next message and return it: b"" if the peer has closed. Raises what `socket.recv` raises.
 
     The ranks of a group arrive microseconds apart, while sleeping and waking takes tens of microseconds. So the
     waiting thread first polls for 0.1 ms and yields its core to other ranks in between; then it sleeps in `recv`.
@@ -254,14 +263,16 @@ def receive_message(sock: socket.socket, size: int) -> bytes:
     end_s = time.monotonic() + (0.0 if in_worker_thread() else _POLL_S)
     while time.monotonic() < end_s:
         try:
-            return sock.recv(size, socket.MSG_DONTWAIT)
+            return sock.recv(max_bytes, socket.MSG_DONTWAIT)
         except BlockingIOError:
             os.sched_yield()
-    return sock.recv(size)
+    return sock.recv(max_bytes)
 
 
 def set_socket_timeout(sock: socket.socket, seconds: float, receive_s: float | None = None) -> None:
-    """Limit how long a blocking send or receive on this socket may take; receive_s: another limit for receives.
+    """Limit how long a blocking send or receive on this socket may take; after that it raises BlockingIOError.
+
+    receive_s: the limit for receives; None: `seconds`, as for sends.
 
     Python's own `settimeout` would cost a second system call per message.
     """

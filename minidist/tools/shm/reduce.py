@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_TWO: dict[dist.ReduceOp.RedOpType, tuple[str, Callable]] = {
+_PAIRWISE: dict[dist.ReduceOp.RedOpType, tuple[str, Callable]] = {
     dist.ReduceOp.SUM: ("sum", torch.add),
     dist.ReduceOp.AVG: ("avg", torch.add),
     dist.ReduceOp.PRODUCT: ("product", torch.mul),
@@ -19,23 +19,29 @@ _TWO: dict[dist.ReduceOp.RedOpType, tuple[str, Callable]] = {
 
 
 class Reduction:
-    """One of torch's `ReduceOp`s. Raises ValueError for those that need an argument of their own (PREMUL_SUM)."""
+    """An element-wise reduction of tensors, made from one of torch's `ReduceOp`s.
+
+    Raises ValueError for PREMUL_SUM, which needs a factor. name: "sum", "avg", "product", "min", "max", "band", ...
+    """
 
     def __init__(self, op: dist.ReduceOp):
         kind = getattr(op, "op", op)  # torch passes either
-        if kind not in _TWO:
-            possible = ", ".join(name for name, _ in _TWO.values())
+        if kind not in _PAIRWISE:
+            possible = ", ".join(name for name, _ in _PAIRWISE.values())
             raise ValueError(f"the backend shm cannot reduce by {kind}; possible are {possible}")
-        self.name, self._two = _TWO[kind]
+        self.name, self._combine = _PAIRWISE[kind]
 
-    def reduce(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Reduce `parts` from left to right into `out`, which may be parts[0] or parts[1] but no other part."""
+    def reduce_into(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Reduce `parts`, of equal shape, from left to right into `out`.
+
+        out: may be the same memory as parts[0] or parts[1], but not as a later part.
+        """
         if len(parts) == 1:
             if out.data_ptr() != parts[0].data_ptr():
                 out.copy_(parts[0])
         else:
-            self._two(parts[0], parts[1], out=out)
+            self._combine(parts[0], parts[1], out=out)
             for part in parts[2:]:
-                self._two(out, part, out=out)
+                self._combine(out, part, out=out)
         if self.name == "avg":
             out.div_(len(parts))

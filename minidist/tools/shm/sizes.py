@@ -6,13 +6,16 @@ LARGE_BYTES = 2**20  # of a slot for large tensors, if there is room: more hardl
 ALIGN = 64  # bytes: a cache line, and a multiple of every element's size
 
 # Up to this many bytes in all, every rank reduces everything; beyond, dividing the work is worth a barrier.
-ONE_MEETING_BYTES = 2**20
+SINGLE_BARRIER_BYTES = 2**20
 
 EAGER_BYTES = 16 * 1024  # the largest transfer that is sent within its first message
-PIECE_BYTES = 512 * 1024  # of a chunk of a larger transfer; two are in flight
+TRANSFER_CHUNK_BYTES = 512 * 1024  # of a chunk of a larger transfer; two are in flight
 
 
-def even_chunk_length(n: int, longest: int) -> int:
-    """Return a chunk length of at most `longest` that cuts `n` elements into the fewest chunks of similar size."""
-    count = max(1, -(-n // longest))
-    return min(longest, max(1, -(-n // count // ALIGN)) * ALIGN)
+def even_chunk_length(numel: int, max_length: int) -> int:
+    """Return the chunk length, in elements, that cuts `numel` elements into the fewest chunks of similar length.
+
+    max_length: the largest length that may be returned. Shorter ones are multiples of 64 elements.
+    """
+    count = max(1, -(-numel // max_length))
+    return min(max_length, max(1, -(-numel // count // ALIGN)) * ALIGN)

@@ -4,9 +4,9 @@ One barrier separates filling a slot from reading it. While other ranks still re
 with three slots one barrier per chunk is enough, also for an all-reduce, whose slots are read twice. Each operation
 continues with the slot after the last one used, so it never begins in a slot that a slower rank still reads.
 
-The first groups that send large tensors keep large slots. Later groups keep small ones, and borrow free memory for one
-operation at a time when the message would take many chunks. That costs two barriers: one before the operation, to
-publish the offsets, and one after it, when no rank reads the memory any more.
+The first groups that send large tensors keep large slots. Later groups keep small ones, and lease larger
+temporary slots for one operation at a time when the message would take many chunks. That costs two barriers: one
+before the operation, to publish the offsets, and one after it, when no rank reads the memory any more.
 """
 
 import contextlib
@@ -17,36 +17,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minidist.tools.shm.arena import ArenaFull
+from minidist.tools.shm.arena import ArenaFullError
 from minidist.tools.shm.barrier import GroupBarrier, ShmError
 from minidist.tools.shm.process_context import ProcessContext
 from minidist.tools.shm.sizes import ALIGN, LARGE_BYTES, SLOTS, SMALL_BYTES
 
 _MIN_BYTES = 4096
-_KEPT = ((4 * 2**20, 10), (5 * 2**19, 6), (0, 1))  # (free bytes, sixteenths of them that a group keeps)
-_MANY = 4  # chunks: as long as two barriers
-_VIEWS = 256
+_KEPT_SIXTEENTHS = ((4 * 2**20, 10), (5 * 2**19, 6), (0, 1))  # (free bytes, sixteenths of them that a group keeps)
+_MIN_CHUNKS_FOR_TEMPORARY = 4  # chunks: as long as two barriers
+_MAX_VIEWS = 256
 _PLACE = struct.Struct("<QQ")
 
 
 class Slots:
-    """The slots of one size on all ranks of the group, leased at the first use, which all ranks make together.
+    """Three equal buffers ("slots") in the arena of every rank of a group, leased at the first collective.
 
-    bytes: of one slot, the same on all ranks; 0 before the lease. lease: (offset, bytes) in this rank's arena.
+    memories: the arena of each group rank, (bytes,) uint8. small: lease slots for small tensors only.
+    bytes: the size of one slot, equal on all ranks; 0 before the lease. lease: (offset, size) in bytes of this rank's
+    three slots in its arena, None before the lease.
     """
 
     def __init__(self, context: ProcessContext, barrier: GroupBarrier, memories: list[Tensor], small: bool = False):
         self._context, self._barrier, self._memories, self._small = context, barrier, memories, small
         self.bytes = 0
         self.lease: tuple[int, int] | None = None
-        self._at: list[int] = []
+        self._offsets: list[int] = []
         self._next = 0
         self._views: dict[tuple, Any] = {}
 
     def lease_slots(self, signature: str, shape: str) -> None:
-        """Lease slots in this rank's arena and exchange offsets; all ranks use the smallest slot size of any.
+        """Lease slots in this rank's arena and exchange the offsets; all ranks use the smallest slot size of any.
 
-        Raises ShmError when no shared memory is left.
+        All ranks call this together. signature, shape: of the operation that needs the slots, as in
+        `GroupBarrier.begin_operation`. Raises ShmError if no shared memory is left.
         """
         if self.lease is None:
             self.lease = self._lease_from_arena()
@@ -54,77 +57,83 @@ class Slots:
 
     def _publish_lease(self, offset: int, size: int, signature: str, shape: str) -> None:
         place = _PLACE.pack(offset, size // SLOTS)
-        places = [_PLACE.unpack(p) for p in self._barrier.begin(signature, shape, place)]
-        settled = [offset for offset, _ in places], min(size for _, size in places)
-        if settled != (self._at, self.bytes):
-            self._at, self.bytes = settled
+        places = [_PLACE.unpack(p) for p in self._barrier.begin_operation(signature, shape, place)]
+        agreed = [offset for offset, _ in places], min(size for _, size in places)
+        if agreed != (self._offsets, self.bytes):
+            self._offsets, self.bytes = agreed
             self._views.clear()
 
     def finish(self) -> None:
-        """End an operation. Nothing to do for slots that the group keeps."""
+        """Hook for the end of an operation. Does nothing here: the group keeps these slots for the next operation."""
 
     def _lease_from_arena(self) -> tuple[int, int]:
         arena = self._context.arena
         self._context.reclaim_memory()
-        free = arena.largest_free_block()
-        sixteenths = next(part for least, part in _KEPT if free >= least)
+        free = arena.largest_free_block_bytes()
+        sixteenths = next(part for min_free, part in _KEPT_SIXTEENTHS if free >= min_free)
         size = SMALL_BYTES if self._small else _slot_bytes(sixteenths * free // 16)
         try:
             size = SLOTS * max(size, _MIN_BYTES)
-            return arena.lease(size), size
-        except ArenaFull as full:
+            return arena.lease_block(size), size
+        except ArenaFullError as full:
             raise ShmError(
                 f"no shared memory is left for {self._barrier}: {full}. Destroy groups that are not used any more, "
                 "or make fewer"
             ) from None
 
-    def next_slot_views(self, key: tuple, make: Callable[[list[Tensor]], Any]) -> Any:
-        """Advance to the next slot and return `make(slots)`, given that slot of every rank as (bytes,) uint8.
+    def next_slot_views(self, key: tuple, make_views: Callable[[list[Tensor]], Any]) -> Any:
+        """Advance to the next of the three slots; return `make_views` of this slot of every rank.
 
-        The result is cached under `key`: a training step repeats a few shapes, and making a view takes microseconds.
+        make_views: gets a list with one (bytes,) uint8 tensor per group rank. Its result is cached under `key` and
+        returned again for an equal key: a training step repeats a few shapes, and making a view takes microseconds.
         """
         key = (self._next, *key)
         if key not in self._views:
-            if len(self._views) >= _VIEWS:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             begin = self._next * self.bytes
-            pairs = zip(self._memories, self._at, strict=True)
-            self._views[key] = make([memory[at + begin : at + begin + self.bytes] for memory, at in pairs])
+            pairs = zip(self._memories, self._offsets, strict=True)
+            self._views[key] = make_views([memory[at + begin : at + begin + self.bytes] for memory, at in pairs])
         self._next = (self._next + 1) % SLOTS
         return self._views[key]
 
-    def bytes_per_section(self) -> int:
-        """Size of a section when a slot is divided into one section per rank."""
+    def section_bytes_per_rank(self) -> int:
+        """Return the size in bytes of a section if a slot is divided into one equal section per rank."""
         return self.bytes // self._barrier.size // ALIGN * ALIGN
 
 
-class BorrowedSlots(Slots):
-    """Larger slots leased for a single operation; without free memory the operation uses `kept`, the group's own.
+class TemporarySlots(Slots):
+    """Larger slots, which this rank leases from the free part of its own arena for a single operation.
 
-    It never waits for memory: two groups that wait for each other's would deadlock.
+    If no larger block is free, the operation uses `kept`, the slots that the group leases permanently. The lease never
+    waits for memory: two groups that wait for each other's memory would deadlock.
     """
 
     def __init__(self, context: ProcessContext, barrier: GroupBarrier, memories: list[Tensor], kept: Slots):
         super().__init__(context, barrier, memories)
         self._kept = kept
 
-    def should_borrow(self, need: int) -> bool:
-        """Return whether larger slots would be faster for a message of `need` bytes. Equal on all ranks."""
-        return self._kept.bytes < LARGE_BYTES and need > _MANY * self._kept.bytes
+    def is_worthwhile(self, message_bytes: int) -> bool:
+        """Return whether larger slots would make a message of this size faster; the result is equal on all ranks."""
+        return self._kept.bytes < LARGE_BYTES and message_bytes > _MIN_CHUNKS_FOR_TEMPORARY * self._kept.bytes
 
     def lease_slots(self, signature: str, shape: str) -> None:
+        """Lease larger slots if memory is free, and exchange the offsets; all ranks use the smallest slot size of any.
+
+        signature, shape: as in `Slots.lease_slots`.
+        """
         arena = self._context.arena
-        size = SLOTS * _slot_bytes(5 * arena.largest_free_block() // 8)
+        size = SLOTS * _slot_bytes(5 * arena.largest_free_block_bytes() // 8)
         if size > self._kept.lease[1]:
-            with contextlib.suppress(ArenaFull):  # another thread took the memory
-                self.lease = arena.lease(size), size
+            with contextlib.suppress(ArenaFullError):  # another thread took the memory
+                self.lease = arena.lease_block(size), size
         self._publish_lease(*(self.lease or self._kept.lease), signature, shape)
 
     def finish(self) -> None:
-        """Wait until all ranks have read, then release the lease. After an error the group keeps the lease."""
+        """Wait until all ranks have read the slots, then release them. After an error the group keeps the lease."""
         self._barrier.exchange()
         if self.lease is not None:
-            self._context.arena.release(*self.lease)
+            self._context.arena.release_block(*self.lease)
             self.lease = None
 
 
@@ -133,6 +142,9 @@ def _slot_bytes(part: int) -> int:
     return min(LARGE_BYTES, part // SLOTS // _MIN_BYTES * _MIN_BYTES)
 
 
-def slot_section(slot: Tensor, index: int, size: int, length: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Return the first `length` elements of section `index` of a slot, in sections of `size` bytes."""
-    return slot[index * size : index * size + length * dtype.itemsize].view(dtype)
+def view_slot_section(
+    slot: Tensor, index: int, section_bytes: int, numel: int, dtype: torch.dtype = torch.uint8
+) -> Tensor:
+    """Return a view (numel,) of the first elements of section `index` of a slot, whose sections are equally long."""
+    begin = index * section_bytes
+    return slot[begin : begin + numel * dtype.itemsize].view(dtype)

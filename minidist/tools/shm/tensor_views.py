@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 
-def flat_view(tensor: Tensor) -> Tensor:
-    """Return a detached view (n,) of all elements, in memory order.
+def memory_order_view(tensor: Tensor) -> Tensor:
+    """Return a detached view (n,) of all elements, in the order in which they lie in memory.
 
-    Raises ValueError when the elements are not contiguous in memory, or not on the CPU.
+    Raises ValueError if there are gaps between the elements, or the tensor is not dense or not on the CPU.
     """
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise ValueError(f"the backend shm takes dense tensors on CPU, not {tensor.layout} on {tensor.device}")
@@ -25,17 +25,17 @@ def flat_view(tensor: Tensor) -> Tensor:
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """Return `flat_view(tensor)` as uint8."""
-    return flat_view(tensor).view(torch.uint8)
+    """Return the bytes of all elements in memory order, as a uint8 view; raises like `memory_order_view`."""
+    return memory_order_view(tensor).view(torch.uint8)
 
 
-def describe_elements(tensor: Tensor) -> str:
-    """Return "dtype number-of-elements", in which ranks must agree."""
+def describe_dtype_and_numel(tensor: Tensor) -> str:
+    """Return the dtype and the number of elements as text, "float32 1024": ranks must agree on both."""
     return _describe(tensor.dtype, tensor.shape)[0]
 
 
 def describe_shape(tensor: Tensor) -> str:
-    """Return the shape as text, for error messages."""
+    """Return the shape as text, "[4, 8]", for error messages."""
     return _describe(tensor.dtype, tensor.shape)[1]
 
 
@@ -44,37 +44,47 @@ def _describe(dtype: torch.dtype, shape: torch.Size) -> tuple[str, str]:
     return f"{str(dtype).removeprefix('torch.')} {shape.numel()}", str(list(shape))
 
 
-def split_per_rank(whole: Tensor, part: Tensor, size: int) -> list[Tensor]:
-    """Split `whole` into one flat tensor per rank. Raises ValueError unless it is `size` times as large as `part`."""
-    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+def split_evenly_by_rank(whole: Tensor, part: Tensor, group_size: int) -> list[Tensor]:
+    """Split `whole` into `group_size` flat views in memory order, each with as many elements as `part`.
+
+    Raises ValueError if `whole` is not exactly `group_size` times as large as `part`, or the dtypes differ.
+    """
+    if whole.numel() != group_size * part.numel() or whole.dtype != part.dtype:
         raise ValueError(
-            f"the whole has {whole.numel()} elements of {whole.dtype}; {size} ranks with a part of "
-            f"{part.numel()} of {part.dtype} need {size * part.numel()}"
+            f"the whole has {whole.numel()} elements of {whole.dtype}; {group_size} ranks with a part of "
+            f"{part.numel()} of {part.dtype} need {group_size * part.numel()}"
         )
-    return list(flat_view(whole).split(part.numel())) if part.numel() else [flat_view(whole)] * size
+    return (
+        list(memory_order_view(whole).split(part.numel())) if part.numel() else [memory_order_view(whole)] * group_size
+    )
 
 
-def check_sizes(what: str, parts: Sequence[Tensor], like: Tensor, size: int) -> None:
-    """Raise ValueError unless `parts` has one tensor per rank, each of the size and dtype of `like`."""
-    if len(parts) != size:
-        raise ValueError(f"{what} takes a tensor per rank: {size}, not {len(parts)}")
+def check_part_sizes(operation: str, parts: Sequence[Tensor], like: Tensor, group_size: int) -> None:
+    """Raise ValueError unless `parts` has `group_size` tensors, each with the numel and dtype of `like`.
+
+    operation: its name, for the error message.
+    """
+    if len(parts) != group_size:
+        raise ValueError(f"{operation} takes a tensor per rank: {group_size}, not {len(parts)}")
     for part in parts:
         if part.numel() != like.numel() or part.dtype != like.dtype:
             raise ValueError(
-                f"{what}: one part has {part.numel()} elements of {part.dtype}, another {like.numel()} of {like.dtype}"
+                f"{operation}: one part has {part.numel()} elements of {part.dtype}, "
+                f"another {like.numel()} of {like.dtype}"
             )
 
 
-def split_rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
-    """Split along dimension 0 into one flat tensor of bytes per rank: equally, or by `splits` if given.
+def split_rows_by_rank(tensor: Tensor, row_counts: Sequence[int], group_size: int) -> list[Tensor]:
+    """Split along dimension 0 into one part per rank; return the parts as flat uint8 views.
 
-    Raises ValueError when the rows cannot be split like that.
+    row_counts: the number of rows for each rank; empty for equal parts. Raises ValueError if the rows cannot be split
+    like that.
     """
     count = tensor.shape[0] if tensor.dim() else 1
-    if not splits and count % size:
-        raise ValueError(f"all_to_all: dimension 0 has {count} rows, which {size} ranks cannot share equally")
-    lengths = list(splits) or [count // size] * size
-    if len(lengths) != size or sum(lengths) != count:
-        raise ValueError(f"all_to_all: the splits {lengths} do not cut {count} rows into {size} parts")
+    if not row_counts and count % group_size:
+        raise ValueError(f"all_to_all: dimension 0 has {count} rows, which {group_size} ranks cannot share equally")
+    lengths = list(row_counts) or [count // group_size] * group_size
+    if len(lengths) != group_size or sum(lengths) != count:
+        raise ValueError(f"all_to_all: the splits {lengths} do not cut {count} rows into {group_size} parts")
     row = tensor.nbytes // count if count else 0
     return list(byte_view(tensor).split([length * row for length in lengths]))

@@ -13,29 +13,32 @@ import struct
 
 from torch import Tensor
 
-from minidist.tools.shm.barrier import EAGER_MESSAGE_BYTES, GroupBarrier, ShmError, receive_after_reset
+from minidist.tools.shm.barrier import EAGER_MESSAGE_BYTES, GroupBarrier, ShmError, receive_after_connection_reset
 from minidist.tools.shm.process_context import ProcessContext, receive_message, set_socket_timeout
-from minidist.tools.shm.sizes import EAGER_BYTES, PIECE_BYTES
+from minidist.tools.shm.sizes import EAGER_BYTES, TRANSFER_CHUNK_BYTES
 
 _PIECE = struct.Struct("<QQ")
 _GO, _NO = b"+", b"!"
 
 
 class Transfers:
-    """Point-to-point transfers of one group.
+    """The point-to-point transfers of one group: blocking sends and receives.
 
-    tokens: addresses of the ranks' processes (`ProcessContext.token`); name: the group's name in connection requests.
+    tokens: `ProcessContext.token` of each group rank. name: a unique name that all ranks of the group know.
     """
 
     def __init__(self, context: ProcessContext, barrier: GroupBarrier, tokens: list[str], name: str):
         self._context, self._barrier, self._tokens, self._name = context, barrier, tokens, name
         self._socks: dict[tuple[str, int, int], socket.socket] = {}
-        self._memories = [context.arena_of(token) for token in tokens]
+        self._memories = [context.get_arena(token) for token in tokens]
         self._closed = False
 
     def send(self, flat: Tensor, signature: str, peer: int, tag: int) -> None:
-        """Send the bytes `flat` (n,) to group rank `peer` and wait for the receipt. signature: dtype and shape."""
-        sock = self._channel("send", peer, tag)
+        """Send `flat` (n,) uint8 to group rank `peer`; return when the peer has received all of it.
+
+        signature: dtype and shape of the tensor as text. Raises ShmError if the receiver expects another size or dtype.
+        """
+        sock = self._connection("send", peer, tag)
         small = flat.numel() <= EAGER_BYTES
         head = json.dumps([flat.numel(), signature.split(" ")[0], signature]).encode() + b"\n"
         what = f"send of {signature} to rank {self._barrier.ranks[peer]} (tag {tag})"
@@ -47,34 +50,37 @@ class Transfers:
             self._stream(flat, sock, peer, what)
 
     def _stream(self, flat: Tensor, sock: socket.socket, peer: int, what: str) -> None:
-        arena, size = self._context.arena, min(flat.numel(), PIECE_BYTES)
-        place = arena.allocate_transfer(2 * size)
+        arena, size = self._context.arena, min(flat.numel(), TRANSFER_CHUNK_BYTES)
+        block = arena.allocate_transfer_buffer(2 * size)
         try:
             unread = 0
             for i, begin in enumerate(range(0, flat.numel(), size)):
                 if unread == 2:
                     self._receive(sock, peer, what)
                     unread -= 1
-                piece, at = flat[begin : begin + size], place + i % 2 * size
-                arena.memory[at : at + piece.numel()].copy_(piece)
-                self._send_message(sock, _PIECE.pack(at, piece.numel()))
+                piece, offset = flat[begin : begin + size], block + i % 2 * size
+                arena.memory[offset : offset + piece.numel()].copy_(piece)
+                self._send_message(sock, _PIECE.pack(offset, piece.numel()))
                 unread += 1
             for _ in range(unread):
                 self._receive(sock, peer, what)
         finally:
-            arena.free_transfer(place, 2 * size)
+            arena.free_transfer_buffer(block, 2 * size)
 
     def recv(self, flat: Tensor, signature: str, peer: int, tag: int) -> None:
-        """Receive the bytes `flat` (n,) from group rank `peer`. Raises ShmError if the sizes or dtypes differ."""
-        sock = self._channel("recv", peer, tag)
+        """Receive into `flat` (n,) uint8 from group rank `peer`; return when all of it has arrived.
+
+        signature: dtype and shape of the tensor as text. Raises ShmError if the sender sends another size or dtype.
+        """
+        sock = self._connection("recv", peer, tag)
         what = f"recv of {signature} from rank {self._barrier.ranks[peer]} (tag {tag})"
         head, _, data = self._receive(sock, peer, what).partition(b"\n")
-        size, dtype, theirs = json.loads(head)
+        size, dtype, peer_signature = json.loads(head)
         if [size, dtype] != [flat.numel(), signature.split(" ")[0]]:
-            mine, other = self._barrier.ranks[self._barrier.rank], self._barrier.ranks[peer]
+            own_rank, other = self._barrier.ranks[self._barrier.rank], self._barrier.ranks[peer]
             text = (
-                f"rank {other} sends {theirs} to rank {mine}, which receives {signature}: they must agree in number of "
-                f"elements and dtype (tag {tag} of {self._barrier})"
+                f"rank {other} sends {peer_signature} to rank {own_rank}, which receives {signature}: they must agree "
+                f"in number of elements and dtype (tag {tag} of {self._barrier})"
             )
             self._send_message(sock, _NO + text.encode())
             raise ShmError(text)
@@ -85,12 +91,12 @@ class Transfers:
         self._send_message(sock, _GO)
         memory, begin = self._memories[peer], 0
         while begin < size:
-            at, length = _PIECE.unpack(self._receive(sock, peer, what))
-            flat[begin : begin + length].copy_(memory[at : at + length])
+            offset, length = _PIECE.unpack(self._receive(sock, peer, what))
+            flat[begin : begin + length].copy_(memory[offset : offset + length])
             self._send_message(sock, _GO)
             begin += length
 
-    def _channel(self, direction: str, peer: int, tag: int) -> socket.socket:
+    def _connection(self, direction: str, peer: int, tag: int) -> socket.socket:
         key = (direction, peer, tag)
         if key not in self._socks:
             if direction == "send":
@@ -117,7 +123,7 @@ class Transfers:
         return self._socks[key]
 
     def _peer_open(self, peer: int) -> bool:
-        return not self._closed and peer not in self._barrier.gone
+        return not self._closed and peer not in self._barrier.departure_reasons
 
     def _check_peer_open(self, peer: int) -> None:
         if not self._peer_open(peer):
@@ -126,7 +132,10 @@ class Transfers:
     def _closed_reason(self, peer: int) -> str:
         if self._closed:
             return "the group was destroyed"
-        return self._barrier.gone.get(peer) or f"rank {self._barrier.ranks[peer]} has left {self._barrier} or ended"
+        return (
+            self._barrier.departure_reasons.get(peer)
+            or f"rank {self._barrier.ranks[peer]} has left {self._barrier} or ended"
+        )
 
     def _send_message(self, sock: socket.socket, message: bytes) -> None:
         # If the peer has gone, waiting for its next message raises the error that says so.
@@ -141,34 +150,34 @@ class Transfers:
                 f"{what} of {self._barrier}: rank {self._barrier.ranks[peer]} did not come in time"
             ) from None
         except ConnectionResetError:
-            received = receive_after_reset(sock)
+            received = receive_after_connection_reset(sock)
         if not received:
             raise ShmError(f"{self._closed_reason(peer)} ({what})")
         return received
 
     def disconnect_peer(self, peer: int) -> None:
-        """End transfers with a peer that has gone, after the messages that it had sent."""
+        """Let transfers with a peer that has left fail, once the messages that it had sent are received."""
         for (_, other, _), sock in list(self._socks.items()):
             if other == peer:
-                _shut(sock)
+                _shut_down(sock)
         with self._context.changed:
             self._context.changed.notify_all()
 
-    def close(self) -> None:
-        """Make all transfers fail: the group is being destroyed."""
+    def fail_all(self) -> None:
+        """Let all transfers in flight, and all later ones, fail with ShmError, because the group is being destroyed."""
         self._closed = True
         for sock in self._socks.values():
-            _shut(sock)
+            _shut_down(sock)
         with self._context.changed:
             self._context.changed.notify_all()
 
     def close_sockets(self) -> None:
-        """Close the connections, once no thread of this process uses them."""
+        """Close the connections. To be called after `fail_all`, when no thread of this process uses them any more."""
         for sock in self._socks.values():
             sock.close()
         self._socks.clear()
 
 
-def _shut(sock: socket.socket) -> None:
+def _shut_down(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

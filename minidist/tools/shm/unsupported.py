@@ -15,11 +15,11 @@ ALTERNATIVES = {
 }
 
 
-def reject_unsupported(group: type) -> type:
-    """Class decorator: make the unsupported methods raise ShmError with the alternative, not torch's obscure errors."""
+def reject_unsupported_methods(group_class: type) -> type:
+    """Class decorator: methods that the backend lacks raise an ShmError that names the one in `ALTERNATIVES`."""
     for name, instead in ALTERNATIVES.items():
-        setattr(group, name, _rejection(name, instead))
-    return group
+        setattr(group_class, name, _rejection(name, instead))
+    return group_class
 
 
 def _rejection(name: str, instead: str):

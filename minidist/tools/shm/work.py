@@ -13,7 +13,8 @@ from minidist.tools.shm.operation_queue import Operation, OperationQueue
 class Work(dist.Work):
     """The `dist.Work` of one operation of an `OperationQueue`.
 
-    queue: where it runs; call: performs it; tensors: the results; source: group rank of the sender, for a receive.
+    queue: the queue in which the operation runs, once `start` is called. call: performs the operation. tensors: those
+    that receive the results. source: for a receive, the group rank of the sender; else -1.
     """
 
     def __init__(
@@ -22,51 +23,62 @@ class Work(dist.Work):
         super().__init__()
         self._queue, self._task, self._tensors, self.source = queue, Operation(call), list(tensors), source
 
-    def start(self, here: bool) -> None:
-        """Queue the operation; with `here` and an empty queue, run it in the calling thread until it has ended."""
-        self._queue.submit(self._task, here)
+    def start(self, run_in_caller: bool) -> None:
+        """Queue the operation. run_in_caller: run it in this thread instead, to its end, if the queue is idle."""
+        self._queue.submit(self._task, run_in_caller)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the operation has ended; return True. Raises its error, or DistBackendError after `timeout`."""
+        """Block until the operation has ended; return True. Raises its error, or DistBackendError after `timeout`.
+
+        timeout: zero for no limit; then the calling thread runs the operation itself if it is the next in the queue.
+        """
         if not self._task.ended:
             if not timeout:
                 self._queue.run_if_next(self._task)
             else:
-                self._queue.run_in_worker()
-            if not self._task.wait_ended(timeout.total_seconds() if timeout else None):
+                self._queue.start_worker()
+            if not self._task.wait_until_ended(timeout.total_seconds() if timeout else None):
                 raise dist.DistBackendError(f"the operation has not ended after {timeout.total_seconds():g} s")
         if self._task.error is not None:
             raise self._task.error
         return True
 
     def synchronize(self) -> None:
+        """Like `wait`: there is no stream to synchronize."""
         self.wait()
 
     def block_current_stream(self) -> None:
+        """Like `wait`: blocks the calling thread, unlike nccl's."""
         self.wait()
 
     def is_completed(self) -> bool:
+        """Return whether the operation has ended, with or without an error."""
         return self._task.ended
 
     def is_success(self) -> bool:
+        """Return whether the operation has ended without an error."""
         return self._task.ended and self._task.error is None
 
     def exception(self):
+        """Return the error of the operation, None if it has none or has not ended."""
         return self._task.error
 
     def result(self) -> list[Tensor]:
+        """Return the tensors that receive the results; they are valid once the operation has ended."""
         return self._tensors
 
     def source_rank(self) -> int:
+        """Return the group rank of the sender for a receive, else -1."""
         return self.source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future of the list of results. Errors pass through `then`: C++ sees only those."""
-        return self._task.future().then(self._outcome)
+        """Return a future of the list of result tensors; waiting for it raises the error of the operation."""
+        return self._task.get_future().then(self._outcome)
 
     def get_future_result(self) -> torch.futures.Future:
+        """Return `get_future()`: a future of the results, not of torch's `WorkResult`."""
         return self.get_future()
 
     def _outcome(self, _) -> list[Tensor]:

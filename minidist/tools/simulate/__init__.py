@@ -1,4 +1,5 @@
 """`minidist simulate`: the timeline of a pipeline schedule, its bubble and its peak of micro-batches in flight.
 
-Read in this order: `timeline` (the simulation), `draw` (as text and as a figure), `command`.
+Read in this order: `timeline` (the simulation), `draw` (as text and as a figure), `command`. `context_balance` counts
+the attention scores of each rank under context parallelism.
 """

@@ -9,7 +9,7 @@ from typing import Literal
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.schedules import KINDS, build_schedule
-from minidist.tools.simulate.draw import WIDTH, color_text, draw_figure, draw_text
+from minidist.tools.simulate.draw import WIDTH, color_drawing, draw_figure, draw_text
 from minidist.tools.simulate.schedule_text import parse_schedule
 from minidist.tools.simulate.timeline import PipelineTimeline, StageTimes, simulate_schedule
 
@@ -18,7 +18,7 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """Simulate one pipeline schedule: its bubble, its live activations, and a drawing of what runs when on each stage.
+    """Simulate one pipeline schedule: its timeline, its bubble, and the micro-batches in flight on each stage.
 
     Kinds: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v. Times are for one micro-batch and all layers of a stage, in any
     unit; give one number for all stages, or one per stage.
@@ -39,9 +39,10 @@ class SimulateOptions:
     t_w: tuple[float, ...] = (1.0,)
     """Time of the weight gradient (W), the other part of the backward pass."""
     t_comm: float = 0.0
-    """Time to transfer a result to another stage; both stages may compute meanwhile."""
+    """Time to transfer a result to another stage, while both stages may compute."""
     file: Path | None = None
-    """A text file with your own schedule: one line per stage, such as F0 F1 B0 B1 (F0.1: forward through chunk 1)."""
+    """A text file with your own schedule: one line per stage, such as F0 F1 B0 B1 (F0.1 is the forward of micro-batch 0
+    through chunk 1)."""
     placement: Literal["loop", "v"] = "loop"
     """Placement of the chunks of --file: chunk 1 starts on stage 0 (loop), or on the last stage (v)."""
     picture: Path | None = None
@@ -67,16 +68,16 @@ def main(options: SimulateOptions) -> int:
 
 
 def choose_schedule(options: SimulateOptions) -> Schedule:
-    """The schedule that the options describe. Raises UserError for contradictory options and unreadable files."""
+    """The schedule that the options describe. Raises UserError for conflicting options and unreadable files."""
     if options.file is None:
         stages = 4 if options.stages is None else options.stages
         micro_batches = 2 * stages if options.micro_batches is None else options.micro_batches
         kind = "1f1b" if options.kind is None else options.kind
         return build_schedule(kind, stages, micro_batches, options.chunks)
-    given = [name for name in ("kind", "stages", "micro_batches", "chunks") if getattr(options, name) is not None]
-    if given:
-        name = given[0].replace("_", "-")
-        raise UserError(f"--file {options.file} already says what --{name} is: leave --{name} out.")
+    conflicting = [name for name in ("kind", "stages", "micro_batches", "chunks") if getattr(options, name) is not None]
+    if conflicting:
+        name = conflicting[0].replace("_", "-")
+        raise UserError(f"--file {options.file} already determines --{name}: leave --{name} out.")
     try:
         return parse_schedule(options.file.read_text(), str(options.file), options.placement)
     except (OSError, UnicodeDecodeError) as error:
@@ -93,11 +94,11 @@ def timeline_json(timeline: PipelineTimeline) -> dict:
         "stages": timeline.schedule.stages,
         "micro_batches": timeline.schedule.micro_batches,
         "chunks": timeline.schedule.chunks,
-        "total": round(timeline.total, _DIGITS),
+        "total": round(timeline.step_time, _DIGITS),
         "makespan": round(timeline.makespan, _DIGITS),
         "bubble": round(timeline.bubble, 4),
-        "busy": [round(time, _DIGITS) for time in timeline.busy],
-        "peak_live": timeline.peak_live,
+        "busy": [round(time, _DIGITS) for time in timeline.busy_times],
+        "peak_live": timeline.peak_live_micro_batches,
     }
 
 
@@ -105,13 +106,15 @@ def print_timeline(timeline: PipelineTimeline) -> None:
     """Print the drawing, in colours on a terminal, and the figures below it."""
     from rich.console import Console
 
-    what = KINDS.get(timeline.schedule.kind)
+    description = KINDS.get(timeline.schedule.kind)
     unit = "" if timeline.schedule.chunks == 1 else f" (each 1/{timeline.schedule.chunks} of a stage)"
-    print(f"{timeline.schedule.kind}{f': {what}' if what else ''}\n")
-    Console(soft_wrap=True).print(color_text(draw_text(timeline)))
-    print(f"\ntotal      {timeline.total:.6g} from the first action of a stage to its last")
-    print(f"bubble     {timeline.bubble:.4f} of it is idle")
-    live = textwrap.wrap(f"peak live  {_by_stage(timeline.peak_live)}{unit}", WIDTH, subsequent_indent=" " * 11)
+    print(f"{timeline.schedule.kind}{f': {description}' if description else ''}\n")
+    Console(soft_wrap=True).print(color_drawing(draw_text(timeline)))
+    print(f"\ntotal      {timeline.step_time:.6g}, the longest time of any stage from its first action to its last")
+    print(f"bubble     {timeline.bubble:.4f} of the total is idle, on average over the stages")
+    live = textwrap.wrap(
+        f"peak live  {_by_stage(timeline.peak_live_micro_batches)}{unit}", WIDTH, subsequent_indent=" " * 11
+    )
     print("\n".join(live))
 
 
@@ -126,8 +129,6 @@ def _check_picture(path: Path) -> None:
 
     if not path.absolute().parent.is_dir():
         raise UserError(f"--picture {path}: there is no folder {path.absolute().parent}. Make it first.")
-    possible = Figure().canvas.get_supported_filetypes()
-    if path.suffix[1:] not in possible:
-        raise UserError(
-            f"--picture {path} is of no kind that can be drawn: give a name that ends in .png, .svg or .pdf."
-        )
+    formats = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:] not in formats:
+        raise UserError(f"--picture {path} has an unknown file type: give a name that ends in .png, .svg or .pdf.")

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from minidist.parallel.pipeline.action_times import Span
-from minidist.parallel.pipeline.actions import Op
+from minidist.parallel.pipeline.actions import Action
 from minidist.tools.simulate.timeline import PipelineTimeline
 
 if TYPE_CHECKING:
@@ -47,31 +47,31 @@ def _splits(timeline: PipelineTimeline) -> bool:
 def _scale(timeline: PipelineTimeline, columns: int) -> tuple[float, int]:
     """(the time of a column, the columns of the shortest action: a whole number, 0 if less than one)."""
     shortest = min(span.end - span.start for spans in timeline.spans for span in spans if span.end > span.start)
-    whole = min(_CELL, int(columns * shortest / timeline.makespan * (1 + 1e-9)))
-    return shortest / whole if whole else timeline.makespan / columns, whole
+    cells = min(_CELL, int(columns * shortest / timeline.makespan * (1 + 1e-9)))
+    return shortest / cells if cells else timeline.makespan / columns, cells
 
 
 def _line(spans: Sequence[Span], columns: int, step: float, shortest: int) -> str:
     starts = [span.start for span in spans]
-    seen: list[Op | None] = []
+    actions: list[Action | None] = []
     for column in range(columns):
         middle = (column + 0.5) * step
         index = bisect_right(starts, middle) - 1
-        seen.append(spans[index].op if index >= 0 and middle < spans[index].end else None)
-    return "".join(_cell(op, len(list(columns)), shortest) for op, columns in groupby(seen))
+        actions.append(spans[index].action if index >= 0 and middle < spans[index].end else None)
+    return "".join(_cell(action, len(list(columns)), shortest) for action, columns in groupby(actions))
 
 
-def _cell(op: Op | None, width: int, shortest: int) -> str:
-    if op is None:
+def _cell(action: Action | None, width: int, shortest: int) -> str:
+    if action is None:
         return "." * width
-    letter = op.kind.lower() if op.chunk else op.kind
-    name = f"{letter}{op.micro_batch}"
+    letter = action.kind.lower() if action.chunk else action.kind
+    name = f"{letter}{action.micro_batch}"
     if not shortest:
         return letter * width
     return (name if shortest > 1 and len(name) <= width else letter).ljust(width, "-")
 
 
-def color_text(drawing: str) -> "Text":
+def color_drawing(drawing: str) -> "Text":
     """The output of `draw_text` in colours, for rich to print (which drops them where a terminal has none)."""
     from rich.text import Text
 
@@ -97,7 +97,9 @@ def draw_figure(timeline: PipelineTimeline, title: str | None = None) -> "Figure
     axes = figure.add_subplot()
     for stage, spans in enumerate(timeline.spans):
         bars = [(span.start, span.end - span.start) for span in spans]
-        axes.broken_barh(bars, (stage - 0.45, 0.9), facecolors=[_color(s.op) for s in spans], edgecolor="white", lw=0.3)
+        axes.broken_barh(
+            bars, (stage - 0.45, 0.9), facecolors=[_color(s.action) for s in spans], edgecolor="white", lw=0.3
+        )
         for span in spans:
             _number(axes, stage, span, timeline)
     axes.set(xlabel="time", ylabel="stage", yticks=range(schedule.stages), title=title or _title(timeline))
@@ -111,8 +113,8 @@ def draw_figure(timeline: PipelineTimeline, title: str | None = None) -> "Figure
     return figure
 
 
-def _color(op: Op) -> str:
-    return COLORS[op.kind][min(op.chunk, 1)]
+def _color(action: Action) -> str:
+    return COLORS[action.kind][min(action.chunk, 1)]
 
 
 def _number(axes, stage: int, span: Span, timeline: PipelineTimeline) -> None:
@@ -120,16 +122,17 @@ def _number(axes, stage: int, span: Span, timeline: PipelineTimeline) -> None:
     points = _POINTS * (span.end - span.start) / timeline.makespan
     size = min(8.0, 1.2 * points / len(str(timeline.schedule.micro_batches - 1)))
     if size >= 3.5:
-        color = "black" if span.op.chunk else "white"
+        color = "black" if span.action.chunk else "white"
         middle = (span.start + span.end) / 2
-        axes.text(middle, stage, span.op.micro_batch, ha="center", va="center_baseline", fontsize=size, color=color)
+        axes.text(middle, stage, span.action.micro_batch, ha="center", va="center_baseline", fontsize=size, color=color)
 
 
 def _title(timeline: PipelineTimeline) -> str:
     schedule = timeline.schedule
     size = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
     chunks = f", {schedule.chunks} chunks a stage" if schedule.chunks > 1 else ""
-    return f"{schedule.kind}, {size}{chunks}: bubble {timeline.bubble:.4f}, peak {max(timeline.peak_live)} in flight"
+    peak = max(timeline.peak_live_micro_batches)
+    return f"{schedule.kind}, {size}{chunks}: bubble {timeline.bubble:.4f}, peak {peak} in flight"
 
 
 def _label(kind: str, chunk: int, timeline: PipelineTimeline) -> str:

@@ -29,31 +29,33 @@ class StageTimes:
     comm: float = 0.0
 
     def action_durations(self, schedule: Schedule) -> dict[str, list[float]]:
-        """The duration of each kind of action, per model chunk. Raises UserError for invalid times and for a number of
-        them that does not fit the schedule."""
+        """The durations of the actions of one micro-batch: kind ("F", "B", "W") -> one duration per model chunk.
+
+        Raises UserError for invalid times, and for a list whose length is neither the number of stages nor of chunks.
+        """
         if not _is_time(self.comm):
             raise UserError(f"t-comm is {self.comm}; it must be 0 or more.")
         by = {kind: self._by_position(kind, schedule) for kind in "fbw"}
-        whole = [b + w for b, w in zip(by["b"], by["w"], strict=True)]
-        once = sum(by["f"]) + sum(whole)
-        if not once:
-            raise UserError("t-f, t-b and t-w are all 0, so nothing takes time: give one of them a time above 0.")
-        if math.isinf((once + 2 * schedule.positions * self.comm) * schedule.micro_batches):
-            raise UserError("the times add up to more than a number can hold: give all of them in a larger unit.")
-        return {"F": by["f"], "B": by["b"] if schedule.splits_backward else whole, "W": by["w"]}
+        full_backward = [b + w for b, w in zip(by["b"], by["w"], strict=True)]
+        total = sum(by["f"]) + sum(full_backward)
+        if not total:
+            raise UserError("t-f, t-b and t-w are all 0: give one of them a time above 0.")
+        if math.isinf((total + 2 * schedule.positions * self.comm) * schedule.micro_batches):
+            raise UserError("the sum of all times overflows: give the times in a larger unit.")
+        return {"F": by["f"], "B": by["b"] if schedule.splits_backward else full_backward, "W": by["w"]}
 
     def _by_position(self, kind: str, schedule: Schedule) -> list[float]:
-        given = getattr(self, kind)
-        times = list(given) if isinstance(given, Sequence) else [given]
-        if wrong := [time for time in times if not _is_time(time)]:
-            raise UserError(f"t-{kind} is {wrong[0]}; a time is a number, 0 or more.")
+        value = getattr(self, kind)
+        times = list(value) if isinstance(value, Sequence) else [value]
+        if invalid := [time for time in times if not _is_time(time)]:
+            raise UserError(f"t-{kind} is {invalid[0]}; a time is a number, 0 or more.")
         if len(times) == schedule.positions:
             return times
         if len(times) not in (1, schedule.stages):
-            parts = f", or {schedule.positions} for its parts" if schedule.chunks > 1 else ""
+            per_chunk = f", or {schedule.positions} for the model chunks" if schedule.chunks > 1 else ""
             raise UserError(
                 f"t-{kind} has {len(times)} times for {schedule.stages} stages: give 1 for all of them, or "
-                f"{schedule.stages}{parts}."
+                f"{schedule.stages}{per_chunk}."
             )
         owners = [schedule.owner(position)[0] for position in range(schedule.positions)]
         return [times[stage if len(times) > 1 else 0] / schedule.chunks for stage in owners]
@@ -61,13 +63,17 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class PipelineTimeline(ActionTimes):
-    """A schedule with the times of its actions, and its step time, bubble and peak micro-batches in flight."""
+    """A schedule with the start and end of every action; computes step time, bubble and micro-batches in flight.
+
+    All times are in the unit of the `StageTimes`.
+    """
 
     @property
-    def total(self) -> float:
-        """The time of a step: the longest time of any stage from its first action to its last.
+    def step_time(self) -> float:
+        """The time per step if steps follow each other: the longest time of a stage from its first to its last action.
 
-        Steps follow each other, so a stage that starts late may end late (Qi et al. 2023, section 5.3 and equation 3).
+        A stage that starts late may end late, while other stages begin the next step (Qi et al. 2023, section 5.3 and
+        equation 3).
         """
         return max(spans[-1].end - spans[0].start for spans in self.spans)
 
@@ -77,23 +83,26 @@ class PipelineTimeline(ActionTimes):
         return max(spans[-1].end for spans in self.spans) - min(spans[0].start for spans in self.spans)
 
     @property
-    def busy(self) -> list[float]:
-        """The compute time of every stage."""
+    def busy_times(self) -> list[float]:
+        """The time that each stage spends on forward and backward, without idle time, by stage."""
         return [math.fsum(span.end - span.start for span in spans) for spans in self.spans]
 
     @property
     def bubble(self) -> float:
-        """The fraction of `total` in which a stage is idle, averaged over the stages."""
-        return max(0.0, 1 - math.fsum(self.busy) / (len(self.spans) * self.total))
+        """The fraction of `step_time` in which a stage is idle, averaged over the stages."""
+        return max(0.0, 1 - math.fsum(self.busy_times) / (len(self.spans) * self.step_time))
 
     @property
-    def peak_live(self) -> list[int]:
-        """The peak number of micro-batches in flight on every stage, as `check.peak_live` counts them."""
+    def peak_live_micro_batches(self) -> list[int]:
+        """The peak number of micro-batches in flight on each stage, by stage (`check.peak_live_micro_batches`)."""
         return peak_live_micro_batches(self.schedule)
 
 
 def simulate_schedule(schedule: Schedule, times: StageTimes) -> PipelineTimeline:
-    """Simulate a schedule. Raises UserError if it cannot run, and for invalid times."""
+    """Compute when every action of a schedule starts and ends, given the times of its stages.
+
+    Raises UserError if the schedule cannot run (its actions wait for each other in a circle), and for invalid times.
+    """
     return PipelineTimeline(schedule, compute_spans(schedule, times.action_durations(schedule), times.comm))
 
 

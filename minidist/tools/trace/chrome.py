@@ -15,36 +15,36 @@ from minidist.tools.trace.timed_meter import OperationSpan, RankRecording, Timed
 COMPUTE, WAITING, COMMUNICATION = 1, 2, 3  # thread ids; further lanes of communication follow
 
 
-def trace_events(recordings: Sequence[RankRecording], names: Sequence[str]) -> list[dict]:
-    """All events: metadata first, then by time, an event before those nested in it.
+def make_trace_events(recordings: Sequence[RankRecording], names: Sequence[str]) -> list[dict]:
+    """Return the events of a Chrome trace: metadata first, then by time, an event before the events nested in it.
 
-    recordings: of every rank, in rank order, on one clock; names: of the ranks' processes.
+    recordings: of every rank, in rank order, with the times of one clock. names: the display name of each rank.
     """
     origin = min(recording.begin for recording in recordings)
-    named, timed = [], []
-    places: dict[tuple, list[tuple[int, int, int]]] = {}  # operation -> (launch, process, thread) on each rank
+    metadata, timed = [], []
+    launches: dict[tuple, list[tuple[int, int, int]]] = {}  # operation -> (launch, process, thread) on each rank
     for rank, recording in enumerate(recordings):
         pid = rank + 1  # Perfetto hides process 0
         operations = sorted(recording.operations, key=lambda operation: operation.launched)
         ends = [recording.end if operation.completed is None else operation.completed for operation in operations]
-        chosen = assign_lanes([(operation.launched, end) for operation, end in zip(operations, ends, strict=True)])
-        named += _names(pid, names[rank], rank, max(chosen, default=0) + 1)
+        lanes = assign_lanes([(operation.launched, end) for operation, end in zip(operations, ends, strict=True)])
+        metadata += _thread_names(pid, names[rank], rank, max(lanes, default=0) + 1)
         timed += [
             _slice(pid, COMPUTE, _title(s), "compute", s.begin - origin, s.end - origin, s.attributes)
             for s in recording.spans
         ]
         timed += [_wait(pid, wait, origin) for wait in recording.waits]
-        for operation, end, lane in zip(operations, ends, chosen, strict=True):
+        for operation, end, lane in zip(operations, ends, lanes, strict=True):
             tid = COMMUNICATION + lane
             begin = operation.launched - origin
-            timed.append(_slice(pid, tid, _name(operation), "communication", begin, end - origin, _facts(operation)))
-            places.setdefault(_key(operation, rank), []).append((begin, pid, tid))
-    for number, (key, launches) in enumerate(places.items(), start=1):
-        timed += _arrow(number, f"{key[0]} {key[1]}", sorted(launches))
-    return named + sorted(timed, key=lambda event: (event["ts"], -event.get("dur", 0.0)))
+            timed.append(_slice(pid, tid, _name(operation), "communication", begin, end - origin, _details(operation)))
+            launches.setdefault(_operation_key(operation, rank), []).append((begin, pid, tid))
+    for number, (key, by_rank) in enumerate(launches.items(), start=1):
+        timed += _arrow(number, f"{key[0]} {key[1]}", sorted(by_rank))
+    return metadata + sorted(timed, key=lambda event: (event["ts"], -event.get("dur", 0.0)))
 
 
-def _names(pid: int, name: str, rank: int, operations: int) -> Iterable[dict]:
+def _thread_names(pid: int, name: str, rank: int, operations: int) -> Iterable[dict]:
     numbered = [f"communication {i + 1}" if i else "communication" for i in range(operations)]
     threads = {COMPUTE: "compute", WAITING: "waiting", **dict(enumerate(numbered, start=COMMUNICATION))}
     yield _metadata(pid, 0, "process_name", name=name)
@@ -70,20 +70,20 @@ def _title(span: TimedSpan) -> str:
 
 def _wait(pid: int, wait: TimedSpan, origin: int) -> dict:
     facts = {name: value for name, value in wait.attributes.items() if name != "of"}
-    facts["operations"] = [f"{record.name} {record.use} #{record.seq}" for record in wait.attributes["of"]]
-    name = f"wait for {wait.name} {wait.attributes['of'][0].use}"
+    facts["operations"] = [f"{record.name} {record.group_name} #{record.seq}" for record in wait.attributes["of"]]
+    name = f"wait for {wait.name} {wait.attributes['of'][0].group_name}"
     return _slice(pid, WAITING, name, "waiting", wait.begin - origin, wait.end - origin, facts)
 
 
 def _name(operation: OperationSpan) -> str:
-    return f"{operation.record.name} {operation.record.use}"
+    return f"{operation.record.name} {operation.record.group_name}"
 
 
-def _facts(operation: OperationSpan) -> dict:
+def _details(operation: OperationSpan) -> dict:
     record = operation.record
     facts = {
         "operation": record.name,
-        "group": record.use,
+        "group": record.group_name,
         "ranks": list(record.ranks),
         "sequence number": record.seq,
         "shape": list(record.shape),
@@ -99,13 +99,13 @@ def _facts(operation: OperationSpan) -> dict:
     return facts | operation.attributes | {"completion": "reported by the backend" if reported else known}
 
 
-def _key(operation: OperationSpan, rank: int) -> tuple:
+def _operation_key(operation: OperationSpan, rank: int) -> tuple:
     """A key that the records of one operation on all its ranks share."""
     record = operation.record
     if record.peer is None:
-        return record.name, record.use, record.ranks, record.seq
+        return record.name, record.group_name, record.ranks, record.seq
     ends = (rank, record.peer) if record.name == "send" else (record.peer, rank)
-    return "transfer", record.use, ends, record.tag, record.seq
+    return "transfer", record.group_name, ends, record.tag, record.seq
 
 
 def _arrow(number: int, name: str, launches: Sequence[tuple[int, int, int]]) -> Iterable[dict]:

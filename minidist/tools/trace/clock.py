@@ -1,14 +1,15 @@
 """One clock for all ranks, so that their recordings line up.
 
-Ranks of one host share CLOCK_MONOTONIC: it is the same for every process and core, and nobody can set it. Its origin
+Ranks of one host share CLOCK_MONOTONIC: it is the same for every process and core, and cannot be set. Its origin
 differs between hosts, so ranks on other hosts measure their offset from rank 0's host (Cristian 1989, Probabilistic
 Clock Synchronization): request a reading, and assume that it was taken halfway through the round trip. The error is at
-most half the round trip however its time is split, so the shortest of several exchanges is used. The offset drifts
+most half the round trip, however asymmetric it is, so the shortest of several exchanges is used. The offset drifts
 after the measurement, by tens of microseconds per second between common quartz clocks.
 """
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -19,56 +20,66 @@ from minidist.comm.objects import all_gather_object
 EXCHANGES = 16
 
 
-def measure_clock_offset(group: Group, now: Callable[[], int] = time.monotonic_ns) -> tuple[int, int]:
-    """(offset to add to this rank's clock to get that of the group's first rank, bound of its error), in nanoseconds.
+class ClockOffset(NamedTuple):
+    """What to add to this rank's clock to get the clock of the group's first rank, and a bound of the error."""
 
-    Collective over the group. (0, 0) on the first rank's host.
+    offset_ns: int
+    error_ns: int
+
+
+def measure_clock_offset(group: Group, now: Callable[[], int] = time.monotonic_ns) -> ClockOffset:
+    """Measure the offset of this rank's clock from that of the group's first rank; all ranks of the group call it.
+
+    now: reads this rank's clock, in nanoseconds. Returns (0, 0) on the first rank's host, whose ranks share its clock.
     """
     nodes = all_gather_object(group.world.node_rank, group)
-    for place, node in enumerate(nodes):
+    for rank, node in enumerate(nodes):
         if node != nodes[0]:
             if group.rank == 0:
-                _answer(group, place, now)
-            elif group.rank == place:
-                return _ask(group, now)
-    return 0, 0
+                _send_readings(group, rank, now)
+            elif group.rank == rank:
+                return _request_readings(group, now)
+    return ClockOffset(0, 0)
 
 
-def _answer(group: Group, place: int, now: Callable[[], int]) -> None:
+def _send_readings(group: Group, rank: int, now: Callable[[], int]) -> None:
     reading = torch.zeros(1, dtype=torch.int64, device=group.world.control_device)
     for _ in range(EXCHANGES):
-        recv(reading, place, group, async_op=True).wait(host=True)
+        recv(reading, rank, group, async_op=True).wait(host=True)
         reading.fill_(now())
-        send(reading, place, group)
+        send(reading, rank, group)
 
 
-def _ask(group: Group, now: Callable[[], int]) -> tuple[int, int]:
-    found = []
+def _request_readings(group: Group, now: Callable[[], int]) -> ClockOffset:
+    exchanges = []
     reading = torch.zeros(1, dtype=torch.int64, device=group.world.control_device)
     for _ in range(EXCHANGES):
-        asked = now()
+        requested = now()
         send(reading, 0, group)
         recv(reading, 0, group, async_op=True).wait(host=True)
-        answered = now()
+        received = now()
         # Rounded up, so that it stays a bound.
-        found.append(((answered - asked + 1) // 2 + 1, reading.item() - (asked + answered) // 2))
-    error, offset = min(found)
-    return offset, error
+        exchanges.append(((received - requested + 1) // 2 + 1, reading.item() - (requested + received) // 2))
+    error, offset = min(exchanges)
+    return ClockOffset(offset, error)
 
 
 class HostClock:
-    """Timestamps of this rank's host, in nanoseconds."""
+    """Reads timestamps from this host's monotonic clock, in nanoseconds.
+
+    now: the function that reads the clock.
+    """
 
     def __init__(self, now: Callable[[], int] = time.monotonic_ns):
         self.now = now
 
     def to_host_ns(self, timestamp: int) -> int:
-        """The timestamp on this host's clock."""
+        """Return the timestamp as it is: it is a time of this host's clock already."""
         return timestamp
 
 
 class DeviceClock:
-    """Timestamps of a CUDA stream: when the device reached this point, not when Python enqueued it.
+    """Takes timestamps of the current CUDA stream: when the device reaches this point, not when Python enqueues it.
 
     The host runs ahead of the device, and `wait()` makes the stream wait and not the host, so only the stream's times
     show how long work and waits took. A timestamp costs one event in the current stream.
@@ -80,11 +91,12 @@ class DeviceClock:
         self._first_ns = time.monotonic_ns()
 
     def now(self) -> torch.cuda.Event:
+        """Record an event at this point of the current stream and return it as the timestamp."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def to_host_ns(self, timestamp: torch.cuda.Event) -> int:
-        """The timestamp on this host's clock, exact to a few microseconds."""
+        """Wait for the event; return its time on this host's clock, exact to a few microseconds."""
         timestamp.synchronize()
         return self._first_ns + round(self._first.elapsed_time(timestamp) * 1e6)

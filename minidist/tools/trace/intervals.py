@@ -7,7 +7,7 @@ Interval = tuple[float, float]
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of the intervals, as ascending intervals that do not touch."""
+    """Return the union of the intervals, as ascending (begin, end) pairs that do not touch."""
     covered: list[Interval] = []
     for begin, end in sorted(intervals):
         if covered and begin <= covered[-1][1]:
@@ -18,25 +18,28 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect_intervals(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """The intersection of two unions, as ascending intervals that do not touch."""
-    a, b, found = deque(merge_intervals(a)), deque(merge_intervals(b)), []
+    """Return the intersection of the union of `a` and the union of `b`, as ascending intervals that do not touch."""
+    a, b, overlaps = deque(merge_intervals(a)), deque(merge_intervals(b)), []
     while a and b:
-        found.append((max(a[0][0], b[0][0]), min(a[0][1], b[0][1])))
+        overlaps.append((max(a[0][0], b[0][0]), min(a[0][1], b[0][1])))
         (a if a[0][1] < b[0][1] else b).popleft()
-    return merge_intervals(found)
+    return merge_intervals(overlaps)
 
 
 def covered_time(intervals: Iterable[Interval]) -> float:
-    """The total length of the union of the intervals."""
+    """Return the length of the union of the intervals: overlaps count once."""
     return sum(end - begin for begin, end in merge_intervals(intervals))
 
 
 def assign_lanes(intervals: Sequence[Interval]) -> list[int]:
-    """A lane number for each interval, so that no two in a lane overlap. intervals: sorted by begin."""
+    """Return a lane number, from 0, for each interval, so that no two intervals of a lane overlap.
+
+    intervals: (begin, end) pairs, sorted by begin.
+    """
     free: list[float] = []  # the end of the last interval in each lane
-    chosen = []
+    lanes = []
     for begin, end in intervals:
         lane = next((i for i, free_from in enumerate(free) if free_from <= begin), len(free))
         free[lane : lane + 1] = [end]
-        chosen.append(lane)
-    return chosen
+        lanes.append(lane)
+    return lanes

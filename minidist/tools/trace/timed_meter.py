@@ -16,10 +16,10 @@ from minidist.tools.trace.clock import DeviceClock, HostClock
 
 @dataclass
 class TimedSpan:
-    """Something that this rank did or waited for.
+    """A computation or a wait of this rank.
 
-    begin, end: timestamps of the clock; in a `RankRecording` nanoseconds. attributes: of this span and of those around
-    it.
+    begin, end: timestamps of the recording clock; in a `RankRecording`, nanoseconds. attributes: of this span and of
+    the spans around it.
     """
 
     name: str
@@ -32,8 +32,9 @@ class TimedSpan:
 class OperationSpan:
     """A communication operation from launch to completion.
 
-    attributes: of the spans in which it was launched. reported: when the backend reported its completion; None if the
-    backend does not. waited: when the wait for it ended; None if nobody waited.
+    launched, reported, waited: times as in `TimedSpan`: of the launch; of the backend's report that the operation has
+    completed, None if the backend reports none; of the end of the wait for it, None without a wait. attributes: of the
+    spans in which it was launched.
     """
 
     record: Record
@@ -44,13 +45,13 @@ class OperationSpan:
 
     @property
     def completed(self) -> Any:
-        """When it completed, as far as this rank knows; None if neither reported nor waited for."""
+        """The earlier of `reported` and `waited`, as far as they are known: the time of completion."""
         return min((time for time in (self.reported, self.waited) if time is not None), default=None)
 
 
 @dataclass
 class RankRecording:
-    """What one rank did between `begin` and `end`, in nanoseconds of one clock.
+    """The spans, waits and operations of one rank between `begin` and `end`, in nanoseconds of one clock.
 
     spans: computation, nested, in the order of begin; waits: when the host (on CUDA: the stream) waited for
     communication; operations: all that were launched.
@@ -75,13 +76,13 @@ class TimedMeter(Meter):
         self._reset()
 
     def start_recording(self, times: HostClock | DeviceClock) -> None:
-        """Record times from now on, read from this clock."""
+        """Begin a new recording, whose times are read from the clock `times`."""
         self._reset()
         self._times = times
         self._begin = times.now()
 
     def stop_recording(self, offset_ns: int = 0) -> RankRecording:
-        """Stop and return the recording. offset_ns: added to every time (`clock.measure_clock_offset`)."""
+        """Stop and return the recording. offset_ns: is added to every time; from `clock.measure_clock_offset`."""
         times, self._times = self._times, None
 
         def to_common_clock(timestamp) -> int | None:
@@ -93,9 +94,9 @@ class TimedMeter(Meter):
                 TimedSpan(
                     s.name, to_common_clock(s.begin), to_common_clock(last if s.end is None else s.end), s.attributes
                 )
-                for s in row
+                for s in recorded
             ]
-            for row in (self._spans, self._waits)
+            for recorded in (self._spans, self._waits)
         )
         operations = [
             OperationSpan(
@@ -114,48 +115,48 @@ class TimedMeter(Meter):
     def record(self, *args, **kwargs) -> Record:
         record = super().record(*args, **kwargs)
         if self._times is not None:
-            # It keeps the record alive, so that no other object gets this id.
-            self._recorded[id(record)] = OperationSpan(record, self._times.now(), self._around)
+            # The span keeps the record alive, so that no other object gets this id.
+            self._recorded[id(record)] = OperationSpan(record, self._times.now(), self._enclosing)
         return record
 
-    def started(self, records: Sequence[Record], works: Sequence) -> None:
+    def on_launch(self, records: Sequence[Record], works: Sequence) -> None:
         """Register for the backend's completion reports. On CUDA the end of the stream's wait is used instead."""
         operations = [self._recorded[id(record)] for record in records if id(record) in self._recorded]
         if not operations or len(works) != len(operations) or not isinstance(self._times, HostClock):
             return
         for operation, work in zip(operations, works, strict=True):
             with contextlib.suppress(RuntimeError, NotImplementedError):  # gloo's transfers do not report completion
-                work.get_future().add_done_callback(self._reporter(operation))
+                work.get_future().add_done_callback(self._completion_callback(operation))
 
-    def waited(self, record: Record) -> None:
-        super().waited(record)
+    def on_wait_end(self, record: Record) -> None:
+        super().on_wait_end(record)
         operation = self._recorded.get(id(record))
         if operation is not None and operation.waited is None:
             operation.waited = self._times.now()
 
     @contextlib.contextmanager
-    def _kept(self, row: list[TimedSpan], name: str, attributes: dict) -> Iterator[None]:
+    def _timed(self, spans: list[TimedSpan], name: str, attributes: dict) -> Iterator[None]:
         if self._times is None:
             yield
             return
-        times, around = self._times, self._around
-        span = TimedSpan(name, times.now(), attributes=around | attributes)
-        row.append(span)
-        self._around = span.attributes
+        times, enclosing = self._times, self._enclosing
+        span = TimedSpan(name, times.now(), attributes=enclosing | attributes)
+        spans.append(span)
+        self._enclosing = span.attributes
         try:
             yield
         finally:
-            span.end, self._around = times.now(), around
+            span.end, self._enclosing = times.now(), enclosing
 
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager:
-        """A context in which the rank does something named `name`."""
-        return self._kept(self._spans, name, attributes)
+        """A context for a computation of the rank, recorded under `name`."""
+        return self._timed(self._spans, name, attributes)
 
     def waiting(self, records: Sequence[Record]) -> contextlib.AbstractContextManager:
         """A context in which the rank waits for these operations."""
-        return self._kept(self._waits, records[0].name, {"of": list(records)})
+        return self._timed(self._waits, records[0].name, {"of": list(records)})
 
-    def _reporter(self, operation: OperationSpan):
+    def _completion_callback(self, operation: OperationSpan):
         now = self._times.now
 
         def report(_) -> None:  # runs in a thread of the backend
@@ -165,7 +166,7 @@ class TimedMeter(Meter):
 
     def _reset(self) -> None:
         self._begin = None
-        self._around: dict[str, Any] = {}
+        self._enclosing: dict[str, Any] = {}
         self._spans: list[TimedSpan] = []
         self._waits: list[TimedSpan] = []
         self._recorded: dict[int, OperationSpan] = {}

@@ -13,14 +13,13 @@ from typing import Any
 
 from minidist.comm import Group, all_gather_object
 from minidist.config import Config
-from minidist.tools.output_files import check_trace_file
-from minidist.tools.trace.chrome import trace_events
+from minidist.tools.output_files import check_trace_file, write_atomically
+from minidist.tools.trace.chrome import make_trace_events
 from minidist.tools.trace.clock import DeviceClock, HostClock, measure_clock_offset
 from minidist.tools.trace.intervals import covered_time, intersect_intervals
 from minidist.tools.trace.timed_meter import RankRecording
 from minidist.tools.trace.traffic import traffic_matrix
 from minidist.train.observer import Observer
-from minidist.train.run_folder import write_atomically
 from minidist.train.trainer import Trainer
 
 COMPUTED = ("forward", "backward", "gradient norm", "optimizer")
@@ -44,24 +43,24 @@ class TimeFractions:
 
 
 def compute_time_fractions(recording: RankRecording) -> TimeFractions:
-    """The fractions of a rank's time."""
-    whole = recording.end - recording.begin
-    busy = [(span.begin, span.end) for span in recording.spans if span.name in COMPUTED]
+    """Compute which fractions of its recorded time a rank computed, waited for communication and did other things."""
+    duration = recording.end - recording.begin
+    computations = [(span.begin, span.end) for span in recording.spans if span.name in COMPUTED]
     waits = [(wait.begin, wait.end) for wait in recording.waits]
     operations = [(op.launched, recording.end if op.completed is None else op.completed) for op in recording.operations]
     exposed, in_flight = covered_time(waits), covered_time(operations)
-    compute = covered_time(busy) - covered_time(intersect_intervals(busy, waits))
-    behind = intersect_intervals(busy, operations)
+    compute = covered_time(computations) - covered_time(intersect_intervals(computations, waits))
+    overlap = intersect_intervals(computations, operations)
     hidden = (
-        (covered_time(behind) - covered_time(intersect_intervals(behind, waits))) / in_flight if in_flight else None
+        (covered_time(overlap) - covered_time(intersect_intervals(overlap, waits))) / in_flight if in_flight else None
     )
-    return TimeFractions(compute / whole, exposed / whole, 1 - (compute + exposed) / whole, hidden)
+    return TimeFractions(compute / duration, exposed / duration, 1 - (compute + exposed) / duration, hidden)
 
 
 class TraceRecorder(Observer):
     """Records the trace of one run. The run's meter must be a `TimedMeter`.
 
-    line: what rank 0 says about the trace at the end of the run.
+    line: the line that rank 0 prints about the trace at the end of the run.
     """
 
     def __init__(self, config: Config):
@@ -74,10 +73,11 @@ class TraceRecorder(Observer):
         check_trace_file(self._whole_config)
 
     def on_start(self, trainer: Trainer) -> None:
+        """Keep the run's meter, which records the times, and its control group, over which the ranks gather them."""
         self._meter, self._group = trainer.groups.meter, trainer.control
 
     def before_step(self, trainer: Trainer) -> None:
-        """Begin or end the recording if it is time to."""
+        """Begin or end the recording at the configured steps."""
         step = trainer.progress.step
         if self._ended:
             return
@@ -88,12 +88,14 @@ class TraceRecorder(Observer):
             self._finish(step)
 
     def on_last_step(self, trainer: Trainer) -> None:
+        """End the recording if it still runs, and write the file."""
         if not self._ended:
             self._finish(trainer.progress.step)
 
     def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
+        """Print `line`."""
         if self.line is not None:
-            trainer.note(self.line)
+            trainer.send_note(self.line)
 
     def _finish(self, step: int) -> None:
         """End the recording after `step` steps and write it."""
@@ -101,8 +103,8 @@ class TraceRecorder(Observer):
         if self._first is None:
             self.line = f"no trace: the run ended after step {step}, before --trace.first {self._config.first}"
             return
-        recording = self._meter.stop_recording(self._clock[0])
-        # What was recorded ends here: the gathering is not part of it.
+        recording = self._meter.stop_recording(self._clock.offset_ns)
+        # The recording ends before this gather, so it does not contain it.
         gathered = all_gather_object((recording, self._clock, self._group.world.node_rank), self._group)
         if self._group.rank == 0:
             self.line = _write(self._config.file, self._group, gathered, (self._first + 1, step))
@@ -114,39 +116,42 @@ class TraceRecorder(Observer):
 
 
 def _write(path: Path, group: Group, gathered: Sequence[tuple], steps: tuple[int, int]) -> str:
-    """Write the file; returns what to say of it."""
+    """Write the file; returns the line that describes the trace, or the failure."""
     recordings, clocks, nodes = zip(*gathered, strict=True)
-    parts = [compute_time_fractions(recording) for recording in recordings]
+    fractions = [compute_time_fractions(recording) for recording in recordings]
     names = [f"rank {rank} on {group.world.device.type}, node {node}" for rank, node in enumerate(nodes)]
     trace = {
-        "traceEvents": trace_events(recordings, names),
+        "traceEvents": make_trace_events(recordings, names),
         "displayTimeUnit": "ms",
         "otherData": {
             "steps": list(steps),
             "recorded_ns": [recording.end - recording.begin for recording in recordings],
-            "time_fractions": [asdict(fractions) for fractions in parts],
+            "time_fractions": [asdict(rank_fractions) for rank_fractions in fractions],
             "traffic_bytes": traffic_matrix([[operation.record for operation in r.operations] for r in recordings]),
-            "clock_offset_ns": [offset for offset, _ in clocks],
-            "clock_error_ns": [error for _, error in clocks],
+            "clock_offset_ns": [clock.offset_ns for clock in clocks],
+            "clock_error_ns": [clock.error_ns for clock in clocks],
         },
     }
     try:
         write_atomically(path, json.dumps(trace))
-    except OSError as error:  # not worth the end of a run
+    except OSError as error:  # a missing trace should not abort the run
         return f"the trace {path} could not be written: {error.strerror or error}"
-    return describe_trace(path, steps, parts)
+    return describe_trace(path, steps, fractions)
 
 
-def describe_trace(path: Path, steps: tuple[int, int], parts: Sequence[TimeFractions]) -> str:
-    """A line with the file and the time fractions of the first ranks."""
-    printed = [
-        f"rank {rank} {part.compute:.0%} / {part.exposed_communication:.0%} / {part.other:.0%}"
-        + ("" if part.hidden_communication is None else f" ({part.hidden_communication:.0%} of communication hidden)")
-        for rank, part in enumerate(parts[:_PRINTED_RANKS])
-    ]
-    more = f"; {len(parts) - len(printed)} more ranks in the file" if len(parts) > len(printed) else ""
-    which = f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
+def describe_trace(path: Path, steps: tuple[int, int], fractions: Sequence[TimeFractions]) -> str:
+    """Return the line that tells the user the trace's file and the time fractions of the first ranks.
+
+    steps: first and last recorded step. fractions: of every rank, in rank order.
+    """
+    printed = []
+    for rank, time in enumerate(fractions[:_PRINTED_RANKS]):
+        hidden = time.hidden_communication
+        overlap = "" if hidden is None else f" ({hidden:.0%} of communication hidden)"
+        printed.append(f"rank {rank} {time.compute:.0%} / {time.exposed_communication:.0%} / {time.other:.0%}{overlap}")
+    more = f"; {len(fractions) - len(printed)} more ranks in the file" if len(fractions) > len(printed) else ""
+    recorded = f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
     return (
-        f"trace of {which}: {path}, for ui.perfetto.dev or chrome://tracing; compute / waiting for communication / "
+        f"trace of {recorded}: {path}, for ui.perfetto.dev or chrome://tracing; compute / waiting for communication / "
         f"other: {', '.join(printed)}{more}"
     )

@@ -1,0 +1,49 @@
+"""The display of an exercise in a notebook: its task, its points, the learner's file."""
+
+import ast
+import os
+from pathlib import Path
+
+from exercises.attempt import hints_left
+from exercises.catalogue import Exercise
+from exercises.work import Work
+
+
+class ExerciseDisplay:
+    """The display of one exercise. work: the learner's folder; None if the notebook is in none."""
+
+    def __init__(self, exercise: Exercise, work: Work | None):
+        self._exercise, self._work = exercise, work
+
+    def __repr__(self) -> str:
+        return "\n".join([self._title(), self._facts(), "", *self._task_lines(), "", f"Your file: {self._file()}"])
+
+    def _repr_markdown_(self) -> str:
+        task = "\n".join(self._task_lines())
+        link = f"Your file: [{self._file()}]({self._link()})"
+        return f"**{self._title()}**\n\n{self._facts()}\n\n{task}\n\n{link}"
+
+    def _title(self) -> str:
+        return f"Exercise {self._exercise.section}: {self._exercise.title} ({self._exercise.name})"
+
+    def _facts(self) -> str:
+        exercise, work = self._exercise, self._work
+        left = hints_left(exercise, work) if work else len(exercise.hints)
+        facts = [f"difficulty {exercise.difficulty} of 5", f"{exercise.minutes} minutes", f"{exercise.points} points"]
+        facts += [f"{left} of {len(exercise.hints)} hints left (%hint {exercise.name})"]
+        return ", ".join([*facts, *["passed"] * bool(work and work.entry(exercise).get("passed"))])
+
+    def _task_lines(self) -> list[str]:
+        """The task: the stub's docstring between its title and how to check it."""
+        lines = (ast.get_docstring(ast.parse(self._exercise.stub.read_text())) or "").splitlines()
+        end = next((i for i, line in enumerate(lines) if line.startswith("Check it with")), len(lines))
+        return "\n".join(lines[1:end]).strip().splitlines()
+
+    def _file(self) -> str:
+        return f"work/exercises/{self._exercise.chapter}/{self._exercise.stub.name}"
+
+    def _link(self) -> str:
+        """The path relative to the notebook's folder, as a JupyterLab link."""
+        if self._work is None:
+            return f"../../exercises/{self._exercise.chapter}/{self._exercise.stub.name}"
+        return os.path.relpath(self._work.file(self._exercise), Path.cwd())

@@ -1,0 +1,125 @@
+"""Observe an answer's order of events, peak memory and device placement, independently of the machine's speed."""
+
+import contextlib
+import gc
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from exercises.testing import Wrong
+
+
+def timeline(network) -> list[str]:
+    """Return the events of this rank since the test began, in order.
+
+    Events are the test's marks (`network.event`), `launch 0`, `launch 1`, ... for the operations in launch order, and
+    `wait 0`, `wait 1`, ... where the wait for each of them ended. A group of one rank launches nothing.
+    """
+    ticks = list(network.events)
+    for number, record in enumerate(network.records):
+        ticks.append((record.launched, f"launch {number}"))
+        if record.waited is not None:
+            ticks.append((record.waited, f"wait {number}"))
+    return [label for _, label in sorted(ticks)]
+
+
+def expect_order(happened: Sequence[str], expected: Sequence[str]) -> None:
+    """Fail unless the events are exactly the expected ones, in order; the message names the first difference."""
+    before = "the beginning"
+    for got, wanted in itertools.zip_longest(happened, expected, fillvalue="nothing more"):
+        if got != wanted:
+            raise Wrong("wrong", f"what happens after: {before}", wanted, got)
+        before = wanted
+
+
+class DeviceMoveTracker(TorchFunctionMode):
+    """Tracks which tensors were moved to `device` in a `with` block, or computed from such: `tensor in tracker`.
+
+    The device is an alias of the CPU, to test that a program uses the given device on a machine without GPUs.
+    """
+
+    device = torch.device("cpu", 1)
+
+    def __init__(self):
+        super().__init__()
+        self._storages = {}  # by address, as .to() may return the tensor itself
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._storages
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        inputs = tree_leaves((args, kwargs))
+        if any(isinstance(each, Tensor) and each in self or self._is_device(each) for each in inputs):
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.numel():
+                    storage = tensor.untyped_storage()
+                    self._storages[storage.data_ptr()] = storage  # referenced, so that no other tensor gets its address
+        return result
+
+    def _is_device(self, value) -> bool:
+        return isinstance(value, str | torch.device) and str(value) == str(self.device)
+
+
+class PeakMemory:
+    """Peak of the CPU memory allocated for tensors inside a `with` block, beyond that before it: `peak_bytes`.
+
+    Counted by torch's own allocator, so that tensors inside autograd and operators count too. Memory
+    that was allocated before and is freed inside is subtracted.
+    """
+
+    peak_bytes = 0
+
+    def __enter__(self) -> "PeakMemory":
+        self._profile = profiler.profile(profile_memory=True)
+        with _silent():
+            self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        with _silent():
+            self._profile.__exit__(*error)
+        events = self._profile.kineto_results.events()
+        alive = 0
+        for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda e: e.start_ns()):
+            alive += event.nbytes()
+            self.peak_bytes = max(self.peak_bytes, alive)
+
+
+class LiveTensorMemory:
+    """Memory of the live tensors created inside a `with` block: `memory.nbytes()`, each storage counted once.
+
+    Counts only what Python references: a backend frees its send buffers from its own thread, at a random time, so a
+    peak with communication varies from run to run.
+    """
+
+    def __enter__(self) -> "LiveTensorMemory":
+        gc.collect()
+        gc.freeze()
+        return self
+
+    def __exit__(self, *error) -> None:
+        gc.unfreeze()
+
+    def nbytes(self) -> int:
+        storages = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Silence the profiler's messages on stderr, which a learner would take for the output of the code."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)

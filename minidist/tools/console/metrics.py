@@ -1,0 +1,124 @@
+"""Metrics of log lines: loss, throughput, bytes sent, peak memory, and model FLOPs utilisation on CUDA."""
+
+import contextlib
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minidist.precision.policy import TORCH_NAMES, resolve_policy
+from minidist.train.agree import StepResult
+from minidist.train.schedule import learning_rate
+from minidist.train.trainer import Trainer
+
+# Dense peak of one GPU in FLOP/s, from the makers' data sheets (SXM parts; sparse figures are twice these).
+PEAK_FLOPS = {
+    "A100": {"float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12},
+    "H100": {"float32": 66.9e12, "bfloat16": 989.4e12, "float16": 989.4e12},
+    "H200": {"float32": 66.9e12, "bfloat16": 989.4e12, "float16": 989.4e12},
+}
+MFU_FORMULA = "flops_per_token(seq_len) * tokens_per_s / (GPUs * peak), flops_per_token = 6 N + 12 l h s"
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Return the device's dense peak FLOP/s in a dtype (as "bfloat16"); None on CPU and for GPUs not in PEAK_FLOPS."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peaks.get(dtype) for gpu, peaks in PEAK_FLOPS.items() if gpu in name), None)
+
+
+def mfu(flops_per_token: float, tokens_per_s: float, num_gpus: int, gpu_peak_flops: float) -> float:
+    """Return the model FLOPs utilisation as a fraction (Chowdhery et al. 2022, appendix B).
+
+    tokens_per_s: of all GPUs together. gpu_peak_flops: peak FLOP/s of one GPU.
+    """
+    return flops_per_token * tokens_per_s / (num_gpus * gpu_peak_flops)
+
+
+class PeakMemory:
+    """The peak memory of this rank between two reads, in bytes.
+
+    On CUDA it is that of torch's allocator, on the CPU the process's resident memory. Where the system cannot reset the
+    latter (Linux can: `/proc/self/clear_refs`, see proc(5)), it is the peak since the process started.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._reset()
+
+    def read_and_reset(self) -> int:
+        """Return the peak in bytes since the last call, or since construction, and start a new interval."""
+        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _peak_resident()
+        self._reset()
+        return peak
+
+    def _reset(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_resident() -> int:
+    """Return the peak resident memory of this process, in bytes."""
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+        if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+            return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class StepMetrics:
+    """Computes the rows of metrics.jsonl, each from the steps since the last row. Every rank has a `StepMetrics`."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        self._peak_memory = PeakMemory(trainer.world.device)
+        self._steps, self._seconds, self._sent = 0, 0.0, 0
+
+    @contextlib.contextmanager
+    def count_sent_bytes(self) -> Iterator[None]:
+        """Return a context manager that counts the bytes which this rank sends inside it: those of one step."""
+        meter = self._trainer.groups.meter
+        before = meter.total_wire_bytes
+        yield
+        self._sent = meter.total_wire_bytes - before
+
+    def add_step(self, result: StepResult) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+        """Add the step just done; return its row of metrics if one is due, and each rank's time, bytes and memory.
+
+        A row is due every `train.log_every` steps, and after the first and the last. The time is the mean of the steps
+        since the last row. A step is as slow as its slowest rank, and the rank that uses the most memory must still
+        fit: the row has the largest value of all ranks.
+        """
+        trainer, step = self._trainer, self._trainer.progress.step
+        config, train, scaler = trainer.config, trainer.config.train, trainer.engine.scaler
+        self._steps, self._seconds = self._steps + 1, self._seconds + trainer.step_time_s
+        if step % train.log_every and step not in (1, train.steps):
+            return None
+        mine = {
+            "step_time_s": self._seconds / self._steps,
+            "comm_bytes": self._sent,
+            "memory": self._peak_memory.read_and_reset(),
+        }
+        self._steps, self._seconds = 0, 0.0
+        ranks = trainer.all_gather_object(mine)
+        row = {"step": step, "tokens": trainer.progress.consumed_samples * config.data.seq_len, "loss": result.loss}
+        row["grad_norm"] = None if result.overflowed else result.grad_norm
+        row["lr"] = learning_rate(config.optim, step - 1, train.steps)
+        if scaler is not None:
+            row |= {"loss_scale": scaler.scale, "overflow": result.overflowed}
+        row |= {name: max(rank[name] for rank in ranks) for name in mine}
+        row["tokens_per_s"] = train.global_batch * config.data.seq_len / row["step_time_s"]
+        if peak := peak_flops(trainer.world.device, TORCH_NAMES[resolve_policy(config.precision).compute]):
+            gpus = 1 if config.device.startswith("cuda:") else trainer.world.size
+            row["mfu"] = mfu(config.model.flops_per_token(config.data.seq_len), row["tokens_per_s"], gpus, peak)
+            row["mfu_formula"] = MFU_FORMULA
+        return row, ranks

@@ -1,0 +1,48 @@
+"""Next-token logits of a model that is laid out over ranks, for sampling text."""
+
+import torch
+from torch import Tensor
+
+from minidist.comm import all_gather, broadcast
+from minidist.parallel.context.split import unsharded_attention
+from minidist.train.engine import Engine
+
+
+@torch.no_grad()
+def next_token_logits(engine: Engine, tokens: Tensor) -> Tensor:
+    """Compute the logits (b, vocab) of the token that follows `tokens`, (b, s) int64.
+
+    Every rank calls it with the same tokens and gets the same logits. Each rank of a context-parallel group runs the
+    whole sequence, which grows by one token at a time.
+    """
+    parallel, groups = engine.parallel, engine.groups
+    model, pipeline, tp = parallel.model, parallel.pipeline, groups.mesh.tp
+    samples, seq_len = tokens.shape
+    # Attention is causal: padding at the end changes no logits.
+    missing = -seq_len % tp if parallel.sequence_parallel else 0
+    padded = torch.cat((tokens, tokens.new_zeros(samples, missing)), 1)
+    outputs: list[Tensor] = []
+
+    def part(chunk: int, _: int, hidden: Tensor | None) -> Tensor:
+        layers = parallel.layer_range(chunk)
+        out = model(padded, layers=layers, hidden=hidden)
+        if layers.stop == model.config.num_layers:
+            outputs.append(out)
+        return out
+
+    with unsharded_attention(model):
+        if pipeline is not None:
+            pipeline.evaluate(part, lambda _: parallel.empty_hidden(samples, padded.shape[1], tp), 1)
+        else:
+            outputs.append(model(padded))
+    logits = next(model.parameters()).new_empty(samples, model.config.vocab_size)
+    if outputs:
+        local = outputs[0][:, seq_len - 1].T.contiguous()  # (vocab / tp, b)
+        if tp > 1:
+            gathered = local.new_empty(model.config.vocab_size, samples)
+            all_gather(gathered, local, groups["tensor"])
+            local = gathered
+        logits.copy_(local.T)
+    if pipeline is not None:
+        broadcast(logits, pipeline.last_part_stage, groups["activations"])
+    return logits

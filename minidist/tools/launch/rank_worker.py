@@ -1,0 +1,99 @@
+"""The rank's side of live ranks: receive requests, answer them, and recreate the process group after a failure."""
+
+import os
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from minidist.comm.group import Group, GroupSpec, bind
+from minidist.comm.meter import Meter
+from minidist.comm.world import World
+from minidist.mesh import AXES, Mesh
+from minidist.tools.launch.protocol import receive_object, send_object
+from minidist.tools.recording_backend import register_recording_backend
+
+_SIGNAL_CHECK_S = 0.5
+
+
+class RankWorker:
+    """Answers requests in the process of a rank that stays alive between them (in the launcher: `LiveJob`).
+
+    meter: counts the traffic of this rank through any process group, raw `torch.distributed` calls included.
+    """
+
+    def __init__(self, world: World, control: socket.socket):
+        self.world, self.meter = world, Meter()
+        self._control = control
+        self._abandoned: list[Any] = []
+        self._backend = register_recording_backend(self.meter, world.status, group_name="world", wait_function=_wait)
+        world.backend = self._backend
+
+    def receive_request(self) -> Any:
+        """Wait for the next request. Raises EOFError when the launcher has ended."""
+        return receive_object(self._control)
+
+    def send_answer(self, payload: Any) -> None:
+        """Send the answer to the latest request, any picklable object."""
+        send_object(self._control, ("answer", payload))
+
+    def recreate_process_group(self, generation: int) -> Group:
+        """Destroy torch's default process group and create a new one; return it as a `Group` over all ranks.
+
+        generation: a number that is new in each call and the same on all ranks. Groups with aborted operations
+        are kept, because threads still wait in them.
+        """
+        world = self.world
+        if dist.is_initialized():
+            groups = list(dist.distributed_c10d._world.pg_map)
+            self._abandoned.append(groups)
+            dist.destroy_process_group()
+        world.status.reset_channels()
+        dist.init_process_group(
+            self._backend,
+            store=dist.PrefixStore(f"live/{generation}", self.world.store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(hours=12),
+        )
+        return bind(world, Mesh(dp=world.size), [GroupSpec("comm", AXES)], timeout_s=12 * 3600.0)["comm"]
+
+    def close_connections(self) -> None:
+        """Shut every connection of the process groups, so that waits inside torch, which ignore signals, end in an
+        error. Call `recreate_process_group` next."""
+        for fd in map(int, os.listdir("/dev/fd")):
+            try:
+                sock = socket.socket(fileno=fd)
+            except OSError:  # not a socket, or closed by now
+                continue
+            try:
+                if sock.family in (socket.AF_INET, socket.AF_INET6):
+                    ports = sock.getsockname()[1], sock.getpeername()[1]
+                    if self.world.store.port not in ports:  # the store is needed again
+                        sock.shutdown(socket.SHUT_RDWR)
+            except OSError:  # it only listens
+                pass
+            finally:
+                sock.detach()
+
+
+def _wait(work: dist.Work, timeout: timedelta) -> bool:
+    """Wait in a helper thread, so that a signal can interrupt it: torch's own wait handles none until it returns."""
+    outcome: list[Any] = []
+    done = threading.Event()
+
+    def wait():
+        try:
+            outcome.append(work.wait(timeout) if timeout else work.wait())
+        except BaseException as error:
+            outcome.append(error)
+        done.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    while not done.wait(_SIGNAL_CHECK_S):
+        pass
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]

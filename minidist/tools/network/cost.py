@@ -1,0 +1,178 @@
+"""The alpha-beta-gamma cost model: the modelled time of a collective.
+
+A message of n bytes takes `alpha + n beta` seconds; the model ignores contention, and a rank sends one message and
+receives one at a time. Reducing n bytes takes `n gamma`. The cost of an algorithm is that of its critical path: a
+`Cost` counts its rounds, bytes sent and bytes reduced, and a `Link` converts these counts to seconds.
+
+Thakur, Rabenseifner and Gropp 2005, sections 3 and 4 (the model, the algorithms); Rabenseifner 2004; Patarasuk and Yuan
+2009 (all-reduce cannot send less than the ring); Chan et al. 2007 (lower bounds). Bus bandwidth: nccl-tests,
+doc/PERFORMANCE.md.
+"""
+
+from dataclasses import dataclass
+
+from minidist.comm.power_of_two import PowerOfTwoRanks
+from minidist.tools.network.algorithm_bytes import IMPLEMENTED_ALGORITHMS
+
+
+@dataclass(frozen=True)
+class Link:
+    """Parameters of the cost model.
+
+    alpha_s: latency of an empty message in seconds. beta_s: seconds per byte sent. gamma_s: seconds per byte reduced.
+    """
+
+    alpha_s: float
+    beta_s: float
+    gamma_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a collective costs, as counts on its critical path: rounds, bytes sent, bytes reduced."""
+
+    num_rounds: float
+    sent_bytes: float
+    reduced_bytes: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.num_rounds + other.num_rounds,
+            self.sent_bytes + other.sent_bytes,
+            self.reduced_bytes + other.reduced_bytes,
+        )
+
+    def __mul__(self, times: float) -> "Cost":
+        return Cost(self.num_rounds * times, self.sent_bytes * times, self.reduced_bytes * times)
+
+    def seconds(self, link: Link) -> float:
+        """Modelled time on `link`."""
+        return self.num_rounds * link.alpha_s + self.sent_bytes * link.beta_s + self.reduced_bytes * link.gamma_s
+
+
+ZERO_COST = Cost(0, 0)
+
+
+def collective_cost(operation: str, algorithm: str, group_size: int, num_bytes: float) -> Cost:
+    """Return the cost of one operation over `group_size` ranks by one of its `IMPLEMENTED_ALGORITHMS`.
+
+    num_bytes: size of the tensor, as in `wire_bytes`: of the full tensor for all_gather, reduce_scatter and all_to_all,
+    whose shards are taken as equal. Raises ValueError if the operation has no such algorithm.
+    """
+    if algorithm not in IMPLEMENTED_ALGORITHMS.get(operation, ()):
+        raise ValueError(f"no algorithm {algorithm!r} for {operation!r}: see minidist.tools.network.algorithm_bytes")
+    if group_size == 1:
+        return ZERO_COST
+    # The full tensor in one round, without and with a reduction.
+    pass_on, add = Cost(1, num_bytes), Cost(1, num_bytes, num_bytes)
+    around, log = (group_size - 1) / group_size * num_bytes, tree_depth(group_size)
+    match operation, algorithm:
+        case "broadcast", "flat":
+            return pass_on * (group_size - 1)  # one after the other through the root's link
+        case "broadcast", "tree":
+            return pass_on * log
+        case "reduce", "flat":
+            return add * (group_size - 1)
+        case "reduce", "tree":
+            return add * log
+        case "parameter_server_step", _:
+            return (add + pass_on) * (group_size - 1)
+        case ("all_gather", "ring") | ("all_to_all", _):
+            return Cost(group_size - 1, around)
+        case "reduce_scatter", "ring":
+            return Cost(group_size - 1, around, around)
+        case "all_reduce", "naive":
+            return add * (group_size - 1)
+        case "all_reduce", "tree":
+            return (add + pass_on) * log
+        case "all_reduce", "ring":
+            return Cost(2 * (group_size - 1), 2 * around, around)
+    return _halving_doubling_cost(operation, algorithm, PowerOfTwoRanks(group_size), num_bytes)
+
+
+def _halving_doubling_cost(operation: str, algorithm: str, active: PowerOfTwoRanks, num_bytes: float) -> Cost:
+    """Cost of recursive halving and doubling; folded ranks add a round before and a round after."""
+    log, folds = tree_depth(active.count), active.num_folded > 0
+    # Blocks of 1, 2, 4, ... active ranks are exchanged; the first active ranks represent the most ranks.
+    blocks = sum(active.rank(1 << k) for k in range(log)) / active.size * num_bytes
+    part, rest = num_bytes / active.size, (active.size - 1) / active.size * num_bytes
+    match operation, algorithm:
+        case "all_gather", _:
+            # The folded gets two messages: what is before its own part, and what is behind.
+            return Cost(log, blocks) + Cost(3, part + rest) * folds
+        case "reduce_scatter", _:
+            return Cost(log, blocks, blocks) + Cost(2, num_bytes + part, num_bytes) * folds
+        case "all_reduce", "doubling":
+            return Cost(1, num_bytes, num_bytes) * log + Cost(2, 2 * num_bytes, num_bytes) * folds
+    half = (active.count - 1) / active.count * num_bytes
+    return Cost(2 * log, 2 * half, half) + Cost(2, 2 * num_bytes, num_bytes) * folds
+
+
+def hierarchical_all_reduce_seconds(
+    num_nodes: int, ranks_per_node: int, num_bytes: float, intra_node: Link, inter_node: Link
+) -> float:
+    """Return the modelled seconds of a hierarchical all-reduce of `num_bytes` bytes.
+
+    intra_node, inter_node: the links between ranks of one node, and between nodes.
+    """
+    scatter = collective_cost("reduce_scatter", "ring", ranks_per_node, num_bytes)
+    gather = collective_cost("all_gather", "ring", ranks_per_node, num_bytes)
+    across = collective_cost("all_reduce", "ring", num_nodes, num_bytes / ranks_per_node)
+    return (scatter + gather).seconds(intra_node) + across.seconds(inter_node)
+
+
+def cost_lower_bound(operation: str, group_size: int, num_bytes: float) -> Cost:
+    """Return the least value that each count can have in any algorithm for the operation, each count on its own.
+
+    Arguments as in `collective_cost`.
+    Chan et al. 2007, lower bounds; Patarasuk and Yuan 2009, theorem 1, for the bytes of all_reduce.
+    """
+    if group_size == 1:
+        return ZERO_COST
+    part = (group_size - 1) / group_size * num_bytes
+    sent, reduced = {
+        "broadcast": (num_bytes, 0.0),
+        "reduce": (num_bytes, part),
+        "all_gather": (part, 0.0),
+        "reduce_scatter": (part, part),
+        "all_reduce": (2 * part, part),
+        "all_to_all": (part, 0.0),
+    }[operation]
+    return Cost(tree_depth(group_size), sent, reduced)
+
+
+def tree_depth(group_size: int) -> int:
+    """Return the number of rounds that a binomial tree over `group_size` ranks needs: ceil(log2(group_size))."""
+    return (group_size - 1).bit_length()
+
+
+def bus_bandwidth(operation: str, group_size: int, num_bytes: float, seconds: float) -> float:
+    """Return the bus bandwidth of nccl-tests in bytes per second: num_bytes / seconds times the operation's factor.
+
+    With this factor an optimal algorithm shows the link's bandwidth, whatever the operation and the number of ranks.
+    num_bytes: as in `collective_cost`.
+    """
+    part = (group_size - 1) / group_size
+    factor = {
+        "all_reduce": 2 * part,
+        "reduce_scatter": part,
+        "all_gather": part,
+        "all_to_all": part,
+        "broadcast": 1.0,
+        "reduce": 1.0,
+        "send": 1.0,
+    }[operation]
+    return factor * num_bytes / seconds
+
+
+def fastest_algorithm(operation: str, group_size: int, num_bytes: float, link: Link) -> str:
+    """Return the algorithm with the lowest modelled time; of equals, the first in `IMPLEMENTED_ALGORITHMS`."""
+    return min(
+        IMPLEMENTED_ALGORITHMS[operation],
+        key=lambda algorithm: collective_cost(operation, algorithm, group_size, num_bytes).seconds(link),
+    )
+
+
+def bandwidth_speedup(cost: Cost, link: Link, bandwidth_factor: float = 10.0) -> float:
+    """Return the speedup of an operation on a link with `bandwidth_factor` times the bandwidth and the same latency."""
+    return cost.seconds(link) / cost.seconds(Link(link.alpha_s, link.beta_s / bandwidth_factor, link.gamma_s))

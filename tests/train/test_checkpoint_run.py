@@ -1,0 +1,56 @@
+"""Checkpoints of a run: saved in the background or not, when the disk is full, and which of them are kept."""
+
+import pytest
+
+from minidist.comm import World
+from minidist.errors import RunError
+from minidist.fault import checkpoint
+from tests.helpers.small_run import read_curve, small_config, train_small, with_changes, write_text
+
+
+@pytest.fixture
+def config(tmp_path):
+    return small_config(tmp_path / "run", write_text(tmp_path), checkpoint__every=2, checkpoint__keep=9)
+
+
+def names_in(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def tensor_files(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize("zero__stage", [0, 1, 3])
+def test_saving_in_the_background_saves_the_same_and_trains_the_same(ranks, config, tmp_path, zero__stage):
+    config = with_changes(config, optim__kind="adamw", optim__lr=3e-3, zero__stage=zero__stage)
+    ranks(train_small, 2, config)
+    ranks(train_small, 2, with_changes(config, folder=tmp_path / "waits", checkpoint__background=False))
+    files = tensor_files(tmp_path / "run")
+    assert len(files) == 6 and files == tensor_files(tmp_path / "waits")
+    assert read_curve(tmp_path / "run") == read_curve(tmp_path / "waits")
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_ends_the_run_only_if_its_last_state_is_lost(config, tmp_path, monkeypatch, capsys, background):
+    real = checkpoint.write_tensor_file
+
+    def full_disk(file, tensors):
+        if file.parent.name.startswith(full):
+            raise OSError(28, "No space left on device")
+        return real(file, tensors)
+
+    monkeypatch.setattr(checkpoint, "write_tensor_file", full_disk)
+    config, full = with_changes(config, checkpoint__background=background), "step-00000004"
+    if background:
+        train_small(World.single(), config)
+        assert "the checkpoint of step 4 was not written" in " ".join(capsys.readouterr().out.split())
+        assert names_in(tmp_path / "run") == ["step-00000002", "step-00000006"]
+    full = "step-00000006"
+    with pytest.raises(RunError, match="the last complete one is .*step-0000000[24]"):
+        train_small(World.single(), with_changes(config, folder=tmp_path / "again"))
+
+
+def test_every_nth_checkpoint_is_kept(config, tmp_path):
+    train_small(World.single(), with_changes(config, checkpoint__every=1, checkpoint__keep=1, checkpoint__keep_every=2))
+    assert names_in(tmp_path / "run") == ["step-00000002", "step-00000004", "step-00000006"]

@@ -5,13 +5,20 @@ an estimate before a measurement, and the plots draw measured data.
 
 Reading order: `magics` (the commands), `session` (live ranks, seen from the kernel), `request_watcher` and
 `blocked_in_torch` (wait for a cell, detect that it hangs), `result` (what a cell returns), `rank_session` (the rank's
-side); `predict`; `pictures`, `charts` and `curves` (plots); `frontend` and `course_path` (the notebook's surroundings);
-`weave` (keeps notebooks equal to the package).
+side); `predict`; `pictures`, `charts`, `curves` and `phases` (plots); `frontend` and `course_path` (the notebook's
+surroundings); `weave` (keeps notebooks equal to the package).
 """
 
-from minidist.tools.notebook.charts import compare_memory, memory_by_category, plot_losses, plot_memory
+from minidist.tools.notebook.charts import (
+    compare_memory,
+    memory_by_category,
+    plot_loss_differences,
+    plot_losses,
+    plot_memory,
+)
 from minidist.tools.notebook.course_path import add_course_to_path
 from minidist.tools.notebook.curves import compare_curves, plot_winners
+from minidist.tools.notebook.phases import plot_outcomes, plot_phases, plot_resharding
 from minidist.tools.notebook.pictures import plot_timeline, plot_traffic
 from minidist.tools.notebook.predict import NEVER, Prediction, predict, score_prediction
 from minidist.tools.notebook.result import CellResult
@@ -25,8 +32,12 @@ __all__ = [
     "compare_curves",
     "compare_memory",
     "memory_by_category",
+    "plot_loss_differences",
     "plot_losses",
     "plot_memory",
+    "plot_outcomes",
+    "plot_phases",
+    "plot_resharding",
     "plot_timeline",
     "plot_traffic",
     "plot_winners",

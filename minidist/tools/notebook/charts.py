@@ -1,4 +1,4 @@
-"""Plots of memory by category and of losses, measured on the ranks.
+"""Plots of memory by category, of losses, and of differences between losses, measured on the ranks.
 
 Each function returns its data, and empty data is an error, as in `pictures.py`.
 """
@@ -88,6 +88,28 @@ def plot_losses(
     return curves
 
 
+def plot_loss_differences(
+    runs: Mapping[str, Mapping[int, float]], reference: Sequence[float], draw: bool = True
+) -> dict[str, dict[int, float]]:
+    """Plot how far the losses of runs are from those of a reference run, on a logarithmic axis.
+
+    runs: the losses of a run by step, by the name of the run; it need not contain every step of the reference.
+    reference: the loss of each step. Returns the absolute differences by step, by name. A run whose losses all equal
+    the reference has no logarithm: the legend says so. Raises UserError when a run is empty, has a step that the
+    reference has not, or a difference is not finite.
+    """
+    if not runs or (empty := [name for name, losses in runs.items() if not losses]):
+        raise UserError(f"there are no losses to compare: {' and '.join(empty) if runs else 'no run'} has none")
+    if odd := [name for name, losses in runs.items() if not set(losses) <= set(range(len(reference)))]:
+        raise UserError(f"{odd[0]} has steps that the reference, of {len(reference)} steps, has not")
+    drawn = {name: {n: abs(loss - reference[n]) for n, loss in losses.items()} for name, losses in runs.items()}
+    if odd := [name for name, by_step in drawn.items() if not all(map(math.isfinite, by_step.values()))]:
+        raise UserError(f"the losses of {' and '.join(odd)} are not all finite numbers; a picture would hide it")
+    if draw:
+        _draw_differences(drawn)
+    return drawn
+
+
 def _count(value: object, seen: set[int]) -> Iterable[int]:
     if isinstance(value, torch.Tensor):
         storage = value.untyped_storage()
@@ -121,4 +143,18 @@ def _draw_curves(curves: dict[str, list[float]]) -> None:
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
+    figure.tight_layout()
+
+
+def _draw_differences(drawn: Mapping[str, Mapping[int, float]]) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.2))
+    for number, (name, by_step) in enumerate(drawn.items()):
+        above = {n: difference for n, difference in by_step.items() if difference}
+        label = name if above else f"{name}: exactly 0 in all {len(by_step)} steps"
+        axes.plot(list(above), list(above.values()), ".-", color=f"C{number}", linewidth=1, label=label)
+    axes.set(yscale="log", xlabel="step", ylabel="difference in loss (nats)")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     figure.tight_layout()

@@ -1,0 +1,136 @@
+"""Plots of runs with failures: what happens when, what a killed save leaves, and who reads which part of a checkpoint.
+
+Each function returns its data, and empty data is an error, as in `pictures.py`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from minidist.errors import UserError
+from minidist.fault.shards import SavedTensor, TensorShard, find_overlaps
+from minidist.parameters import Box
+from minidist.tools.simulate.failures import LOST, RESTART, SAVING, USEFUL, Phase, time_by_kind
+
+_COLORS = {USEFUL: "C0", SAVING: "C1", LOST: "C3", RESTART: "0.55"}
+_FURTHER_COLORS = ("C2", "C4", "C5", "C6", "C8", "C9")
+
+
+def plot_phases(
+    rows: Mapping[str, Iterable[Phase]], x: str = "seconds", draw: bool = True
+) -> dict[str, dict[str, float]]:
+    """Plot the phases of runs, ranks or threads on a common time axis; return the time in each kind of phase, by row.
+
+    rows: the phases by the name of the row. x: label of the axis, with its unit; phases are in that unit. Phases of one
+    kind have one colour. Raises UserError when a row is empty.
+    """
+    phases = {name: list(row) for name, row in rows.items()}
+    empty = [name for name, row in phases.items() if not row]
+    if not phases or empty:
+        raise UserError(f"there are no phases to draw: {' and '.join(empty) or 'no row'} has none")
+    if draw:
+        _draw_phases(phases, x)
+    return {name: time_by_kind(row) for name, row in phases.items()}
+
+
+def plot_outcomes(
+    rows: Mapping[str, Sequence[str]], columns: Sequence[object], x: str, draw: bool = True
+) -> dict[str, list[str]]:
+    """Plot a grid of outcomes with one colour for each; return the rows.
+
+    rows: the outcomes of a row, one for each of `columns`, by its name. x: what the columns are.
+    Raises UserError when there is no field, or a row has not an outcome for each column.
+    """
+    grid = {name: list(row) for name, row in rows.items()}
+    if not grid or not columns:
+        raise UserError("there is nothing to draw: no row, or no column")
+    if odd := [name for name, row in grid.items() if len(row) != len(columns)]:
+        raise UserError(f"{len(columns)} columns, but the row {odd[0]} has {len(grid[odd[0]])} outcomes")
+    if draw:
+        _draw_outcomes(grid, columns, x)
+    return grid
+
+
+def plot_resharding(
+    saved: SavedTensor, loading: Sequence[TensorShard], draw: bool = True
+) -> list[tuple[int, int, Box]]:
+    """Plot a two-dimensional tensor as a checkpoint holds it, and as other ranks load it.
+
+    saved: where the checkpoint stores the tensor, one file for each saving rank. loading: the shard of each loading
+    rank, in rank order. On both sides a colour is a saving rank. Returns (loading rank, saving rank, box) for every
+    slice that a loading rank reads. Raises UserError if the tensor has not two dimensions, or nothing is read.
+    """
+    files = sorted({box.file for box in saved.boxes})
+    reads = [
+        (rank, files.index(source.file), box)
+        for rank, shard in enumerate(loading)
+        for source, box in find_overlaps(shard, saved)
+    ]
+    if len(saved.shape) != 2 or not reads:
+        raise UserError(f"there is nothing to draw: {len(reads)} slices of a tensor of shape {saved.shape}")
+    if draw:
+        _draw_resharding(saved, files, loading, reads)
+    return reads
+
+
+def _draw_phases(rows: Mapping[str, list[Phase]], x: str) -> None:
+    from matplotlib import pyplot as plt
+
+    kinds = dict.fromkeys(phase.kind for row in rows.values() for phase in row)
+    further = iter(_FURTHER_COLORS)
+    colors = {kind: _COLORS.get(kind) or next(further) for kind in kinds}
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.45 * len(rows)))
+    for at, row in enumerate(rows.values()):
+        for kind in kinds:
+            spans = [(phase.start, phase.stop - phase.start) for phase in row if phase.kind == kind]
+            axes.broken_barh(spans, (at - 0.35, 0.7), facecolors=colors[kind], label=kind)
+    axes.set(xlabel=x, yticks=range(len(rows)), xlim=(0, None))
+    axes.set_yticklabels(rows)
+    axes.invert_yaxis()
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(handles.values(), handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    figure.tight_layout()
+
+
+def _draw_outcomes(grid: Mapping[str, list[str]], columns: Sequence[object], x: str) -> None:
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
+
+    outcomes = list(dict.fromkeys(outcome for row in grid.values() for outcome in row))
+    figure, axes = plt.subplots(figsize=(8, 1.1 + 0.35 * len(grid)))
+    for at, row in enumerate(grid.values()):
+        for column, outcome in enumerate(row):
+            axes.broken_barh([(column - 0.47, 0.94)], (at - 0.42, 0.84), facecolors=f"C{outcomes.index(outcome)}")
+    axes.set(xlabel=x, xticks=range(len(columns)), yticks=range(len(grid)), xlim=(-0.6, len(columns) - 0.4))
+    axes.set_xticklabels([str(column) for column in columns], fontsize=8)
+    axes.set_yticklabels(grid)
+    axes.invert_yaxis()
+    patches = [Patch(color=f"C{i}", label=outcome) for i, outcome in enumerate(outcomes)]
+    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    figure.tight_layout()
+
+
+def _draw_resharding(
+    saved: SavedTensor, files: list[str], loading: Sequence[TensorShard], reads: list[tuple[int, int, Box]]
+) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3))
+    for axes, title in ((left, f"saved by {len(files)} ranks"), (right, f"loaded by {len(loading)} ranks")):
+        axes.set(xlim=(0, saved.shape[1]), ylim=(saved.shape[0], 0), title=title, xlabel="column", ylabel="row")
+    for source in saved.boxes:
+        number = files.index(source.file)
+        _draw_box(left, source.box, f"C{number}", f"rank {number}")
+    for rank, number, box in reads:
+        _draw_box(right, box, f"C{number}", f"{number} to {rank}")
+    for shard in loading:
+        _draw_box(right, shard.box, None)
+    figure.tight_layout()
+
+
+def _draw_box(axes, box: Box, color: str | None, text: str = "") -> None:
+    """Draw a box with a text in it; without a colour, its thick outline only."""
+    from matplotlib.patches import Rectangle
+
+    (top, left), (height, width) = box.start, box.shape
+    style = {"fill": False, "linewidth": 3} if color is None else {"facecolor": color, "alpha": 0.55, "linewidth": 0.5}
+    axes.add_patch(Rectangle((left, top), width, height, edgecolor="black", **style))
+    axes.text(left + width / 2, top + height / 2, text, ha="center", va="center", fontsize=8)

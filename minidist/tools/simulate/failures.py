@@ -1,0 +1,51 @@
+"""One simulated run on machines that fail: when it works, saves, loses work and restarts."""
+
+import random
+from typing import NamedTuple
+
+from minidist.fault.goodput import FailureModel
+
+USEFUL, SAVING, LOST, RESTART = "useful work", "saving", "lost work", "restart"
+
+
+class Phase(NamedTuple):
+    """What a run or a rank does from second `start` to second `stop`; kind: a label, such as "saving"."""
+
+    kind: str
+    start: float
+    stop: float
+
+
+def simulate_run(model: FailureModel, interval_s: float, intervals: int, seed: int = 0) -> list[Phase]:
+    """Simulate a run until `intervals` intervals of `interval_s` seconds of work are done and saved; return its phases.
+
+    Failures are a Poisson process from `seed`, as in `FailureModel`: they occur during work, saves and restarts, and
+    lose all work since the last save. The time of a save that a failure interrupts counts as lost work.
+    """
+    draw = random.Random(seed)
+    now, failure, phases = 0.0, draw.expovariate(1 / model.mtbf_s), []
+    for _ in range(intervals):
+        while failure < now + interval_s + model.save_s:
+            phases.append(Phase(LOST, now, failure))
+            now = failure
+            failure += draw.expovariate(1 / model.mtbf_s)
+            while failure < now + model.restart_s:  # a restart that fails begins again
+                phases.append(Phase(RESTART, now, failure))
+                now = failure
+                failure += draw.expovariate(1 / model.mtbf_s)
+            phases.append(Phase(RESTART, now, now + model.restart_s))
+            now += model.restart_s
+        phases += [
+            Phase(USEFUL, now, now + interval_s),
+            Phase(SAVING, now + interval_s, now + interval_s + model.save_s),
+        ]
+        now += interval_s + model.save_s
+    return phases
+
+
+def time_by_kind(phases: list[Phase]) -> dict[str, float]:
+    """Return the seconds that each kind of phase takes, by kind, in order of first occurrence."""
+    seconds: dict[str, float] = {}
+    for phase in phases:
+        seconds[phase.kind] = seconds.get(phase.kind, 0.0) + phase.stop - phase.start
+    return seconds

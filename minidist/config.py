@@ -199,6 +199,9 @@ class TrainConfig:
     those that gradients are accumulated over."""
     seed: int = 1234
     """Random seed of the initial parameters, the data order and dropout."""
+    max_skipped_steps: int = 0
+    """Skip the update of a step whose loss or gradient is not finite, in up to this many consecutive steps; one more
+    ends the run. 0: the first ends it. Overflow under loss scaling has its own limit, precision.max-overflows."""
     log_every: int = 10
     """Log metrics every this many steps."""
     eval_every: int = 100

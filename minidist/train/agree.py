@@ -2,7 +2,7 @@
 
 A non-finite loss or gradient, or a request to stop, is known to single ranks only. So one small vector is all-reduced
 before the update, and every rank decides from the sums alone; a non-finite summand makes the sum non-finite. No rank
-can step while another skips. A run ends if no further step can be taken (`raise_if_not_finite`).
+can step while another skips. A run ends if too many consecutive steps are skipped (`SkippedSteps`).
 """
 
 import math
@@ -81,33 +81,46 @@ def agree_on_step(
     return result, sums
 
 
-def raise_if_not_finite(
-    result: StepResult,
-    step: int,
-    scaler: LossScaler | None,
-    all_gather_object: GatherObjects,
-    describe_last_checkpoint: Callable[[], str],
-) -> None:
-    """Raise RunError, the same on all ranks, if the loss is not finite, or gradients overflowed too often in sequence.
+class SkippedSteps:
+    """Counts the steps skipped because the loss or a gradient was not finite, and ends the run after too many.
 
-    result: of this step. step: the number of the step, from 1. scaler: the loss scaler, or None. all_gather_object:
-    takes this rank's value and returns the values of all ranks. describe_last_checkpoint: returns a sentence for the
-    end of the message, which names the first non-finite parameters. Collective.
+    Steps that overflowed under loss scaling count apart, in the loss scaler. limit: the largest number of consecutive
+    skipped steps. all_gather_object: takes this rank's value and returns the values of all ranks. total: number of
+    skipped steps so far; consecutive: those since the last update.
     """
-    if not result.is_finite and not result.overflowed:
-        raise RunError(_describe_not_finite(result, step, all_gather_object) + describe_last_checkpoint())
-    if result.overflowed and scaler.exhausted:
-        raise RunError(_describe_overflow(result, step, scaler, all_gather_object) + describe_last_checkpoint())
+
+    def __init__(self, limit: int, scaler: LossScaler | None, all_gather_object: GatherObjects):
+        self.total = self.consecutive = 0
+        self._limit, self._scaler, self._all_gather_object = limit, scaler, all_gather_object
+
+    def add_step(self, result: StepResult, step: int, describe_last_checkpoint: Callable[[], str]) -> str | None:
+        """Count the step; return the note about it if it was skipped. Collective, with the same outcome on all ranks.
+
+        step: the number of the step, from 1. describe_last_checkpoint: returns the last sentence of an error.
+        Raises RunError, which names the first non-finite parameters, if more than `limit` consecutive steps were not
+        finite, or the loss scaler is exhausted.
+        """
+        if result.is_finite:
+            self.consecutive = 0
+        elif not result.overflowed:
+            self.total, self.consecutive = self.total + 1, self.consecutive + 1
+            found = _describe_not_finite(result, step, self._all_gather_object)
+            if self.consecutive <= self._limit:
+                return f"{found} The step was skipped ({self.consecutive} of at most {self._limit} in sequence)."
+            since = f" in the last {self.consecutive} steps" if self._limit else ""
+            advice = "Lower --optim.lr, or clip with --optim.clip-norm."
+            raise RunError(f"{found} No parameter was updated{since}. {advice} {describe_last_checkpoint()}")
+        elif self._scaler.exhausted:
+            found = _describe_overflow(result, step, self._scaler, self._all_gather_object)
+            raise RunError(found + describe_last_checkpoint())
+        return None
 
 
 def _describe_not_finite(result: StepResult, step: int, all_gather_object: GatherObjects) -> str:
     names = [name for names in all_gather_object(result.non_finite_parameters) for name in names[:1]]
     own = [rank for rank, finite in enumerate(all_gather_object(result.is_local_loss_finite)) if not finite]
     where = f"the loss of {format_ranks(own)}" if own else "the reduced gradient"
-    return (
-        f"step {step}: {where} is not finite; the first tensor that is not: {names[0] if names else 'none'}. No "
-        "parameter was updated. Lower --optim.lr, or clip with --optim.clip-norm. "
-    )
+    return f"step {step}: {where} is not finite; the first tensor that is not: {names[0] if names else 'none'}."
 
 
 def _describe_overflow(result: StepResult, step: int, scaler: LossScaler, all_gather_object: GatherObjects) -> str:

@@ -22,6 +22,7 @@ _LOCK = "lock"
 # Options that may change when a run is resumed automatically: a resumed run gives the same losses with any of them.
 _MAY_CHANGE = (
     "train.log_every",
+    "train.max_skipped_steps",
     "train.eval_every",
     "train.eval_samples",
     "train.sample_tokens",

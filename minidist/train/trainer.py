@@ -26,7 +26,7 @@ from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
 from minidist.train import checkpoint_state, run_folder
-from minidist.train.agree import StepResult, raise_if_not_finite
+from minidist.train.agree import SkippedSteps, StepResult
 from minidist.train.engine import Engine
 from minidist.train.observer import Observer
 from minidist.train.resume import check_resumable
@@ -68,8 +68,9 @@ class Trainer:
 
     observers: receive the events of the run, in this order. meter: counts the communication; None for a meter that
     keeps totals only. Attributes that observers read: progress; step_time_s, the duration of the last step in seconds,
-    with loading its data; resumed_from, the folder of the checkpoint from which the run was resumed, or None; folder,
-    of the run; world, config, mesh, groups, corpus and engine.
+    with loading its data; skipped_steps, the count of steps without an update; resumed_from, the folder of the
+    checkpoint from which the run was resumed, or None; folder, of the run; world, config, mesh, groups, corpus and
+    engine.
     If the constructor fails on one rank only (a file that this rank cannot read), it raises on all ranks, so that no
     rank waits for the failed one.
     """
@@ -95,6 +96,7 @@ class Trainer:
         self.loader = Loader(self.corpus.train, data.seq_len, train.seed, min_length=data.min_length)
         self.held_out = evaluation_loader(self.corpus.held_out, data.seq_len, train.eval_samples)
         self.progress, self.step_time_s = Progress(), 0.0
+        self.skipped_steps = SkippedSteps(train.max_skipped_steps, self.engine.scaler, self.all_gather_object)
         self.stop_request: StopRequest | None = None
         # Rank 0 makes the folder for all ranks, so only rank 0 needs the right to write there.
         self._lock: run_folder.RunLock | None = None
@@ -208,9 +210,8 @@ class Trainer:
             )
         if result.checkpoint_written:
             self._finish_save()
-        raise_if_not_finite(
-            result, step + 1, self.engine.scaler, self.all_gather_object, self._describe_last_checkpoint
-        )
+        if note := self.skipped_steps.add_step(result, step + 1, self._describe_last_checkpoint):
+            self.send_note(note)
         self.progress = Progress(step + 1, self.progress.consumed_samples + train.global_batch)
         self.step_time_s = time.perf_counter() - start
         for observer in self.observers:

@@ -42,7 +42,7 @@ class PlainView:
 
 def format_metrics(row: dict) -> str:
     """Format a row of metrics.jsonl that describes a step as one line."""
-    loss = "no tokens" if row["loss"] is None else f"{row['loss']:.4f}"
+    loss = format_loss(row)
     line = (
         f"step {row['step']:>6}  loss {loss}  grad norm {format_grad_norm(row)}  lr {row['lr']:.2e}  "
         f"{row['step_time_s'] * 1e3:.0f} ms  {row['tokens_per_s']:,.0f} tokens/s  "
@@ -51,9 +51,18 @@ def format_metrics(row: dict) -> str:
     return line + (f"  mfu {row['mfu']:.1%}" if "mfu" in row else "")
 
 
+def format_loss(row: dict) -> str:
+    """Format the loss of a metrics row."""
+    if row["loss"] is None:
+        return "not finite" if row.get("skipped") else "no tokens"
+    return f"{row['loss']:.4f}"
+
+
 def format_grad_norm(row: dict) -> str:
     """Format the gradient norm of a metrics row; if gradients overflowed, name the loss scale instead."""
-    return f"overflow at scale {row['loss_scale'] * 2:g}" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
+    if row["grad_norm"] is None:
+        return "not finite" if row.get("skipped") else f"overflow at scale {row['loss_scale'] * 2:g}"
+    return f"{row['grad_norm']:.3f}"
 
 
 def format_final_losses(held_out: float, baselines: dict[str, float]) -> str:

@@ -1,5 +1,7 @@
 """The live view of a run on a terminal: progress, numbers, held-out loss, and one lane per rank."""
 
+import math
+
 from rich.console import Console, Group
 from rich.live import Live as RichLive
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -7,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from minidist.fault.signals import StopRequest
-from minidist.tools.console.lines import MB, PlainView, format_final_losses, format_grad_norm
+from minidist.tools.console.lines import MB, PlainView, format_final_losses, format_grad_norm, format_loss
 from minidist.train.agree import StepResult
 
 _LANE_WIDTH = 24
@@ -63,7 +65,7 @@ class LiveView(PlainView):
 
     def show_step(self, step: int, result: StepResult) -> None:
         self._progress.update(self._task, completed=step)
-        if result.loss is not None:
+        if result.loss is not None and math.isfinite(result.loss):
             self._losses.append(result.loss)
         self._live.update(self._draw())
 
@@ -106,8 +108,7 @@ class LiveView(PlainView):
         if row is None:
             table.add_row("the first step is running")
             return table
-        loss = "no tokens" if row["loss"] is None else f"{row['loss']:.4f}"
-        table.add_row("loss", loss, sparkline(self._losses, 40))
+        table.add_row("loss", format_loss(row), sparkline(self._losses, 40))
         if self._held_out:
             table.add_row("held-out loss", f"{self._held_out[1]:.4f}", f"after step {self._held_out[0]}")
         table.add_row("gradient norm", format_grad_norm(row), f"learning rate {row['lr']:.2e}")

@@ -1,6 +1,7 @@
 """Metrics of log lines: loss, throughput, bytes sent, peak memory, and model FLOPs utilisation on CUDA."""
 
 import contextlib
+import math
 import re
 import resource
 import sys
@@ -110,11 +111,15 @@ class StepMetrics:
         }
         self._steps, self._seconds = 0, 0.0
         ranks = trainer.all_gather_object(mine)
-        row = {"step": step, "tokens": trainer.progress.consumed_samples * config.data.seq_len, "loss": result.loss}
-        row["grad_norm"] = None if result.overflowed else result.grad_norm
+        row = {"step": step, "tokens": trainer.progress.consumed_samples * config.data.seq_len}
+        row["loss"] = None if result.loss is None or not math.isfinite(result.loss) else result.loss
+        row["grad_norm"] = result.grad_norm if result.is_finite else None
         row["lr"] = learning_rate(config.optim, step - 1, train.steps)
         if scaler is not None:
             row |= {"loss_scale": scaler.scale, "overflow": result.overflowed}
+        if train.max_skipped_steps:
+            row |= {"skipped": not result.is_finite and not result.overflowed}
+            row |= {"skipped_steps": trainer.skipped_steps.total}
         row |= {name: max(rank[name] for rank in ranks) for name in mine}
         row["tokens_per_s"] = train.global_batch * config.data.seq_len / row["step_time_s"]
         if peak := peak_flops(trainer.world.device, TORCH_NAMES[resolve_policy(config.precision).compute]):

@@ -57,15 +57,17 @@ def pairwise_cover(
     missing: set[Pair] = set().union(*(value_pairs(family, apart) for family in choices))
     cases = []
     while missing:
-        grown = (_grow(choices, missing, draw) for _ in range(candidates))
+        in_order = sorted(missing, key=repr)
+        grown = (_grow(choices, missing, draw.choice(in_order), draw) for _ in range(candidates))
         best = max(grown, key=lambda case: len(value_pairs_in_case(case) & missing))
         cases.append(best)
         missing -= value_pairs_in_case(best)
     return cases
 
 
-def _grow(choices: Sequence[Switches], missing: set[Pair], draw: random.Random) -> dict[str, Any]:
-    pair = dict(draw.choice(sorted(missing, key=repr)))
+def _grow(choices: Sequence[Switches], missing: set[Pair], first: Pair, draw: random.Random) -> dict[str, Any]:
+    """Return a case with the pair `first` and, value by value, the most missing pairs."""
+    pair = dict(first)
     able = [family for family in choices if all(value in family.get(name, ()) for name, value in pair.items())]
     family = draw.choice(able) if len(able) > 1 else able[0]
     order = list(family)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from typing import Any
 
@@ -22,15 +22,32 @@ class PlanPart:
     """Some of the layouts, and a selection of cases that covers every possible pair of switch values on them.
 
     A switch is an option of a case, such as the optimizer (SWITCHES).
-    families: the possible switch values of the layouts; cases: the selected cases, which are run; refused: the reason
-    why a combination of layout and switch value cannot run, by the combination's description.
+    layouts: in the order in which their cases run. families: the possible switch values of the layouts. ranks: of all
+    layouts. full: whether every combination is a case. refused: the reason why a combination of layout and switch value
+    cannot run, by the combination's description.
     """
 
     title: str
-    layouts: frozenset[Layout]
+    layouts: tuple[Layout, ...]
     families: tuple[CaseFamily, ...]
-    cases: tuple[Case, ...]
+    ranks: int
+    full: bool
     refused: dict[str, str]
+
+    @cached_property
+    def cases(self) -> tuple[Case, ...]:
+        """The selected cases, which are run, mesh by mesh. Choosing them takes seconds, hence on first use."""
+        if self.full:
+            chosen = [choice for family in self.families for choice in _product(family)]
+        else:
+            chosen = pairwise_cover(self.families, self.ranks, apart=_APART)
+        fixed = tuple(self.families[0].fixed)  # no feature if there is only one layout
+        layouts = {tuple(_features(layout)[name] for name in fixed): layout for layout in self.layouts}
+        cases = [
+            make_case(layouts[tuple(choice[name] for name in fixed)], {name: choice[name] for name in SWITCHES})
+            for choice in chosen
+        ]
+        return tuple(sorted(cases, key=lambda case: self.layouts.index(case.mesh_layout)))
 
     @property
     def product(self) -> int:
@@ -73,7 +90,7 @@ def list_cases(parts: Iterable[PlanPart]) -> list[Case]:
 
 def _part(title: str, ranks: int, layouts: Sequence[Layout], full: bool) -> PlanPart:
     refused: dict[str, str] = {}
-    families, layout_by_features = [], {}
+    families = []
     for layout in layouts:
         switches = possible_switches(layout)
         why = {value: _refusal(layout, value) for value in switches["micro_batches"]}
@@ -81,19 +98,8 @@ def _part(title: str, ranks: int, layouts: Sequence[Layout], full: bool) -> Plan
         switches["micro_batches"] = tuple(value for value, text in why.items() if text is None)
         if switches["micro_batches"]:
             features = _features(layout) if len(layouts) > 1 else {}
-            layout_by_features[tuple(features.values())] = layout
             families += [CaseFamily({**switches, **by_dtype}, features) for by_dtype in _gradients_by_dtype(switches)]
-    if full:
-        chosen = [choice for family in families for choice in _product(family)]
-    else:
-        chosen = pairwise_cover(families, ranks, apart=_APART)
-    cases = []
-    for choice in chosen:
-        layout = layout_by_features[tuple(choice[name] for name in families[0].fixed)]
-        cases.append(make_case(layout, {name: choice[name] for name in SWITCHES}))
-    position = {layout: number for number, layout in enumerate(layout_by_features.values())}
-    cases.sort(key=lambda case: position[case.mesh_layout])  # mesh by mesh
-    return PlanPart(title, frozenset(layouts), tuple(families), tuple(cases), refused)
+    return PlanPart(title, tuple(layouts), tuple(families), ranks, full, refused)
 
 
 def _gradients_by_dtype(switches: Switches) -> list[Switches]:

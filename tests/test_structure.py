@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "minidist"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LAUNCH = PACKAGE / "tools" / "launch"
-CORE_LINES = 11_500
+CORE_LINES = 12_500
 
 # From the bottom up; a module imports its own layer and lower ones.
 LAYERS = (
@@ -40,7 +40,7 @@ LAYERS = (
 ALLOWED_PARTS = {
     "models": {"hashing"},
     "data": {"errors", "hashing"},
-    "fault": {"errors", "parameters"},
+    "fault": {"comm", "errors", "hashing", "parameters"},
     "precision": {"errors", "hashing", "parameters", "config"},
     "parallel": {"comm", "config", "errors", "mesh", "parameters", "validation"},
     "zero": {"comm", "config", "errors", "mesh", "parallel", "parameters", "precision"},

@@ -3,6 +3,8 @@
 Public: `checkpoint.save_checkpoint` and `checkpoint.load_checkpoint`, `folders.latest_checkpoint`,
 `signals.StopRequest`. Read in this order:
 
+simple      the whole idea in one file: data parallelism, saves that block, recovery without a restart
+disk        the folder on disk as the few operations whose order decides what survives a crash
 shards      shards of global tensors, and which saved boxes a rank must read
 index       checkpoint.json: the contents of a checkpoint, and the checksums of its files
 folders     the folder of checkpoints: which are complete, which is the latest, which may be deleted

@@ -1,0 +1,404 @@
+"""The simple version of fault tolerance, against one process and against the fast version."""
+
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minidist.comm import CommError, GroupSpec, all_gather_object, bind, bind_all_gather_object
+from minidist.config import PrecisionConfig
+from minidist.fault import checkpoint, simple
+from minidist.fault.agree import CollectiveError
+from minidist.fault.disk import Disk
+from minidist.fault.goodput import FailureModel
+from minidist.fault.shards import TensorShard
+from minidist.mesh import Mesh
+from minidist.parameters import Box
+from minidist.precision.scaler import LossScaler
+
+SAMPLES = 23
+
+
+class Died(Exception):
+    """The end of a rank's process, as far as the other ranks can see it."""
+
+
+def group_of(world):
+    return bind(world, Mesh(dp=world.size), [GroupSpec("data", ("dp",))])["data"]
+
+
+def make_run(seed_of_values, dtype=torch.float64, before_sample=lambda sample: None, scaler=False):
+    """A small network with dropout and a buffer, trained by AdamW on numbers that only the sample decides."""
+    torch.manual_seed(seed_of_values)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.25), nn.Tanh(), nn.Linear(5, 1)).to(dtype)
+    model.register_buffer("offset", torch.full((2,), float(seed_of_values)))
+
+    def sample_loss(sample):
+        before_sample(sample)
+        values = torch.tensor([[sample, sample % 3, 1.0]], dtype=dtype) / SAMPLES
+        return (model(values) - values.sum()).square().sum()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, foreach=False)
+    scaler = LossScaler(PrecisionConfig(initial_scale=8.0, growth_interval=3)) if scaler else None
+    return simple.Run(model, optimizer, sample_loss, SAMPLES, 7, lambda step: 0.02 / (1 + step), seed=5, scaler=scaler)
+
+
+def tensors_of(run):
+    return {shard.name: shard.tensor.detach().clone() for shard in simple.run_shards(run, True)}
+
+
+def distance(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def trained(steps, **options):
+    """The run of one process, without faults, and its tensors after each step."""
+    run, group = make_run(1, **options), _single_group()
+    history = []
+    for _ in range(steps):
+        simple.train_step(run, group)
+        history.append(tensors_of(run))
+    return run, history
+
+
+def _single_group():
+    from minidist.comm import World
+
+    return group_of(World.single())
+
+
+def _global_tensors():
+    return {
+        "params/matrix": torch.arange(35.0).reshape(7, 5),
+        "params/vector": torch.arange(11.0, dtype=torch.float64),
+        "optimizer.step/vector": torch.tensor(3.0),
+    }
+
+
+def _shards(rank, size, columns, filled):
+    """Each tensor cut along its last dimension, or its first, into parts that are not equal; a scalar on rank 0."""
+    shards = []
+    for name, tensor in _global_tensors().items():
+        box = Box.whole(tuple(tensor.shape))
+        if tensor.dim():
+            axis = tensor.dim() - 1 if columns else 0
+            cuts = [round(tensor.shape[axis] * (i / size) ** 1.5) for i in range(size + 1)]
+            start, stop = list(box.start), list(box.stop)
+            start[axis], stop[axis] = cuts[rank], cuts[rank + 1]
+            box = Box(tuple(start), tuple(stop))
+        values = tensor[box.slices].clone() if filled else torch.full(box.shape, -1.0, dtype=tensor.dtype)
+        shards.append(TensorShard(name, tuple(tensor.shape), box, values, bool(tensor.dim()) or rank == 0))
+    return shards
+
+
+def _save(world, root):
+    group = group_of(world)
+    state = {"step": 7, "rank": world.rank}
+    folder = simple.save(Disk(root), 7, _shards(world.rank, world.size, False, True), state, group)
+    own = checkpoint.save_checkpoint(
+        f"{root}-fast",
+        7,
+        _shards(world.rank, world.size, False, True),
+        state,
+        bind_all_gather_object(group),
+        world.rank,
+    )
+    return folder, str(own)
+
+
+def _load(world, root, fast):
+    group = group_of(world)
+    simple_shards = _shards(world.rank, world.size, True, False)
+    fast_shards = _shards(world.rank, world.size, True, False)
+    state = simple.load(Disk(root), "step-00000007", simple_shards, group)
+    index = checkpoint.load_checkpoint(fast, fast_shards, bind_all_gather_object(group), world.rank)
+    expected = _shards(world.rank, world.size, True, True)
+    for one, other, wanted in zip(simple_shards, fast_shards, expected, strict=True):
+        assert torch.equal(one.tensor, wanted.tensor) and torch.equal(other.tensor, wanted.tensor), one.name
+    assert state == index.state == {"step": 7, "rank": 0}
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 3), (2, 4), (3, 2), (4, 1)])
+def test_any_layout_loads_what_another_saved_like_the_fast_version(ranks, tmp_path, writers, readers):
+    [(folder, fast), *_] = ranks(_save, writers, str(tmp_path / "run"))
+    assert folder == "step-00000007" and Disk(tmp_path / "run").names() == [folder]
+    ranks(_load, readers, str(tmp_path / "run"), fast)
+
+
+def _load_damaged(world, root):
+    group, shards = group_of(world), _shards(world.rank, world.size, True, False)
+    with pytest.raises(CollectiveError) as caught:
+        simple.load(Disk(root), "step-00000007", shards, group)
+    assert all((shard.tensor == -1).all() for shard in shards), "a tensor was written"
+    return caught.value.found_damage, str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["index.json", "rank-00001.safetensors"])
+def test_a_damaged_checkpoint_is_refused_before_any_tensor_is_written(ranks, tmp_path, file):
+    ranks(_save, 2, str(tmp_path / "run"))
+    damaged = tmp_path / "run" / "step-00000007" / file
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    results = ranks(_load_damaged, 3, str(tmp_path / "run"))
+    assert len(set(results)) == 1 and results[0][0] and f"{file} is damaged" in results[0][1]
+
+
+class FullDisk(Disk):
+    """A disk on which no file but the index can be written."""
+
+    def write(self, name, data):
+        if not name.endswith("index.json"):
+            raise OSError("no space left")
+        super().write(name, data)
+
+
+def _save_to_full_disk(world, root):
+    group = group_of(world)
+    disk = FullDisk(root) if world.rank == world.size - 1 else Disk(root)
+    with pytest.raises(CollectiveError, match="no space left"):
+        simple.save(disk, 8, _shards(world.rank, world.size, False, True), {}, group)
+
+
+def test_no_rank_saves_if_one_cannot(ranks, tmp_path):
+    ranks(_save, 2, str(tmp_path / "run"))
+    ranks(_save_to_full_disk, 3, str(tmp_path / "run"))
+    assert simple._COMPLETE.fullmatch("step-00000008")
+    assert [name for name in Disk(tmp_path / "run").names() if not name.endswith(".partial")] == ["step-00000007"]
+
+
+class CrashingDisk(Disk):
+    """A disk that raises Died instead of its n-th change."""
+
+    def __init__(self, root, changes):
+        super().__init__(root)
+        self.left = changes
+
+    def _count(self):
+        self.left -= 1
+        if self.left < 0:
+            raise Died
+
+    def write(self, name, data):
+        if self.left == 0:  # half of the file
+            super().write(name, data[: len(data) // 2])
+        self._count()
+        super().write(name, data)
+
+    def rename(self, old, new):
+        self._count()
+        super().rename(old, new)
+
+    def remove(self, name):
+        self._count()
+        super().remove(name)
+
+    def sync(self, name):
+        self._count()
+        super().sync(name)
+
+
+def test_a_crash_leaves_the_earlier_checkpoint_or_the_new_one(tmp_path):
+    group, survived = _single_group(), []
+    for changes in itertools.count():
+        run, root = make_run(1), tmp_path / str(changes)
+        simple.train_step(run, group)
+        simple.save(Disk(root), 1, simple.run_shards(run, True), simple.run_state(run), group)
+        states = {1: tensors_of(run)}
+        simple.train_step(run, group)
+        states[2] = tensors_of(run)
+        try:
+            simple.save(CrashingDisk(root, changes), 2, simple.run_shards(run, True), simple.run_state(run), group)
+            completed = True
+        except CollectiveError as failure:
+            assert isinstance(failure.__cause__, Died)
+            completed = False
+        fresh = make_run(2)
+        assert simple.resume(fresh, Disk(root), group)
+        assert distance(tensors_of(fresh), states[fresh.step]) == 0
+        survived.append(fresh.step)
+        simple.save(Disk(root), 3, simple.run_shards(fresh, True), simple.run_state(fresh), group)
+        if completed:
+            break
+    assert survived[0] == 1 and survived[-1] == 2 and survived == sorted(survived) and len(survived) > 7
+
+
+@pytest.mark.parametrize("scaler", [False, True])
+def test_a_resumed_run_is_the_same_run(tmp_path, scaler):
+    whole, history = trained(9, scaler=scaler)
+    group, run = _single_group(), make_run(1, scaler=scaler)
+    for until in (2, 5, 9):
+        while run.step < until:
+            simple.train_step(run, group)
+        assert distance(tensors_of(run), history[until - 1]) == 0
+        simple.save(Disk(tmp_path), run.step, simple.run_shards(run, True), simple.run_state(run), group)
+        run = make_run(until + 1, scaler=scaler)
+        run.seed = 77
+        assert simple.resume(run, Disk(tmp_path), group)
+    assert distance(tensors_of(run), tensors_of(whole)) == 0
+    assert simple.run_state(run) == simple.run_state(whole)
+
+
+def test_a_resume_falls_back_to_the_checkpoint_before_a_damaged_one(tmp_path):
+    group, run, disk = _single_group(), make_run(1), Disk(tmp_path)
+    for _ in range(3):
+        simple.train_step(run, group)
+        simple.save(disk, run.step, simple.run_shards(run, True), simple.run_state(run), group)
+    (tmp_path / "step-00000003" / "index.json").write_text("nothing")
+    (tmp_path / "step-00000002" / "rank-00000.safetensors").unlink()
+    fresh = make_run(2)
+    with pytest.warns(UserWarning, match="is not used"):
+        assert simple.resume(fresh, disk, group)
+    assert fresh.step == 1
+    assert not simple.resume(make_run(2), Disk(tmp_path / "nothing"), group)
+
+
+def _train(world, steps):
+    run, group = make_run(1), group_of(world)
+    for _ in range(steps):
+        assert simple.train_step(run, group)
+    return tensors_of(run)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_number_of_ranks_trains_the_run_of_one_process(ranks, size):
+    whole, _ = trained(6)
+    for tensors in ranks(_train, size, 6):
+        assert distance(tensors, tensors_of(whole)) < 1e-12
+
+
+def _spoiled(world, kind):
+    """One rank's gradients are unusable or NaN in step 2."""
+
+    def fail(sample):
+        if run.step == 2 and world.rank == world.size - 1 and kind == "unusable":
+            raise OSError("this sample cannot be read")
+
+    run, group = make_run(1, before_sample=fail, scaler=True), group_of(world)
+    loss = run.sample_loss
+    run.sample_loss = lambda sample: loss(sample) * (math.nan if is_spoiled() else 1.0)
+
+    def is_spoiled():
+        return kind == "NaN" and run.step == 2 and world.rank == 0
+
+    updates = []
+    for step in range(5):
+        before = tensors_of(run)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            updates.append(simple.train_step(run, group))
+        assert updates[-1] == (distance(tensors_of(run), before) > 0 if step else True)
+    return updates, run.scaler.scale, simple.differing_replicas(tensors_of(run), group)
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("unusable", 16.0), ("NaN", 4.0)])
+def test_all_ranks_update_or_none(ranks, kind, scale):
+    assert ranks(_spoiled, 3, kind) == [([True, True, False, True, True], scale, {})] * 3
+
+
+class PlannedRendezvous:
+    """Groups made in advance for a planned sequence of members; closing a group ends its connections."""
+
+    def __init__(self, world, members):
+        specs = [GroupSpec(f"group {i}", ("dp",), (("dp", (ranks,)),)) for i, ranks in enumerate(members)]
+        self.groups = bind(world, Mesh(dp=world.size), specs, backend="gloo")
+        self.at = -1
+
+    def __call__(self, group):
+        if group is not None:
+            self.close(group)
+        self.at += 1
+        return self.groups[f"group {self.at}"]
+
+    def close(self, group):
+        if group.process_group is not None:
+            dist.destroy_process_group(group.process_group)
+            group.process_group = None
+
+
+def _lose_a_rank(world, root, dying, at_step, when):
+    """Rank `dying` dies in a step, and joins again after the next save."""
+    everyone = tuple(range(world.size))
+    survivors = tuple(rank for rank in everyone if rank != dying)
+    # The first group, the survivors, and from the save of step 6 on everyone again.
+    rendezvous = PlannedRendezvous(world, [everyone, *[everyone] * (at_step // 3), survivors, *[everyone] * 9])
+    update = simple.agreed_update
+
+    def die(*arguments):
+        if run.step == at_step and world.rank == dying and when == "after the update":
+            update(*arguments)
+        if run.step == at_step and world.rank == dying:
+            raise Died
+        return update(*arguments)
+
+    run, disk = make_run(1), Disk(root)
+    if world.rank == dying:
+        simple.agreed_update = die
+        try:
+            with pytest.raises(Died):
+                simple.train(run, disk, rendezvous, 11, 3)
+        finally:
+            simple.agreed_update = update
+        rendezvous.close(rendezvous.groups[f"group {rendezvous.at}"])
+        rendezvous.at += 1  # the group of the survivors
+        run = make_run(9)
+        run.seed = 1234
+        last = simple.train(run, disk, rendezvous, 11, 3, join=True)
+    else:
+        last = simple.train(run, disk, rendezvous, 11, 3)
+    return tensors_of(run), simple.run_state(run), last.size, simple.differing_replicas(tensors_of(run), last)
+
+
+@pytest.mark.parametrize("when", ["before the update", "after the update"])
+@pytest.mark.parametrize(("size", "dying"), [(2, 0), (3, 1), (4, 3)])
+def test_the_survivors_go_on_and_the_dead_rank_joins_again(ranks, tmp_path, size, dying, when):
+    whole, _ = trained(11)
+    for tensors, state, last, differing in ranks(_lose_a_rank, size, str(tmp_path), dying, 4, when):
+        assert distance(tensors, tensors_of(whole)) < 1e-12
+        assert (state, last, differing) == (simple.run_state(whole), size, {})
+
+
+def _digest(world):
+    group, found = group_of(world), []
+    for rank in range(world.size):
+        tensors = {"weight": torch.ones(5, 3), "bias": torch.zeros(7, dtype=torch.bfloat16), "step": torch.tensor(1)}
+        if world.rank == rank:
+            tensors["bias"][3] = -0.0
+        found.append(simple.differing_replicas(tensors, group))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_flipped_sign_of_zero_is_found(ranks, size):
+    expected = {1: [{}], 2: [{"bias": [0, 1]}] * 2}.get(size, [{"bias": [rank]} for rank in range(size)])
+    assert ranks(_digest, size) == [expected] * size
+
+
+@pytest.mark.parametrize("model", [(10800.0, 30.0, 60.0), (500.0, 100.0, 0.0), (1e6, 0.5, 300.0), (60.0, 90.0, 5.0)])
+def test_the_best_interval_is_that_of_the_fast_version(model):
+    exact = FailureModel(*model)
+    assert math.isclose(simple.best_interval_s(*model), exact.exact_interval_s(), rel_tol=1e-5)
+    assert math.isclose(simple.expected_time_s(100.0, *model), exact.expected_time_s(100.0), rel_tol=1e-12)
+
+
+def test_a_communication_error_leaves_the_run_as_it_was():
+    run, group = make_run(1), _single_group()
+    simple.train_step(run, group)
+    before, state = tensors_of(run), simple.run_state(run)
+
+    def broken(tensor, group):
+        raise CommError("the peer is gone")
+
+    all_reduce, simple.all_reduce = simple.all_reduce, broken
+    try:
+        with pytest.raises(CommError):
+            simple.train_step(run, group)
+    finally:
+        simple.all_reduce = all_reduce
+    assert distance(tensors_of(run), before) == 0 and simple.run_state(run) == state
+    assert all_gather_object(1, group) == [1]

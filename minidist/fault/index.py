@@ -1,11 +1,12 @@
 """checkpoint.json: the index of a checkpoint.
 
-    {"format": 1, "sha256": of the rest, "step": 100, "state": {...},
-     "files": {"rank-00000.safetensors": {"sha256": ..., "bytes": ...}},
+    {"format": 2, "sha256": of the rest, "step": 100, "state": {...}, "checksum": "sha256 of crc32 per 8 MiB",
+     "files": {"rank-00000.safetensors": {"checksum": ..., "bytes": ...}},
      "tensors": {"params/model.norm.weight": {"dtype": "float32", "shape": [64],
                  "boxes": [{"start": [0], "stop": [64], "file": "rank-00000.safetensors", "key": ...}]}}}
 
-It holds the SHA-256 of every file and of itself, so that a flipped bit is detected before anything is loaded.
+It holds the checksum of every file (`checksum.py`) and its own SHA-256, so that a flipped bit is detected before
+anything is loaded.
 """
 
 import hashlib
@@ -16,25 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from minidist.errors import DamagedError
+from minidist.fault.checksum import SCHEME, compute_file_checksum
 from minidist.fault.shards import DTYPES, SavedBox, SavedTensor
 from minidist.parameters import Box
 
-FORMAT = 1
+FORMAT = 2
 INDEX_NAME = "checkpoint.json"
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """The SHA-256 (hex) and the size in bytes of a checkpoint file."""
+    """The checksum (`checksum.py`) and the size in bytes of a checkpoint file."""
 
-    sha256: str
+    checksum: str
     num_bytes: int
 
     @classmethod
     def from_file(cls, file: Path) -> "FileEntry":
-        """Compute the SHA-256 and the size of a file on disk."""
-        with open(file, "rb") as stream:
-            return cls(hashlib.file_digest(stream, "sha256").hexdigest(), file.stat().st_size)
+        """Compute the checksum and the size of a file on disk."""
+        return cls(compute_file_checksum(file), file.stat().st_size)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,10 @@ def format_index(step: int, state: dict, files: dict[str, FileEntry], tensors: d
         "format": FORMAT,
         "step": step,
         "state": state,
-        "files": {name: {"sha256": entry.sha256, "bytes": entry.num_bytes} for name, entry in sorted(files.items())},
+        "checksum": SCHEME,
+        "files": {
+            name: {"checksum": entry.checksum, "bytes": entry.num_bytes} for name, entry in sorted(files.items())
+        },
         "tensors": {
             name: {
                 "dtype": tensor.dtype_name,
@@ -89,10 +93,12 @@ def read_index_file(path: Path) -> Index:
         version = body.pop("format")
         if version != FORMAT:
             raise DamagedError(f"{file} has format {version}; this version reads format {FORMAT}")
+        if (scheme := body["checksum"]) != SCHEME:
+            raise DamagedError(f"{file} has checksums of the kind {scheme!r}; this version reads {SCHEME!r}")
         sha256 = body.pop("sha256")
         if sha256 != (actual := _digest(body)):
             raise DamagedError(f"{file} is damaged: its sha256 is {actual}, it says {sha256}")
-        files = {name: FileEntry(entry["sha256"], entry["bytes"]) for name, entry in body["files"].items()}
+        files = {name: FileEntry(entry["checksum"], entry["bytes"]) for name, entry in body["files"].items()}
         tensors = {name: _tensor(entry) for name, entry in body["tensors"].items()}
         return Index(path, body["step"], body["state"], files, tensors, sha256)
     except OSError as error:
@@ -102,7 +108,7 @@ def read_index_file(path: Path) -> Index:
 
 
 def find_damaged_files(index: Index, names: Iterable[str]) -> list[str]:
-    """Verify size and SHA-256 of the checkpoint's files `names`; return a message for each damaged or missing file."""
+    """Verify size and checksum of the checkpoint's files `names`; return a message for each damaged or missing file."""
     problems = []
     for name in names:
         file, expected = index.path / name, index.files[name]
@@ -110,8 +116,8 @@ def find_damaged_files(index: Index, names: Iterable[str]) -> list[str]:
             # The size is free to check, and a more helpful message than a checksum.
             if (size := file.stat().st_size) != expected.num_bytes:
                 problems.append(f"{file} is damaged: it has {size:,} bytes, {expected.num_bytes:,} were written")
-            elif (actual := FileEntry.from_file(file).sha256) != expected.sha256:
-                problems.append(f"{file} is damaged: its sha256 is {actual}, {expected.sha256} was written")
+            elif (actual := FileEntry.from_file(file).checksum) != expected.checksum:
+                problems.append(f"{file} is damaged: its checksum is {actual}, {expected.checksum} was written")
         except FileNotFoundError:
             problems.append(f"{file} is missing ({expected.num_bytes:,} bytes were written)")
         except OSError as error:

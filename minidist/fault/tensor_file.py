@@ -1,19 +1,19 @@
-"""Write a safetensors file and its SHA-256 in one pass over the tensors' memory.
+"""Write a safetensors file and compute its checksum in one pass over the tensors' memory.
 
-safetensors' own `save_file` would leave the hash to a second pass that reads the file back from disk.
+safetensors' own `save_file` would leave the checksum to a second pass that reads the file back from disk.
 Format: https://github.com/huggingface/safetensors#format
 """
 
-import hashlib
 import json
 import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from minidist.fault.checksum import BLOCK_BYTES, combine_block_checksums, run_on_threads
 from minidist.fault.index import FileEntry
 
 _FORMAT_NAMES = {
@@ -33,20 +33,19 @@ _FORMAT_NAMES = {
 
 
 def write_tensor_file(file: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """Write tensors to a safetensors file and wait until it is on disk; returns its SHA-256 and size.
+    """Write tensors to a safetensors file and wait until it is on disk; returns its checksum and size.
 
-    tensors: contiguous, in host memory. A second thread hashes the bytes while this one writes them: hashing releases
-    the interpreter lock. Raises OSError if the file cannot be written.
+    tensors: contiguous, in host memory. Threads write the blocks and compute their checksums. Raises OSError if the
+    file cannot be written.
     """
     # By falling element size, so that every tensor starts at a multiple of its own.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     chunks = [_header(ordered), *(_as_bytes(tensor) for _, tensor in ordered)]
-    with ThreadPoolExecutor(1) as hasher, open(file, "wb", buffering=0) as stream:
-        digest = hasher.submit(_hash, chunks)
-        for chunk in chunks:
-            _write_all(stream.fileno(), chunk)
+    with open(file, "wb", buffering=0) as stream:
+        blocks = enumerate(_divide_into_blocks(chunks))
+        checksums = run_on_threads(lambda block: _write_block(stream.fileno(), *block), blocks)
         os.fsync(stream.fileno())
-        return FileEntry(digest.result(), sum(map(len, chunks)))
+    return FileEntry(combine_block_checksums(checksums), sum(map(len, chunks)))
 
 
 def _header(ordered: list[tuple[str, Tensor]]) -> memoryview:
@@ -70,14 +69,27 @@ def _as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def _hash(chunks: list[memoryview]) -> str:
-    digest = hashlib.sha256()
+def _divide_into_blocks(chunks: Iterable[memoryview]) -> list[list[memoryview]]:
+    """Divide chunks, which follow one another in a file, into blocks of BLOCK_BYTES; the last may be shorter."""
+    blocks, free = [], 0
     for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
+        while chunk:
+            if not free:
+                blocks.append([])
+                free = BLOCK_BYTES
+            blocks[-1].append(chunk[:free])
+            chunk, free = chunk[free:], free - len(blocks[-1][-1])
+    return blocks
 
 
-def _write_all(descriptor: int, chunk: memoryview) -> None:
-    """Write all bytes; a system call writes 2 GiB at most."""
-    while chunk:
-        chunk = chunk[os.write(descriptor, chunk) :]
+def _write_block(descriptor: int, number: int, parts: list[memoryview]) -> int:
+    """Write the parts of block `number` one after another and return the CRC-32 of the block."""
+    checksum, start = 0, number * BLOCK_BYTES
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+        while part:  # a system call may write less than asked for
+            count = os.pwrite(descriptor, part, start)
+            part, start = part[count:], start + count
+    if hasattr(os, "posix_fadvise"):  # Linux: begin to write the block to disk now, not only in fsync
+        os.posix_fadvise(descriptor, number * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
+    return checksum

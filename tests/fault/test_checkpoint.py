@@ -150,7 +150,7 @@ def test_a_parameter_that_requires_a_gradient_is_filled_in_place(tmp_path):
     assert parameter.tolist() == [0, 1, 2] and parameter.data_ptr() == memory and parameter.requires_grad
 
 
-def test_a_checkpoint_is_safetensors_and_json_with_a_sha256_for_every_file(tmp_path):
+def test_a_checkpoint_is_safetensors_and_json_with_a_checksum_for_every_file(tmp_path):
     path = save_sharded_rows(tmp_path, 12)
     assert [file.name for file in sorted(path.iterdir())] == [
         "checkpoint.json",
@@ -158,14 +158,14 @@ def test_a_checkpoint_is_safetensors_and_json_with_a_sha256_for_every_file(tmp_p
         "rank-00001.safetensors",
     ]
     text = json.loads((path / "checkpoint.json").read_text())
-    assert list(text) == ["format", "sha256", "step", "state", "files", "tensors"]
+    assert list(text) == ["format", "sha256", "step", "state", "checksum", "files", "tensors"]
     assert text["tensors"]["params/w"]["boxes"][1] == {
         "start": [2, 0],
         "stop": [4, 3],
         "file": "rank-00001.safetensors",
         "key": "params/w[2:4,0:3]",
     }
-    assert all(len(entry["sha256"]) == 64 for entry in text["files"].values())
+    assert all(len(entry["checksum"]) == 64 for entry in text["files"].values())
 
 
 def test_a_rank_with_nothing_to_write_makes_no_file(tmp_path):

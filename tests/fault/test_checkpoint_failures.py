@@ -176,13 +176,13 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_and_the_intact_one_before_
             read_index(path)
 
 
-def test_the_message_gives_expected_and_actual_size_and_sha256(tmp_path):
+def test_the_message_gives_expected_and_actual_size_and_checksum(tmp_path):
     path = save_sharded_rows(tmp_path, 1)
     file = path / "rank-00001.safetensors"
-    size, expected = file.stat().st_size, read_index(path).files[file.name].sha256
+    size, expected = file.stat().st_size, read_index(path).files[file.name].checksum
     damage_file(file, position=-1)
-    actual = index_file.FileEntry.from_file(file).sha256
-    with pytest.raises(UserError, match=f"its sha256 is {actual}, {expected} was written. No other checkpoint"):
+    actual = index_file.FileEntry.from_file(file).checksum
+    with pytest.raises(UserError, match=f"its checksum is {actual}, {expected} was written. No other checkpoint"):
         load_full_tensors(path, make_targets())
     damage_file(file, cut=-7)
     with pytest.raises(UserError, match=f"it has {size - 7} bytes, {size} were written"):
@@ -204,7 +204,7 @@ def test_a_missing_file_and_an_unknown_format_version_are_reported(tmp_path):
     with pytest.raises(UserError, match=r"rank-00001.safetensors is missing \(\d+ bytes were written\)"):
         load_full_tensors(path, make_targets())
     DAMAGE["an index of another program"](path)
-    with pytest.raises(UserError, match="has format 9; this version reads format 1"):
+    with pytest.raises(UserError, match="has format 9; this version reads format 2"):
         load_full_tensors(path, make_targets())
 
 

@@ -1,12 +1,15 @@
-"""Our writer of safetensors files, against the library's reader and hashlib."""
+"""Our writer of safetensors files, against the library's reader and an independent checksum."""
 
+import binascii
 import hashlib
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from minidist.fault.index import FileEntry
 from minidist.fault.shards import DTYPES
 from minidist.fault.tensor_file import write_tensor_file
 
@@ -28,7 +31,31 @@ def test_the_library_reads_every_dtype_and_shape_back(tmp_path):
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)) if tensor.dim() else True
     assert found["scalar"] == 3.0
     assert entry.num_bytes == file.stat().st_size
-    assert entry.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert entry.checksum == checksum_of(file.read_bytes())
+
+
+def checksum_of(data, block=8 * 2**20):
+    """The documented checksum, by another implementation of CRC-32."""
+    checksums = [binascii.crc32(data[start : start + block]) for start in range(0, len(data), block)]
+    return hashlib.sha256(np.array(checksums, dtype="<u4").tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("more_bytes", [-1, 0, 1, 8 * 2**20 + 5])
+def test_a_file_of_several_blocks_has_the_same_checksum_written_and_read(tmp_path, more_bytes):
+    torch.manual_seed(0)
+    small = {f"small{i}": torch.randint(0, 255, (i,), dtype=torch.uint8) for i in range(5)}
+    file = tmp_path / "x.safetensors"
+    write_tensor_file(file, small | {"w": torch.zeros(0, dtype=torch.uint8)})
+    rest = 8 * 2**20 - file.stat().st_size - 6 + more_bytes  # "0" in the header becomes seven digits
+    large = torch.randint(0, 255, (rest,), dtype=torch.uint8)
+    entry = write_tensor_file(file, small | {"w": large})
+    data = file.read_bytes()
+    assert torch.equal(load_file(file)["w"], large) and entry.num_bytes == len(data)
+    assert entry.checksum == checksum_of(data) == FileEntry.from_file(file).checksum
+    damaged = bytearray(data)
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    assert FileEntry.from_file(file).checksum == checksum_of(bytes(damaged)) != entry.checksum
 
 
 def test_slices_are_read_from_an_aligned_file(tmp_path):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minidist.errors import DamagedError, RunError, UserError
@@ -33,7 +33,7 @@ from minidist.fault.index import (
     verify_checkpoint,
 )
 from minidist.fault.shards import SavedTensor, TensorShard
-from minidist.fault.tensor_file import write_tensor_file
+from minidist.fault.tensor_file import FORMAT_NAMES, write_tensor_file
 
 
 @dataclass
@@ -254,6 +254,7 @@ def load_checkpoint(
         plans = run_on_all_ranks(all_gather_object, plan)
         _check_fits(index, plans, prefix)
         run_on_all_ranks(all_gather_object, check)
+        run_on_all_ranks(all_gather_object, lambda: _check_headers(index, reads))
         run_on_all_ranks(all_gather_object, lambda: _read(index, reads))
     except CollectiveError as failure:
         if not failure.found_damage:
@@ -318,6 +319,21 @@ def _check_fits(index: Index, plans: list[tuple], prefix: str) -> None:
             "\n  ".join([f"{index.path} does not fit this run:", *problems])
             + "\nUse the model, optimizer and precision it was saved with, or start a new run."
         )
+
+
+def _check_headers(index: Index, reads: dict[str, list]) -> None:
+    """Raise DamagedError unless the files hold the boxes to read, in the dtypes and shapes that the index gives."""
+    for file, boxes in reads.items():
+        try:
+            with safe_open(index.path / file, framework="pt") as stream:
+                for shard, source, _ in boxes:
+                    header = stream.get_slice(source.key)
+                    found = header.get_dtype(), tuple(header.get_shape())
+                    listed = FORMAT_NAMES[shards.DTYPES[index.tensors[shard.name].dtype_name]], source.box.shape
+                    if found != listed:
+                        raise DamagedError(f"{index.path / file} has {source.key} as {found}, its index as {listed}")
+        except SafetensorError as error:
+            raise DamagedError(f"{index.path / file} is not the file that its index describes: {error}") from error
 
 
 def _read(index: Index, reads: dict[str, list]) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from minidist.errors import DamagedError
 from minidist.fault.checksum import SCHEME, compute_file_checksum
-from minidist.fault.shards import DTYPES, SavedBox, SavedTensor
+from minidist.fault.index_validation import check_index, read_json_object, regular_file_size
+from minidist.fault.shards import SavedBox, SavedTensor
 from minidist.parameters import Box
 
 FORMAT = 2
@@ -86,10 +87,13 @@ def format_index(step: int, state: dict, files: dict[str, FileEntry], tensors: d
 
 
 def read_index_file(path: Path) -> Index:
-    """Read the index of the checkpoint in folder `path`. Raises DamagedError if it is missing or damaged."""
+    """Read the index of the checkpoint in folder `path`.
+
+    Raises DamagedError if it is missing or damaged, or describes anything but files of this folder (`check_index`).
+    """
     file = path / INDEX_NAME
     try:
-        body = json.loads(file.read_bytes())
+        body = read_json_object(file)
         version = body.pop("format")
         if version != FORMAT:
             raise DamagedError(f"{file} has format {version}; this version reads format {FORMAT}")
@@ -100,10 +104,14 @@ def read_index_file(path: Path) -> Index:
             raise DamagedError(f"{file} is damaged: its sha256 is {actual}, it says {sha256}")
         files = {name: FileEntry(entry["checksum"], entry["bytes"]) for name, entry in body["files"].items()}
         tensors = {name: _tensor(entry) for name, entry in body["tensors"].items()}
-        return Index(path, body["step"], body["state"], files, tensors, sha256)
+        index = Index(path, body["step"], body["state"], files, tensors, sha256)
+        check_index(index)
+        return index
     except OSError as error:
         raise DamagedError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
+        raise DamagedError(f"{file} is not the index of a checkpoint: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{file} is not the index of a checkpoint: {type(error).__name__}: {error}") from error
 
 
@@ -114,7 +122,7 @@ def find_damaged_files(index: Index, names: Iterable[str]) -> list[str]:
         file, expected = index.path / name, index.files[name]
         try:
             # The size is free to check, and a more helpful message than a checksum.
-            if (size := file.stat().st_size) != expected.num_bytes:
+            if (size := regular_file_size(file)) != expected.num_bytes:
                 problems.append(f"{file} is damaged: it has {size:,} bytes, {expected.num_bytes:,} were written")
             elif (actual := FileEntry.from_file(file).checksum) != expected.checksum:
                 problems.append(f"{file} is damaged: its checksum is {actual}, {expected.checksum} was written")
@@ -135,8 +143,6 @@ def verify_checkpoint(path: Path) -> list[str]:
 
 
 def _tensor(entry: dict) -> SavedTensor:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"unknown dtype {entry['dtype']}")
     boxes = tuple(
         SavedBox(Box(tuple(box["start"]), tuple(box["stop"])), box["file"], box["key"]) for box in entry["boxes"]
     )

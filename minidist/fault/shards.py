@@ -133,7 +133,7 @@ def merge_saved_tensors(descriptions: Iterable[dict[str, SavedTensor]]) -> dict[
     """
     tensors = _join(item for description in descriptions for item in description.items())
     for name, tensor in tensors.items():
-        _check_covered(name, tensor)
+        check_covered(name, tensor)
     return tensors
 
 
@@ -156,7 +156,8 @@ def _join(items: Iterable[tuple[str, SavedTensor]]) -> dict[str, SavedTensor]:
     return {name: SavedTensor(*facts[name], tuple(boxes[name])) for name in facts}
 
 
-def _check_covered(name: str, tensor: SavedTensor) -> None:
+def check_covered(name: str, tensor: SavedTensor) -> None:
+    """Raise ValueError unless the boxes of a tensor cover it exactly once. name: of the tensor, for messages."""
     open_boxes: list[SavedBox] = []
     for saved in sorted(tensor.boxes, key=lambda saved: saved.box.start):
         box = saved.box

@@ -16,7 +16,8 @@ from torch import Tensor
 from minidist.fault.checksum import BLOCK_BYTES, combine_block_checksums, run_on_threads
 from minidist.fault.index import FileEntry
 
-_FORMAT_NAMES = {
+# The format's names of dtypes.
+FORMAT_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -54,7 +55,7 @@ def _header(ordered: list[tuple[str, Tensor]]) -> memoryview:
     for name, tensor in ordered:
         stop = start + tensor.numel() * tensor.element_size()
         entries[name] = {
-            "dtype": _FORMAT_NAMES[tensor.dtype],
+            "dtype": FORMAT_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, stop],
         }

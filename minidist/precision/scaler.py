@@ -4,7 +4,9 @@ Micikevicius et al. 2018 (arXiv 1710.03740, section 3.2), with the rules of torc
 overflow after a reduction over all ranks (`train.agree`), so all ranks keep the same scale.
 """
 
+import math
 import struct
+from typing import Any
 
 from minidist.config import PrecisionConfig
 
@@ -56,6 +58,16 @@ class LossScaler:
         """Restore a state that `state_dict()` returned."""
         self.scale, self._good_steps = state["scale"], state["good_steps"]
         self.overflowed = list(state["overflowed"])
+
+    @staticmethod
+    def is_valid_state(state: Any) -> bool:
+        """Whether an object read from JSON could have been returned by `state_dict()`."""
+        if not isinstance(state, dict) or not isinstance(overflowed := state.get("overflowed"), list):
+            return False
+        numbers = [state.get("scale"), *overflowed]
+        return type(state.get("good_steps")) is int and all(
+            type(number) is float and math.isfinite(number) and number >= 0 for number in numbers
+        )
 
 
 def _float32(number: float) -> float:

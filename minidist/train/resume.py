@@ -1,36 +1,40 @@
 """The configuration in a checkpoint, and whether a run can continue from it."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minidist.config import Config
 from minidist.config_file import from_text
-from minidist.errors import UserError
+from minidist.errors import DamagedError, UserError
+from minidist.precision.scaler import LossScaler
 from minidist.train.run_folder import AUTO
 
 if TYPE_CHECKING:
     from minidist.data.corpus import Corpus
+    from minidist.fault.index import Index
 
 
-def parse_checkpoint_config(path: Path, state: dict[str, Any]) -> Config:
-    """Return the configuration of the run that wrote a checkpoint.
+def parse_checkpoint_config(index: "Index") -> Config:
+    """Return the configuration of the run that wrote a checkpoint. index: of the checkpoint.
 
-    path: the checkpoint's folder, for messages. state: the `state` of its index. Raises UserError if `state` has no
-    configuration: another program wrote the checkpoint.
+    Raises UserError if the state has no configuration: another program wrote the checkpoint; DamagedError if it has no
+    valid one.
     """
-    try:
-        return from_text(state["config"], str(path))
-    except KeyError:
-        raise UserError(f"{path} is a checkpoint, but not of a run of this trainer: its state has no config.") from None
+    if "config" not in index.state:
+        raise UserError(f"{index.path} is a checkpoint, but not of a run of this trainer: its state has no config.")
+    if not isinstance(index.state["config"], str):
+        raise DamagedError(f"{index.path} is damaged: the configuration in its state is not text.")
+    return from_text(index.state["config"], str(index.path))
 
 
-def check_resumable(path: Path, state: dict[str, Any], config: Config, corpus: "Corpus") -> None:
-    """Raise UserError unless a run of `config` on `corpus` can continue from the checkpoint in `path`.
+def check_resumable(index: "Index", config: Config, corpus: "Corpus") -> None:
+    """Raise UserError unless a run of `config` on `corpus` can continue from a checkpoint. index: of the checkpoint.
 
-    state: the `state` of the checkpoint's index. If the checkpoint is of the last step, there is nothing left to train:
-    this is an error only if `config.checkpoint.resume` names a checkpoint.
+    Raises DamagedError if the state in the index is not one that the trainer writes. If the checkpoint is of the last
+    step, there is nothing left to train: this is an error only if `config.checkpoint.resume` names a checkpoint.
     """
-    before = parse_checkpoint_config(path, state)
+    path, state = index.path, index.state
+    before = parse_checkpoint_config(index)
+    _check_state(index)
     if state["corpus"] != corpus.fingerprint:
         raise UserError(
             f"{path} was trained on another corpus ({state['corpus_name']}) than this run has ({corpus.describe()}). "
@@ -52,3 +56,20 @@ def check_resumable(path: Path, state: dict[str, Any], config: Config, corpus: "
             f"{path} is at step {state['step']}, and the run ends at step {config.train.steps}: nothing is left to "
             f"do. Give --train.steps more than {state['step']}."
         )
+
+
+def _check_state(index: "Index") -> None:
+    """Raise DamagedError unless the state of a checkpoint has the fields that the trainer reads, with valid values."""
+    from minidist.fault.index_validation import is_count  # here: it imports torch, which takes seconds
+
+    state, scaler = index.state, index.state.get("loss_scaler")
+    fields = {
+        "step": is_count(state.get("step")) and state["step"] == index.step,
+        "position": is_count(state.get("position")),
+        "corpus": isinstance(state.get("corpus"), str),
+        "corpus_name": isinstance(state.get("corpus_name"), str),
+        "loss_scaler": scaler is None or LossScaler.is_valid_state(scaler),
+    }
+    if wrong := [name for name, valid in fields.items() if not valid]:
+        value = repr(state.get(wrong[0], "missing"))
+        raise DamagedError(f"{index.path} is damaged: in the state of step {index.step}, {wrong[0]} is {value[:60]}.")

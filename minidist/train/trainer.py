@@ -312,7 +312,7 @@ class Trainer:
 
     def _read_state(self, path: Path) -> dict[str, Any]:
         index = checkpoint.read_index(path)
-        check_resumable(path, index.state, self.config, self.corpus)
+        check_resumable(index, self.config, self.corpus)
         checkpoint_state.create_optimizer_states(self.engine, index)
         return index.state
 

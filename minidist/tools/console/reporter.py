@@ -104,7 +104,7 @@ def find_run_warnings(trainer: Trainer) -> list[str]:
     """Return the warnings about a run's configuration and, if it was resumed, about its learning rate."""
     found, path = find_warnings(trainer.config, trainer.mesh), trainer.resumed_from
     if path is not None:
-        before = parse_checkpoint_config(path, read_index(path).state)
+        before = parse_checkpoint_config(read_index(path))
         jump = describe_learning_rate_jump(before, trainer.config, trainer.progress.step)
         found = [jump, *found] if jump else found
     return found

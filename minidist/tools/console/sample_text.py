@@ -25,7 +25,7 @@ def load_model(path: Path) -> tuple[Transformer, Config]:
 
     Raises UserError if the checkpoint is damaged.
     """
-    config = parse_checkpoint_config(path, checkpoint.read_index(path).state)
+    config = parse_checkpoint_config(checkpoint.read_index(path))
     model = Transformer(config.model)
     pieces = []
     for name, parameter in named_parameters(model).items():

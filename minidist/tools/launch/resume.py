@@ -29,7 +29,7 @@ def resumed_config(resume: Path) -> Config:
     path = folders.latest_checkpoint(find_checkpoints_folder(resume))
     from minidist.fault import checkpoint
 
-    stored = parse_checkpoint_config(path, checkpoint.read_index(path).state)
+    stored = parse_checkpoint_config(checkpoint.read_index(path))
     return dataclasses.replace(
         stored, folder=None, checkpoint=dataclasses.replace(stored.checkpoint, resume=Path(resume))
     )
@@ -63,10 +63,8 @@ def check_resume(run: RunFolder, config: Config, corpus: Corpus) -> None:
         from minidist.fault import checkpoint
 
         try:
-            state = checkpoint.read_index(path).state
+            check_resumable(checkpoint.read_index(path), config, corpus)
+            return
         except DamagedError:
             if path == run.checkpoints[-1]:
                 raise
-        else:
-            check_resumable(path, state, config, corpus)
-            return

@@ -1,0 +1,127 @@
+"""Validation of a checkpoint's index, which may come from anyone: it must describe files of its own folder only.
+
+A SHA-256 shows that bytes are those that were written, not that whoever wrote them meant well: an edited index carries
+the SHA-256 of its edited text. So everything that a load uses is checked before a file is opened: file names that would
+lead out of the folder, devices and pipes, which have no end, sizes that do not match the boxes, boxes outside of their
+tensor. A checkpoint that passes costs no more to verify than its tensors' bytes.
+"""
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minidist.fault.shards import DTYPES, SavedTensor, check_covered
+
+if TYPE_CHECKING:
+    from minidist.fault.index import Index
+
+MAX_INDEX_BYTES = 1 << 30
+_MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its format
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_CHECKSUM = re.compile(r"[0-9a-f]{64}")
+_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
+
+
+def read_json_object(file: Path, max_bytes: int = MAX_INDEX_BYTES) -> dict[str, Any]:
+    """Read a JSON object from a regular file, without NaN, infinities and repeated names (json takes the last of them).
+
+    Raises ValueError if the file holds something else or more than `max_bytes`, OSError if it cannot be read.
+    """
+    if (size := regular_file_size(file)) > max_bytes:
+        raise ValueError(f"it has {size:,} bytes, and an index has {max_bytes:,} at most")
+    try:
+        body = json.loads(file.read_bytes(), object_pairs_hook=_unique_names, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    if not isinstance(body, dict):
+        raise ValueError(f"it holds a {type(body).__name__}, not an object")
+    return body
+
+
+def regular_file_size(file: Path) -> int:
+    """Return the size of a regular file in bytes; raise OSError for a device, a pipe or a folder.
+
+    Opening a pipe may block for ever, and a device like /dev/zero has no end.
+    """
+    status = os.stat(file)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, "it is not a regular file")
+    return status.st_size
+
+
+def check_index(index: "Index") -> None:
+    """Raise ValueError unless the index could have been written by `format_index` for the folder in which it is.
+
+    Checks types and ranges of all values, file names, that the step is that of the folder, that the boxes of every
+    tensor cover it exactly once, and that every file has the size of the boxes in it.
+    """
+    if not is_count(index.step):
+        raise ValueError(f"its step is {_short(index.step)}, not a whole number of at least 0")
+    if (match := _FOLDER.fullmatch(index.path.resolve().name)) and int(match[1]) != index.step:
+        raise ValueError(f"its step is {index.step}, and its folder is called {index.path.resolve().name}")
+    if not isinstance(index.state, dict):
+        raise ValueError(f"its state is {_short(index.state)}, not an object")
+    for name, entry in index.files.items():
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"{_short(name)} is no name of a file in this folder")
+        if not isinstance(entry.checksum, str) or not _CHECKSUM.fullmatch(entry.checksum):
+            raise ValueError(f"the checksum of {name} is {_short(entry.checksum)}, not 64 hexadecimal digits")
+        if not is_count(entry.num_bytes):
+            raise ValueError(f"the size of {name} is {_short(entry.num_bytes)}, not a number of bytes")
+    used = dict.fromkeys(index.files, 0)
+    keys: set[tuple[str, str]] = set()
+    for name, tensor in index.tensors.items():
+        _check_tensor(name, tensor)
+        for saved in tensor.boxes:
+            if saved.file not in used:
+                raise ValueError(f"{_short(name)} is in {_short(saved.file)}, which the index does not list")
+            if not isinstance(saved.key, str) or (saved.file, saved.key) in keys:
+                raise ValueError(f"two boxes of {_short(name)} are both {_short(saved.key)} of {saved.file}")
+            keys.add((saved.file, saved.key))
+            used[saved.file] += saved.box.numel * DTYPES[tensor.dtype_name].itemsize
+    for name, num_bytes in used.items():
+        if not num_bytes < index.files[name].num_bytes <= num_bytes + _MAX_HEADER_BYTES:
+            raise ValueError(f"{name} has {index.files[name].num_bytes:,} bytes, and its boxes hold {num_bytes:,}")
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value read from JSON is a whole number of at least 0 that fits 64 bits; True and 1.0 are not."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _check_tensor(name: str, tensor: SavedTensor) -> None:
+    if tensor.dtype_name not in DTYPES:
+        raise ValueError(f"{_short(name)} has the unknown dtype {_short(tensor.dtype_name)}")
+    for sizes in (tensor.shape, *(limits for saved in tensor.boxes for limits in (saved.box.start, saved.box.stop))):
+        if not all(map(is_count, sizes)):
+            raise ValueError(f"{_short(name)} has a shape or a box with {_short(list(sizes))}")
+    for saved in tensor.boxes:
+        inside = len(saved.box.stop) == len(tensor.shape) and all(map(int.__le__, saved.box.stop, tensor.shape))
+        if not inside:
+            raise ValueError(
+                f"{_short(name)} has shape {_short(list(tensor.shape))}, and a box of it ends at "
+                f"{_short(list(saved.box.stop))}"
+            )
+    check_covered(name, tensor)
+
+
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in names:
+            raise ValueError(f"it has the name {_short(name)} twice")
+        names[name] = value
+    return names
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it contains {name}, which JSON does not have")
+
+
+def _short(value: Any) -> str:
+    """Show a value in a message, at most 60 characters of it."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

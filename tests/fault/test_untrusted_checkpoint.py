@@ -1,0 +1,253 @@
+"""Checkpoints from strangers: an edited index with a right sha256 is refused by name, and nothing outside is read."""
+
+import json
+import math
+import os
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minidist.comm import World
+from minidist.errors import DamagedError, UserError
+from minidist.fault.checkpoint import load_checkpoint, read_index
+from minidist.fault.index import FileEntry, verify_checkpoint
+from tests.helpers.checkpoint_cases import (
+    full_shard,
+    load_full_tensors,
+    make_targets,
+    rewrite_index,
+    run_on_threads,
+    save_sharded_rows,
+)
+from tests.helpers.small_run import small_config, train_small, with_resume, write_text
+
+FILE = "rank-00001.safetensors"
+HUGE = 10**15
+
+
+def rename_file(new):
+    def change(body):
+        body["files"][new] = body["files"].pop(FILE)
+        for tensor in body["tensors"].values():
+            for box in tensor["boxes"]:
+                box["file"] = new if box["file"] == FILE else box["file"]
+
+    return change
+
+
+def set_at(value, *keys):
+    def change(body):
+        for key in keys[:-1]:
+            body = body[key]
+        body[keys[-1]] = value
+
+    return change
+
+
+def make_huge(body):
+    """A shape and a box that fit each other, and a file of a size that fits both."""
+    body["tensors"]["params/w"]["shape"][0] = HUGE
+    body["tensors"]["params/w"]["boxes"][1]["stop"][0] = HUGE
+    body["files"][FILE]["bytes"] = (HUGE - 2) * 12 + 200
+
+
+def add_twin(body):
+    boxes = body["tensors"]["params/w"]["boxes"]
+    boxes[1]["file"], boxes[1]["key"] = boxes[0]["file"], boxes[0]["key"]
+
+
+W, BOX = ("tensors", "params/w"), ("tensors", "params/w", "boxes", 1)
+EDITS = {
+    "a file name that leads out": (rename_file("../outside.safetensors"), "no name of a file in this folder"),
+    "a file below": (rename_file("below/outside.safetensors"), "no name of a file in this folder"),
+    "an absolute path": (rename_file("/dev/zero"), "'/dev/zero' is no name of a file in this folder"),
+    "the folder itself": (rename_file("."), "no name of a file in this folder"),
+    "an empty file name": (rename_file(""), "no name of a file in this folder"),
+    "a file that is not listed": (set_at("other.safetensors", *BOX, "file"), "which the index does not list"),
+    "a file that is a number": (set_at(7, *BOX, "file"), "in 7, which the index does not list"),
+    "a file of a terabyte": (set_at(10**12, "files", FILE, "bytes"), "1,000,000,000,000 bytes, and its boxes hold 24"),
+    "a size that is text": (set_at("24", "files", FILE, "bytes"), "the size of .* is '24'"),
+    "a checksum that is none": (set_at("../x", "files", FILE, "checksum"), "not 64 hexadecimal digits"),
+    "a step that is text": (set_at("2", "step"), "its step is '2'"),
+    "a step that is true": (set_at(True, "step"), "its step is True"),
+    "a negative step": (set_at(-2, "step"), "its step is -2"),
+    "the step of another folder": (set_at(3, "step"), "its step is 3, and its folder is called step-00000002"),
+    "a state that is a list": (set_at([1], "state"), r"its state is \[1\]"),
+    "a huge box": (
+        set_at([HUGE, 3], *BOX, "stop"),
+        r"has shape \[4, 3\], and a box of it ends at \[1000000000000000, 3",
+    ),
+    "a box of fractions": (set_at([2.0, 0], *BOX, "start"), "a shape or a box with"),
+    "a box of text": (set_at(["a", "b"], *BOX, "stop"), "not the index of a checkpoint"),
+    "a negative box": (set_at([-2, 0], *BOX, "start"), "every start must be between 0 and its stop"),
+    "a box of more dimensions": (set_at([4, 3, 1], *BOX, "stop"), "no box from"),
+    "overlapping boxes": (set_at([1, 0], *BOX, "start"), "params/w is written twice"),
+    "a gap": (set_at([3, 0], *BOX, "start"), "9 of 12 elements are written"),
+    "two boxes of one entry": (add_twin, "both 'params/w"),
+    "a key that is no text": (set_at(5, *BOX, "key"), "both 5 of"),
+    "an unknown dtype": (set_at("float31", *W, "dtype"), "unknown dtype 'float31'"),
+    "a dtype that is a list": (set_at([], *W, "dtype"), "not the index of a checkpoint"),
+    "another dtype of the same size": (set_at("int32", *W, "dtype"), "its index as"),
+    "a shape that is a number": (set_at(4, *W, "shape"), "not the index of a checkpoint"),
+    "tensors as a list": (set_at([], "tensors"), "not the index of a checkpoint"),
+    "another entry of the file": (set_at("params/x[2:4,0:3]", *BOX, "key"), "not the file that its index describes"),
+}
+
+
+def refusal(path, dtype=torch.float32):
+    """The one message with which two ranks refuse to load the checkpoint; no tensor has changed. dtype: of `w`."""
+    tensors = [{**make_targets(), "params/w": torch.full((4, 3), 77, dtype=dtype)} for _ in range(2)]
+    outcomes = run_on_threads(
+        2,
+        lambda rank, exchange: load_checkpoint(
+            path, [full_shard(*item) for item in tensors[rank].items()], exchange, rank
+        ),
+    )
+    assert {type(outcome) for outcome in outcomes} == {DamagedError}, outcomes
+    assert len({str(outcome) for outcome in outcomes}) == 1 and len(str(outcomes[0])) < 800
+    assert all((tensor == 77).all() for held in tensors for tensor in held.values())
+    return str(outcomes[0])
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_an_edited_index_is_refused_by_name_and_the_checkpoint_before_it_is_offered(tmp_path, kind):
+    (tmp_path / "outside.safetensors").write_bytes((save_sharded_rows(tmp_path, 1) / FILE).read_bytes())
+    path = save_sharded_rows(tmp_path, 2)
+    change, said = EDITS[kind]
+    rewrite_index(path, change)
+    message = refusal(path, torch.int32 if "dtype" in kind else torch.float32)
+    assert re.search(said, message), message
+    assert f"Resume from {tmp_path / 'step-00000001'} instead" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"format": 1, "format": 1}', "it has the name 'format' twice"),
+        ('{"format": 1, "sha256": NaN}', "it contains NaN"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"step": 1' + "0" * 5000 + "}", "not the index of a checkpoint"),
+        ("\xff\xfe", "not the index of a checkpoint"),
+    ],
+    ids=["duplicated name", "NaN", "deep", "long number", "foreign bytes"],
+)
+def test_json_that_python_would_accept_or_choke_on_is_refused(tmp_path, text, said):
+    path = save_sharded_rows(tmp_path, 1)
+    (path / "checkpoint.json").write_text(text, encoding="latin-1")
+    with pytest.raises(DamagedError, match=said):
+        read_index(path)
+
+
+@pytest.mark.parametrize("name", [FILE, "checkpoint.json"])
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder"])
+def test_devices_and_pipes_are_never_opened(tmp_path, name, kind):
+    path = save_sharded_rows(tmp_path, 1)
+    (path / name).unlink()
+    if kind == "device":
+        (path / name).symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path / name)
+    else:
+        (path / name).mkdir()
+    assert f"{name} cannot be read: it is not a regular file" in refusal(path)
+
+
+def test_a_file_whose_header_contradicts_the_index_is_refused_before_any_tensor_is_written(tmp_path):
+    path = save_sharded_rows(tmp_path, 1)
+    entries = load_file(path / FILE)
+    save_file({key: tensor.view(-1).contiguous() for key, tensor in entries.items()}, path / FILE)
+    entry = FileEntry.from_file(path / FILE)
+    rewrite_index(path, set_at({"checksum": entry.checksum, "bytes": entry.num_bytes}, "files", FILE))
+    assert "its index as ('F32', (2, 3))" in refusal(path)
+
+
+def test_a_huge_tensor_is_refused_before_memory_or_a_hash_is_spent_on_it(tmp_path):
+    path = save_sharded_rows(tmp_path, 1)
+    rewrite_index(path, make_huge)
+    with pytest.raises(UserError, match=r"params/w has shape \(1000000000000000, 3\) in the checkpoint, \(4, 3\) here"):
+        load_full_tensors(path, make_targets())
+    assert "it has 112 bytes, 12,000,000,000,000,176 were" in verify_checkpoint(path)[0]
+
+
+def test_an_index_larger_than_any_is_not_read(tmp_path):
+    path = save_sharded_rows(tmp_path, 1)
+    os.truncate(path / "checkpoint.json", 1 << 40)  # a sparse file
+    with pytest.raises(DamagedError, match="1,099,511,627,776 bytes, and an index has 1,073,741,824 at most"):
+        read_index(path)
+
+
+def test_an_intact_checkpoint_loads_from_a_folder_of_any_name(tmp_path):
+    path = save_sharded_rows(tmp_path, 1)
+    path.rename(tmp_path / "best")
+    tensors = make_targets()
+    load_full_tensors(tmp_path / "best", tensors)
+    assert tensors["params/w"].tolist() == torch.tensor([[1.0] * 3] * 2 + [[2.0] * 3] * 2).tolist()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of three steps with checkpoints of steps 2 and 3, and its configuration."""
+    folder = tmp_path_factory.mktemp("run")
+    config = small_config(folder / "run", write_text(folder), train__steps=3, checkpoint__every=2)
+    train_small(World.single(), config)
+    return config
+
+
+STATES = [
+    ("step", "3"),
+    ("step", -3),
+    ("step", 2),
+    ("step", 3.0),
+    ("step", True),
+    ("position", "36"),
+    ("position", -1),
+    ("position", 1.5),
+    ("position", 10**30),
+    ("corpus", None),
+    ("corpus_name", ["x"]),
+    ("loss_scaler", "big"),
+    ("loss_scaler", {"scale": "big", "good_steps": 1, "overflowed": []}),
+    ("loss_scaler", {"scale": 1.0, "good_steps": 1, "overflowed": 3}),
+    ("config", 5),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), STATES)
+def test_an_edited_state_is_refused_by_name_and_an_automatic_resume_takes_the_checkpoint_before(
+    run, tmp_path, field, value
+):
+    path = run.folder / "checkpoints" / "step-00000003"
+    intact = (path / "checkpoint.json").read_text()
+    rewrite_index(path, set_at(value, "state", field))
+    try:
+        named = with_resume(run, path, folder=tmp_path / "named", train__steps=4)
+        with pytest.raises(DamagedError, match=field if field != "config" else "the configuration"):
+            train_small(World.single(), named)
+    finally:
+        (path / "checkpoint.json").write_text(intact)
+
+
+def test_a_run_resumes_from_the_checkpoint_before_one_with_an_edited_state(tmp_path):
+    config = small_config(tmp_path / "run", write_text(tmp_path), train__steps=3, checkpoint__every=2)
+    train_small(World.single(), config)
+    rewrite_index(config.folder / "checkpoints" / "step-00000003", set_at("3", "state", "step"))
+    train_small(World.single(), config)
+    starts = [row["start"] for row in map(json.loads, (config.folder / "metrics.jsonl").open()) if "start" in row]
+    assert starts == [0, 2]
+
+
+def test_a_state_without_a_field_or_with_nan_is_refused(run):
+    path = run.folder / "checkpoints" / "step-00000003"
+    intact = (path / "checkpoint.json").read_text()
+    try:
+        for change, said in ((lambda body: body["state"].pop("position"), "position is 'missing'"),):
+            rewrite_index(path, change)
+            with pytest.raises(DamagedError, match=said):
+                train_small(World.single(), with_resume(run, path, folder=run.folder / "x", train__steps=4))
+        rewrite_index(path, set_at(math.nan, "state", "step"))
+        with pytest.raises(UserError, match="NaN"):
+            read_index(path)
+    finally:
+        (path / "checkpoint.json").write_text(intact)

@@ -231,6 +231,16 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class FaultConfig:
+    """Faults to inject, to see that a run survives them. `minidist chaos` tries many."""
+
+    inject: str | None = None
+    """One fault, such as "kill rank 1 at step 3 in update". Kinds: kill (SIGKILL), stop (SIGSTOP), slow, nan (in a
+    gradient), flip (a bit of a parameter), full (disk). Phases: forward, backward, reduce, agree, update, gather; of a
+    save: copy, write, rename. No fault when not given, nor after a restart by torchrun."""
+
+
+@dataclass(frozen=True)
 class TraceConfig:
     """A timeline of some steps: when each rank computed, communicated or waited."""
 
@@ -267,6 +277,7 @@ class Config:
     comm: CommConfig = field(default_factory=CommConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     recompute: Literal["none", "block", "selective"] = "none"

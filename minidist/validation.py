@@ -13,6 +13,7 @@ from typing import Any
 
 from minidist.config import Config, ScheduleKind
 from minidist.errors import UserError, suggest
+from minidist.fault.injection import parse_fault
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.parallel.context.chunks import LAYOUTS, num_chunks, resolve_layout
@@ -66,6 +67,8 @@ def validate(config: Config, world_size: int) -> Mesh:
     validate_pipeline(config, mesh)
     validate_compile(config, mesh)
     validate_zero(config, mesh)
+    if config.fault.inject is not None:
+        parse_fault(config.fault.inject, world_size)
     how = config.parallel
     try:
         validate_tensor_parallel(config.model, mesh.tp)

@@ -11,7 +11,7 @@ all of them raise. `all_gather_object` is an argument, so that this module does 
 """
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +56,8 @@ class CheckpointSaver:
 
     root: the folder in which each checkpoint gets a folder of its own, shared by all ranks. all_gather_object: takes
     this rank's value and returns the values of all ranks of the group, in order. rank: this rank's index in the group.
+    on_phase: a callback that receives ("copy", step), ("write", step) and ("rename", step) when this rank comes to that
+    phase of a save; "write" in the thread that writes.
     """
 
     def __init__(self, root: str | Path, all_gather_object: GatherObjects = gather_single_rank, rank: int = 0):
@@ -63,6 +65,7 @@ class CheckpointSaver:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._copies: dict[str, Tensor] = {}  # reused: fresh memory would cost another pass over it
         self._save: _Save | None = None
+        self.on_phase: Callable[[str, int], None] = lambda phase, step: None
 
     @property
     def is_saving(self) -> bool:
@@ -111,6 +114,7 @@ class CheckpointSaver:
                 raise OSError(f"{folder}, which rank 0 made, is not here: the folder is not shared by all ranks")
             if self._rank == 0:
                 tensors.update(shards.merge_saved_tensors(part for _, part in plans))
+            self.on_phase("copy", step)
             if copy:
                 to_save, ready = self._copy_to_host(to_save)
 
@@ -119,7 +123,9 @@ class CheckpointSaver:
             run_on_all_ranks(self.all_gather_object, check_and_copy)
         except CollectiveError as failure:
             raise self._make_error(step, failure) from failure.__cause__
-        file = self._writer.submit(_write, folder / _file(self._rank), to_save, ready)
+        file = self._writer.submit(
+            _write, folder / _file(self._rank), to_save, ready, lambda: self.on_phase("write", step)
+        )
         self._save = _Save(step, state, tensors, file)
 
     def finish_save(self) -> Path | None:
@@ -141,6 +147,7 @@ class CheckpointSaver:
                     raise OSError(
                         f"{file}, which another rank wrote, is not here: the folder is not shared by all ranks"
                     )
+            self.on_phase("rename", save.step)
             (folder / INDEX_NAME).write_text(format_index(save.step, save.state, files, save.tensors))
             folders.fsync_path(folder / INDEX_NAME)
             folders.commit_checkpoint(self.root, save.step)
@@ -269,11 +276,14 @@ def _file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _write(file: Path, tensors: dict[str, Tensor], ready: torch.cuda.Event | None) -> FileEntry | None:
+def _write(
+    file: Path, tensors: dict[str, Tensor], ready: torch.cuda.Event | None, on_write: Callable[[], None]
+) -> FileEntry | None:
     """Write this rank's boxes and wait until they are on disk; returns None if there are none."""
-    if not tensors:
-        return None
     try:
+        on_write()
+        if not tensors:
+            return None
         if ready is not None:
             ready.synchronize()
         return write_tensor_file(file, {key: tensor.cpu().contiguous() for key, tensor in tensors.items()})

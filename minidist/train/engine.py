@@ -72,14 +72,16 @@ class Engine:
         micro_batches = self.forward_backward.shard_sequences(micro_batches)
         count = all_reduce_token_count([batch.num_loss_tokens for batch in micro_batches], weight, self.groups["loss"])
         loss = self.forward_backward.run_micro_batches(step, micro_batches, weight, count)
-        self.finish_reduction()
+        with self.groups.meter.span("reduce"):
+            self.finish_reduction()
         result = self.agree_on_step(loss, count.value, stop_requested, checkpoint_written)
         if inspect is not None:
             inspect()
         if result.update_successful:
             with self.groups.meter.span("optimizer"):
                 self.update(lr, result.grad_norm, step)
-            self.gather_params()
+            with self.groups.meter.span("gather"):
+                self.gather_params()
         self.reducer.clear_gradients()
         return result
 

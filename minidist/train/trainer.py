@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from minidist import comm
 from minidist.comm import CommError, Meter, World
-from minidist.config import Config, MemoryConfig, TraceConfig
+from minidist.config import Config, FaultConfig, MemoryConfig, TraceConfig
 from minidist.config_file import to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation_loader
@@ -277,7 +277,7 @@ class Trainer:
             observer.on_checkpoint(path)
 
     def _note_failed_save(self, error: RunError, fatal: bool) -> None:
-        if fatal:
+        if fatal or isinstance(error, CommError):  # without its peers no rank can go on
             raise error
         self.send_note(f"{error} The run goes on.")
 
@@ -327,9 +327,11 @@ class Trainer:
 
 
 def without_run_options(config: Config) -> Config:
-    """Return `config` without the options of a single run: folder, checkpoint.resume, trace and memory."""
+    """Return `config` without the options of a single run: folder, checkpoint.resume, fault, trace and memory."""
     once = dataclasses.replace(config.checkpoint, resume=None)
-    return dataclasses.replace(config, folder=None, checkpoint=once, trace=TraceConfig(), memory=MemoryConfig())
+    return dataclasses.replace(
+        config, folder=None, checkpoint=once, fault=FaultConfig(), trace=TraceConfig(), memory=MemoryConfig()
+    )
 
 
 def _is_due(step: int, every: int) -> bool:

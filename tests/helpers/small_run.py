@@ -13,7 +13,7 @@ import torch
 
 from minidist.config import CheckpointConfig, Config, DataConfig, OptimConfig, TrainConfig
 from minidist.models.config import ModelConfig
-from minidist.tools.launch.run import make_meter, make_observers
+from minidist.tools.launch.run import make_observers_and_meter
 from minidist.train.trainer import Trainer
 
 WORDS = ("to be", "or not", "that is", "the question", "ay", "there", "\n")
@@ -95,7 +95,7 @@ class Stop:
 
 def make_trainer(world, config: Config) -> Trainer:
     """The trainer of `minidist train`, with all its observers."""
-    return Trainer(world, config, make_observers(config), make_meter(config))
+    return Trainer(world, config, *make_observers_and_meter(config))
 
 
 def train_small(world, config: Config, stop_after: int | None = None) -> dict:

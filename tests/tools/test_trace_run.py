@@ -131,7 +131,8 @@ def test_every_micro_batch_has_its_forward_and_its_backward_inside_its_step(rank
             assert all(event["args"]["step"] == step["args"]["step"] for event in inside)
             passes = [(event["name"], event["args"].get("micro_batch")) for event in inside]
             per_batch = [(name, i) for i in range(3) for name in ("forward", "backward")]
-            assert passes == [("data", None), *per_batch, ("gradient norm", None), ("optimizer", None)]
+            per_step = [(name, None) for name in ("reduce", "gradient norm", "optimizer", "gather")]
+            assert passes == [("data", None), *per_batch, *per_step]
         [saved] = [event for event in computed if event["name"] == "checkpoint"]
         assert "step" not in saved["args"] and steps[1]["ts"] < saved["ts"] < steps[2]["ts"]
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from minidist.comm import Meter, World
 from minidist.config import Config
+from minidist.fault.injection import parse_fault
 from minidist.tools.console.reporter import RunReporter
 from minidist.tools.memory.tracker import MemoryTracker
 from minidist.tools.trace.timed_meter import TimedMeter
@@ -17,19 +18,20 @@ def train_and_report(world: World, config: Config) -> dict[str, Any]:
 
     On rank 0 the summary also has the held-out losses of a unigram and a bigram model.
     """
-    return train(world, config, make_observers(config), make_meter(config))
+    return train(world, config, *make_observers_and_meter(config))
 
 
-def make_observers(config: Config) -> list[Observer]:
-    """Return the observers of a run."""
+def make_observers_and_meter(config: Config) -> tuple[list[Observer], Meter]:
+    """Return the observers of a run, and its meter: with times if a trace is recorded, else with totals only."""
+    meter = Meter(keep=False) if config.trace.file is None else TimedMeter()
     observers: list[Observer] = []
+    if config.fault.inject is not None:
+        from minidist.tools.chaos.injector import FaultInjector
+
+        observers.append(injector := FaultInjector(parse_fault(config.fault.inject)))
+        meter = injector.meter
     if config.trace.file is not None:
         observers.append(TraceRecorder(config))
     if config.memory.file is not None:
         observers.append(MemoryTracker(config))
-    return [*observers, RunReporter()]
-
-
-def make_meter(config: Config) -> Meter:
-    """Return the meter of a run: with times if a trace is recorded, else with totals only."""
-    return Meter(keep=False) if config.trace.file is None else TimedMeter()
+    return [*observers, RunReporter()], meter

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minidist.config import Config
+from minidist.config import Config, FaultConfig
 from minidist.data.corpus import open_corpus
 from minidist.errors import RunError, UserError
 from minidist.tools.launch import RankFailure, RankServer
 from minidist.tools.launch.gpus import count_gpus, format_too_few_gpus_message, has_own_gpu
 from minidist.tools.launch.resume import check_resume, share_run_folder_across_restarts
 from minidist.tools.launch.torchrun import (
+    is_restarted,
     is_under_torchrun,
     read_local_world_size,
     read_rendezvous_port,
@@ -198,5 +199,7 @@ def train_under_torchrun(config: Config, program: Callable | None = None, extra_
     resolve_device(config, read_local_world_size())
     from minidist.tools.launch.run import train_and_report
 
+    if is_restarted():  # an injected fault would meet every attempt
+        config = dataclasses.replace(config, fault=FaultConfig())
     with torchrun_world(config.device, config.comm.backend, config.comm.timeout_s) as world:
         (program or train_and_report)(world, share_run_folder_across_restarts(world, config), *extra_args)

@@ -40,6 +40,11 @@ def read_local_world_size() -> int:
     return rank_and_world(os.environ).local_size
 
 
+def is_restarted() -> bool:
+    """Return whether torchrun has restarted this rank after a failure."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def read_rendezvous_port() -> int:
     """Return the rendezvous port, MASTER_PORT. Raises UserError if it is 0 (`--master-port 0`).
 

@@ -1,0 +1,112 @@
+"""Faults to inject into a run on purpose, to see that the run survives them: "kill rank 1 at step 3 in update".
+
+This module knows the faults and carries them out in the process of a rank. `tools/chaos/injector.py` calls it when the
+run comes to the phase.
+"""
+
+import errno
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minidist.errors import UserError, suggest
+
+if TYPE_CHECKING:  # `validation`, which parses faults, does not need torch
+    from torch import Tensor
+
+# The phases of a step (`train/engine.py`) and of a save (`fault/checkpoint.py`), in order.
+STEP_PHASES = ("forward", "backward", "reduce", "agree", "update", "gather")
+SAVE_PHASES = ("copy", "write", "rename")
+PHASES = (*STEP_PHASES, *SAVE_PHASES)
+# The kinds of faults, and the phases in which each can be injected.
+KINDS: dict[str, tuple[str, ...]] = {
+    "kill": PHASES,  # SIGKILL: the process ends
+    "stop": PHASES,  # SIGSTOP: the process keeps its connections and does nothing
+    "slow": PHASES,  # the rank sleeps SLOW_S every time it comes to the phase, from that step on
+    "nan": ("backward", "agree"),  # an element of a local gradient, or of the reduced gradient, becomes NaN
+    "flip": STEP_PHASES,  # a bit of a parameter flips
+    "full": SAVE_PHASES,  # no space is left on the disk
+}
+SLOW_S = 0.05
+_SYNTAX = re.compile(r"(\w+) rank (\d+) at step (\d+) in (\w+)")
+_FLIPPED_BIT = 4  # from the top of an element: an exponent bit, so that the value changes by a power of two
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: its kind, the phase, the number of the step, from 1, and the rank.
+
+    In a phase of a save, the fault is injected into the checkpoint of that step, or into the next one that is saved.
+    """
+
+    kind: str
+    rank: int
+    step: int
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} rank {self.rank} at step {self.step} in {self.phase}"
+
+
+def parse_fault(text: str, ranks: int | None = None) -> Fault:
+    """Parse a fault such as "kill rank 1 at step 3 in update". Raises UserError if there is no such fault.
+
+    ranks: the number of ranks of the run, if known.
+    """
+    match = _SYNTAX.fullmatch(text.strip().lower())
+    if match is None:
+        raise UserError(f'fault.inject is {text!r}: write it like "kill rank 1 at step 3 in update".')
+    fault = Fault(match[1], int(match[2]), int(match[3]), match[4])
+    if fault.kind not in KINDS:
+        raise UserError(f"fault.inject: there is no fault {fault.kind!r}; {suggest(fault.kind, KINDS)}")
+    if fault.phase not in KINDS[fault.kind]:
+        raise UserError(
+            f"fault.inject: {fault.kind!r} cannot be injected in {fault.phase!r}; "
+            + suggest(fault.phase, KINDS[fault.kind])
+        )
+    if fault.step < 1:
+        raise UserError("fault.inject: the first step is step 1.")
+    if ranks is not None and fault.rank >= ranks:
+        raise UserError(f"fault.inject names rank {fault.rank}; the run has ranks 0 to {ranks - 1}.")
+    if fault.phase == "rename" and fault.rank > 0:
+        raise UserError(f"fault.inject names rank {fault.rank} in rename, but only rank 0 renames: give rank 0.")
+    return fault
+
+
+def carry_out(
+    fault: Fault,
+    parameters: "Callable[[], Mapping[str, Tensor]]",
+    gradients: "Callable[[], Mapping[str, Tensor | None]]",
+) -> None:
+    """Carry out a fault in this process, which is that of its rank.
+
+    parameters, gradients: return the tensors of this rank, by name; "flip" and "nan" change one of them. Raises OSError
+    for a full disk.
+    """
+    if fault.kind in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+    elif fault.kind == "slow":
+        time.sleep(SLOW_S)
+    elif fault.kind == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    elif fault.kind == "flip":
+        flip_bit(_largest(parameters()))
+    else:
+        _largest(gradients()).view(-1)[0] = math.nan
+
+
+def flip_bit(tensor: "Tensor", bit: int = _FLIPPED_BIT) -> None:
+    """Flip one bit of the first element of a contiguous tensor, in place. bit: 0 is the sign."""
+    import torch
+
+    element_bytes = tensor.detach().view(-1)[:1].view(torch.uint8)
+    element_bytes[-1 - bit // 8] ^= 0x80 >> bit % 8  # in memory, the byte with the sign is the last
+
+
+def _largest(tensors: "Mapping[str, Tensor | None]") -> "Tensor":
+    return max((t.detach() for t in tensors.values() if t is not None), key=lambda tensor: tensor.numel())

@@ -1,0 +1,79 @@
+"""The observer and the meter that inject a fault when the run of this rank comes to its phase."""
+
+import contextlib
+import sys
+from typing import Any
+
+from minidist.fault.injection import Fault, carry_out
+from minidist.tools.trace.timed_meter import TimedMeter
+from minidist.train.observer import Observer
+from minidist.train.trainer import Trainer
+
+# The spans of the trainer that begin a phase of the step.
+_PHASE_OF_SPAN = {
+    "forward": "forward",
+    "backward": "backward",
+    "reduce": "reduce",
+    "gradient norm": "agree",
+    "optimizer": "update",
+    "gather": "gather",
+}
+
+
+class FaultInjector(Observer):
+    """Injects one fault, once, into the run of this rank; "slow" from its step to the end of the run.
+
+    meter: the meter that the run must use.
+    """
+
+    def __init__(self, fault: Fault):
+        self.meter = InjectingMeter(self)
+        self._fault, self._trainer, self._step, self._injected = fault, None, 0, False
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.world.rank == self._fault.rank:
+            self._trainer = trainer
+            trainer.saver.on_phase = self._on_phase
+
+    def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
+        if self._trainer is not None and not self._injected:
+            self._print(f"{self._fault}: this run never came there")
+
+    def on_span(self, name: str, attributes: dict[str, Any]) -> None:
+        """Note the number of the step, or inject the fault if its phase begins."""
+        if name == "step":
+            self._step = attributes["step"]
+        elif name in _PHASE_OF_SPAN:
+            self._on_phase(_PHASE_OF_SPAN[name], self._step)
+
+    def _on_phase(self, phase: str, step: int) -> None:
+        fault, engine = self._fault, self._trainer and self._trainer.engine
+        if engine is None or phase != fault.phase or step < fault.step or (self._injected and fault.kind != "slow"):
+            return
+        if not self._injected:
+            self._print(f"injecting: {fault}")
+        self._injected = True
+        if (fault.kind, fault.phase) == ("nan", "backward"):
+            self._poison_backward(engine.parameters)
+        else:
+            carry_out(fault, engine.reducer.checkpoint_tensors, engine.reducer.gradients)
+
+    def _poison_backward(self, parameters: dict[str, Any]) -> None:
+        """Make the gradient of a parameter NaN as soon as the backward that begins here has computed it."""
+        parameter = next(p for p in reversed(parameters.values()) if p.requires_grad)
+        hook = parameter.register_hook(lambda gradient: hook.remove() or gradient * float("nan"))
+
+    def _print(self, line: str) -> None:
+        print(f"rank {self._fault.rank}: {line}", file=sys.stderr, flush=True)
+
+
+class InjectingMeter(TimedMeter):
+    """A meter that tells a `FaultInjector` when a span of the trainer begins."""
+
+    def __init__(self, injector: FaultInjector):
+        super().__init__()
+        self._injector = injector
+
+    def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager:
+        self._injector.on_span(name, attributes)
+        return super().span(name, **attributes)

@@ -211,7 +211,7 @@ def test_a_wrong_row_says_what_is_wrong_first_and_a_row_that_did_not_run_says_wh
     assert "NOT RUN:\n    deadlock: ranks 0-1 wait\n      rank 0: in all_reduce\n" in out
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, pytest.param(16, marks=pytest.mark.exhaustive)])
 def test_the_table_fits_100_columns(ranks):
     cases = list_cases(plan_cases(ranks))
     options = ParityOptions(ranks=ranks)

@@ -232,12 +232,17 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """Faults to inject, to see that a run survives them. `minidist chaos` tries many."""
+    """Finding silent faults, and injecting faults to see that a run survives them. `minidist chaos` tries many."""
 
     inject: str | None = None
     """One fault, such as "kill rank 1 at step 3 in update". Kinds: kill (SIGKILL), stop (SIGSTOP), slow, nan (in a
     gradient), flip (a bit of a parameter), full (disk). Phases: forward, backward, reduce, agree, update, gather; of a
     save: copy, write, rename. No fault when not given, nor after a restart by torchrun."""
+    digest_every: int = 0
+    """Compare the replicas of all parameters and optimizer states every this many steps, and before every checkpoint,
+    by a hash of their bits; the run ends if they differ. 0: never."""
+    repair: bool = False
+    """Where the majority of the replicas is equal, overwrite the others by it and go on, instead of ending the run."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "checkpoint.every": (0, math.inf),
     "checkpoint.keep": (1, math.inf),
     "checkpoint.keep-every": (0, math.inf),
+    "fault.digest-every": (0, math.inf),
     "precision.initial-scale": (1e-30, 1e30),  # float32 can represent the scales around these bounds too
     "precision.growth-interval": (1, math.inf),
     "precision.max-overflows": (1, math.inf),
@@ -356,6 +357,7 @@ _REFUSED: tuple[OptionRule, ...] = (
      "it moves master weights and optimizer states from a GPU to the host, and device is cpu"),
     ("data.source", lambda c, m: c.data.path is None, "data.path is {data.path}, and a run reads one or the other"),
     ("trace.first trace.steps", lambda c, m: c.trace.file is not None, "no trace is written: give --trace FILE"),
+    ("fault.repair", lambda c, m: c.fault.digest_every > 0, "no replicas are compared: give --fault.digest-every"),
     ("memory.step", lambda c, m: c.memory.file is not None, "no memory is measured: give --memory FILE"),
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from minidist.parameters import Box
 from minidist.train.engine import Engine
 
 PARAMETERS = "params"
-_OPTIMIZER = "optimizer."
+OPTIMIZER = "optimizer."
 
 
 def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
@@ -28,12 +28,12 @@ def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
             if value is None:
                 continue
             if value.dim():
-                yield from make_tensor_shards(_OPTIMIZER + key, spec, value, rank)
+                yield from make_tensor_shards(OPTIMIZER + key, spec, value, rank)
             else:  # a scalar, as AdamW's step count
                 # The same on all shards of a parameter: written with the first box.
                 first = not any(start for box in spec.boxes[:1] for start in box.start)
                 is_saved_here = first and spec.owner == rank
-                yield TensorShard(f"{_OPTIMIZER}{key}/{name}", (), Box((), ()), value, is_saved_here)
+                yield TensorShard(f"{OPTIMIZER}{key}/{name}", (), Box((), ()), value, is_saved_here)
     holders = engine.groups.mesh.ranks(("dp", "cp", "tp"), rank)  # buffers are replicated within a stage
     for name, buffer in engine.model.named_buffers():
         shape = tuple(buffer.shape)
@@ -48,8 +48,8 @@ def create_optimizer_states(engine: Engine, index: Index) -> None:
     """
     for stored, tensor in index.tensors.items():
         kind, name = stored.split("/", 1)
-        if kind.startswith(_OPTIMIZER) and name in engine.reducer.masters:
+        if kind.startswith(OPTIMIZER) and name in engine.reducer.masters:
             master = engine.reducer.masters[name]
             like = {"dtype": DTYPES[tensor.dtype_name], "device": master.device}
             made = torch.zeros(master.shape, **like) if tensor.shape else torch.zeros((), **like)
-            engine.optimizer.state[master][kind.removeprefix(_OPTIMIZER)] = made
+            engine.optimizer.state[master][kind.removeprefix(OPTIMIZER)] = made

@@ -21,6 +21,7 @@ from minidist.data.loader import Loader, evaluation_loader
 from minidist.errors import DamagedError, RunError, UserError, format_ranks
 from minidist.fault import checkpoint, folders
 from minidist.fault.checkpoint import CheckpointSaver
+from minidist.fault.digest import ReplicaCheck
 from minidist.fault.signals import StopRequest
 from minidist.models.init import init_parameters
 from minidist.models.transformer import Transformer
@@ -29,6 +30,7 @@ from minidist.train import checkpoint_state, run_folder
 from minidist.train.agree import SkippedSteps, StepResult
 from minidist.train.engine import Engine
 from minidist.train.observer import Observer
+from minidist.train.replicas import check_replicas
 from minidist.train.resume import check_resumable
 from minidist.train.schedule import learning_rate
 from minidist.validation import validate
@@ -108,6 +110,7 @@ class Trainer:
         except BaseException:
             self.close()
             raise
+        self._replica_check = ReplicaCheck(self.control, self.progress.step)
 
     def close(self) -> None:
         """Close the observers, wait for this rank's checkpoint writer, and release the lock of the run folder."""
@@ -180,7 +183,11 @@ class Trainer:
             step, last = self.progress.step, self.progress.step == train.steps
             if _is_due(step, train.eval_every) and not last and not stopped:
                 self._evaluate()
-            if _is_due(step, self.config.checkpoint.every) or last or stopped:
+            must_save = _is_due(step, self.config.checkpoint.every) or last or stopped
+            digest_every = self.config.fault.digest_every
+            if _is_due(step, digest_every) or (digest_every and must_save):
+                self._check_replicas()
+            if must_save:
                 self._save(wait=last or stopped or not self.config.checkpoint.background)
         for observer in self.observers:
             observer.on_last_step(self)
@@ -237,6 +244,15 @@ class Trainer:
             observer.on_end(self, summary)
         comm.barrier(self.control)  # rank 0 may still be serving the store of the others
         return summary
+
+    def _check_replicas(self) -> None:
+        with self.groups.meter.span("replica check"):
+            try:
+                note = check_replicas(self._replica_check, self.engine, self.progress.step, self.config.fault.repair)
+            except RunError as error:
+                raise RunError(f"{error} {self._describe_last_checkpoint()}") from None
+        if note is not None:
+            self.send_note(note)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

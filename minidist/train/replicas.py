@@ -1,0 +1,51 @@
+"""Which tensors of the training state are replicated, and what a run does when replicas differ."""
+
+from collections.abc import Iterator
+
+from minidist.errors import RunError
+from minidist.fault.digest import ReplicaCheck, ReplicatedTensor, format_differences
+from minidist.train.checkpoint_state import OPTIMIZER, PARAMETERS
+from minidist.train.engine import Engine
+
+
+def replicated_tensors(engine: Engine) -> Iterator[ReplicatedTensor]:
+    """Yield this rank's parameters, master weights, optimizer states and buffers, with the ranks that hold the same.
+
+    The specs know the replicas: with ZeRO those of a parameter are all data-parallel ranks, and those of a shard the
+    ranks of the same place in other shard groups. ZeRO 3 has no full parameters between steps.
+    """
+    reducer, states = engine.reducer, engine.optimizer.state
+    tensors, memory = reducer.checkpoint_tensors(), set()
+    for name, parameter in engine.parameters.items() if reducer.gatherer is None else ():
+        memory.add(parameter.untyped_storage().data_ptr())
+        yield ReplicatedTensor(f"{PARAMETERS}/{name}", parameter, engine.specs[name].replicas)
+    for name, spec in reducer.master_specs.items():
+        if tensors[name].untyped_storage().data_ptr() not in memory:  # otherwise part of a parameter
+            yield ReplicatedTensor(f"masters/{name}", tensors[name], spec.replicas)
+        for key, value in states.get(reducer.masters.get(name), {}).items():
+            if value is not None:
+                yield ReplicatedTensor(f"{OPTIMIZER}{key}/{name}", value, spec.replicas)
+    holders = engine.groups.mesh.ranks(("dp", "cp", "tp"), engine.groups.world.rank)
+    for name, buffer in engine.model.named_buffers():
+        yield ReplicatedTensor(f"buffers/{name}", buffer, holders)
+
+
+def check_replicas(check: ReplicaCheck, engine: Engine, step: int, repair: bool) -> str | None:
+    """Compare all replicas after step number `step`, from 1; return None if they are equal. Collective.
+
+    repair: overwrite wrong replicas by those of the majority, and return a line about it for the log. Raises RunError,
+    the same on all ranks, if replicas differ and are not to be repaired, or no majority tells which of them are right.
+    """
+    since = check.last_equal_step
+    found = check.find_differences(step, replicated_tensors(engine))
+    if not found:
+        return None
+    what = f"step {step}: {format_differences(found)}; at step {since} all replicas were equal"
+    if any(difference.healthy is None for difference in found):
+        raise RunError(f"{what}. Without a majority of equal replicas, nobody knows which of them are right.")
+    if not repair:
+        raise RunError(f"{what}. --fault.repair would copy the state of the majority and go on.")
+    check.repair(found, replicated_tensors(engine))
+    if left := check.find_differences(step, replicated_tensors(engine)):
+        raise RunError(f"{what}. Copying the state of the majority did not help: {format_differences(left)}.")
+    return f"{what}. They are equal again: copied from {', '.join(sorted({f'rank {d.healthy}' for d in found}))}."

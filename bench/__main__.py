@@ -1,10 +1,18 @@
-"""`python -m bench dp|zero|model|comm|save|calibrate`; each command has its own `--help`."""
+"""`python -m bench dp|zero|model|comm|save|watch|calibrate`; each command has its own `--help`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import calibrate_link, compare_backends, compare_dp, compare_model_parallel, compare_saves, compare_zero
+from bench import (
+    calibrate_link,
+    compare_backends,
+    compare_dp,
+    compare_model_parallel,
+    compare_saves,
+    compare_zero,
+    measure_watchdog,
+)
 from minidist.tools.launch import RankServer
 
 COMMANDS = {
@@ -13,6 +21,7 @@ COMMANDS = {
     "model": (compare_model_parallel.main, "compare tensor and pipeline parallelism with torch DTensor and pipelining"),
     "comm": (compare_backends.main, "compare minidist's shared-memory backend shm with gloo"),
     "save": (compare_saves.main, "compare checkpoints with torch's distributed checkpoint"),
+    "watch": (measure_watchdog.main, "measure what deadlock detection under torchrun costs, up to thousands of ranks"),
     "calibrate": (calibrate_link.main, "fit the cost model's alpha, beta and gamma to this machine"),
 }
 

@@ -184,6 +184,9 @@ class CommConfig:
     all-reduce starts early."""
     timeout_s: float = 600.0
     """Abort the run if one operation takes longer than this, in seconds."""
+    hang_limit_s: float | None = None
+    """Kill a rank that is stopped, or goes on computing, while others have waited for it this long, in seconds: the run
+    then recovers or ends as after any death. When not given, nine tenths of timeout-s."""
 
 
 @dataclass(frozen=True)

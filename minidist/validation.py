@@ -55,7 +55,14 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optim.min-lr-fraction": (0, 1),
     "optim.decay-fraction": (0, 1),
 }
-_POSITIVE = ("optim.eps", "optim.clip-norm", "optim.muon-lr-ratio", "comm.bucket-mib", "comm.timeout-s")
+_POSITIVE = (
+    "optim.eps",
+    "optim.clip-norm",
+    "optim.muon-lr-ratio",
+    "comm.bucket-mib",
+    "comm.timeout-s",
+    "comm.hang-limit-s",
+)
 
 
 def validate(config: Config, world_size: int) -> Mesh:

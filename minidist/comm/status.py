@@ -22,6 +22,10 @@ class Channel(NamedTuple):
     peer: int | None = None
     tag: int = 0
 
+    def __hash__(self) -> int:
+        """Hash without the ranks: a tuple of thousands would be hashed anew at every launch."""
+        return hash((self.kind, self.group_name, len(self.ranks), self.peer, self.tag))
+
 
 class OperationTracker:
     """Receives what a rank reports about its operations: each launch, and each wait for one.

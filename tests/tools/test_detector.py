@@ -1,13 +1,11 @@
-"""Deadlock detection from hand-written status pages, and the watchdog, without a process."""
+"""Deadlock detection from hand-written status pages, without a process."""
 
-import threading
 from dataclasses import replace
 
 from minidist.comm.status import Channel
 from minidist.errors import format_ranks
 from minidist.tools.deadlock.detector import DeadlockDetector, detect_deadlock
 from minidist.tools.deadlock.status_page import StatusPage
-from minidist.tools.deadlock.watchdog import Watchdog
 from tests.helpers.status_pages import GRADS, mark_returned, mark_waiting, take_snapshots
 
 
@@ -175,103 +173,3 @@ def test_a_deadlock_is_reported_though_another_rank_works_on_and_on():
 
 def test_rank_names_are_merged_into_runs():
     assert [format_ranks(ranks) for ranks in ([3], [2, 0, 1, 5], [0, 2])] == ["rank 3", "ranks 0-2, 5", "ranks 0, 2"]
-
-
-# The watchdog: the same detection, over a store
-
-
-class Store(dict):
-    """The part of torch's store that the watchdog uses."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-
-    def set(self, key, value):
-        self[key] = value
-
-    def check(self, keys):
-        return all(key in self for key in keys)
-
-    def multi_get(self, keys):
-        return [self[key] for key in keys]
-
-    def add(self, key, amount):
-        with self.lock:
-            self[key] = self.get(key, 0) + amount
-            return self[key]
-
-
-PAIR = Channel("collective", "grads", (0, 1))
-
-
-def test_the_lowest_waiting_rank_reports_once_for_all():
-    store, message, done = Store(), [], threading.Event()
-
-    def end(rank):
-        return lambda report: (message.append((rank, report)), done.set())
-
-    pages = [StatusPage(), StatusPage()]
-    dogs = [Watchdog(r, 2, pages[r], store, on_report=end(r)) for r in range(2)]
-    mark_waiting(pages[1], PAIR)
-    mark_waiting(pages[0], PAIR, name="broadcast")
-    assert done.wait(20)
-    pages[1].record_end("returned")
-    pages[0].record_end("returned")
-    for dog in dogs:
-        threading.Thread(target=dog.wait_until_all_ranks_end, daemon=True).start()
-    for dog in dogs:
-        dog._thread.join(20)
-    assert [rank for rank, _ in message] == [0] and "mismatch: operation #1" in message[0][1]
-
-
-def watchdog_without_thread(rank, page, store, size=2):
-    """A watchdog without its thread: the test calls the thread's function."""
-    dog = Watchdog(rank, size, page, store)
-    dog.stop()
-    return dog
-
-
-def test_a_status_page_posted_once_may_be_out_of_date():
-    store, pages = Store(), [mark_waiting(StatusPage(), PAIR), mark_waiting(StatusPage(), PAIR, shape=(9,))]
-    first, second = [watchdog_without_thread(rank, page, store) for rank, page in enumerate(pages)]
-    for _ in range(3):  # rank 1 may have gone on since it posted: it has nothing to say while it runs
-        first._post()
-        assert first._read() is None
-    second._post()
-    first._post()
-    assert first._read().kind == "mismatch"
-
-
-def test_the_lowest_waiting_rank_reports_the_deadlock():
-    store, pages = Store(), [mark_waiting(StatusPage(), PAIR), mark_waiting(StatusPage(), PAIR, shape=(9,))]
-    first, second = dogs = [watchdog_without_thread(rank, page, store) for rank, page in enumerate(pages)]
-    for dog in dogs:
-        dog._read()
-    for dog in dogs:
-        dog._post()
-    assert first._read() is not None and second._read() is None
-
-
-def test_a_wait_longer_than_the_timeout_is_reported_by_its_own_rank():
-    message, done = [], threading.Event()
-    page = StatusPage()
-    dog = Watchdog(0, 2, page, Store(), timeout_s=0.1, on_report=lambda report: (message.append(report), done.set()))
-    mark_waiting(page, PAIR)  # rank 1 never shows
-    assert done.wait(20)
-    assert "after 0.1 s in one wait\n  rank 0: waiting in all_reduce #1" in message[0]
-    dog._thread.join(20)
-
-
-def test_the_watchdog_too_waits_for_a_rank_about_to_join():
-    store, pages = Store(), [mark_waiting(StatusPage(), GRADS), mark_returned(), StatusPage()]
-    pages[2].on_resume()
-    dogs = [watchdog_without_thread(rank, page, store, size=3) for rank, page in enumerate(pages)]
-    for _ in range(3):
-        dogs[0]._post()
-        assert dogs[0]._read() is None
-    mark_waiting(pages[2], GRADS)
-    for _ in range(2):
-        dogs[0]._post()
-        dogs[2]._post()
-        verdict = dogs[0]._read()
-    assert verdict.ranks == (0, 2)

@@ -3,6 +3,7 @@
 import functools
 import os
 import sys
+from types import FrameType
 
 
 @functools.cache
@@ -16,12 +17,13 @@ def _internal_folders() -> tuple[str, ...]:
     return tuple(os.path.dirname(os.path.abspath(p.__file__)) + os.sep for p in (minidist.comm, minidist.tools, torch))
 
 
-def find_user_code_line() -> str:
+def find_user_code_line(frame: FrameType | None = None) -> str:
     """Return the line of the user's program that is running now, as "file:line".
 
-    The line is that of the innermost stack frame outside `minidist.comm`, `minidist.tools` and torch.
+    The line is that of the innermost stack frame outside `minidist.comm`, `minidist.tools` and torch. frame: the
+    innermost frame of the thread in question; None for that of the caller.
     """
-    frame, internal = sys._getframe(1), _internal_folders()
+    frame, internal = frame or sys._getframe(1), _internal_folders()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(internal):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -6,12 +6,17 @@ waiting ranks whose operation is incomplete and removes, until nothing changes, 
 still launch its part. None of the remaining ranks can be the first to proceed, so they are deadlocked, even while
 other ranks keep working.
 
+On GPUs a wait does not block the program, so an operation that the GPU has not completed counts as waited for
+("pending"), and operations run in the order of launch, as NCCL demands. A running program may still launch what is
+missing; what it has launched behind a pending operation runs only after it.
+
 The detector assumes that a rank launches operations from the thread that waits. A rank whose second thread would launch
 the missing operation is reported although it could proceed.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from minidist.comm.status import Channel
 from minidist.errors import format_ranks
@@ -19,7 +24,29 @@ from minidist.tools.deadlock.status_page import ChannelProgress, Snapshot
 from minidist.tools.deadlock.status_report import describe_ranks, format_group, shorten_location
 
 ENDED = ("returned", "failed", "died")
+BLOCKED = ("waiting", "pending")
 _JOIN_S = 1.0
+
+
+class Status(Protocol):
+    """What detection needs to know of a rank; fields and methods as in `Snapshot`."""
+
+    state: str
+    wait_channel: Channel | None
+    wait_seq: int
+    wait_operation: str
+    wait_location: str
+    progress_by_channel: Mapping[Channel, ChannelProgress]
+
+    def progress_on(self, channel: Channel) -> ChannelProgress | None: ...
+
+
+class Wait(NamedTuple):
+    """An operation that ranks wait for. rank: of a transfer, the rank that waits; None for collectives."""
+
+    channel: Channel
+    seq: int
+    rank: int | None
 
 
 @dataclass(frozen=True)
@@ -27,51 +54,99 @@ class Verdict:
     """The finding that some ranks can never proceed, and the explanation.
 
     kind: "deadlock", or "mismatch" if two ranks launched different operations. ranks: the global ranks that are stuck,
-    or the two whose operations differ. text: the explanation for the user, under 15 lines.
+    or the two whose operations differ. text: the explanation for the user, under 15 lines. involved_ranks: of a
+    deadlock, those and the ranks that they wait for.
     """
 
     kind: str
     ranks: tuple[int, ...]
     text: str
+    involved_ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return self.text
 
 
-def detect_deadlock(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
+def detect_deadlock(snapshots: Mapping[int, Status]) -> Verdict | None:
     """Return the deadlock or mismatch that the status of the ranks shows; None if every rank may still proceed.
 
     snapshots: by global rank, for each rank whose status was equal in two consecutive readings. All first readings must
     precede all second readings, so that all ranks were in these states at one time. A missing rank counts as running.
+    The time grows with the number of ranks and of distinct operations waited for, not with its square.
     """
     if verdict := find_operation_mismatch(snapshots):
         return verdict
-    missing = {rank: _missing(rank, snapshot, snapshots) for rank, snapshot in sorted(snapshots.items())}
-    stuck = {rank for rank, ranks in missing.items() if ranks}
-    ended_ranks = {rank for rank, snapshot in snapshots.items() if snapshot.state in ENDED}
-    while freed := {
-        rank for rank in stuck if not any(other in stuck or other in ended_ranks for other in missing[rank])
-    }:
-        stuck -= freed
+    ranks_by_wait = _group_by_wait(snapshots)
+    missing = {wait: _missing(wait, snapshots) for wait in ranks_by_wait}
+    stuck = {rank for wait, ranks in ranks_by_wait.items() if missing[wait] for rank in ranks}
+    # Free the ranks whose missing ranks can all still launch their part, then those that waited for a freed rank, ...
+    blocking = {wait: [m for m in ranks if _blocks(m, wait, stuck, snapshots)] for wait, ranks in missing.items()}
+    waits_for: dict[int, list[Wait]] = {}
+    for wait, ranks in blocking.items():
+        for rank in ranks:
+            waits_for.setdefault(rank, []).append(wait)
+    num_blocking = {wait: len(ranks) for wait, ranks in blocking.items()}
+    free = [wait for wait, count in num_blocking.items() if not count]
+    while free:
+        for rank in ranks_by_wait[free.pop()]:
+            stuck.discard(rank)
+            for wait in waits_for.get(rank, ()):
+                num_blocking[wait] -= 1
+                if not num_blocking[wait]:
+                    free.append(wait)
     if not stuck:
         return None
-    blocking_ranks = {rank: [m for m in missing[rank] if m in stuck or m in ended_ranks] for rank in sorted(stuck)}
-    return _deadlock_verdict(blocking_ranks, snapshots)
+    stuck_waits = {
+        wait: [m for m in blocking[wait] if m in stuck or snapshots[m].state in ENDED]
+        for wait in ranks_by_wait
+        if num_blocking[wait]
+    }
+    return _deadlock_verdict(sorted(stuck), stuck_waits, ranks_by_wait, snapshots)
 
 
-def find_operation_mismatch(snapshots: Mapping[int, Snapshot]) -> Verdict | None:
+def find_awaited_ranks(snapshots: Mapping[int, Status]) -> dict[int, dict[Wait, list[int]]]:
+    """Return the running ranks that others wait for: by rank, the operations it has not launched, and who waits.
+
+    snapshots: by global rank; a rank without one counts as running.
+    """
+    awaited: dict[int, dict[Wait, list[int]]] = {}
+    for wait, ranks in _group_by_wait(snapshots).items():
+        for rank in _missing(wait, snapshots):
+            if rank not in snapshots or snapshots[rank].state in ("idle", "running"):
+                awaited.setdefault(rank, {})[wait] = ranks
+    return awaited
+
+
+def find_operation_mismatch(snapshots: Mapping[int, Status]) -> Verdict | None:
     """Find two ranks that launched different operations under the same sequence number of a channel.
 
     Return None if there are no such ranks. A waiting rank is compared with its peers only on the channel on which it
     waits, a rank that has ended on all its channels; a running rank starts no comparison.
     snapshots: by global rank.
     """
+    first_ranks: dict[Channel, dict[int, dict[int, int]]] = {}
     for rank, snapshot in sorted(snapshots.items()):
-        channels = [snapshot.wait_channel] if snapshot.state == "waiting" else []
+        channels = [snapshot.wait_channel] if snapshot.state in BLOCKED and snapshot.wait_channel else []
         channels = list(snapshot.progress_by_channel) if snapshot.state in ENDED else channels
         for channel in channels:
-            if verdict := _mismatch(rank, channel, snapshots):
-                return verdict
+            own = snapshot.progress_on(channel)
+            if own is None:
+                continue
+            if channel.peer is not None:
+                peers = _first_rank_by_crc([channel.peer], matching_channel(rank, channel), snapshots)
+            elif channel in first_ranks:
+                peers = first_ranks[channel]
+            else:
+                peers = first_ranks[channel] = _first_rank_by_crc(channel.ranks, channel, snapshots)
+            different = [
+                (other, seq)
+                for seq, (crc, _) in _by_seq(own).items()
+                for other_crc, other in peers.get(seq, {}).items()
+                if other_crc != crc
+            ]
+            if different:
+                other, seq = min(different)
+                return _mismatch_verdict(rank, other, channel, seq, snapshots)
     return None
 
 
@@ -129,44 +204,63 @@ class DeadlockDetector:
         return self._report_delay.release_if_due(detect_deadlock(same), same, snapshots, now_s)
 
 
-def _missing(rank: int, snapshot: Snapshot, snapshots: Mapping[int, Snapshot]) -> list[int]:
-    """Return the ranks that, by their status, have not launched the operation that `rank` waits for."""
-    if snapshot.state != "waiting" or snapshot.wait_channel is None:
-        return []
-    channel = snapshot.wait_channel
-    return [m for m in _others(rank, channel) if _launched(m, rank, channel, snapshots) < snapshot.wait_seq]
+def _group_by_wait(snapshots: Mapping[int, Status]) -> dict[Wait, list[int]]:
+    """Return the ranks that wait for each operation, both in ascending order."""
+    ranks_by_wait: dict[Wait, list[int]] = {}
+    for rank, snapshot in sorted(snapshots.items()):
+        if snapshot.state in BLOCKED and snapshot.wait_channel is not None:
+            own = None if snapshot.wait_channel.peer is None else rank
+            ranks_by_wait.setdefault(Wait(snapshot.wait_channel, snapshot.wait_seq, own), []).append(rank)
+    return ranks_by_wait
 
 
-def _others(rank: int, channel: Channel) -> list[int]:
-    return [other for other in channel.ranks if other != rank] if channel.peer is None else [channel.peer]
+def _missing(wait: Wait, snapshots: Mapping[int, Status]) -> list[int]:
+    """Return the ranks that, by their status, have not reached their part of the operation."""
+    channel = wait.channel
+    if channel.peer is not None:
+        matching = matching_channel(wait.rank, channel)
+        return [] if _has_reached(channel.peer, matching, wait.seq, snapshots) else [channel.peer]
+    return [rank for rank in channel.ranks if not _has_reached(rank, channel, wait.seq, snapshots)]
 
 
-def _matching(rank: int, channel: Channel) -> Channel:
-    """Return the channel on which other ranks launch the matching operations: the same, or recv for send."""
+def _has_reached(rank: int, channel: Channel, seq: int, snapshots: Mapping[int, Status]) -> bool:
+    """Return whether the rank has launched the operation, and its GPU completed those before (NCCL's order)."""
+    progress = snapshots[rank].progress_on(channel) if rank in snapshots else None
+    if progress is None or progress.num_launched < seq:
+        return False
+    if seq <= progress.num_launched - progress.num_pending:
+        return True
+    return (snapshots[rank].wait_channel, snapshots[rank].wait_seq) == (channel, seq)
+
+
+def _blocks(rank: int, wait: Wait, stuck: set[int], snapshots: Mapping[int, Status]) -> bool:
+    """Return whether the operation is lost if `rank`, which is missing in it, has ended or stays stuck."""
+    if rank not in snapshots:
+        return False
+    if snapshots[rank].state == "pending":  # its program runs, and may still launch what it has not launched
+        channel = wait.channel if wait.channel.peer is None else matching_channel(wait.rank, wait.channel)
+        progress = snapshots[rank].progress_on(channel)
+        return rank in stuck and progress is not None and progress.num_launched >= wait.seq
+    return rank in stuck or snapshots[rank].state in ENDED
+
+
+def matching_channel(rank: int, channel: Channel) -> Channel:
+    """Return the channel on which other ranks launch what matches `rank`'s operations: the same, or recv for send."""
     if channel.peer is None:
         return channel
     return channel._replace(kind="recv" if channel.kind == "send" else "send", peer=rank)
 
 
-def _launched(other: int, rank: int, channel: Channel, snapshots: Mapping[int, Snapshot]) -> int:
-    progress = snapshots[other].progress_by_channel.get(_matching(rank, channel)) if other in snapshots else None
-    return progress.num_launched if progress else 0
-
-
-def _mismatch(rank: int, channel: Channel | None, snapshots: Mapping[int, Snapshot]) -> Verdict | None:
-    own_progress = snapshots[rank].progress_by_channel.get(channel)
-    for other in _others(rank, channel) if own_progress else []:
-        peer_progress = (
-            snapshots[other].progress_by_channel.get(_matching(rank, channel)) if other in snapshots else None
-        )
-        if peer_progress is None:
-            continue
-        a, b = _by_seq(own_progress), _by_seq(peer_progress)
-        for seq in sorted(a.keys() & b.keys()):
-            if a[seq][0] != b[seq][0]:
-                first = sorted([(rank, channel, a[seq][1]), (other, _matching(rank, channel), b[seq][1])])
-                return _mismatch_verdict(first, seq, snapshots)
-    return None
+def _first_rank_by_crc(
+    ranks: Iterable[int], channel: Channel, snapshots: Mapping[int, Status]
+) -> dict[int, dict[int, int]]:
+    """Return, for each sequence number, the distinct crcs and for each of them the first rank that has it."""
+    by_seq: dict[int, dict[int, int]] = {}
+    for rank in ranks:
+        progress = snapshots[rank].progress_on(channel) if rank in snapshots else None
+        for seq, (crc, _) in _by_seq(progress).items() if progress else ():
+            by_seq.setdefault(seq, {}).setdefault(crc, rank)
+    return by_seq
 
 
 def _by_seq(progress: ChannelProgress) -> dict[int, tuple[int, str]]:
@@ -174,16 +268,18 @@ def _by_seq(progress: ChannelProgress) -> dict[int, tuple[int, str]]:
     return dict(enumerate(progress.recent_operations, start=first))
 
 
-def _mismatch_verdict(pair, seq: int, snapshots: Mapping[int, Snapshot]) -> Verdict:
-    (low, channel, _), (high, _, _) = pair
+def _mismatch_verdict(rank: int, other: int, channel: Channel, seq: int, snapshots: Mapping[int, Status]) -> Verdict:
+    pair = sorted([(rank, channel), (other, matching_channel(rank, channel))])
+    (low, channel), (high, _) = pair
     members = (
         f"of {format_group(channel)}"
         if channel.peer is None
         else f"between ranks {low} and {high} of {format_group(channel)}"
     )
     lines = [f"mismatch: operation #{seq} {members} is not the same on ranks {low} and {high}"]
-    for rank, _, text in pair:
+    for rank, own_channel in pair:
         snapshot = snapshots[rank]
+        text = _by_seq(snapshot.progress_on(own_channel))[seq][1]
         where = (
             f", waiting at {shorten_location(snapshot.wait_location)}"
             if snapshot.state == "waiting"
@@ -198,29 +294,38 @@ def _mismatch_verdict(pair, seq: int, snapshots: Mapping[int, Snapshot]) -> Verd
     return Verdict("mismatch", (low, high), "\n".join(lines))
 
 
-def _deadlock_verdict(blocking_ranks: Mapping[int, list[int]], snapshots: Mapping[int, Snapshot]) -> Verdict:
-    stuck = tuple(blocking_ranks)
-    involved = sorted({*stuck, *(m for ranks in blocking_ranks.values() for m in ranks)})
+def _deadlock_verdict(
+    stuck: list[int],
+    stuck_waits: Mapping[Wait, list[int]],
+    ranks_by_wait: Mapping[Wait, list[int]],
+    snapshots: Mapping[int, Status],
+) -> Verdict:
+    involved = sorted({*stuck, *(m for ranks in stuck_waits.values() for m in ranks)})
     verb = "waits for something" if len(stuck) == 1 else "wait for something"
     lines = [f"deadlock: {format_ranks(stuck)} {verb} that can never happen"]
     lines += describe_ranks({rank: snapshots[rank] for rank in involved})
-    lines += _reason(blocking_ranks, snapshots)
-    return Verdict("deadlock", stuck, "\n".join(lines))
+    lines += _reason(stuck_waits, ranks_by_wait, snapshots)
+    return Verdict("deadlock", tuple(stuck), "\n".join(lines), tuple(involved))
 
 
-def _reason(blocking_ranks: Mapping[int, list[int]], snapshots: Mapping[int, Snapshot]) -> list[str]:
+def _reason(
+    stuck_waits: Mapping[Wait, list[int]], ranks_by_wait: Mapping[Wait, list[int]], snapshots: Mapping[int, Status]
+) -> list[str]:
     """Explain the deadlock: a rank ended without launching its part, or ranks wait for each other in a cycle."""
-    for rank, ranks in blocking_ranks.items():
+    for wait, ranks in stuck_waits.items():
         ended = [m for m in ranks if snapshots[m].state in ENDED]
         if ended:
+            rank = ranks_by_wait[wait][0]
             part = _describe_operation(rank, snapshots[rank])
             same = [m for m in ended if snapshots[m].state == snapshots[ended[0]].state]
             return [f"{format_ranks(same)} {snapshots[ended[0]].state} without launching {part}"]
-    links, rank = [], next(iter(blocking_ranks))
-    while rank not in [first for first, _ in links]:
-        links.append((rank, blocking_ranks[rank][0]))
-        rank = blocking_ranks[rank][0]
-    cycle = links[[first for first, _ in links].index(rank) :]
+    wait_of = {rank: wait for wait in stuck_waits for rank in ranks_by_wait[wait]}
+    next_rank, rank = {}, next(iter(wait_of))
+    while rank not in next_rank:
+        next_rank[rank] = stuck_waits[wait_of[rank]][0]
+        rank = next_rank[rank]
+    links = list(next_rank.items())
+    cycle = links[list(next_rank).index(rank) :]
     parts = [f"rank {a} waits for rank {b} to launch {_describe_operation(a, snapshots[a])}" for a, b in cycle]
     parts = parts if len(parts) <= 4 else [*parts[:2], f"and so on in a cycle of {len(cycle)} ranks"]
     return [f"{part}," for part in parts[:-1]] + parts[-1:]

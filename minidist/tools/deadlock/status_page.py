@@ -7,7 +7,8 @@ A rank writes before it launches an operation, before it waits for one and after
     8    state, channel waited on, number of channels, seq   u8 pad u16 u16 pad u64
     24   operation waited for                                72 bytes of text
     96   file:line of the wait                               160 bytes of text
-    256  one entry per channel: launched u64, the last four operations (chained crc u32, 60 bytes of text), name 184
+    256  one entry per channel: launched u64, pending u64, the last four operations (chained crc u32, 60 bytes of
+         text), name 184
 """
 
 import math
@@ -15,22 +16,22 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from minidist.comm.status import Channel, OperationTracker
 from minidist.tools.deadlock.caller import find_user_code_line
 
 PAGE_BYTES = 65536  # a whole number of memory pages everywhere; untouched ones cost nothing
-STATES = ("idle", "running", "waiting", "returned", "failed")
+STATES = ("idle", "running", "waiting", "returned", "failed", "pending")
 
 _VERSION = struct.Struct("<Q")
 _HEADER = struct.Struct("<BxHHxxQ72s160s")
 _HEADER_AT, _STATE_AT, _COUNT_AT, _CHANNELS_AT = 8, 8, 12, 256
-_LAUNCHED = struct.Struct("<Q")
+_COUNTS = struct.Struct("<QQ")
 _RECENT = struct.Struct("<I60s")
 _KEPT = 4
-_NAME_AT = _LAUNCHED.size + _KEPT * _RECENT.size
+_NAME_AT = _COUNTS.size + _KEPT * _RECENT.size
 _NAME_BYTES = 184
 _ENTRY_BYTES = _NAME_AT + _NAME_BYTES
 _MAX_CHANNELS = (PAGE_BYTES - _CHANNELS_AT) // _ENTRY_BYTES
@@ -41,20 +42,23 @@ class ChannelProgress(NamedTuple):
     """How many operations a rank has launched on one channel, and the last four of them.
 
     recent_operations: oldest first, each as (crc, description). The crc covers the channel's operations up to this one,
-    so equal crcs on two ranks mean that both have launched the same sequence.
+    so equal crcs on two ranks mean that both have launched the same sequence. num_pending: how many of the launched
+    operations the GPU has not completed; 0 on the CPU, where a rank that waits is itself visible.
     """
 
     num_launched: int
     recent_operations: tuple[tuple[int, str], ...]
+    num_pending: int = 0
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """One reading of a status page. Equal snapshots mean that nothing happened in between: `version` counts writes.
 
-    state: one of STATES, or "died", which the reader sets for a killed rank. The fields `wait_...` describe the
-    operation for which the rank waits or last waited: its sequence number on `wait_channel` (0 before the first wait);
-    its name, shape and dtype as text; and the "file:line" of the call.
+    state: one of STATES, or "died", which the reader sets for a killed rank; "pending" is a rank that runs while the
+    GPU has not completed an operation. The fields `wait_...` describe the operation for which the rank waits or last
+    waited, or the oldest pending one: its sequence number on `wait_channel` (0 before the first wait); its name, shape
+    and dtype as text; and the "file:line" of the call.
     """
 
     version: int
@@ -70,6 +74,10 @@ class Snapshot:
     def progress_by_channel(self) -> Mapping[Channel, ChannelProgress]:
         """How many operations the rank has launched, and which, for each channel that it has used."""
         return dict(_read_entry(self._page, at) for at in range(_CHANNELS_AT, len(self._page), _ENTRY_BYTES))
+
+    def progress_on(self, channel: Channel) -> ChannelProgress | None:
+        """Return how many operations the rank has launched on `channel`, and which; None if it has not used it."""
+        return self.progress_by_channel.get(channel)
 
     @cached_property
     def wait_channel(self) -> Channel | None:
@@ -103,8 +111,8 @@ class StatusPage(OperationTracker):
         if entry >= 0:
             at = _CHANNELS_AT + entry * _ENTRY_BYTES
             self._begin_write()
-            _RECENT.pack_into(self._page, at + _LAUNCHED.size + launched % _KEPT * _RECENT.size, chain, text)
-            _LAUNCHED.pack_into(self._page, at, launched)
+            _RECENT.pack_into(self._page, at + _COUNTS.size + launched % _KEPT * _RECENT.size, chain, text)
+            _COUNTS.pack_into(self._page, at, launched, 0)
             self._end_write()
         return launched
 
@@ -166,6 +174,15 @@ class StatusPage(OperationTracker):
         return Snapshot(before, STATES[state], seq, _decode_text(operation), _decode_text(where), entry, copy)
 
     @property
+    def is_blocked(self) -> bool:
+        """Whether this rank waits for an operation now."""
+        return STATES[self._page[_STATE_AT]] == "waiting"
+
+    def poll(self) -> int:
+        """Return a number that is new whenever the status has changed, as `version`."""
+        return self._version
+
+    @property
     def _listed(self) -> int:
         return _COUNT.unpack_from(self._page, _COUNT_AT)[0]
 
@@ -183,7 +200,7 @@ class StatusPage(OperationTracker):
 
     def _add(self, channel: Channel) -> list[int]:
         """Give the channel an entry. Without room for one its operations are numbered, but readers do not see them."""
-        name = _format_channel(channel).encode()
+        name = format_channel(channel).encode()
         entry = self._listed
         if entry < _MAX_CHANNELS and len(name) <= _NAME_BYTES:
             at = _CHANNELS_AT + entry * _ENTRY_BYTES + _NAME_AT
@@ -218,20 +235,20 @@ _COUNT = struct.Struct("<H")
 
 
 def _read_entry(page: bytes, at: int) -> tuple[Channel, ChannelProgress]:
-    (launched,) = _LAUNCHED.unpack_from(page, at)
+    launched, pending = _COUNTS.unpack_from(page, at)
     recent = []
     for seq in range(max(1, launched - _KEPT + 1), launched + 1):
-        chain, text = _RECENT.unpack_from(page, at + _LAUNCHED.size + seq % _KEPT * _RECENT.size)
+        chain, text = _RECENT.unpack_from(page, at + _COUNTS.size + seq % _KEPT * _RECENT.size)
         recent.append((chain, _decode_text(text)))
     name = _decode_text(page[at + _NAME_AT : at + _NAME_AT + _NAME_BYTES])
-    return _parse_channel(name), ChannelProgress(launched, tuple(recent))
+    return parse_channel(name), ChannelProgress(launched, tuple(recent), pending)
 
 
 def _decode_text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode(errors="replace")
 
 
-def _format_channel(channel: Channel) -> str:
+def format_channel(channel: Channel) -> str:
     """Return the channel as text; ranks in steps are written as a range, so that large groups fit."""
     ranks = channel.ranks
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
@@ -241,7 +258,9 @@ def _format_channel(channel: Channel) -> str:
     return "|".join((channel.kind, listed, peer, str(channel.tag), channel.group_name))
 
 
-def _parse_channel(name: str) -> Channel:
+@lru_cache(4096)
+def parse_channel(name: str) -> Channel:
+    """Return the channel that `format_channel` has written; one object for equal texts, which compares fast."""
     kind, listed, peer, tag, group_name = name.split("|", 4)
     if ":" in listed:
         first, last, step = map(int, listed.replace("-", ":").split(":"))

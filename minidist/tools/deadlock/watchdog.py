@@ -1,30 +1,157 @@
-"""Deadlock detection for ranks that no parent process watches."""
+"""Deadlock detection for ranks that no parent process watches.
+
+A thread per rank exchanges facts through torch's store. While its rank runs, it reads one record every second or less
+often. Once its rank has waited for half a second it posts the rank's facts, and again only when they have changed; one
+of the waiting ranks is the judge (`judge.py`). So a rank's cost does not depend on the number of ranks, and the
+store's work grows linearly with it: the time between two readings grows, too, which keeps the store at a tenth of one
+core. `python -m bench watch` measures both.
+"""
 
 import os
-import struct
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 
-from minidist.tools.deadlock.detector import ENDED, ReportDelay, Verdict, detect_deadlock
-from minidist.tools.deadlock.status_page import Snapshot, StatusPage
+from minidist.tools.deadlock.facts import Place, encode_facts
+from minidist.tools.deadlock.hang import default_hang_limit_s, describe_process, find_main_thread_line
+from minidist.tools.deadlock.judge import (
+    CHANGES,
+    Judge,
+    WatchRecord,
+    line_key,
+    page_key,
+    process_key,
+    status_key,
+)
+from minidist.tools.deadlock.status_page import StatusPage
 from minidist.tools.deadlock.status_report import describe_ranks
 
-_PERIOD_S = 0.1
+TICK_S = 0.1  # between two looks at the status of this rank, which is in its own memory
 _QUIET_S = 0.5
+_READ_S = 250e-6  # per rank of the job: the least time between two readings of the store
+_READ_RUNNING_S = 1.0
+_JUDGE_LOST_S = 1.0
+_RECORD = "record"
+
+
+class WatchParticipant:
+    """One rank's part in the exchange, without a thread: `tick` does what is due.
+
+    The arguments are those of `Watchdog`.
+    """
+
+    def __init__(
+        self, rank: int, size: int, status: StatusPage, store, node: int, timeout_s: float, hang_limit_s: float
+    ):
+        self.rank, self.size, self._status, self._store = rank, size, status, store
+        self._timeout_s, self._hang_limit_s, self._place = timeout_s, hang_limit_s, Place(node, os.getpid())
+        self.period_s = max(TICK_S, size * _READ_S)
+        self._version, self._since_s, self._next_reading_s = -1, 0.0, float("-inf")
+        self._has_posted_wait = False
+        self._record_text, self._record_since_s = "", 0.0
+        self._judge: Judge | None = None
+        self._answered = self._question = 0
+        self._killed: set[int] = set()
+        self.notes: list[str] = []
+        store.compare_set(_RECORD, "", WatchRecord().to_text())
+        self.post()
+
+    def tick(self, now_s: float) -> str | None:
+        """Post and read what is due; return a report if the run can never proceed. now_s: of `time.monotonic`."""
+        version = self._status.poll()
+        if version != self._version:
+            self._version, self._since_s = version, now_s
+            if self._has_posted_wait:  # what the others know is out of date
+                self._has_posted_wait = False
+                self._resign()
+                self.post()
+        waited_s = now_s - self._since_s
+        is_blocked = self._status.is_blocked and waited_s >= _QUIET_S
+        if is_blocked and not self._has_posted_wait:
+            self._has_posted_wait = True
+            self.post()
+            spread_s = self.period_s * self.rank / self.size  # ranks that began to wait together read one by one
+            self._next_reading_s = min(self._next_reading_s, now_s + spread_s)
+        if is_blocked and waited_s > self._timeout_s:
+            mine = {self.rank: self._status.take_snapshot()}
+            return "\n".join([f"after {self._timeout_s:g} s in one wait", *describe_ranks(mine)])
+        if now_s < self._next_reading_s:
+            return None
+        self._next_reading_s = now_s + (self.period_s if is_blocked else max(self.period_s, _READ_RUNNING_S))
+        text = bytes(self._store.get(_RECORD)).decode()
+        if text != self._record_text:
+            self._record_text, self._record_since_s = text, now_s
+        record = WatchRecord.from_text(text)
+        self._answer(record, is_blocked)
+        return self._judge_or_elect(record, now_s) if is_blocked else None
+
+    def post(self, is_change: bool = True) -> None:
+        """Post this rank's facts. is_change: whether the judge shall read the facts of all ranks again."""
+        while (snapshot := self._status.take_snapshot()) is None:  # the rank is writing
+            time.sleep(1e-3)
+        facts = encode_facts(snapshot, self._place, self._answered)
+        self._store.set(status_key(self.rank), facts)
+        if is_change:
+            self._store.add(CHANGES, 1)
+
+    def _resign(self) -> None:
+        if self._judge is not None:
+            self._judge = None
+            record = WatchRecord.from_text(self._record_text)
+            self._store.compare_set(_RECORD, self._record_text, record._replace(judge=None).to_text())
+
+    def _answer(self, record: WatchRecord, is_blocked: bool) -> None:
+        if record.request != self._answered and is_blocked:
+            if self.rank in record.pages:
+                self._store.set(page_key(self.rank), self._status.to_bytes())
+            self._answered = record.request
+            self.post()
+        if record.question != self._question:
+            self._question = record.question
+            for rank, node, pid in record.asked:
+                if rank == self.rank:
+                    self._store.set(line_key(rank), f"{record.question} {find_main_thread_line()}")
+                    self.post(is_change=False)
+                elif node == self._place.node and (state := describe_process(pid)):
+                    self._store.set(process_key(rank), f"{record.question} {state}")
+        for rank, node, pid in record.killed:
+            if node == self._place.node and rank not in self._killed:
+                self._killed.add(rank)
+                os.kill(pid, signal.SIGKILL)
+
+    def _judge_or_elect(self, record: WatchRecord, now_s: float) -> str | None:
+        verdict = None
+        if record.judge == self.rank and self._judge is not None:
+            new, verdict = self._judge.update(record, now_s)
+            self.notes += self._judge.notes
+            self._judge.notes.clear()
+        elif record.judge is None or now_s - self._record_since_s > max(_JUDGE_LOST_S, 3 * self.period_s):
+            new = record._replace(judge=self.rank, beat=record.beat + 1)
+        else:
+            self._judge = None
+            return None
+        text = new.to_text()
+        if bytes(self._store.compare_set(_RECORD, self._record_text, text)).decode() != text:
+            self._judge = None  # another rank was faster
+            return None
+        self._record_text, self._record_since_s = text, now_s
+        if self._judge is None:
+            self._judge = Judge(self.rank, self.size, self._store, self._hang_limit_s)
+        self._answer(new, True)
+        return verdict and str(verdict)
 
 
 class Watchdog:
-    """A thread that exchanges the status of ranks through a store, for ranks without a watching parent (torchrun).
-
-    Only a rank that has waited for more than half a second takes part: it posts its status with a counter a few times
-    a second and reads those of the others. A status counts as unchanged if between two readings its counter has
-    advanced and its content has not. The lowest waiting rank reports.
+    """A thread that watches this rank together with those of the other ranks, for ranks that torchrun has started.
 
     status: of this rank. store: a connection to the store for this thread alone, because a blocking call on a shared
-    connection would block the rank as well. timeout_s: also report a rank that has been in one wait for that long.
+    connection would block the rank as well. node: number of this machine. timeout_s: also report a rank that has been
+    in one wait for that long. hang_limit_s: kill a rank that runs, or is stopped, while others wait for it that long;
+    None: nine tenths of timeout_s.
     on_report: called once, with the report as text; None: print the report and end the process with exit code 1.
+    on_note: called with each line of text about a rank that keeps others waiting; None: print it to stderr.
     """
 
     def __init__(
@@ -34,17 +161,17 @@ class Watchdog:
         status: StatusPage,
         store,
         *,
+        node: int = 0,
         timeout_s: float = 1800.0,
+        hang_limit_s: float | None = None,
         on_report: Callable[[str], None] | None = None,
+        on_note: Callable[[str], None] | None = None,
     ):
-        self._rank, self._status, self._store, self._timeout_s = rank, status, store, timeout_s
-        self._keys = [f"status/{r}" for r in range(size)]
-        self._on_report = on_report or _end_process
-        self._post_count = 0
-        self._last_readings: dict[int, tuple[int, Snapshot]] = {}
-        self._report_delay = ReportDelay()
+        limit_s = default_hang_limit_s(timeout_s) if hang_limit_s is None else hang_limit_s
+        self._participant = WatchParticipant(rank, size, status, store, node, timeout_s, limit_s)
+        self._size, self._store, self._timeout_s = size, store, timeout_s
+        self._on_report, self._on_note = on_report or _end_process, on_note or _print_note
         self._stop = threading.Event()
-        self._post()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -54,11 +181,11 @@ class Watchdog:
         If this rank closed its connections at once, a rank that still waits for it would report a network error.
         """
         self.stop()
-        self._post()
+        self._participant.post()
         self._store.add("ended", 1)
         end_s = time.monotonic() + self._timeout_s
-        while self._store.add("ended", 0) < len(self._keys) and time.monotonic() < end_s:
-            time.sleep(_PERIOD_S)
+        while self._store.add("ended", 0) < self._size and time.monotonic() < end_s:
+            time.sleep(self._participant.period_s)
 
     def stop(self) -> None:
         """Stop the thread; wait until it has ended."""
@@ -66,48 +193,21 @@ class Watchdog:
         self._thread.join()
 
     def _run(self) -> None:
-        waiting_version, waiting_since_s = None, 0.0
-        while not self._stop.wait(_PERIOD_S):
-            snapshot, now_s = self._status.take_snapshot(), time.monotonic()
-            if snapshot is None or snapshot.state != "waiting" or snapshot.version != waiting_version:
-                waiting_version, waiting_since_s = snapshot and snapshot.version, now_s
-                continue
-            report = None
-            if now_s - waiting_since_s > self._timeout_s:
-                report = "\n".join(
-                    [f"after {self._timeout_s:g} s in one wait", *describe_ranks({self._rank: snapshot})]
-                )
-            elif now_s - waiting_since_s > _QUIET_S:
-                try:
-                    self._post()
-                    report = self._read()
-                except RuntimeError:  # the store has ended, and the run with it: the ranks report that themselves
-                    return
+        while not self._stop.wait(TICK_S):
+            try:
+                report = self._participant.tick(time.monotonic())
+            except RuntimeError:  # the store has ended, and the run with it: the ranks report that themselves
+                return
+            for note in self._participant.notes:
+                self._on_note(note)
+            self._participant.notes.clear()
             if report is not None and not self._stop.is_set():
-                self._on_report(str(report))
+                self._on_report(report)
                 return
 
-    def _post(self) -> None:
-        self._post_count += 1
-        self._store.set(self._keys[self._rank], struct.pack("<Q", self._post_count) + self._status.to_bytes())
 
-    def _read(self) -> Verdict | None:
-        if not self._store.check(self._keys):  # a rank has not posted yet
-            return None
-        readings = {}
-        for rank, data in enumerate(self._store.multi_get(self._keys)):
-            snapshot = StatusPage.read_snapshot(bytes(data)[8:])
-            if snapshot is not None:
-                readings[rank] = (struct.unpack_from("<Q", bytes(data))[0], snapshot)
-        before, self._last_readings = self._last_readings, readings
-        unchanged = {
-            rank: snapshot
-            for rank, (count, snapshot) in readings.items()
-            if snapshot.state in ENDED or (rank in before and before[rank][1] == snapshot and before[rank][0] < count)
-        }
-        waiting = [rank for rank, snapshot in unchanged.items() if snapshot.state == "waiting"]
-        verdict = detect_deadlock(unchanged) if waiting and min(waiting) == self._rank else None
-        return self._report_delay.release_if_due(verdict, unchanged, range(len(self._keys)), time.monotonic())
+def _print_note(note: str) -> None:
+    print(note, file=sys.stderr, flush=True)
 
 
 def _end_process(report: str) -> None:

@@ -90,6 +90,7 @@ class RankServer:
         capture: bool = True,
         deadline_s: float | None = None,
         timeout_s: float = 1800.0,
+        hang_limit_s: float | None = None,
         threads: int | None = None,
         live: bool = False,
         clean_exit: bool = True,
@@ -102,6 +103,8 @@ class RankServer:
         device: "cpu", "cuda" (one GPU per rank), "cuda:0" (one GPU for all ranks), "auto".
         capture: collect what ranks print in `Result.output`; otherwise they write to this process's stdout and stderr.
         deadline_s: kill the job after that many seconds; never if None. timeout_s: of a single operation, in torch.
+        hang_limit_s: kill a rank that runs, or is stopped, while others wait for it that long; None: nine tenths of
+        timeout_s.
         threads: per rank; None for `threads_per_rank`.
         live: return a `LiveJob`; the function gets a `RankWorker` after the world, with which it answers
         requests.
@@ -112,7 +115,8 @@ class RankServer:
         if device != "cpu" and self.method == "fork":
             return self._get_spawning_server().start(
                 function, ranks, args, kwargs, backend=backend, device=device, capture=capture,
-                deadline_s=deadline_s, timeout_s=timeout_s, threads=threads, live=live, clean_exit=clean_exit,
+                deadline_s=deadline_s, timeout_s=timeout_s, hang_limit_s=hang_limit_s,
+                threads=threads, live=live, clean_exit=clean_exit,
             )  # fmt: skip
         bootstrap = {
             "function": make_function_reference(function),
@@ -135,7 +139,10 @@ class RankServer:
         self._next_job += 1
         if live:
             from minidist.tools.launch.live_job import LiveJob as Job
-        return Job(self, self._next_job, ranks, bootstrap, capture, deadline_s)
+        from minidist.tools.deadlock.hang import default_hang_limit_s
+
+        limit_s = default_hang_limit_s(timeout_s) if hang_limit_s is None else hang_limit_s
+        return Job(self, self._next_job, ranks, bootstrap, capture, deadline_s, limit_s)
 
     def close(self) -> None:
         """Kill all ranks and the server process."""

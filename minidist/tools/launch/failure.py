@@ -25,8 +25,8 @@ class RankError(NamedTuple):
 class RankFailure(RunError):
     """Ranks raised, died, deadlocked or missed the deadline; `str()` is the report for the user.
 
-    kind: "raised", "died", "deadlock", "mismatch", "deadline", "server" (it died) or "killed". ranks: the ranks that
-    failed.
+    kind: "raised", "died", "deadlock", "mismatch", "hang", "deadline", "server" (it died) or "killed". ranks: those
+    that failed.
     tracebacks, stacks (innermost call first): by rank, where known. output: of each rank.
     """
 

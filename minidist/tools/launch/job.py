@@ -13,11 +13,21 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minidist.tools.deadlock.detector import DeadlockDetector
+from minidist.tools.deadlock.detector import DeadlockDetector, find_awaited_ranks
+from minidist.tools.deadlock.hang import (
+    ASK_S,
+    NOTICE_S,
+    STOPPED,
+    HangTracker,
+    describe_hang,
+    describe_process,
+    describe_wait,
+    waiting_ranks,
+)
 from minidist.tools.deadlock.status_page import PAGE_BYTES, Snapshot, StatusPage
 from minidist.tools.launch.failure import RankFailure
 from minidist.tools.launch.failure_report import report_deaths, report_errors, report_missed_deadline
-from minidist.tools.launch.rank_handle import RankHandle
+from minidist.tools.launch.rank_handle import RankHandle, find_innermost_line
 
 if TYPE_CHECKING:
     from minidist.tools.launch.client import RankServer
@@ -44,8 +54,19 @@ class Job:
     There is no background thread: output, results and failures are processed only within `poll` and `wait`.
     """
 
-    def __init__(self, server: "RankServer", number: int, size: int, bootstrap: dict, capture: bool, deadline_s):
+    def __init__(
+        self,
+        server: "RankServer",
+        number: int,
+        size: int,
+        bootstrap: dict,
+        capture: bool,
+        deadline_s: float | None,
+        hang_limit_s: float,
+    ):
         self.size, self._server, self._number, self._deadline_s = size, server, number, deadline_s
+        self._hangs, self._hang_limit_s, self._noted_hangs = HangTracker(), hang_limit_s, {}
+        self._is_stopping = False
         self._start_s = time.monotonic()
         self._detector = DeadlockDetector()
         self._failure: Exception | None = None
@@ -102,6 +123,14 @@ class Job:
         """Send a POSIX signal to one rank, or to all ranks if `rank` is None. May be called in a signal handler."""
         self._server._send({"op": "signal", "job": self._number, "rank": rank, "signal": int(signal_number)})
 
+    def stop(self, signal_number: int) -> None:
+        """Send all ranks a signal that asks them to end. May be called in a signal handler.
+
+        From now on the job ends as soon as a rank is found stopped, or hung, which cannot follow.
+        """
+        self._is_stopping = True
+        self.send_signal(signal_number)
+
     def kill(self) -> None:
         """Kill all processes of the job and wait until they have ended."""
         self._end(RankFailure("killed", range(self.size), "the job was killed"))
@@ -117,15 +146,20 @@ class Job:
         """Return the captured stdout and stderr of one rank so far."""
         return self._ranks[rank].output
 
-    def dump_stacks(self, timeout_s: float = 0.5) -> dict[int, str]:
+    def dump_stacks(self, timeout_s: float = 0.5, only_rank: int | None = None) -> dict[int, str]:
         """Request the Python stacks of the living ranks; return them by rank, innermost call first.
 
-        timeout_s: how long to wait for the stacks; a rank that sent none by then has "".
+        timeout_s: how long to wait for the stacks; a rank that sent none by then has "". only_rank: request that of
+        this rank alone.
         """
-        alive = {number: rank for number, rank in enumerate(self._ranks) if not rank.has_ended}
+        alive = {
+            number: rank
+            for number, rank in enumerate(self._ranks)
+            if not rank.has_ended and only_rank in (None, number)
+        }
         for rank in alive.values():
             rank.clear_stack()
-        self.send_signal(signal.SIGUSR1)
+        self.send_signal(signal.SIGUSR1, only_rank)
         end_s = time.monotonic() + timeout_s
         while time.monotonic() < end_s and not all(rank.stack_is_complete for rank in alive.values()):
             self._process_events(0.02)
@@ -191,7 +225,8 @@ class Job:
         if self._released_s is not None:
             return self._finish_returned_ranks(now_s)
         due = self._detector.seconds_until_next_reading(now_s) == 0.0
-        verdict = self._detector.update(dict(enumerate(self.status_snapshots())), now_s) if due else None
+        snapshots = self.status_snapshots() if due else []
+        verdict = self._detector.update(dict(enumerate(snapshots)), now_s) if due else None
         all_ended = all(rank.state != "running" or rank.has_ended for rank in self._ranks)
         if any(rank.has_died for rank in self._ranks):
             all_exited = all(rank.state == "exit" for rank in self._ranks if rank.has_died)
@@ -207,6 +242,34 @@ class Job:
             self._end(RankFailure(verdict.kind, verdict.ranks, verdict.text))
         elif self._deadline_s is not None and now_s - self._start_s > self._deadline_s:
             self._end(report_missed_deadline(self._deadline_s, self.status_snapshots(), self.dump_stacks()))
+        elif due and not any(rank.has_ended for rank in self._ranks):
+            self._check_hangs(snapshots, now_s)
+
+    def _check_hangs(self, snapshots: list[Snapshot | None], now_s: float) -> None:
+        """Name the ranks that are stopped or run while others wait for them; kill them after the limit.
+
+        If the job is stopping, end it.
+        """
+        awaited = find_awaited_ranks({n: s for n, s in enumerate(snapshots) if s is not None})
+        waited_s = self._hangs.update(awaited, now_s)
+        self._noted_hangs = {rank: note for rank, note in self._noted_hangs.items() if rank in waited_s}
+        for rank, seconds in sorted(waited_s.items()):
+            process = describe_process(self._ranks[rank].pid) if seconds >= ASK_S else None
+            waiting = waiting_ranks(awaited[rank])
+            if rank not in self._noted_hangs and (process == STOPPED or seconds >= NOTICE_S):
+                line = None if process == STOPPED else find_innermost_line(self.dump_stacks(only_rank=rank)[rank])
+                self._noted_hangs[rank] = describe_hang(rank, process, line, seconds, waiting)
+                print(self._noted_hangs[rank], file=sys.stderr, flush=True)
+            if seconds >= self._hang_limit_s and not self._ranks[rank].hang_note:
+                self._ranks[rank].hang_note = f" after {describe_wait(seconds, waiting)}"
+                self.send_signal(signal.SIGKILL, rank)
+        if self._is_stopping:
+            notes = dict(self._noted_hangs)
+            for rank, handle in enumerate(self._ranks):
+                if describe_process(handle.pid) == STOPPED:
+                    notes.setdefault(rank, f"rank {rank} is {STOPPED}")
+            if notes:
+                self._end(RankFailure("hang", list(notes), "\n".join(notes.values())))
 
     def _when_first_seen(self, event: str, now_s: float) -> float:
         return self._first_seen_s.setdefault(event, now_s)

@@ -19,6 +19,13 @@ _CELL_RUNNER = os.path.join("notebook", "rank_session.py")
 # A thread in a dump of faulthandler: a head line, then its frames.
 _DUMPED_THREAD = re.compile(r"^(Current thread|Thread) 0x.*\n((?:  .*\n?)*)", re.MULTILINE)
 
+_DUMPED_FRAME = re.compile(r'File "(.+)", line (\d+) in ')
+_INTERNAL_FOLDERS = (
+    os.path.join("minidist", "tools", ""),
+    os.path.join("minidist", "comm", ""),
+    "site-packages/torch/",
+)
+
 
 class RankHandle:
     """One rank process, seen from the launcher: this side's ends of its socket and pipes, and what arrived on them.
@@ -26,11 +33,12 @@ class RankHandle:
     state: "running" until the rank reports its end: "value" (it returned), "error" (it raised) or "exit" (sys.exit).
     payload: the pickled return value, the `RankError` or the exit code.
     exit_code: of the process, None while it lives. answers: what a `RankWorker` answered, not yet processed.
+    hang_note: why the launcher has killed a hung rank, as the end of a sentence; "" if it has not.
     """
 
     def __init__(self, control: socket.socket, output_fd: int | None, stack_fd: int):
         self.control, self.output_fd, self.stack_fd = control, output_fd, stack_fd
-        self.pid = 0
+        self.pid, self.hang_note = 0, ""
         self.state, self.payload, self.last_message_s = "running", None, 0.0
         self.exit_code: int | None = None
         self.answers: list[Any] = []
@@ -147,7 +155,7 @@ class RankHandle:
         exit_code = self.payload if self.state == "exit" else self.exit_code
         after_return = " after it returned" if self.state == "value" else ""
         if exit_code < 0:
-            return f"died{after_return}: killed by {signal.Signals(-exit_code).name}"
+            return f"died{after_return}: killed by {signal.Signals(-exit_code).name}{self.hang_note}"
         return f"died{after_return}: exited with code {exit_code}" + (
             "" if exit_code or after_return else " before it returned"
         )
@@ -198,6 +206,16 @@ class RankHandle:
         self.control.close()
         for fd in self.fds:
             os.close(fd)
+
+
+def find_innermost_line(stack: str) -> str | None:
+    """Return the innermost line of a stack dump outside the package's tools and torch, as "file:line"; None if empty.
+
+    stack: as `RankHandle.stack`.
+    """
+    lines = [f"{file}:{line}" for file, line in _DUMPED_FRAME.findall(stack)]
+    outside = [line for line in lines if not any(folder in line for folder in _INTERNAL_FOLDERS)]
+    return next(iter([*outside, *lines]), None)
 
 
 def _is_user_frame(line: str) -> bool:

@@ -138,6 +138,7 @@ def train_on_new_ranks(config: Config, ranks: int, program: Callable | None = No
                 device=device,
                 capture=False,
                 timeout_s=config.comm.timeout_s,
+                hang_limit_s=config.comm.hang_limit_s,
             )
             _wait(job, folder)
     finally:
@@ -153,7 +154,7 @@ def _wait(job: "Job", folder: Path) -> None:
         if number == signal.SIGINT and number in received:
             raise KeyboardInterrupt
         received.append(number)
-        job.send_signal(number)
+        job.stop(number)
         if not sys.stdout.isatty():  # the live view shows it
             name = signal.Signals(number).name
             again = "; a second SIGINT ends the run at once" if number == signal.SIGINT else ""
@@ -165,6 +166,10 @@ def _wait(job: "Job", folder: Path) -> None:
     except KeyboardInterrupt:
         raise StoppedError(signal.SIGINT, f"ended at once. {run_folder.describe_last_checkpoint(folder)}") from None
     except RankFailure as failure:
+        if received and failure.kind == "hang":
+            last = run_folder.describe_last_checkpoint(folder)
+            name = signal.Signals(received[0]).name
+            raise StoppedError(received[0], f"ended by {name}. {failure}\n{last}") from None
         if received and _is_caused_by_signal(failure, received):
             name = signal.Signals(received[0]).name
             raise StoppedError(received[0], f"ended by {name} before the first step; nothing was written.") from None
@@ -201,5 +206,6 @@ def train_under_torchrun(config: Config, program: Callable | None = None, extra_
 
     if is_restarted():  # an injected fault would meet every attempt
         config = dataclasses.replace(config, fault=FaultConfig())
-    with torchrun_world(config.device, config.comm.backend, config.comm.timeout_s) as world:
+    comm = config.comm
+    with torchrun_world(config.device, comm.backend, comm.timeout_s, comm.hang_limit_s) as world:
         (program or train_and_report)(world, share_run_folder_across_restarts(world, config), *extra_args)

@@ -116,10 +116,12 @@ def read_rank_text() -> str:
 
 
 @contextlib.contextmanager
-def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s: float = 1800.0) -> Iterator["World"]:
+def torchrun_world(
+    device: str = "auto", backend: str | None = "auto", timeout_s: float = 1800.0, hang_limit_s: float | None = None
+) -> Iterator["World"]:
     """Context manager for the world of a rank that torchrun started; its exit waits for all ranks.
 
-    device, backend: as for `RankServer.start`. timeout_s: of each operation, in seconds.
+    device, backend, hang_limit_s: as for `RankServer.start`. timeout_s: of each operation, in seconds.
     Raises UserError if the rank is unknown, the port is taken or the device is not available.
     """
     # Imported here, so that `is_under_torchrun` does not import torch.
@@ -164,7 +166,15 @@ def torchrun_world(device: str = "auto", backend: str | None = "auto", timeout_s
     status_store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait_limit)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # separates the statuses of restarts
     world.store = dist.PrefixStore("minidist", status_store)
-    watchdog = Watchdog(rank, size, world.status, dist.PrefixStore(attempt, world.store), timeout_s=timeout_s)
+    watchdog = Watchdog(
+        rank,
+        size,
+        world.status,
+        dist.PrefixStore(attempt, world.store),
+        node=node_rank,
+        timeout_s=timeout_s,
+        hang_limit_s=hang_limit_s,
+    )
     world.status.on_resume()
     try:
         yield world

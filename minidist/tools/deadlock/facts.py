@@ -1,0 +1,104 @@
+"""Rank facts: what deadlock detection needs to know of a rank's status, in some hundred bytes.
+
+A channel travels as a hash of its name, an operation as the crc of its sequence; only the channel on which the rank
+waits has its name. The texts that a report needs are fetched from few ranks, once there is something to report.
+
+    request, version u64; node, process id u32      what differs between ranks in the same state
+    state u8, seq u64, hash of operation and line u64, name of the channel waited on (length u16 and text)
+    per channel: hash u64, launched u64, pending u64, the crcs of the last four operations u32
+"""
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from minidist.comm.status import Channel
+from minidist.tools.deadlock.status_page import STATES, ChannelProgress, Snapshot, format_channel, parse_channel
+
+_HEAD = struct.Struct("<QQII")
+_WAIT = struct.Struct("<BQ8sH")
+_CHANNEL = struct.Struct("<8sQQ4I")
+_KEPT = 4
+
+
+class Place(NamedTuple):
+    """Where a rank runs: the number of its machine, and its process id there."""
+
+    node: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """The status of one rank without texts; detection reads it like a `Snapshot`.
+
+    request: number of the latest request that the rank has answered. version, state, wait_seq, wait_channel: as in
+    `Snapshot`. text_hash: equal for ranks that wait in the same operation, on tensors of one shape, at the same line.
+    """
+
+    request: int
+    version: int
+    place: Place
+    state: str
+    wait_seq: int
+    wait_channel: Channel | None
+    text_hash: bytes
+    _progress: Mapping[bytes, ChannelProgress] = field(repr=False)
+    wait_operation: str = "an operation"
+    wait_location: str = "an unknown line"
+
+    @property
+    def progress_by_channel(self) -> Mapping[Channel, ChannelProgress]:
+        """Always empty: the names of the channels are unknown."""
+        return {}
+
+    def progress_on(self, channel: Channel) -> ChannelProgress | None:
+        """Return how many operations the rank has launched on `channel`, and their crcs; None if it has not used it."""
+        return self._progress.get(_hash_channel(channel))
+
+
+def encode_facts(snapshot: Snapshot, place: Place, request: int) -> bytes:
+    """Return the facts of a rank's status as bytes. request: the latest request that they answer."""
+    channel = snapshot.wait_channel if snapshot.state in ("waiting", "pending") else None
+    name = b"" if channel is None else format_channel(channel).encode()
+    text_hash = _hash(f"{snapshot.wait_operation}\n{snapshot.wait_location}".encode())
+    parts = [
+        _HEAD.pack(request, snapshot.version, *place),
+        _WAIT.pack(STATES.index(snapshot.state), snapshot.wait_seq, text_hash, len(name)),
+        name,
+    ]
+    for channel, progress in snapshot.progress_by_channel.items():
+        crcs = [crc for crc, _ in progress.recent_operations]
+        crcs += [0] * (_KEPT - len(crcs))
+        parts.append(_CHANNEL.pack(_hash_channel(channel), progress.num_launched, progress.num_pending, *crcs))
+    return b"".join(parts)
+
+
+def decode_facts(data: bytes) -> RankFacts:
+    """Return the facts that `encode_facts` has written."""
+    request, version, node, pid = _HEAD.unpack_from(data)
+    return RankFacts(request, version, Place(node, pid), *_decode_state(data[_HEAD.size :]))
+
+
+@lru_cache(8192)  # most readings are the same as before, and many ranks are in the same state
+def _decode_state(data: bytes) -> tuple:
+    state, seq, text_hash, name_bytes = _WAIT.unpack_from(data)
+    at = _WAIT.size + name_bytes
+    name = data[_WAIT.size : at].decode()
+    progress = {}
+    for channel, launched, pending, *crcs in _CHANNEL.iter_unpack(data[at:]):
+        recent = tuple((crc, "an operation") for crc in crcs[: min(launched, _KEPT)])
+        progress[channel] = ChannelProgress(launched, recent, pending)
+    return STATES[state], seq, parse_channel(name) if name else None, text_hash, progress
+
+
+@lru_cache(8192)
+def _hash_channel(channel: Channel) -> bytes:
+    return _hash(format_channel(channel).encode())
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=8).digest()

@@ -1,0 +1,224 @@
+"""The judge: the one waiting rank that reads the facts of all ranks from the store, and decides.
+
+Ranks and judge exchange one record, which every waiting rank reads about once a second or more often:
+
+* the judge suspects a deadlock from facts that may be out of date, and makes a request with the next number;
+* every waiting rank posts its facts again with that number, and the few ranks named in `pages` their status pages;
+* a status that is the same in both readings was true when the request was made, and counts.
+
+A running rank that others have waited for is asked for the line that it runs, and the ranks of its machine for the
+state of its process: a stopped process cannot answer. After the hang limit the ranks of its machine kill it.
+"""
+
+import json
+from dataclasses import replace
+from typing import NamedTuple
+
+from minidist.tools.deadlock.detector import (
+    BLOCKED,
+    ENDED,
+    ReportDelay,
+    Status,
+    Verdict,
+    Wait,
+    detect_deadlock,
+    find_awaited_ranks,
+)
+from minidist.tools.deadlock.facts import RankFacts, decode_facts
+from minidist.tools.deadlock.hang import (
+    ASK_S,
+    NOTICE_S,
+    STOPPED,
+    HangTracker,
+    describe_hang,
+    describe_wait,
+    waiting_ranks,
+)
+from minidist.tools.deadlock.status_page import StatusPage
+
+_MAX_INTERVAL_S = 16.0  # between two questions about the same rank
+_KILL_S = 5.0  # within which a killed rank must have ended
+_MAX_ASKED = 4
+_MAX_PAGES = 16
+CHANGES = "changes"  # counts the posts of all ranks
+
+
+class WatchRecord(NamedTuple):
+    """What the judge tells all ranks.
+
+    judge: its rank, None if there is none; beat: grows while the judge lives. request: number of the latest request;
+    pages: the ranks that answer it with their status page, too. question: number of the latest question; asked: the
+    ranks that it is about, killed: those to kill, each as (rank, machine, process id).
+    """
+
+    judge: int | None = None
+    beat: int = 0
+    request: int = 0
+    pages: tuple = ()
+    question: int = 0
+    asked: tuple = ()
+    killed: tuple = ()
+
+    def to_text(self) -> str:
+        """Return the record as text for the store."""
+        return json.dumps(self)
+
+    @classmethod
+    def from_text(cls, text: bytes | str) -> "WatchRecord":
+        """Return the record that `to_text` has written."""
+        return cls(*json.loads(text))
+
+
+class Judge:
+    """Finds deadlocks and hung ranks; exists on one rank at a time.
+
+    rank, size: of this rank. store: as for `Watchdog`. hang_limit_s: kill a rank that others have waited for this long.
+    notes: receives lines of text about hung ranks.
+    """
+
+    def __init__(self, rank: int, size: int, store, hang_limit_s: float):
+        self._rank, self._size, self._store, self._hang_limit_s = rank, size, store, hang_limit_s
+        self._keys = [status_key(r) for r in range(size)]
+        self._facts: dict[int, RankFacts] = {}
+        self._suspicion: Verdict | None = None
+        self._awaited: dict[int, dict[Wait, list[int]]] = {}
+        self._seen_changes = -1
+        self._suspected: Verdict | None = None
+        self._versions: dict[int, int] = {}  # of the suspected ranks, when the request was made
+        self._report_delay = ReportDelay()
+        self._hangs, self._noted = HangTracker(), set()
+        self._next_question_s, self._question_interval_s = float("-inf"), ASK_S
+        self._killed_s: dict[int, float] = {}
+        self.notes: list[str] = []
+
+    def update(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
+        """Read what has changed; return the next record and the verdict to report now, or None.
+
+        now_s: of `time.monotonic`.
+        """
+        record = record._replace(beat=record.beat + 1)
+        changes = self._store.add(CHANGES, 0)
+        ranks = range(self._size) if changes != self._seen_changes else [rank for rank, *_ in record.asked]
+        if not self._facts and not self._store.check(self._keys):  # a rank has not posted yet
+            return record, None
+        data = self._store.multi_get([self._keys[rank] for rank in ranks]) if ranks else []
+        read = {rank: decode_facts(bytes(facts)) for rank, facts in zip(ranks, data, strict=True)}
+        if any(self._facts.get(rank) != facts for rank, facts in read.items()):
+            self._facts |= read
+            self._suspicion, self._awaited = detect_deadlock(self._facts), find_awaited_ranks(self._facts)
+        self._seen_changes = changes
+        record, verdict = self._find_deadlock(record, now_s)
+        if verdict is None:
+            record, verdict = self._watch_hangs(record, now_s)
+        return record, verdict
+
+    def _find_deadlock(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
+        suspected = self._suspicion
+        if suspected is None:
+            self._suspected, self._report_delay = None, ReportDelay()
+            return record, None
+        if self._suspected is None or suspected.ranks != self._suspected.ranks or self._has_moved(record):
+            self._suspected = suspected
+            involved = {*suspected.ranks, *suspected.involved_ranks}
+            self._versions = {r: f.version for r, f in self._facts.items() if f.state in BLOCKED}
+            pages = self._choose_pages(suspected, involved)
+            return record._replace(request=record.request + 1, pages=tuple(pages)), None
+        confirmed = {
+            rank: facts
+            for rank, facts in self._facts.items()
+            if facts.state in ENDED or (facts.request == record.request and self._versions.get(rank) == facts.version)
+        }
+        verdict = self._report_delay.release_if_due(detect_deadlock(confirmed), confirmed, range(self._size), now_s)
+        return record, verdict and (detect_deadlock(self._with_texts(confirmed, verdict, record)) or verdict)
+
+    def _has_moved(self, record: WatchRecord) -> bool:
+        """Return whether a rank was in another state when it answered the request, which is to be repeated then."""
+        return any(
+            self._facts[rank].request == record.request and self._facts[rank].version != self._versions.get(rank)
+            for rank in self._suspected.ranks
+            if self._facts[rank].state in BLOCKED
+        )
+
+    def _choose_pages(self, suspected: Verdict, involved: set[int]) -> list[int]:
+        """Return the ranks whose texts a report needs: the two of a mismatch, else one for each distinct text."""
+        if suspected.kind == "mismatch":
+            return list(suspected.ranks)
+        ranks: dict[bytes, int] = {}
+        for rank in sorted(involved):
+            if self._facts[rank].state in BLOCKED:
+                ranks.setdefault(self._facts[rank].text_hash, rank)
+        return list(ranks.values())[:_MAX_PAGES]
+
+    def _with_texts(self, confirmed: dict[int, RankFacts], verdict: Verdict, record: WatchRecord) -> dict[int, Status]:
+        """Return the facts with texts from the status pages that the ranks have posted."""
+        ranks = [rank for rank in record.pages if rank in confirmed and self._store.check([page_key(rank)])]
+        pages = self._store.multi_get([page_key(rank) for rank in ranks]) if ranks else []
+        snapshots = {rank: StatusPage.read_snapshot(bytes(page)) for rank, page in zip(ranks, pages, strict=True)}
+        if verdict.kind == "mismatch":
+            return confirmed | snapshots
+        texts = {confirmed[rank].text_hash: (s.wait_operation, s.wait_location) for rank, s in snapshots.items()}
+        return {
+            rank: replace(facts, wait_operation=texts[facts.text_hash][0], wait_location=texts[facts.text_hash][1])
+            if facts.text_hash in texts
+            else facts
+            for rank, facts in confirmed.items()
+        }
+
+    def _watch_hangs(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
+        waited_s = self._hangs.update(self._awaited, now_s)
+        self._noted = {(rank, what) for rank, what in self._noted if rank in waited_s}
+        self._killed_s = {rank: since_s for rank, since_s in self._killed_s.items() if rank in waited_s}
+        suspects = sorted(rank for rank, seconds in waited_s.items() if seconds >= ASK_S)[:_MAX_ASKED]
+        if not suspects:
+            return record._replace(asked=(), killed=()), None
+        for rank, *_ in record.asked:
+            if rank in suspects:
+                self._note_hang(rank, record.question, waited_s[rank])
+        if now_s >= self._next_question_s:
+            self._question_interval_s = min(2 * self._question_interval_s, _MAX_INTERVAL_S) if record.asked else ASK_S
+            self._next_question_s = now_s + self._question_interval_s
+            asked = tuple((rank, *self._facts[rank].place) for rank in suspects)
+            record = record._replace(question=record.question + 1, asked=asked)
+        too_long = [rank for rank in suspects if waited_s[rank] >= self._hang_limit_s]
+        for rank in too_long:
+            wait = describe_wait(waited_s[rank], waiting_ranks(self._awaited[rank]))
+            if rank not in self._killed_s:
+                self._killed_s[rank] = now_s
+                self.notes.append(f"rank {rank} is killed: {wait}")
+            elif now_s - self._killed_s[rank] >= _KILL_S:
+                return record, Verdict("hang", (rank,), f"rank {rank} does not end although it was killed: {wait}")
+        return record._replace(killed=tuple((rank, *self._facts[rank].place) for rank in too_long)), None
+
+    def _note_hang(self, rank: int, question: int, waited_s: float) -> None:
+        """Note what a rank does that others wait for: at once if it is stopped, else after NOTICE_S; once for each."""
+        answers = {}
+        for key in (process_key(rank), line_key(rank)):
+            if self._store.check([key]):
+                number, _, text = bytes(self._store.get(key)).decode().partition(" ")
+                answers[key] = text if int(number) >= question - 1 else None
+        process, line = answers.get(process_key(rank)), answers.get(line_key(rank))
+        is_stopped = process == STOPPED
+        if (rank, is_stopped) in self._noted or not (is_stopped or waited_s >= NOTICE_S):
+            return
+        self._noted.add((rank, is_stopped))
+        self.notes.append(describe_hang(rank, process, line, waited_s, waiting_ranks(self._awaited[rank])))
+
+
+def status_key(rank: int) -> str:
+    """The store's key of a rank's facts."""
+    return f"status/{rank}"
+
+
+def page_key(rank: int) -> str:
+    """The store's key of a rank's status page, written on request."""
+    return f"page/{rank}"
+
+
+def process_key(rank: int) -> str:
+    """The store's key of the state of a rank's process, written on request by the ranks of its machine."""
+    return f"process/{rank}"
+
+
+def line_key(rank: int) -> str:
+    """The store's key of the line that a rank's main thread runs, written by that rank on request."""
+    return f"line/{rank}"

@@ -12,10 +12,9 @@ from minidist.mesh import Mesh
 from minidist.tools.deadlock import watchdog
 from minidist.tools.deadlock.hang import STOPPED
 from minidist.tools.launch import RankFailure
-from tests.helpers.processes import needs_proc, wait_until
+from tests.helpers.processes import needs_proc, run_python, wait_until
 from tests.helpers.status_pages import GRADS, mark_waiting
 from tests.helpers.watch import SimulatedRanks
-from tests.tools.test_torchrun import run
 
 DEADLINE_S = 60.0
 
@@ -134,7 +133,7 @@ with torchrun_world(device="cpu", hang_limit_s=4.0) as world:
 def test_torchrun_sees_the_death_of_a_stopped_rank(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    ended = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    ended = run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
     assert ended.returncode == 1
     assert f"rank 1 keeps others waiting: {STOPPED}; rank 0 has waited for it for " in ended.stderr
     assert "rank 1 is killed: rank 0 has waited for it for 4 s" in ended.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import DEFAULT_CPU_BACKEND, is_alive, needs_proc, wait_until
+from tests.helpers.processes import DEFAULT_CPU_BACKEND, is_alive, needs_proc, run_python, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,21 +34,10 @@ with torchrun_world(device="cpu") as world:
 """
 
 
-def run(*command, **environ):
-    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**kept, "PYTHONPATH": str(ROOT), **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def torchrun(tmp_path, how):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, how)
+    return run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, how)
 
 
 def test_a_program_under_torchrun_finds_its_ranks_and_ends_quietly(tmp_path):
@@ -86,7 +75,7 @@ with torchrun_world(device="cpu", backend="gloo") as world:
 def test_a_rank_that_fails_with_an_operation_in_flight_ends(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(IN_FLIGHT)
-    ended = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    ended = run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
     assert ended.returncode == 1 and "ValueError: no more" in ended.stderr
 
 
@@ -101,8 +90,8 @@ subprocess.run([sys.executable, "-c", ask], check=True)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only /proc shows what a process was started with")
 def test_torchruns_omp_num_threads_of_one_is_ignored():
-    assert run("-c", LAUNCHER).stdout == "None\n"
-    assert run("-c", LAUNCHER, OMP_NUM_THREADS="1").stdout == "1\n"
+    assert run_python("-c", LAUNCHER).stdout == "None\n"
+    assert run_python("-c", LAUNCHER, OMP_NUM_THREADS="1").stdout == "1\n"
 
 
 def test_a_port_in_use_is_named(tmp_path):
@@ -110,7 +99,7 @@ def test_a_port_in_use_is_named(tmp_path):
     script.write_text(PROGRAM)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        ended = run(script, "end", RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        ended = run_python(script, "end", RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     told = ended.stderr.splitlines()[-1]
     assert told.startswith(f"minidist.errors.UserError: port {port} of 127.0.0.1") and "--master-port" in told
 

@@ -21,7 +21,7 @@ KINDS = {
     "debug": ("defines", "guards", "changes", "fails", "fault"),
     "predict": ("changes",),
 }
-_OPTIONAL = {"piece": ("also",)}
+_OPTIONAL = {"piece": ("also", "statement")}
 # The constants that the learner fills in, by kind.
 _CONSTANTS = {"debug": ("INVARIANT", "LINE"), "predict": ("ANSWERS",)}
 _MIN_HINTS = 2
@@ -58,7 +58,9 @@ class Exercise:
     exercise: a program whose loss falls but whose numbers or costs are wrong, where the learner names the violated
     invariant and the faulty line and repairs it; "predict", scenarios whose outcome the learner predicts.
     piece: the symbol to write, `module:symbol`. also: further symbols that belong to it, of any module.
-    calls: functions that the blank lines may call. guards: forbidden ready-made equivalents (`numpy.array_split`).
+    statement: what to build, an example with numbers, and what the answer is judged by; with it, `calls` are listed
+    one per line, with signatures. calls: functions that the blank lines may call. guards: forbidden ready-made
+    equivalents (`numpy.array_split`).
     defines: the functions a program must keep. changes: from the solution to the stub. fails: the test that the stub of
     a program must fail. fault: the faulty line of a debugging exercise's stub.
     route: `always` if every training run calls the piece; otherwise the options of `minidist train` under which it does
@@ -80,6 +82,7 @@ class Exercise:
     changes: tuple[Change, ...]
     piece: str = ""
     also: tuple[str, ...] = ()
+    statement: str = ""
     calls: tuple[str, ...] = ()
     guards: tuple[str, ...] = ()
     defines: tuple[str, ...] = ()

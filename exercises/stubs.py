@@ -129,6 +129,9 @@ def write_generated_files(exercise: Exercise) -> list[Path]:
 def _task_lines(exercise: Exercise) -> list[str]:
     if not exercise.piece:
         return [*(ast.get_docstring(ast.parse(exercise.source.read_text())) or "").splitlines(), ""]
+    if exercise.statement:
+        calls = ["", "You may call:", *(f"    {call}" for call in exercise.calls), ""]
+        return [*exercise.statement.strip().splitlines(), *(calls if exercise.calls else [""])]
     return [
         *_wrapped(_asked_sentence(exercise)),
         *_wrapped(f"You may call: {', '.join(exercise.calls)}."),

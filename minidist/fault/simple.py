@@ -143,7 +143,7 @@ def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -
                 if (overlap := box.intersect(shard.box)) is None:
                     continue
                 if file not in files:
-                    files[file] = _read_tensors(disk, f"{folder}/{file}", index["files"][file])
+                    files[file] = read_tensors(disk, f"{folder}/{file}", index["files"][file])
                 values = files[file][entry["key"]][overlap.within(box)]
                 copies.append((shard.tensor.detach()[overlap.within(shard.box)], values))
                 found += overlap.numel
@@ -157,7 +157,8 @@ def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -
     return states[group.rank]
 
 
-def _read_tensors(disk: Disk, file: str, digest: str) -> dict[str, Tensor]:
+def read_tensors(disk: Disk, file: str, digest: str) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint's file by key, if it has this SHA-256. Raises DamagedError otherwise."""
     try:
         data = disk.read(file)
     except OSError as error:
@@ -343,10 +344,8 @@ def differing_replicas(tensors: Mapping[str, Tensor], group: Group) -> dict[str,
     bytes of their SHA-256. A rank differs if more than half of the ranks have another value, equal among themselves;
     if no value has such a majority, all ranks are named.
     """
-    digests = [
-        hashlib.sha256(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).digest()
-        for t in tensors.values()
-    ]
+    contents = [tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
+    digests = [hashlib.sha256(content).digest() for content in contents]
     mine = torch.tensor([int.from_bytes(digest[:8], "little", signed=True) for digest in digests])
     table = torch.empty(group.size * len(mine), dtype=torch.int64)
     all_gather(table, mine, group)
@@ -363,18 +362,18 @@ def expected_time_s(interval_s: float, mtbf_s: float, save_s: float, restart_s: 
     """Return the expected time until `interval_s` seconds of work are done and saved, failures included.
 
     Failures are a Poisson process, with mtbf_s seconds between two on average. save_s: of one save. restart_s: from a
-    failure until the work since the last save begins anew. Failures also occur while saving and restarting. Daly 2006,
-    equation 13: M exp(R / M) (exp((tau + D) / M) - 1).
+    failure until the work since the last save begins anew. Failures also occur while saving and restarting.
     """
+    # Daly 2006, equation 13: M exp(R / M) (exp((tau + D) / M) - 1).
     return mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + save_s) / mtbf_s)
 
 
 def best_interval_s(mtbf_s: float, save_s: float, restart_s: float = 0.0) -> float:
     """Return the seconds of work between two saves for which the expected time per second of work is smallest.
 
-    Arguments as for `expected_time_s`. The cost has one minimum, between 0 and mtbf_s, which a ternary search finds: of
-    two points, the minimum is not beyond the worse one.
+    Arguments as for `expected_time_s`.
     """
+    # The cost has one minimum, between 0 and mtbf_s. A ternary search: it is not beyond the worse one of two points.
     low, high = 0.0, mtbf_s
     for _ in range(100):
         left, right = low + (high - low) / 3, high - (high - low) / 3

@@ -1,0 +1,45 @@
+"""All ranks update, or none.
+
+Before the first parameter is written, all ranks must know that every rank has its gradients. Sum the gradients and this
+agreement in one all-reduce, then update the parameters on all ranks or on none.
+
+gradients: a list of tensors in the shapes of the model's parameters, all of one dtype, times the loss scale if there is
+one. run: its model, optimizer and scaler are used; scaler may be None. Returns whether the ranks updated, a bool.
+Example: on 2 ranks with gradients [[2.0]] and [[6.0]] of one parameter, loss scale 4 and SGD with learning rate 1, the
+parameter falls by (2 + 6) / 4 = 2.0 on both, and both return True. If rank 1 passes is_usable=False, nothing changes on
+either rank, the scaler learns of nothing, and both return False.
+
+Judged by: the parameters on 1 to 4 ranks; that no bit of parameters, optimizer states and scaler changes if any one
+rank cannot update, for each rank in turn; that the scaler learns of an overflow on all ranks; one all-reduce, of one
+element more than the gradients have; and that nothing has changed if that all-reduce fails.
+
+You may call:
+    all_reduce(tensor, group)   replaces the tensor by the sum over all ranks; raises CommError if a rank is gone
+    run.scaler.scale (a number), run.scaler.update(overflow: bool)
+    run.optimizer.step(), run.optimizer.zero_grad(), run.model.parameters()
+    torch.cat(tensors), Tensor.split(lengths), Tensor.isfinite(), Tensor.new_tensor(values)
+
+Check it with: python -m exercises check agreed_update
+
+Stub 45678f76.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minidist.comm import Group, all_reduce
+from minidist.fault.simple import Run
+
+
+def agreed_update(run: Run, gradients: Sequence[Tensor], is_usable: bool, group: Group) -> bool:
+    """Sum the gradients over the ranks, then update the parameters on all ranks or on none. Collective.
+
+    gradients: one per parameter, in the order of the model: this rank's part of the gradient of the global batch, times
+    the loss scale. is_usable: False if this rank could not compute them; their values then do not matter.
+    The ranks do not update if any of them says so, or any element of the sum is non-finite. If the gradients of all
+    ranks were usable, the scaler learns whether they overflowed. One all-reduce, in the gradients' dtype, decides all.
+    Returns whether the ranks updated. Raises CommError if a rank is gone; then nothing of `run` has changed.
+    """
+    raise NotImplementedError("sum gradients and agreement in one all-reduce; update on all ranks or on none")

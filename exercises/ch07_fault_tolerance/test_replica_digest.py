@@ -1,0 +1,120 @@
+"""Tests of replica_digest: the test changes one bit on a rank, and knows where."""
+
+import torch
+
+from exercises.testing import Wrong, expect, test
+from minidist.comm import all_gather_object
+
+NAMES = ("weight", "bias", "half", "count", "mask", "step", "empty")
+
+
+def replica():
+    """Tensors of many dtypes and shapes, equal on all ranks; one is not contiguous."""
+    return {
+        "weight": torch.arange(12.0).reshape(3, 4).T,
+        "bias": torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64),
+        "half": torch.linspace(-1, 1, 5).bfloat16(),
+        "count": torch.arange(5),
+        "mask": torch.tensor([True, False, True]),
+        "step": torch.tensor(3.0),
+        "empty": torch.zeros(0),
+    }
+
+
+def differing(answer, network, tensors):
+    found = answer.differing_replicas(tensors, network.group)
+    if not isinstance(found, dict):
+        raise Wrong("type", "the result has the wrong type", "a dict {name: list of ranks}", repr(found)[:80])
+    return found
+
+
+def named(size, ranks):
+    """The ranks that can be blamed when `ranks`, all with one other value, differ from the rest."""
+    return sorted(ranks) if 2 * len(ranks) < size else list(range(size)) if 2 * len(ranks) == size else None
+
+
+@test(points=2, ranks=(1, 2, 3))
+def equal_replicas_differ_nowhere(answer, world, network):
+    """The result is {} if all ranks have the same bits, and no tensor changes."""
+    tensors = replica()
+    expect("the result", differing(answer, network, tensors), {}, case="equal tensors on all ranks")
+    for name, tensor in replica().items():
+        expect(f"the tensor {name} afterwards", tensors[name], tensor)
+
+
+@test(points=4, ranks=(2, 3, 4))
+def each_rank_and_tensor(answer, world, network):
+    """One element differs on one rank: each rank in turn, and each tensor."""
+    for rank in range(world.size):
+        for name in NAMES[:-1]:
+            tensors = replica()
+            if world.rank == rank:
+                tensor = tensors[name].view(-1) if tensors[name].is_contiguous() else tensors[name][-1]
+                tensor[-1] = not tensor[-1] if tensor.dtype == torch.bool else tensor[-1] + 1
+            got = differing(answer, network, tensors)
+            expect("the result", got, {name: named(world.size, [rank])}, case=f"rank {rank} has another {name}")
+
+
+@test(points=3, ranks=(3,))
+def bits_and_not_numbers(answer, world, network):
+    """What compares as equal, or has an equal sum, may still differ in its bits."""
+    nan = torch.tensor([0x7FC00001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    pairs = {
+        "0.0 and -0.0": (torch.zeros(3), torch.tensor([0.0, -0.0, 0.0])),
+        "two different NaNs": (nan[:1].clone(), nan[1:].clone()),
+        "exchanged elements": (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 1.0, 3.0])),
+        "exchanged rows": (torch.arange(6).reshape(3, 2), torch.arange(6).reshape(3, 2).flip(0)),
+    }
+    pairs["the last bit of float64"] = (torch.ones(1).double(), torch.ones(1).double() + 2.0**-52)
+    for name, (usual, other) in pairs.items():
+        got = differing(answer, network, {"value": other if world.rank == 1 else usual})
+        expect("the result", got, {"value": [1]}, case=f"{name} on rank 1")
+    got = differing(answer, network, {"value": nan.clone()})
+    expect("the result", got, {}, case="the same NaNs on all ranks")
+
+
+@test(points=3, ranks=(2, 3, 4))
+def majority_or_everyone(answer, world, network):
+    """Without a value that more than half of the ranks have, every rank is named."""
+    if world.size == 4:
+        for pair in ((0, 1), (1, 3), (0, 3)):
+            got = differing(answer, network, {"value": torch.ones(2) * (2 if world.rank in pair else 1)})
+            expect("the result", got, {"value": [0, 1, 2, 3]}, case=f"ranks {pair} have another value than the others")
+        value = torch.ones(2) * max(world.rank, 1)
+        expect(
+            "the result",
+            differing(answer, network, {"value": value}),
+            {"value": [0, 1, 2, 3]},
+            case="values 1, 1, 2, 3",
+        )
+    got = differing(answer, network, {"value": torch.ones(2) * world.rank})
+    expect("the result", got, {"value": [*range(world.size)]}, case="another value on every rank")
+    if world.size == 3:
+        got = differing(answer, network, {"value": torch.ones(2) * (world.rank == 0)})
+        expect("the result", got, {"value": [0]}, case="rank 0 differs from the others")
+
+
+@test(points=2, ranks=(3,))
+def several_differences(answer, world, network):
+    """Every tensor has ranks of its own; those that are equal are not named."""
+    tensors = replica()
+    if world.rank == 2:
+        tensors["weight"] = tensors["weight"] * 2
+    if world.rank == 0:
+        tensors["count"] = tensors["count"] + 1
+        tensors["mask"] = ~tensors["mask"]
+    wanted = {"weight": [2], "count": [0], "mask": [0]}
+    expect("the result", differing(answer, network, tensors), wanted)
+    everywhere = all_gather_object(differing(answer, network, tensors), network.group)
+    expect("the result on each rank", everywhere, [wanted] * world.size)
+
+
+@test(points=2, ranks=(2,))
+def eight_bytes_per_tensor(answer, world, network):
+    """One all-gather of 8 bytes per tensor and rank, whatever the sizes of the tensors."""
+    for count, numel in ((1, 3), (5, 1000)):
+        before = len(network.records)
+        differing(answer, network, {str(i): torch.full((numel,), float(i)) for i in range(count)})
+        sent = [(record.name, record.payload_bytes) for record in network.records[before:]]
+        case = f"{count} tensors of {numel} elements"
+        expect("what is sent: (operation, bytes)", sent, [("all_gather", 8 * count * world.size)], case=case)

@@ -18,6 +18,7 @@ from exercises.catalogue import Change, Exercise, module_file
 from minidist.errors import UserError
 
 _WIDTH = 118
+_LINE = 120
 _STUB = re.compile(r"^Stub ([0-9a-f]{8})\.$", re.MULTILINE)
 
 
@@ -223,9 +224,17 @@ def _imports(exercise: Exercise) -> str:
     groups = {"standard": [], "other": [], "ours": []}
     for statement in dict.fromkeys(statements):
         top = re.split(r"[ .]", statement)[1]
-        kind = "ours" if top == "minidist" else "other" if top in ("numpy", "torch") else "standard"
+        kind = "ours" if top == "minidist" else "other" if top in ("numpy", "safetensors", "torch") else "standard"
         groups[kind].append(statement)
-    return "\n\n".join("\n".join(sorted(lines, key=_import_order)) for lines in groups.values() if lines)
+    return "\n\n".join("\n".join(map(_split, sorted(lines, key=_import_order))) for lines in groups.values() if lines)
+
+
+def _split(statement: str) -> str:
+    """Give each name of an import a line of its own if the statement is too long for one line."""
+    if len(statement) <= _LINE:
+        return statement
+    module, names = statement.split(" import ")
+    return f"{module} import (\n    " + ",\n    ".join(names.split(", ")) + ",\n)"
 
 
 def _defined(node: ast.stmt) -> set[str]:

@@ -197,7 +197,7 @@ def _outlined(value: Any) -> Any:
         return {key: _outlined(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_outlined(item) for item in value]
-    shape = tuple(getattr(value, "shape", ()))
+    shape = tuple(value.shape) if hasattr(value, "tolist") else ()
     if math.prod(shape) <= _ELEMENTS_SHOWN:
         return value
     return _Outline(f"<{shape} {str(value.dtype).removeprefix('torch.')}>")

@@ -1,0 +1,63 @@
+"""The resumed run is the same run.
+
+A resumed run must take the same steps as a run that was never interrupted, bit by bit. Collect everything that decides
+the next step, as tensors and as a JSON object, and continue from the newest checkpoint that is intact.
+
+run: see Run in minidist/fault/simple.py: model, optimizer, seed, scaler, step and position change during training. A
+parameter's optimizer states are run.optimizer.state[parameter], a dict like {"step": scalar tensor, "exp_avg": tensor},
+empty before the first step. Example: a model with one parameter "w" of shape (3,) and AdamW, after 5 steps of 4
+samples: run_shards has params/w, optimizer.step/w, optimizer.exp_avg/w and optimizer.exp_avg_sq/w, each one full
+box; run_state is {"step": 5, "position": 20, "seed": 1, "scaler": None}, or with the scaler's state_dict().
+
+Judged by: the bits of all tensors after further steps, for AdamW, SGD with momentum and SGD without, on 1 to 3 ranks,
+with dropout, a loss scale that changes and a buffer that changes; that the state is JSON; and damaged checkpoints, for
+which the one before is used.
+
+You may call:
+    read_index(disk, folder) -> dict, load(disk, folder, shards, group) -> state   raise on damage; load on all ranks
+    create_optimizer_states(run, {name: (shape, dtype name)})   zeros for all optimizer states among the names
+    run_on_all_ranks(gather, action), bind_all_gather_object(group), all_gather_object(value, group) -> list
+    TensorShard(name, shape, box, tensor, is_saved_here), Box.whole(shape)
+    disk.names(), disk.rename(old, new), _COMPLETE.fullmatch(name), CollectiveError.found_damage, warnings.warn
+
+Check it with: python -m exercises check same_run_resume
+
+Stub 6b40622a.
+"""
+
+import warnings
+
+from minidist.comm import Group, all_gather_object, bind_all_gather_object
+from minidist.fault.agree import CollectiveError, run_on_all_ranks
+from minidist.fault.disk import Disk
+from minidist.fault.shards import TensorShard
+from minidist.fault.simple import _COMPLETE, Run, create_optimizer_states, load, read_index
+from minidist.parameters import Box
+
+
+def run_shards(run: Run, is_saved_here: bool) -> list[TensorShard]:
+    """Return the tensors of a run as shards that are full tensors: parameters, buffers and optimizer states.
+
+    Their names are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, with the NAME of the parameter or buffer and
+    the KEY of the state: `optimizer.exp_avg/layer.weight`.
+    """
+    raise NotImplementedError("return all tensors that the next steps depend on")
+
+
+def run_state(run: Run) -> dict:
+    """Return the state of a run that is not in its tensors, as a JSON object: step, position, seed, loss scale."""
+    raise NotImplementedError("return everything else that the next steps depend on")
+
+
+def set_run_state(run: Run, state: dict) -> None:
+    """Set the state that `run_state` returned."""
+    raise NotImplementedError("set what run_state returned")
+
+
+def resume(run: Run, disk: Disk, group: Group) -> bool:
+    """Continue from the newest intact checkpoint: from then on the run is the one that was saved. Collective.
+
+    Parameters, buffers, optimizer states, step, position, seed and loss scale all become those of the checkpoint. A
+    damaged checkpoint is renamed to `.damaged`, and the one before it is tried. Returns whether there was one.
+    """
+    raise NotImplementedError("load the newest intact checkpoint and set everything that decides the next step")

@@ -1,0 +1,142 @@
+"""Tests of atomic_save: every state in which a crash can leave the disk is read by the test itself."""
+
+import json
+
+import torch
+
+from exercises.recorded_disk import RecordedDisk, checkpoint_files, crash_states, describe_checkpoint, merge_changes
+from exercises.testing import Wrong, expect, test
+from minidist.comm import all_gather_object
+from minidist.fault.agree import CollectiveError
+from minidist.fault.shards import TensorShard
+from minidist.parameters import Box
+
+OLD, NEW = "step-00000003", "step-00000007"
+TENSORS = {
+    "params/w": torch.arange(35.0).reshape(7, 5),
+    "params/b": torch.arange(11.0, dtype=torch.float64) / 3,
+    "optimizer.step/w": torch.tensor(7.0),
+}
+EARLIER = checkpoint_files(OLD, {"params/w": torch.ones(2)}, {"params/w": [(0, (0,), (2,))]}, {})
+
+
+def shards_of(rank, size):
+    """Parts of unequal lengths, as views that are not contiguous; the last rank also holds what it does not save."""
+    shards = []
+    for name, tensor in TENSORS.items():
+        if not tensor.dim():
+            shards.append(TensorShard(name, (), Box((), ()), tensor.clone(), rank == size - 1))
+            continue
+        axis = tensor.dim() - 1
+        cuts = [tensor.shape[axis] * i // size for i in range(size + 1)]
+        start, stop = [0] * tensor.dim(), list(tensor.shape)
+        start[axis], stop[axis] = cuts[rank], cuts[rank + 1]
+        box = Box(tuple(start), tuple(stop))
+        shards.append(TensorShard(name, tuple(tensor.shape), box, tensor[box.slices]))
+        if rank == size - 1:
+            whole = Box.whole(tuple(tensor.shape))
+            shards.append(TensorShard(name, tuple(tensor.shape), whole, -tensor, is_saved_here=False))
+    return shards
+
+
+class Clock:
+    """Increasing numbers, in one order for all ranks of a check."""
+
+    def __init__(self, world, name):
+        self.store, self.key, self.now = world.store if world.size > 1 else None, f"clock {name}", 0
+
+    def __call__(self):
+        self.now = self.store.add(self.key, 1) if self.store else self.now + 1
+        return self.now
+
+
+def record(answer, world, network, name, files=EARLIER, failing=()):
+    """Save on all ranks: what was returned or raised, and the changes of all disks in one order."""
+    disk = RecordedDisk(files, Clock(world, name), failing)
+    state = {"step": 7, "rank": world.rank}
+    try:
+        got = answer.save(disk, 7, shards_of(world.rank, world.size), state, network.group)
+    except CollectiveError:
+        got = CollectiveError
+    return got, merge_changes(all_gather_object(disk.changes, network.group))
+
+
+def last_change(changes, count):
+    return f"{changes[count - 1][0]} {changes[count - 1][1][0]}" if count else "the beginning"
+
+
+@test(points=5, ranks=(1, 2, 3, 4))
+def saves_every_element_once(answer, world, network):
+    """The folder holds the shards of all ranks, each with its SHA-256, and the index with rank 0's state."""
+    got, changes = record(answer, world, network, "whole")
+    expect("the name of the folder", got, NEW)
+    for what, files, folders in crash_states(EARLIER, changes):
+        if what == "nothing was lost":
+            expect("the checkpoint", describe_checkpoint(files, folders, NEW, TENSORS), "whole")
+            index = json.loads(files[f"{NEW}/index.json"].split(b"\n", 1)[1])
+            expect("the state in the index", index["state"], {"step": 7, "rank": 0})
+            shapes = {name: entry["shape"] for name, entry in index["tensors"].items()}
+            expect("the global shapes", shapes, {name: list(tensor.shape) for name, tensor in TENSORS.items()})
+    for _, (name, *_) in changes:
+        if name.startswith(OLD):
+            raise Wrong("wrong", f"the earlier checkpoint must not be touched: {name} is changed")
+
+
+@test(points=6, ranks=(1, 3))
+def crash_at_every_change(answer, world, network):
+    """Whenever the machine crashes, and whatever had not been synced, the checkpoint is whole or absent."""
+    _, changes = record(answer, world, network, "crash")
+    for count in range(len(changes) + 1):
+        for lost, files, folders in crash_states(EARLIER, changes[:count]):
+            found = describe_checkpoint(files, folders, NEW, TENSORS)
+            if found not in ("whole", "absent"):
+                case = f"a crash after: {last_change(changes, count)}; {lost}"
+                raise Wrong("wrong", "a folder that looks like a checkpoint", "whole or absent", found, case=case)
+            earlier = describe_checkpoint(files, folders, OLD, {"params/w": torch.ones(2)})
+            expect("the earlier checkpoint", earlier, "whole", case=f"a crash after: {last_change(changes, count)}")
+    [(_, files, folders), *_] = crash_states(EARLIER, changes)
+    expect("the checkpoint without a crash", describe_checkpoint(files, folders, NEW, TENSORS), "whole")
+
+
+@test(points=3, ranks=(1, 2))
+def on_disk_when_it_returns(answer, world, network):
+    """When save has returned, no crash can lose the checkpoint."""
+    _, changes = record(answer, world, network, "durable")
+    for lost, files, folders in crash_states(EARLIER, changes):
+        case = f"a crash after save has returned; {lost}"
+        expect("the checkpoint", describe_checkpoint(files, folders, NEW, TENSORS), "whole", case=case)
+
+
+@test(points=4, ranks=(2, 3))
+def full_disk_on_one_rank(answer, world, network):
+    """If one rank cannot write or sync its file, all ranks raise CollectiveError, and no checkpoint appears."""
+    for rank in range(world.size):
+        for operation in ("write", "sync"):
+            failing = [(operation, ".safetensors")] if world.rank == rank else []
+            got, changes = record(answer, world, network, f"full {operation} {rank}", failing=failing)
+            case = f"the {operation} of rank {rank}'s file raises OSError"
+            expect("what save does on this rank", got, CollectiveError, case=case)
+            renamed = [arguments for name, arguments in changes if name == "rename" and arguments[1] == NEW]
+            expect(f"renames to {NEW}", renamed, [], case=case)
+
+
+@test(points=2, ranks=(1, 3))
+def no_index_no_checkpoint(answer, world, network):
+    """If rank 0 cannot write or sync the index, all ranks raise CollectiveError, and no checkpoint appears."""
+    for operation in ("write", "sync"):
+        failing = [(operation, "index.json")] if world.rank == 0 else []
+        got, changes = record(answer, world, network, f"index {operation}", failing=failing)
+        case = f"the {operation} of index.json raises OSError on rank 0"
+        expect("what save does on this rank", got, CollectiveError, case=case)
+        expect("renames", [arguments for name, arguments in changes if name == "rename"], [], case=case)
+
+
+@test(points=2, ranks=(1, 2))
+def earlier_attempt_leaves_nothing(answer, world, network):
+    """Files that an earlier attempt left in the partial folder are not in the checkpoint."""
+    left = {f"{NEW}.partial/rank-00009.safetensors": b"old", f"{NEW}.partial/index.json": b"old"}
+    got, changes = record(answer, world, network, "left", files=EARLIER | left)
+    expect("the name of the folder", got, NEW)
+    [(_, files, _), *_] = crash_states(EARLIER | left, changes)
+    expect("the checkpoint", describe_checkpoint(files, set(), NEW, TENSORS), "whole")
+    expect("files of the earlier attempt", [name for name, data in files.items() if data == b"old"], [])

@@ -1,0 +1,76 @@
+"""A checkpoint that any layout loads: the solution, as it stands in minidist.fault.simple.
+
+The layout of the run that saved does not matter, because neither side knows the other: both describe what they hold
+as boxes of global tensors. PyTorch's distributed checkpoint does the same. Every combination of data, tensor and
+pipeline parallelism and ZeRO is a set of boxes, so one loop over overlaps replaces a converter for each pair of
+layouts.
+
+Verification comes before the first copy, on all ranks: a half-loaded model is neither the old nor the new one, and
+its loss may look plausible. Counting the elements of the overlaps finds a checkpoint that lacks a part, for which no
+checksum is wrong. A rank reads only what it needs: with a thousand ranks, each reading all files would read the
+checkpoint a thousand times.
+
+Usual wrong answers:
+* each rank plans alone: one raises, the others load
+* converts another dtype silently
+* the package's own
+* loads nothing, and returns the state
+* copies as soon as a file is read: the other ranks have loaded when one finds the damage
+* reads all files on all ranks
+* stops at the first box that overlaps
+* indexes the saved box with the coordinates of the global tensor
+* does not notice that elements are missing
+* reads the files without comparing their SHA-256
+* reads a file again for each shard
+* loads only boxes that are saved as they are
+* fills everything with zeros
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from minidist.comm import Group, bind_all_gather_object
+from minidist.errors import UserError
+from minidist.fault.agree import run_on_all_ranks
+from minidist.fault.disk import Disk
+from minidist.fault.shards import TensorShard, shard_key
+from minidist.fault.simple import read_index, read_tensors
+from minidist.parameters import Box
+
+
+def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -> dict:
+    """Fill the tensors of `shards` from a checkpoint that any layout has saved; return its state. Collective.
+
+    folder: as `save` returned it. shards: of this rank; their tensors are overwritten in place. A rank reads only the
+    files that hold a box which overlaps one of its shards. No rank writes to a tensor before all ranks know that every
+    file they need has its SHA-256, and that every element of every shard is in the checkpoint. Raises CollectiveError
+    on all ranks if a file is damaged (`found_damage`), or a tensor is missing or has another shape or dtype.
+    """
+    copies: list[tuple[Tensor, Tensor]] = []
+
+    def plan() -> dict:
+        index, files = read_index(disk, folder), {}
+        for shard in shards:
+            saved, found = index["tensors"].get(shard.name, {"shape": None, "dtype": None, "boxes": []}), 0
+            if (saved["shape"], saved["dtype"]) != ([*shard.shape], shard.dtype_name):
+                raise UserError(
+                    f"{shard.name} is {saved['dtype']} {saved['shape']} in {folder}, not {shard.shape} here"
+                )
+            for entry in saved["boxes"]:
+                file, box = entry["file"], Box(tuple(entry["start"]), tuple(entry["stop"]))
+                if (overlap := box.intersect(shard.box)) is None:
+                    continue
+                if file not in files:
+                    files[file] = read_tensors(disk, f"{folder}/{file}", index["files"][file])
+                values = files[file][entry["key"]][overlap.within(box)]
+                copies.append((shard.tensor.detach()[overlap.within(shard.box)], values))
+                found += overlap.numel
+            if found != shard.box.numel:
+                raise UserError(f"{folder} has {found} of the {shard.box.numel} elements of {shard_key(shard)}")
+        return index["state"]
+
+    states = run_on_all_ranks(bind_all_gather_object(group), plan)
+    for target, values in copies:
+        target.copy_(values)
+    return states[group.rank]

@@ -1,0 +1,88 @@
+"""The resumed run is the same run: the solution, as it stands in minidist.fault.simple.
+
+The loss goes on falling after almost any resume, so a loss curve proves nothing. What decides the next step is a
+list: parameters, buffers, optimizer states (moments and Adam's step count), the position in the data and the number
+of the step, from which the learning rate and the random numbers follow, the seed and the loss scale with its count of
+good steps. If one is missing, the run is another one, with the same name.
+
+A checkpoint that is damaged is not used, but not deleted either: it is renamed, so that a person can look at it, and
+the name is free when the run reaches that step again. A tensor that does not fit is another matter: no older
+checkpoint would fit, so the error is raised. Rank 0's list of folders is used by all ranks, because ranks that resume
+from different steps would train different models.
+
+Usual wrong answers:
+* the package's own
+* says that it has resumed, and begins anew
+* copies the tensors, so that the copies are loaded
+* gives up if the newest checkpoint is damaged
+* saves no buffers
+* treats a checkpoint that does not fit as damaged, and begins anew without a word
+* takes the oldest checkpoint
+* saves no optimizer states
+* begins the data anew
+* leaves out scalars, among them Adam's step count
+* restores the loss scale, but not the count of good steps
+* keeps the seed of the new run
+* counts steps from 0: the learning rate and the dropout masks are those of the first steps
+* knows the states of AdamW, and loses the momentum of SGD
+* saves no tensor
+"""
+
+import warnings
+
+from minidist.comm import Group, all_gather_object, bind_all_gather_object
+from minidist.fault.agree import CollectiveError, run_on_all_ranks
+from minidist.fault.disk import Disk
+from minidist.fault.shards import TensorShard
+from minidist.fault.simple import _COMPLETE, Run, create_optimizer_states, load, read_index
+from minidist.parameters import Box
+
+
+def run_shards(run: Run, is_saved_here: bool) -> list[TensorShard]:
+    """Return the tensors of a run as shards that are full tensors: parameters, buffers and optimizer states.
+
+    Their names are `params/NAME`, `buffers/NAME` and `optimizer.KEY/NAME`, with the NAME of the parameter or buffer and
+    the KEY of the state: `optimizer.exp_avg/layer.weight`.
+    """
+    tensors = {f"params/{name}": parameter for name, parameter in run.model.named_parameters()}
+    tensors |= {f"buffers/{name}": buffer for name, buffer in run.model.named_buffers()}
+    for name, parameter in run.model.named_parameters():
+        states = run.optimizer.state.get(parameter, {})
+        tensors |= {f"optimizer.{key}/{name}": value for key, value in states.items()}
+    return [TensorShard(n, t.shape, Box.whole(tuple(t.shape)), t, is_saved_here) for n, t in tensors.items()]
+
+
+def run_state(run: Run) -> dict:
+    """Return the state of a run that is not in its tensors, as a JSON object: step, position, seed, loss scale."""
+    scaler = None if run.scaler is None else run.scaler.state_dict()
+    return {"step": run.step, "position": run.position, "seed": run.seed, "scaler": scaler}
+
+
+def set_run_state(run: Run, state: dict) -> None:
+    """Set the state that `run_state` returned."""
+    run.step, run.position, run.seed = state["step"], state["position"], state["seed"]
+    if run.scaler is not None:
+        run.scaler.load_state_dict(state["scaler"])
+
+
+def resume(run: Run, disk: Disk, group: Group) -> bool:
+    """Continue from the newest intact checkpoint: from then on the run is the one that was saved. Collective.
+
+    Parameters, buffers, optimizer states, step, position, seed and loss scale all become those of the checkpoint. A
+    damaged checkpoint is renamed to `.damaged`, and the one before it is tried. Returns whether there was one.
+    """
+    folders = all_gather_object([name for name in disk.names() if _COMPLETE.fullmatch(name)], group)[0]
+    for folder in reversed(folders):
+        try:
+            [index, *_] = run_on_all_ranks(bind_all_gather_object(group), lambda at=folder: read_index(disk, at))
+            create_optimizer_states(run, {name: (t["shape"], t["dtype"]) for name, t in index["tensors"].items()})
+            set_run_state(run, load(disk, folder, run_shards(run, False), group))
+            return True
+        except CollectiveError as failure:
+            run.optimizer.state.clear()
+            if not failure.found_damage:
+                raise
+            warnings.warn(f"{folder} is not used: {failure}", stacklevel=2)
+            if group.rank == 0:
+                disk.rename(folder, f"{folder}.damaged")
+    return False

@@ -9,7 +9,7 @@ like step-00000100 counts as a checkpoint. Example: on 2 ranks that hold the row
 tensor of shape (6, 4), save(disk, 7, shards, {"step": 7}, group) returns "step-00000007" on both, a folder that holds
 rank-00000.safetensors with 12 numbers, rank-00001.safetensors with 12 numbers, and index.json.
 
-Judged by: the files on 1 to 4 ranks; a simulated crash before and after each change of the disk, in which what was not
+Checked: the files on 1 to 4 ranks; a simulated crash before and after each change of the disk, in which what was not
 synced is lost or not; an error on any one rank, after which all ranks must raise CollectiveError and no checkpoint may
 appear; and the files that an earlier attempt left behind.
 

@@ -8,7 +8,7 @@ Example: on 3 ranks, where rank 1 has bias = [0, 0.5] and the others [0, 0.25],
     differing_replicas({"weight": weight, "bias": bias}, group)   is {"bias": [1]} on every rank
 On 2 ranks it is {"bias": [0, 1]}: nobody can say which of the two is right.
 
-Judged by: the result on 1 to 4 ranks, for each rank and tensor in turn, for every dtype, for tensors that differ in one
+Checked: the result on 1 to 4 ranks, for each rank and tensor in turn, for every dtype, for tensors that differ in one
 bit only, in their order, or in the sign of a zero; and by the messages: 8 bytes per tensor and rank, in one all-gather.
 
 You may call:

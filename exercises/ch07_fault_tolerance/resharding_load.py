@@ -9,7 +9,7 @@ holds exactly the box `outer`. Example: rows 0 to 3 and 4 to 6 of a tensor of sh
 holds the columns 2 and 3, a box from (0, 2) to (7, 4). The first saved box, (0, 0) to (4, 5), overlaps it in the box
 from (0, 2) to (4, 4): rows 0 to 3 of both, columns 2 and 3 of the saved tensor, columns 0 and 1 of the shard.
 
-Judged by: checkpoints of 1 to 4 ranks in rows, columns and blocks, loaded by 1 to 4 ranks into other boxes, also of
+Checked: checkpoints of 1 to 4 ranks in rows, columns and blocks, loaded by 1 to 4 ranks into other boxes, also of
 sizes that do not divide; the files that are read; and damaged files and wrong shapes, with which all ranks must raise
 CollectiveError and no element of any tensor on any rank may change.
 

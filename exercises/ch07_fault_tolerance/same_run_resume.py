@@ -9,7 +9,7 @@ empty before the first step. Example: a model with one parameter "w" of shape (3
 samples: run_shards has params/w, optimizer.step/w, optimizer.exp_avg/w and optimizer.exp_avg_sq/w, each one full
 box; run_state is {"step": 5, "position": 20, "seed": 1, "scaler": None}, or with the scaler's state_dict().
 
-Judged by: the bits of all tensors after further steps, for AdamW, SGD with momentum and SGD without, on 1 to 3 ranks,
+Checked: the bits of all tensors after further steps, for AdamW, SGD with momentum and SGD without, on 1 to 3 ranks,
 with dropout, a loss scale that changes and a buffer that changes; that the state is JSON; and damaged checkpoints, for
 which the one before is used.
 

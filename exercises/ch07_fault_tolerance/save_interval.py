@@ -8,7 +8,7 @@ Example: with mtbf_s=10,800 (Llama 3: a failure every three hours), save_s=30 an
     expected_time_s(800.0, 10800.0, 30.0, 60.0)   is 867.5: 800 of work, 30 of the save, 37.5 lost to failures
     best_interval_s(10800.0, 30.0, 60.0)          is 785.1 (Young's approximation, sqrt(2 D M), is 805.0)
 
-Judged by: equality with an independent derivation, to five digits for the expected time and to four for the interval,
+Checked: equality with an independent derivation, to five digits for the expected time and to four for the interval,
 also where saves take longer than the time between two failures, and where the numbers are milliseconds or years.
 
 You may call:

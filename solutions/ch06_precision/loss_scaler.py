@@ -29,6 +29,9 @@ Usual wrong answers:
 * does nothing after a step
 """
 
+import math
+from typing import Any
+
 from minidist.config import PrecisionConfig
 from minidist.precision.scaler import BACKOFF, GROWTH, _float32
 
@@ -77,3 +80,13 @@ class LossScaler:
         """Restore a state that `state_dict()` returned."""
         self.scale, self._good_steps = state["scale"], state["good_steps"]
         self.overflowed = list(state["overflowed"])
+
+    @staticmethod
+    def is_valid_state(state: Any) -> bool:
+        """Whether an object read from JSON could have been returned by `state_dict()`."""
+        if not isinstance(state, dict) or not isinstance(overflowed := state.get("overflowed"), list):
+            return False
+        numbers = [state.get("scale"), *overflowed]
+        return type(state.get("good_steps")) is int and all(
+            type(number) is float and math.isfinite(number) and number >= 0 for number in numbers
+        )

@@ -14,7 +14,7 @@ Usual wrong answers:
 * the package's own
 * says that it has resumed, and begins anew
 * copies the tensors, so that the copies are loaded
-* gives up if the newest checkpoint is damaged
+* ends with an error if the newest checkpoint is damaged
 * saves no buffers
 * treats a checkpoint that does not fit as damaged, and begins anew without a word
 * takes the oldest checkpoint

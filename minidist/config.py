@@ -211,6 +211,9 @@ class TrainConfig:
     """Evaluate on held-out text every this many steps; 0: only at the end."""
     eval_samples: int = 256
     """Number of held-out samples per evaluation."""
+    straggler_threshold: float = 0.25
+    """Name the rank that others wait for if its excess is more than this fraction of the step time: the time per step
+    by which the median of the other ranks waits longer for communication. 0: never."""
     sample_tokens: int = 200
     """Tokens to generate as a sample at the end; 0: none."""
 

@@ -30,6 +30,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "train.micro-batches": (1, math.inf),
     "train.seed": (0, 2**63 - 1),
     "train.max-skipped-steps": (0, math.inf),
+    "train.straggler-threshold": (0, math.inf),
     "train.log-every": (1, math.inf),
     "train.eval-every": (0, math.inf),
     "train.eval-samples": (1, math.inf),

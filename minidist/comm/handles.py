@@ -1,6 +1,7 @@
 """Operations in flight: launched with rank status and meter, and owned by a handle until they are waited for."""
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ class Handle:
         """
         if not self._works:
             return
-        status, meter = self._group.world.status, self._group.meter
+        status, meter, start_s = self._group.world.status, self._group.meter, time.perf_counter()
         with meter.waiting([at.record for at in self._launched]):
             for i, work in enumerate(self._works):
                 # A backend may batch several transfers into one work: the last launched one then stands for all.
@@ -77,6 +78,7 @@ class Handle:
                     raise CommError(failure_message(at, self._group, error)) from error
                 finally:
                     status.on_resume()
+        meter.add_wait(time.perf_counter() - start_s)
         if self._on_complete is not None:
             self._on_complete()
         for at in self._launched:

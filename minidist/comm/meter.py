@@ -56,7 +56,8 @@ class Meter:
 
     keep: whether to keep every record and event. A long training run keeps totals only, so that memory does not grow.
     operations: number of operations by (group name, operation). wire_bytes: bytes that this rank sent, by group name.
-    events: (position, label) of each `add_event`.
+    events: (position, label) of each `add_event`. waited_s: seconds for which the rank was blocked in waits; on CUDA,
+    where a wait orders streams, only in those that block the host.
     """
 
     keep: bool = True
@@ -64,6 +65,7 @@ class Meter:
     operations: Counter = field(default_factory=Counter)
     wire_bytes: Counter = field(default_factory=Counter)
     events: list[tuple[int, str]] = field(default_factory=list)
+    waited_s: float = 0.0
     _clock: int = 0
 
     def record(
@@ -123,6 +125,10 @@ class Meter:
         """
         if record.waited is None:
             record.waited = self._tick()
+
+    def add_wait(self, seconds: float) -> None:
+        """Add the duration of a wait to `waited_s`."""
+        self.waited_s += seconds
 
     def add_event(self, label: str) -> None:
         """Add an event of the caller (say, the backward of a layer) to the order of launches and waits."""

@@ -23,6 +23,7 @@ _LOCK = "lock"
 _MAY_CHANGE = (
     "train.log_every",
     "train.max_skipped_steps",
+    "train.straggler_threshold",
     "train.eval_every",
     "train.eval_samples",
     "train.sample_tokens",

@@ -48,7 +48,8 @@ def format_metrics(row: dict) -> str:
         f"{row['step_time_s'] * 1e3:.0f} ms  {row['tokens_per_s']:,.0f} tokens/s  "
         f"sent {row['comm_bytes'] / MB:.1f} MB  memory {row['memory'] / MB:.0f} MB"
     )
-    return line + (f"  mfu {row['mfu']:.1%}" if "mfu" in row else "")
+    line += f"  mfu {row['mfu']:.1%}" if "mfu" in row else ""
+    return line + (f"  waits for rank {row['straggler']['rank']}" if "straggler" in row else "")
 
 
 def format_loss(row: dict) -> str:

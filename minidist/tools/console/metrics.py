@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from minidist.precision.policy import TORCH_NAMES, resolve_policy
+from minidist.tools.console.straggler import MIN_STEPS, find_straggler
 from minidist.train.agree import StepResult
 from minidist.train.schedule import learning_rate
 from minidist.train.trainer import Trainer
@@ -82,15 +83,16 @@ class StepMetrics:
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
         self._peak_memory = PeakMemory(trainer.world.device)
-        self._steps, self._seconds, self._sent = 0, 0.0, 0
+        self._steps, self._seconds, self._sent, self._waited_s = 0, 0.0, 0, 0.0
 
     @contextlib.contextmanager
-    def count_sent_bytes(self) -> Iterator[None]:
-        """Return a context manager that counts the bytes which this rank sends inside it: those of one step."""
+    def measure_step(self) -> Iterator[None]:
+        """Return a context manager for one step: counts the bytes that this rank sends, and the time that it waits."""
         meter = self._trainer.groups.meter
-        before = meter.total_wire_bytes
+        before, waited_s = meter.total_wire_bytes, meter.waited_s
         yield
         self._sent = meter.total_wire_bytes - before
+        self._waited_s += meter.waited_s - waited_s
 
     def add_step(self, result: StepResult) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
         """Add the step just done; return its row of metrics if one is due, and each rank's time, bytes and memory.
@@ -109,8 +111,9 @@ class StepMetrics:
             "comm_bytes": self._sent,
             "memory": self._peak_memory.read_and_reset(),
         }
-        self._steps, self._seconds = 0, 0.0
-        ranks = trainer.all_gather_object(mine)
+        steps, waited_s = self._steps, self._waited_s / self._steps
+        self._steps, self._seconds, self._waited_s = 0, 0.0, 0.0
+        ranks = trainer.all_gather_object(mine | {"waited_s": waited_s})
         row = {"step": step, "tokens": trainer.progress.consumed_samples * config.data.seq_len}
         row["loss"] = None if result.loss is None or not math.isfinite(result.loss) else result.loss
         row["grad_norm"] = result.grad_norm if result.is_finite else None
@@ -121,6 +124,10 @@ class StepMetrics:
             row |= {"skipped": not result.is_finite and not result.overflowed}
             row |= {"skipped_steps": trainer.skipped_steps.total}
         row |= {name: max(rank[name] for rank in ranks) for name in mine}
+        waits_s = [rank["waited_s"] for rank in ranks]
+        straggler = find_straggler(waits_s, row["step_time_s"], train.straggler_threshold)
+        if straggler and steps >= MIN_STEPS:
+            row["straggler"] = straggler._asdict()
         row["tokens_per_s"] = train.global_batch * config.data.seq_len / row["step_time_s"]
         if peak := peak_flops(trainer.world.device, TORCH_NAMES[resolve_policy(config.precision).compute]):
             gpus = 1 if config.device.startswith("cuda:") else trainer.world.size

@@ -32,6 +32,7 @@ class RunReporter(Observer):
     def __init__(self):
         self._view: PlainView | None = None
         self._file: MetricsFile | None = None
+        self._straggler: int | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         self._metrics = StepMetrics(trainer)
@@ -42,7 +43,7 @@ class RunReporter(Observer):
                 self._view.print_note(warning)
 
     def step_context(self, trainer: Trainer) -> contextlib.AbstractContextManager:
-        return self._metrics.count_sent_bytes()
+        return self._metrics.measure_step()
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if self._view:
@@ -50,7 +51,16 @@ class RunReporter(Observer):
         due = self._metrics.add_step(result)  # all ranks call it
         if self._view and due:
             self._view.show_metrics(*due)
+            self._note_straggler(due[0].get("straggler"))
             self._file.write_row(due[0])
+
+    def _note_straggler(self, straggler: dict | None) -> None:
+        """Print a line when a rank begins to keep the others waiting; every row of metrics repeats the rank."""
+        rank = straggler and straggler["rank"]
+        if rank is not None and rank != self._straggler:
+            excess_ms = straggler["excess_s"] * 1e3
+            self._view.print_note(f"rank {rank} is a straggler: the others wait {excess_ms:.0f} ms per step for it")
+        self._straggler = rank
 
     def on_evaluation(self, step: int, loss: float) -> None:
         if self._view:

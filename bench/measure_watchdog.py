@@ -30,14 +30,14 @@ _MAX_REPORT_S = 60.0
 class WatchCost(NamedTuple):
     """The cost of watching `ranks` ranks; the first four in milliseconds of CPU time per second of waiting.
 
-    client: of a rank's thread, mean over the ranks; judge: of the rank that spends most; server: of the store, divided
+    client: of a rank's thread, mean over the ranks; leader: of the rank that spends most; server: of the store, divided
     by the number of ranks. wall: mean duration of a rank's calls, with the time that it waits for the store.
     period_s: between two readings of a rank. report_s: from the end of the slow rank to the report.
     """
 
     ranks: int
     client: float
-    judge: float
+    leader: float
     server: float
     wall: float
     period_s: float
@@ -155,7 +155,7 @@ def _report(costs: Sequence[WatchCost], seconds: float) -> None:
     table = Table(
         "ranks",
         "rank, mean",
-        "judge",
+        "leader",
         "store / ranks",
         "rank, wall",
         "reads every (s)",

@@ -72,8 +72,11 @@ class Handle:
                 status.on_wait(at.channel, at.seq, at.name, at.shape, at.dtype)
                 try:
                     work.wait()
-                    if host and any(tensor.is_cuda for tensor in self._tensors):
-                        torch.cuda.current_stream().synchronize()
+                    if any(tensor.is_cuda for tensor in self._tensors):
+                        if host:
+                            torch.cuda.current_stream().synchronize()
+                        else:
+                            status.on_pending(at.channel, at.seq, at.name, at.shape, at.dtype, work)
                 except RuntimeError as error:
                     raise CommError(failure_message(at, self._group, error)) from error
                 finally:

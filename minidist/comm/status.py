@@ -51,5 +51,11 @@ class OperationTracker:
         seq: the number that `on_launch` returned. name, shape, dtype: as in `on_launch`.
         """
 
+    def on_pending(self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, work) -> None:
+        """Record that the wait for an operation has returned although the operation may not have completed (on CUDA).
+
+        The other arguments are as in `on_wait`. work: torch's handle, whose `is_completed` says so later.
+        """
+
     def on_resume(self) -> None:
         """Record that the latest wait has ended: this rank runs again."""

@@ -11,7 +11,7 @@ def test_the_costs_of_each_number_of_ranks_are_measured(tmp_path, capsys):
     costs = json.loads(file.read_text())["costs"]
     assert [cost["ranks"] for cost in costs] == [2, 24]
     for cost in costs:
-        assert 0 < cost["client"] <= cost["judge"] and cost["server"] > 0 and 0 < cost["report_s"] < 3
+        assert 0 < cost["client"] <= cost["leader"] and cost["server"] > 0 and 0 < cost["report_s"] < 3
     assert "24 ranks: a rank's thread" in capsys.readouterr().out
 
 

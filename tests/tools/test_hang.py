@@ -86,7 +86,7 @@ def test_a_stopped_rank_is_named_within_seconds_and_killed_by_its_machine(monkey
     assert world.run(4) is None
     assert kills == [(os.getpid(), signal.SIGKILL)]  # by rank 2, which is on its machine
     assert world.notes[-1][2] == "rank 1 is killed: ranks 0, 2 have waited for it for 8 s"
-    assert "rank 1 does not end although it was killed" in world.run(6)  # it never died: the judge ends the run
+    assert "rank 1 does not end although it was killed" in world.run(6)  # it never died: the leader ends the run
 
 
 def test_a_stopped_rank_alone_on_its_machine_is_named_too(kills):

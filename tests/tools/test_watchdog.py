@@ -70,7 +70,7 @@ def test_a_rank_that_moves_between_the_readings_is_asked_again():
     world.run(0.6)  # both have posted
     world.silent.add(1)
     assert world.run(1) is None
-    assert world.participants[0]._judge._suspected
+    assert world.participants[0]._leader._suspected
     world.silent.clear()
     world.pages[1].on_resume()  # it goes on, and waits in the same operation again
     world.pages[1].on_wait(PAIR, 1, "all_reduce", (9,), "float32", "train.py:7")
@@ -94,14 +94,14 @@ def test_a_deadlock_is_reported_though_another_rank_works_on_and_on():
     assert "deadlock: rank 0 waits" in world.run(5) and world.now_s < 3
 
 
-def test_another_rank_takes_over_from_a_judge_that_is_stopped_or_resumes():
+def test_another_rank_takes_over_from_a_leader_that_is_stopped_or_resumes():
     ranks = tuple(range(4))
     channel = Channel("collective", "grads", ranks)
     for how in ("stopped", "resumes"):
         world = SimulatedRanks(4)
         mark_waiting(world.pages[0], channel)
         world.run(1)
-        assert world.participants[0]._judge
+        assert world.participants[0]._leader
         if how == "stopped":
             world.silent.add(0)
         else:
@@ -142,9 +142,9 @@ def test_the_operations_on_the_store_per_rank_and_second_do_not_grow_with_the_ra
     world.run(2)
     world.store.operations.clear()
     world.run(10)
-    assert world.store.operations["multi_get"] <= 100  # the judge reads the slow rank alone
+    assert world.store.operations["multi_get"] <= 100  # the leader reads the slow rank alone
     readings = 10 / world.participants[0].period_s
-    assert world.store.operations.total() <= (size + 8) * readings  # one per rank, and those of the judge
+    assert world.store.operations.total() <= (size + 8) * readings  # one per rank, and those of the leader
 
 
 def test_the_threads_report_once_and_end(monkeypatch):

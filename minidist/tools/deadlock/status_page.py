@@ -13,11 +13,13 @@ A rank writes before it launches an operation, before it waits for one and after
 
 import math
 import struct
+import time
 import zlib
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minidist.comm.status import Channel, OperationTracker
 from minidist.tools.deadlock.caller import find_user_code_line
@@ -36,6 +38,7 @@ _NAME_BYTES = 184
 _ENTRY_BYTES = _NAME_AT + _NAME_BYTES
 _MAX_CHANNELS = (PAGE_BYTES - _CHANNELS_AT) // _ENTRY_BYTES
 _NO_CHANNEL = 0xFFFF
+_PENDING_VERSION = 1 << 62  # versions of a rank that runs while an operation is pending are above this
 
 
 class ChannelProgress(NamedTuple):
@@ -86,6 +89,23 @@ class Snapshot:
         return channels[self._entry] if self.wait_operation and self._entry < len(channels) else None
 
 
+class _PendingOperation(NamedTuple):
+    """An operation that the GPU may not have completed. text, location: as on the page. work: torch's handle."""
+
+    channel: Channel
+    seq: int
+    text: bytes
+    location: bytes
+    work: Any
+
+    def is_completed(self) -> bool:
+        """Return whether the operation has completed, or failed, which the backend reports itself."""
+        try:
+            return self.work.is_completed()
+        except RuntimeError:
+            return True
+
+
 class StatusPage(OperationTracker):
     """The status of this rank, in memory that another process can read; only this process writes it.
 
@@ -97,6 +117,13 @@ class StatusPage(OperationTracker):
         self._version = 0
         self._channels: dict[Channel, list[int]] = {}  # -> [entry or -1, launched, chain]
         self._signatures: dict[tuple, tuple[bytes, bytes]] = {}
+        self._location = b""
+        self._pending: deque[_PendingOperation] | None = None
+        self._num_completed = 0
+
+    def track_pending_operations(self) -> None:
+        """From now on, keep the operations that `on_pending` reports until a call of `poll` finds them completed."""
+        self._pending = deque()
 
     def on_launch(self, channel: Channel, name: str, shape: tuple[int, ...], dtype: object) -> int:
         """Record that an operation is about to start; return its sequence number on the channel: 1, 2, ...
@@ -126,12 +153,17 @@ class StatusPage(OperationTracker):
         known = self._channels.get(channel) or self._add(channel)
         entry = known[0] if known[0] >= 0 else _NO_CHANNEL
         text, _ = self._signature(channel.kind, name, shape, dtype)
-        encoded_location = (location or find_user_code_line()).encode()[
-            -160:
-        ]  # the end of a long path holds the file and the line
+        # The end of a long path holds the file and the line.
+        self._location = (location or find_user_code_line()).encode()[-160:]
         self._begin_write()
-        _HEADER.pack_into(self._page, _HEADER_AT, 2, entry, self._listed, seq, text, encoded_location)
+        _HEADER.pack_into(self._page, _HEADER_AT, 2, entry, self._listed, seq, text, self._location)
         self._end_write()
+
+    def on_pending(self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, work) -> None:
+        """Record that the wait has returned, but `work` may still be pending on the GPU; arguments as in `on_wait`."""
+        if self._pending is not None and self._channels[channel][0] >= 0:
+            text, _ = self._signature(channel.kind, name, shape, dtype)
+            self._pending.append(_PendingOperation(channel, seq, text, self._location, work))
 
     def on_resume(self) -> None:
         """Record that the wait has ended and this rank is running."""
@@ -150,13 +182,33 @@ class StatusPage(OperationTracker):
         self._end_write()
         self._channels.clear()
 
-    def take_snapshot(self) -> Snapshot:
-        """Return the present status of this rank."""
-        return StatusPage.read_snapshot(self._page)
+    def take_snapshot(self) -> Snapshot | None:
+        """Return the present status of this rank, with its oldest pending operation; None as in `read_snapshot`."""
+        snapshot = StatusPage.read_snapshot(self._page)
+        pending = [operation for operation in self._pending or () if not operation.is_completed()]
+        if snapshot is None or not pending or snapshot.state not in ("running", "waiting"):
+            return snapshot
+        page, oldest = bytearray(snapshot._page), pending[0]
+        first = {operation.channel: operation.seq for operation in reversed(pending)}
+        if snapshot.state == "waiting" and snapshot.wait_channel is not None:
+            first.setdefault(snapshot.wait_channel, snapshot.wait_seq)  # it cannot overtake the pending ones
+        for channel, seq in first.items():
+            at = _CHANNELS_AT + self._channels[channel][0] * _ENTRY_BYTES
+            (launched, _) = _COUNTS.unpack_from(page, at)
+            _COUNTS.pack_into(page, at, launched, launched - seq + 1)
+        listed = _COUNT.unpack_from(page, _COUNT_AT)[0]
+        is_running = snapshot.state == "running"
+        state, entry = STATES.index("pending" if is_running else "waiting"), self._channels[oldest.channel][0]
+        _HEADER.pack_into(page, _HEADER_AT, state, entry, listed, oldest.seq, oldest.text, oldest.location)
+        if is_running:  # it counts as unchanged while the same operation is pending, whatever the rank launches
+            _VERSION.pack_into(page, 0, _PENDING_VERSION + 2 * self._num_completed)
+        return StatusPage.read_snapshot(page)
 
     def to_bytes(self) -> bytes:
-        """Return the written part of the page, from which `read_snapshot` can read the status elsewhere."""
-        return bytes(self._page[: _CHANNELS_AT + self._listed * _ENTRY_BYTES])
+        """Return the status as bytes, from which `read_snapshot` can read it elsewhere."""
+        while (snapshot := self.take_snapshot()) is None:  # this rank is writing, in another thread
+            time.sleep(1e-3)
+        return snapshot._page
 
     @staticmethod
     def read_snapshot(buffer) -> Snapshot | None:
@@ -175,11 +227,17 @@ class StatusPage(OperationTracker):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether this rank waits for an operation now."""
-        return STATES[self._page[_STATE_AT]] == "waiting"
+        """Whether this rank waits for an operation now, or by the latest `poll` an operation is pending."""
+        state = STATES[self._page[_STATE_AT]]
+        return state == "waiting" or (bool(self._pending) and state == "running")
 
     def poll(self) -> int:
-        """Return a number that is new whenever the status has changed, as `version`."""
+        """Return a number that is new whenever the status has changed, as `version`; drop completed operations."""
+        while self._pending and self._pending[0].is_completed():
+            self._pending.popleft()
+            self._num_completed += 1
+        if self._pending and STATES[self._page[_STATE_AT]] == "running":
+            return _PENDING_VERSION + 2 * self._num_completed
         return self._version
 
     @property

@@ -27,17 +27,18 @@ def describe_rank(snapshot: Snapshot | None) -> str:
     """Return one rank's status as text, such as "waiting in barrier #3 of 'grads' (ranks 0-3) at train.py:7"."""
     if snapshot is None or snapshot.state == "idle":
         return "starting"
-    if snapshot.state != "waiting":
+    if snapshot.state not in ("waiting", "pending"):
         return snapshot.state
+    verb = "waiting in" if snapshot.state == "waiting" else "running, but the GPU has not completed"
     if snapshot.wait_channel is None:
-        return f"waiting in {snapshot.wait_operation} at {shorten_location(snapshot.wait_location)}"
+        return f"{verb} {snapshot.wait_operation} at {shorten_location(snapshot.wait_location)}"
     channel = snapshot.wait_channel
     name, _, rest = snapshot.wait_operation.partition(" ")
     peer = "" if channel.peer is None else f" {'to' if channel.kind == 'send' else 'from'} rank {channel.peer}"
     peer += f" (tag {channel.tag})" if channel.tag else ""
     tensor = "" if name == "barrier" else f" {rest}"  # a barrier has no tensor of its own
     operation = f"{name}{peer} #{snapshot.wait_seq}{tensor} of {format_group(channel)}"
-    return f"waiting in {operation} at {shorten_location(snapshot.wait_location)}"
+    return f"{verb} {operation} at {shorten_location(snapshot.wait_location)}"
 
 
 def shorten_location(location: str) -> str:

@@ -2,7 +2,7 @@
 
 A thread per rank exchanges facts through torch's store. While its rank runs, it reads one record every second or less
 often. Once its rank has waited for half a second it posts the rank's facts, and again only when they have changed; one
-of the waiting ranks is the judge (`judge.py`). So a rank's cost does not depend on the number of ranks, and the
+of the waiting ranks is the leader (`leader.py`). So a rank's cost does not depend on the number of ranks, and the
 store's work grows linearly with it: the time between two readings grows, too, which keeps the store at a tenth of one
 core. `python -m bench watch` measures both.
 """
@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from minidist.tools.deadlock.facts import Place, encode_facts
 from minidist.tools.deadlock.hang import default_hang_limit_s, describe_process, find_main_thread_line
-from minidist.tools.deadlock.judge import (
+from minidist.tools.deadlock.leader import (
     CHANGES,
-    Judge,
+    Leader,
     WatchRecord,
     line_key,
     page_key,
@@ -32,7 +32,7 @@ TICK_S = 0.1  # between two looks at the status of this rank, which is in its ow
 _QUIET_S = 0.5
 _READ_S = 250e-6  # per rank of the job: the least time between two readings of the store
 _READ_RUNNING_S = 1.0
-_JUDGE_LOST_S = 1.0
+_LEADER_LOST_S = 1.0
 _RECORD = "record"
 
 
@@ -51,10 +51,11 @@ class WatchParticipant:
         self._version, self._since_s, self._next_reading_s = -1, 0.0, float("-inf")
         self._has_posted_wait = False
         self._record_text, self._record_since_s = "", 0.0
-        self._judge: Judge | None = None
+        self._leader: Leader | None = None
         self._answered = self._question = 0
         self._killed: set[int] = set()
         self.notes: list[str] = []
+        status.track_pending_operations()
         store.compare_set(_RECORD, "", WatchRecord().to_text())
         self.post()
 
@@ -85,10 +86,10 @@ class WatchParticipant:
             self._record_text, self._record_since_s = text, now_s
         record = WatchRecord.from_text(text)
         self._answer(record, is_blocked)
-        return self._judge_or_elect(record, now_s) if is_blocked else None
+        return self._lead_or_elect(record, now_s) if is_blocked else None
 
     def post(self, is_change: bool = True) -> None:
-        """Post this rank's facts. is_change: whether the judge shall read the facts of all ranks again."""
+        """Post this rank's facts. is_change: whether the leader shall read the facts of all ranks again."""
         while (snapshot := self._status.take_snapshot()) is None:  # the rank is writing
             time.sleep(1e-3)
         facts = encode_facts(snapshot, self._place, self._answered)
@@ -97,10 +98,10 @@ class WatchParticipant:
             self._store.add(CHANGES, 1)
 
     def _resign(self) -> None:
-        if self._judge is not None:
-            self._judge = None
+        if self._leader is not None:
+            self._leader = None
             record = WatchRecord.from_text(self._record_text)
-            self._store.compare_set(_RECORD, self._record_text, record._replace(judge=None).to_text())
+            self._store.compare_set(_RECORD, self._record_text, record._replace(leader=None).to_text())
 
     def _answer(self, record: WatchRecord, is_blocked: bool) -> None:
         if record.request != self._answered and is_blocked:
@@ -121,24 +122,24 @@ class WatchParticipant:
                 self._killed.add(rank)
                 os.kill(pid, signal.SIGKILL)
 
-    def _judge_or_elect(self, record: WatchRecord, now_s: float) -> str | None:
+    def _lead_or_elect(self, record: WatchRecord, now_s: float) -> str | None:
         verdict = None
-        if record.judge == self.rank and self._judge is not None:
-            new, verdict = self._judge.update(record, now_s)
-            self.notes += self._judge.notes
-            self._judge.notes.clear()
-        elif record.judge is None or now_s - self._record_since_s > max(_JUDGE_LOST_S, 3 * self.period_s):
-            new = record._replace(judge=self.rank, beat=record.beat + 1)
+        if record.leader == self.rank and self._leader is not None:
+            new, verdict = self._leader.update(record, now_s)
+            self.notes += self._leader.notes
+            self._leader.notes.clear()
+        elif record.leader is None or now_s - self._record_since_s > max(_LEADER_LOST_S, 3 * self.period_s):
+            new = record._replace(leader=self.rank, beat=record.beat + 1)
         else:
-            self._judge = None
+            self._leader = None
             return None
         text = new.to_text()
         if bytes(self._store.compare_set(_RECORD, self._record_text, text)).decode() != text:
-            self._judge = None  # another rank was faster
+            self._leader = None  # another rank was faster
             return None
         self._record_text, self._record_since_s = text, now_s
-        if self._judge is None:
-            self._judge = Judge(self.rank, self.size, self._store, self._hang_limit_s)
+        if self._leader is None:
+            self._leader = Leader(self.rank, self.size, self._store, self._hang_limit_s)
         self._answer(new, True)
         return verdict and str(verdict)
 

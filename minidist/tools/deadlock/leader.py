@@ -1,8 +1,8 @@
-"""The judge: the one waiting rank that reads the facts of all ranks from the store, and decides.
+"""The leader: the one waiting rank that reads the facts of all ranks from the store, and decides.
 
-Ranks and judge exchange one record, which every waiting rank reads about once a second or more often:
+Ranks and leader exchange one record, which every waiting rank reads about once a second or more often:
 
-* the judge suspects a deadlock from facts that may be out of date, and makes a request with the next number;
+* the leader suspects a deadlock from facts that may be out of date, and makes a request with the next number;
 * every waiting rank posts its facts again with that number, and the few ranks named in `pages` their status pages;
 * a status that is the same in both readings was true when the request was made, and counts.
 
@@ -44,14 +44,14 @@ CHANGES = "changes"  # counts the posts of all ranks
 
 
 class WatchRecord(NamedTuple):
-    """What the judge tells all ranks.
+    """What the leader tells all ranks.
 
-    judge: its rank, None if there is none; beat: grows while the judge lives. request: number of the latest request;
+    leader: its rank, None if there is none; beat: grows while the leader lives. request: number of the latest request;
     pages: the ranks that answer it with their status page, too. question: number of the latest question; asked: the
     ranks that it is about, killed: those to kill, each as (rank, machine, process id).
     """
 
-    judge: int | None = None
+    leader: int | None = None
     beat: int = 0
     request: int = 0
     pages: tuple = ()
@@ -69,7 +69,7 @@ class WatchRecord(NamedTuple):
         return cls(*json.loads(text))
 
 
-class Judge:
+class Leader:
     """Finds deadlocks and hung ranks; exists on one rank at a time.
 
     rank, size: of this rank. store: as for `Watchdog`. hang_limit_s: kill a rank that others have waited for this long.

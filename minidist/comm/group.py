@@ -123,12 +123,14 @@ def bind(
     meter: Meter | None = None,
     backend: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    check: Callable[[Group], None] | None = None,
 ) -> Groups:
     """Create the process groups of every spec and one named "control" over all ranks; return this rank's groups.
 
     All ranks call it with equal arguments. mesh: its size is that of `world`. meter: records the operations of all
     groups; a new meter if None. backend: torch's name of the backend; None: the backend of the default group.
-    timeout_s: the backend aborts an operation that takes longer.
+    timeout_s: the backend aborts an operation that takes longer. check: called with the control group before any other
+    group is made, to find out whether the arguments are equal; if it raises on all ranks, no rank waits for another.
     Raises ValueError if the mesh and the world differ in size, or two specs share a name.
     """
     if mesh.world_size != world.size:
@@ -138,7 +140,7 @@ def bind(
         raise ValueError(f"two group specs share a name: {', '.join(spec.name for spec in specs)}")
     meter = Meter() if meter is None else meter
     groups: dict[str, Group] = {}
-    _report_bind(world, mesh, specs)
+    _report_bind(world, mesh, specs, named=check is None)
     for spec in specs:
         own_ranks, own_process_group = None, None
         for ranks in spec.rank_groups(mesh):
@@ -152,14 +154,20 @@ def bind(
             continue
         group = Group(spec.name, own_ranks, own_ranks.index(world.rank), own_process_group, world, meter)
         groups[spec.name] = _LIVE[group.key] = group
+        if spec is CONTROL and check is not None:
+            check(group)
     world.status.on_resume()
     return Groups(mesh, world, meter, tuple(specs[1:]), groups)
 
 
-def _report_bind(world: World, mesh: Mesh, specs: list[GroupSpec]) -> None:
-    """Report to rank status that this rank waits for all others in `bind`: making groups blocks like an operation."""
+def _report_bind(world: World, mesh: Mesh, specs: list[GroupSpec], named: bool) -> None:
+    """Report to rank status that this rank waits for all others in `bind`: making groups blocks like an operation.
+
+    named: with mesh and groups, so that deadlock detection reports differences, which the caller does not check.
+    """
     declared = ", ".join(f"{spec.name} over {'/'.join(spec.axes)}" for spec in specs)
-    channel, arguments = Channel("collective", "bind", tuple(range(world.size))), f"on {mesh}: {declared}"
+    channel = Channel("collective", "bind", tuple(range(world.size)))
+    arguments = f"on {mesh}: {declared}" if named else ""
     seq = world.status.on_launch(channel, "bind", (), arguments)
     if world.size > 1:
         world.status.on_wait(channel, seq, "bind", (), arguments)

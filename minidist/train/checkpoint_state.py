@@ -1,5 +1,6 @@
 """The training state as shards of global tensors, for checkpoints."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -53,3 +54,15 @@ def create_optimizer_states(engine: Engine, index: Index) -> None:
             like = {"dtype": DTYPES[tensor.dtype_name], "device": master.device}
             made = torch.zeros(master.shape, **like) if tensor.shape else torch.zeros((), **like)
             engine.optimizer.state[master][kind.removeprefix(OPTIMIZER)] = made
+
+
+def find_non_finite(engine: Engine) -> list[str]:
+    """Return the name of the first of this rank's tensors to save that is not finite, in a list; [] if all are finite.
+
+    Reads the state once, as a save does, and waits for the GPU once: the largest absolute value of a tensor with a NaN
+    is NaN.
+    """
+    shards = [shard for shard in checkpoint_shards(engine) if shard.tensor.is_floating_point() and shard.box.numel]
+    largest = [shard.tensor.detach().norm(math.inf).double() for shard in shards]
+    values = torch.stack([value.to(engine.groups.world.device) for value in largest]).tolist() if largest else []
+    return [shard.name for shard, value in zip(shards, values, strict=True) if not math.isfinite(value)][:1]

@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from minidist.train.engine import Engine
 from minidist.train.observer import Observer
 from minidist.train.replicas import check_replicas
 from minidist.train.resume import check_resumable
+from minidist.train.same_program import check_same_program
 from minidist.train.schedule import learning_rate
 from minidist.validation import validate
 
@@ -82,7 +84,12 @@ class Trainer:
         self.mesh = validate(config, world.size)
         meter = Meter(keep=False) if meter is None else meter
         self.groups = comm.bind(
-            world, self.mesh, group_specs(self.mesh, config), meter=meter, timeout_s=config.comm.timeout_s
+            world,
+            self.mesh,
+            group_specs(self.mesh, config),
+            meter=meter,
+            timeout_s=config.comm.timeout_s,
+            check=partial(check_same_program, config),
         )
         self.control = self.groups["control"]
         self.all_gather_object = comm.bind_all_gather_object(self.control)
@@ -267,6 +274,13 @@ class Trainer:
             "loss_scaler": None if self.engine.scaler is None else self.engine.scaler.state_dict(),
         }
         self._finish_save()
+        if found := [
+            name for names in self.all_gather_object(checkpoint_state.find_non_finite(self.engine)) for name in names
+        ]:
+            raise RunError(
+                f"the state after step {self.progress.step} is not finite, so it is not saved; the first tensor that "
+                f"is not: {found[0]}. Lower --optim.lr. {self._describe_last_checkpoint()}"
+            )
         shards = checkpoint_state.checkpoint_shards(self.engine)
         with self.groups.meter.span("checkpoint"):
             try:

@@ -33,8 +33,6 @@ def compute_digests(tensors: Iterable[Tensor]) -> list[int]:
     * changes of several words cancel with a probability of about 2**-64, for the sum is that of pseudo-random numbers.
       So swapped elements are found, since each position has its own weight. Without f the high bits would be weak: two
       flipped signs change w_i x_i by 2**31 w_i and 2**31 w_j, which cancel once in 2**33.
-
-    On CUDA the tensors stay on the GPU, and the host waits for it once per device.
     """
     weights: dict[torch.device, Tensor] = {}
     sums: dict[torch.device, list[Tensor]] = defaultdict(list)
@@ -151,34 +149,29 @@ def format_differences(differences: Sequence[ReplicaDifference], limit: int = 4)
     parts = []
     for (wrong, replicas, healthy), of_ranks in names.items():
         others = f"the other replicas ({format_ranks(set(replicas) - set(wrong))})"
-        parts.append(
-            f"{format_ranks(wrong)} {'differ from each other' if healthy is None else 'not equal to ' + others} in "
-            + ", ".join(of_ranks[:limit])
-            + (f" and {len(of_ranks) - limit} more" if len(of_ranks) > limit else "")
-        )
+        how = "differ from each other" if healthy is None else f"not equal to {others}"
+        more = f" and {len(of_ranks) - limit} more" if len(of_ranks) > limit else ""
+        parts.append(f"{format_ranks(wrong)} {how} in {', '.join(of_ranks[:limit])}{more}")
     return "; ".join(parts[:limit]) + (f"; and {len(parts) - limit} more" if len(parts) > limit else "")
 
 
 def _compare(details: Sequence[dict[int, dict[str, int]]]) -> list[ReplicaDifference]:
-    """Return the differences. details: of each rank, its digests by set of ranks and name."""
+    # details: of each rank, its digests by set of ranks and name
     found = []
     for key in sorted(set().union(*details)):
         replicas = tuple(rank for rank, of_rank in enumerate(details) if key in of_rank)
         for name in dict.fromkeys(name for rank in replicas for name in details[rank][key]):
             column = {rank: details[rank][key].get(name) for rank in replicas}  # None: no such tensor there
             [(value, votes)] = Counter(column.values()).most_common(1)
-            if votes == len(replicas):
-                continue
-            if 2 * votes > len(replicas) and value is not None:
-                wrong = tuple(rank for rank in replicas if column[rank] != value)
-                found.append(ReplicaDifference(name, replicas, wrong, next(r for r in replicas if column[r] == value)))
-            else:
-                found.append(ReplicaDifference(name, replicas, replicas, None))
+            if votes < len(replicas):
+                is_majority = 2 * votes > len(replicas) and value is not None
+                right = [rank for rank in replicas if is_majority and column[rank] == value]
+                wrong = tuple(rank for rank in replicas if rank not in right)
+                found.append(ReplicaDifference(name, replicas, wrong, right[0] if right else None))
     return found
 
 
 def _combine(digests: dict[str, int]) -> int:
-    """Return one digest of the tensors that a set of ranks shares, which depends on their names too."""
     return sum(mix_int(_hash_text(name) ^ mix_int(digest)) for name, digest in digests.items()) & _MASK64
 
 

@@ -2,8 +2,7 @@
 
 A SHA-256 shows that bytes are those that were written, not that whoever wrote them meant well: an edited index carries
 the SHA-256 of its edited text. So everything that a load uses is checked before a file is opened: file names that would
-lead out of the folder, devices and pipes, which have no end, sizes that do not match the boxes, boxes outside of their
-tensor. A checkpoint that passes costs no more to verify than its tensors' bytes.
+lead out of the folder, devices and pipes, which have no end, sizes that do not match the boxes, boxes outside of it.
 """
 
 import json
@@ -46,8 +45,7 @@ def regular_file_size(file: Path) -> int:
 
     Opening a pipe may block for ever, and a device like /dev/zero has no end.
     """
-    status = os.stat(file)
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG((status := os.stat(file)).st_mode):
         raise OSError(0, "it is not a regular file")
     return status.st_size
 
@@ -99,13 +97,16 @@ def _check_tensor(name: str, tensor: SavedTensor) -> None:
         if not all(map(is_count, sizes)):
             raise ValueError(f"{_short(name)} has a shape or a box with {_short(list(sizes))}")
     for saved in tensor.boxes:
-        inside = len(saved.box.stop) == len(tensor.shape) and all(map(int.__le__, saved.box.stop, tensor.shape))
-        if not inside:
+        stop, shape = saved.box.stop, tensor.shape
+        if len(stop) != len(shape) or not all(map(int.__le__, stop, shape)):
             raise ValueError(
-                f"{_short(name)} has shape {_short(list(tensor.shape))}, and a box of it ends at "
-                f"{_short(list(saved.box.stop))}"
+                f"{_short(name)} has shape {_short(list(shape))}, and a box of it ends at {_short(list(stop))}"
             )
     check_covered(name, tensor)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it contains {name}, which JSON does not have")
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -115,10 +116,6 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"it has the name {_short(name)} twice")
         names[name] = value
     return names
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"it contains {name}, which JSON does not have")
 
 
 def _short(value: Any) -> str:

@@ -59,8 +59,7 @@ def create_optimizer_states(engine: Engine, index: Index) -> None:
 def find_non_finite(engine: Engine) -> list[str]:
     """Return the name of the first of this rank's tensors to save that is not finite, in a list; [] if all are finite.
 
-    Reads the state once, as a save does, and waits for the GPU once: the largest absolute value of a tensor with a NaN
-    is NaN.
+    Reads the state once, as a save does, and waits for the GPU once: the largest magnitude of a tensor with NaN is NaN.
     """
     shards = [shard for shard in checkpoint_shards(engine) if shard.tensor.is_floating_point() and shard.box.numel]
     largest = [shard.tensor.detach().norm(math.inf).double() for shard in shards]

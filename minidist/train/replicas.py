@@ -11,8 +11,7 @@ from minidist.train.engine import Engine
 def replicated_tensors(engine: Engine) -> Iterator[ReplicatedTensor]:
     """Yield this rank's parameters, master weights, optimizer states and buffers, with the ranks that hold the same.
 
-    The specs know the replicas: with ZeRO those of a parameter are all data-parallel ranks, and those of a shard the
-    ranks of the same place in other shard groups. ZeRO 3 has no full parameters between steps.
+    With ZeRO, a shard has replicas in other shard groups only. ZeRO 3 has no full parameters between steps.
     """
     reducer, states = engine.reducer, engine.optimizer.state
     tensors, memory = reducer.checkpoint_tensors(), set()

@@ -21,8 +21,7 @@ _OWN = ("folder", "device", "checkpoint.resume", "data.path", "data.source")
 def check_same_program(config: Config, group: Group) -> None:
     """Raise UserError, the same on all ranks, unless all ranks of `group` have the same options and package source.
 
-    Names the options and their values by rank, or the source files. Collective; exchanges 8 bytes per rank if all
-    agree. Call it before other groups are made: they depend on the options.
+    Names the options and their values by rank, or the source files. Collective: 8 bytes per rank if all agree.
     """
     if group.size == 1:
         return
@@ -36,9 +35,9 @@ def check_same_program(config: Config, group: Group) -> None:
     by_rank = all_gather_object(facts, group)
     names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
     differing = [_format_values(name, by_rank) for name in names if len({f.get(name) for f in by_rank}) > 1]
-    files = sum(text.startswith("file ") for text in differing)
-    what = "run different code" if files else "were started with different options"
-    fix = "Install the same version of minidist for all of them" if files else "Give all of them the same options"
+    what, fix = "were started with different options", "Give all of them the same options"
+    if any(text.startswith("file ") for text in differing):
+        what, fix = "run different code", "Install the same version of minidist for all of them"
     more = f"; and {len(differing) - 4} more" if len(differing) > 4 else ""
     raise UserError(f"the ranks {what}: {'; '.join(differing[:4])}{more}. {fix}.")
 

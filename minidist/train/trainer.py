@@ -83,14 +83,8 @@ class Trainer:
         self.world, self.config, self.observers = world, config, tuple(observers)
         self.mesh = validate(config, world.size)
         meter = Meter(keep=False) if meter is None else meter
-        self.groups = comm.bind(
-            world,
-            self.mesh,
-            group_specs(self.mesh, config),
-            meter=meter,
-            timeout_s=config.comm.timeout_s,
-            check=partial(check_same_program, config),
-        )
+        specs, check = group_specs(self.mesh, config), partial(check_same_program, config)
+        self.groups = comm.bind(world, self.mesh, specs, meter=meter, timeout_s=config.comm.timeout_s, check=check)
         self.control = self.groups["control"]
         self.all_gather_object = comm.bind_all_gather_object(self.control)
         self._run_on_all_ranks(self._check_observers)
@@ -274,9 +268,8 @@ class Trainer:
             "loss_scaler": None if self.engine.scaler is None else self.engine.scaler.state_dict(),
         }
         self._finish_save()
-        if found := [
-            name for names in self.all_gather_object(checkpoint_state.find_non_finite(self.engine)) for name in names
-        ]:
+        not_finite = self.all_gather_object(checkpoint_state.find_non_finite(self.engine))
+        if found := sum(not_finite, []):
             raise RunError(
                 f"the state after step {self.progress.step} is not finite, so it is not saved; the first tensor that "
                 f"is not: {found[0]}. Lower --optim.lr. {self._describe_last_checkpoint()}"

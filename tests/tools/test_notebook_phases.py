@@ -12,6 +12,7 @@ from minidist.tools.simulate.failures import Phase
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgba
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,13 @@ def test_outcomes_are_fields_with_one_colour_for_each_outcome():
     assert colors[0] == colors[3] == colors[4] and colors[2] == colors[5]
     assert len(set(colors)) == 3
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["old", "none", "new"]
+
+
+def test_outcomes_may_have_their_colours_beforehand():
+    plot_outcomes({"a": ["bad"]}, [1], "step", {"good": "C0", "bad": "C3"})
+    [axes] = plt.gcf().axes
+    assert tuple(axes.collections[0].get_facecolor()[0]) == to_rgba("C3")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["good", "bad"]
 
 
 def test_resharding_returns_every_slice_that_a_rank_reads():

@@ -149,12 +149,13 @@ def _draw_curves(curves: dict[str, list[float]]) -> None:
 def _draw_differences(drawn: Mapping[str, Mapping[int, float]]) -> None:
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 3.2))
+    figure, axes = plt.subplots(figsize=(7, 2.8 + 0.2 * len(drawn)))
     for number, (name, by_step) in enumerate(drawn.items()):
         above = {n: difference for n, difference in by_step.items() if difference}
         label = name if above else f"{name}: exactly 0 in all {len(by_step)} steps"
         axes.plot(list(above), list(above.values()), ".-", color=f"C{number}", linewidth=1, label=label)
     axes.set(yscale="log", xlabel="step", ylabel="difference in loss (nats)")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), fontsize=8)
     figure.tight_layout()

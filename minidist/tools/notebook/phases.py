@@ -32,11 +32,16 @@ def plot_phases(
 
 
 def plot_outcomes(
-    rows: Mapping[str, Sequence[str]], columns: Sequence[object], x: str, draw: bool = True
+    rows: Mapping[str, Sequence[str]],
+    columns: Sequence[object],
+    x: str,
+    colors: Mapping[str, str] | None = None,
+    draw: bool = True,
 ) -> dict[str, list[str]]:
     """Plot a grid of outcomes with one colour for each; return the rows.
 
-    rows: the outcomes of a row, one for each of `columns`, by its name. x: what the columns are.
+    rows: the outcomes of a row, one for each of `columns`, by its name. x: what the columns are. colors: matplotlib's
+    colours by outcome, in the order of the legend; if None, the outcomes get colours in order of first occurrence.
     Raises UserError when there is no field, or a row has not an outcome for each column.
     """
     grid = {name: list(row) for name, row in rows.items()}
@@ -45,7 +50,7 @@ def plot_outcomes(
     if odd := [name for name, row in grid.items() if len(row) != len(columns)]:
         raise UserError(f"{len(columns)} columns, but the row {odd[0]} has {len(grid[odd[0]])} outcomes")
     if draw:
-        _draw_outcomes(grid, columns, x)
+        _draw_outcomes(grid, columns, x, colors or _colors_by_occurrence(grid))
     return grid
 
 
@@ -74,7 +79,8 @@ def plot_resharding(
 def _draw_phases(rows: Mapping[str, list[Phase]], x: str) -> None:
     from matplotlib import pyplot as plt
 
-    kinds = dict.fromkeys(phase.kind for row in rows.values() for phase in row)
+    occurring = dict.fromkeys(phase.kind for row in rows.values() for phase in row)
+    kinds = sorted(occurring, key=lambda kind: [*_COLORS, kind].index(kind))
     further = iter(_FURTHER_COLORS)
     colors = {kind: _COLORS.get(kind) or next(further) for kind in kinds}
     figure, axes = plt.subplots(figsize=(8, 1 + 0.45 * len(rows)))
@@ -82,7 +88,7 @@ def _draw_phases(rows: Mapping[str, list[Phase]], x: str) -> None:
         for kind in kinds:
             spans = [(phase.start, phase.stop - phase.start) for phase in row if phase.kind == kind]
             axes.broken_barh(spans, (at - 0.35, 0.7), facecolors=colors[kind], label=kind)
-    axes.set(xlabel=x, yticks=range(len(rows)), xlim=(0, None))
+    axes.set(xlabel=x, yticks=range(len(rows)), xlim=(0, max(row[-1].stop for row in rows.values())))
     axes.set_yticklabels(rows)
     axes.invert_yaxis()
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
@@ -90,20 +96,24 @@ def _draw_phases(rows: Mapping[str, list[Phase]], x: str) -> None:
     figure.tight_layout()
 
 
-def _draw_outcomes(grid: Mapping[str, list[str]], columns: Sequence[object], x: str) -> None:
+def _colors_by_occurrence(grid: Mapping[str, list[str]]) -> dict[str, str]:
+    outcomes = dict.fromkeys(outcome for row in grid.values() for outcome in row)
+    return {outcome: f"C{number}" for number, outcome in enumerate(outcomes)}
+
+
+def _draw_outcomes(grid: Mapping[str, list[str]], columns: Sequence[object], x: str, colors: Mapping[str, str]) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.patches import Patch
 
-    outcomes = list(dict.fromkeys(outcome for row in grid.values() for outcome in row))
     figure, axes = plt.subplots(figsize=(8, 1.1 + 0.35 * len(grid)))
     for at, row in enumerate(grid.values()):
         for column, outcome in enumerate(row):
-            axes.broken_barh([(column - 0.47, 0.94)], (at - 0.42, 0.84), facecolors=f"C{outcomes.index(outcome)}")
+            axes.broken_barh([(column - 0.47, 0.94)], (at - 0.42, 0.84), facecolors=colors[outcome])
     axes.set(xlabel=x, xticks=range(len(columns)), yticks=range(len(grid)), xlim=(-0.6, len(columns) - 0.4))
     axes.set_xticklabels([str(column) for column in columns], fontsize=8)
     axes.set_yticklabels(grid)
     axes.invert_yaxis()
-    patches = [Patch(color=f"C{i}", label=outcome) for i, outcome in enumerate(outcomes)]
+    patches = [Patch(color=color, label=outcome) for outcome, color in colors.items()]
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     figure.tight_layout()
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "train": "train a model on the ranks of this machine, or under torchrun",
     "sample": "generate text from a checkpoint",
     "parity": "compare every layout of N ranks with one process",
+    "chaos": "inject faults into small runs, resume them, and check that nothing was lost",
     "estimate": "estimate memory, bytes sent, FLOPs and pipeline bubble of a layout",
     "simulate": "draw the timeline of a pipeline schedule, with its bubble and peak memory",
     "doctor": "check this machine, and suggest fixes",
@@ -48,6 +49,7 @@ def _run(argv: list[str]) -> int:
         "train": _train,
         "sample": _sample,
         "parity": _parity,
+        "chaos": _chaos,
         "estimate": _estimate,
         "simulate": _simulate,
         "doctor": _doctor,
@@ -209,6 +211,13 @@ def _parity(argv: list[str]) -> int:
     from minidist.tools.parity.command import main as parity
 
     return parity(_parse(ParityOptions, "parity", argv))
+
+
+def _chaos(argv: list[str]) -> int:
+    from minidist.tools.chaos.command import ChaosOptions
+    from minidist.tools.chaos.command import main as chaos
+
+    return chaos(_parse(ChaosOptions, "chaos", argv))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from minidist import comm
 from minidist.comm import CommError, Meter, World
-from minidist.config import Config, FaultConfig, MemoryConfig, TraceConfig
+from minidist.config import Config, MemoryConfig, TraceConfig
 from minidist.config_file import to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation_loader
@@ -189,7 +189,7 @@ class Trainer:
             if _is_due(step, digest_every) or (digest_every and must_save):
                 self._check_replicas()
             if must_save:
-                self._save(wait=last or stopped or not self.config.checkpoint.background)
+                self._save(wait=not self.config.checkpoint.background, at_end=last or stopped)
         for observer in self.observers:
             observer.on_last_step(self)
         return self._finish(stopped and self.progress.step < train.steps)
@@ -257,8 +257,12 @@ class Trainer:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def _save(self, wait: bool) -> None:
-        """Save a checkpoint. wait: until it is complete; if False, a later step finishes it."""
+    def _save(self, wait: bool, at_end: bool) -> None:
+        """Save a checkpoint. wait: until it is complete; if False, a later step finishes it.
+
+        at_end: whether the run ends here; then wait in any case, and end the run with an error if the save fails.
+        """
+        wait = wait or at_end
         state = {
             "config": to_toml(without_run_options(self.config)),
             "step": self.progress.step,
@@ -279,9 +283,9 @@ class Trainer:
             try:
                 self.saver.start_save(self.progress.step, shards, state, copy=not wait)
             except RunError as error:
-                self._note_failed_save(error, fatal=wait)
+                self._note_failed_save(error, fatal=at_end)
         if wait:
-            self._finish_save(fatal=True)
+            self._finish_save(fatal=at_end)
 
     def _finish_save(self, fatal: bool = False) -> None:
         """Complete the checkpoint that is being saved, if any. fatal: end the run if it could not be saved."""
@@ -350,10 +354,13 @@ class Trainer:
 
 
 def without_run_options(config: Config) -> Config:
-    """Return `config` without the options of a single run: folder, checkpoint.resume, fault, trace and memory."""
-    once = dataclasses.replace(config.checkpoint, resume=None)
+    """Return `config` without the options of a single run: folder, checkpoint.resume, fault.inject, trace, memory."""
+    checkpoint, fault = (
+        dataclasses.replace(config.checkpoint, resume=None),
+        dataclasses.replace(config.fault, inject=None),
+    )
     return dataclasses.replace(
-        config, folder=None, checkpoint=once, fault=FaultConfig(), trace=TraceConfig(), memory=MemoryConfig()
+        config, folder=None, checkpoint=checkpoint, fault=fault, trace=TraceConfig(), memory=MemoryConfig()
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minidist.config import Config, FaultConfig
+from minidist.config import Config
 from minidist.data.corpus import open_corpus
 from minidist.errors import RunError, UserError
 from minidist.tools.launch import RankFailure, RankServer
@@ -205,7 +205,7 @@ def train_under_torchrun(config: Config, program: Callable | None = None, extra_
     from minidist.tools.launch.run import train_and_report
 
     if is_restarted():  # an injected fault would meet every attempt
-        config = dataclasses.replace(config, fault=FaultConfig())
+        config = dataclasses.replace(config, fault=dataclasses.replace(config.fault, inject=None))
     comm = config.comm
     with torchrun_world(config.device, comm.backend, comm.timeout_s, comm.hang_limit_s) as world:
         (program or train_and_report)(world, share_run_folder_across_restarts(world, config), *extra_args)

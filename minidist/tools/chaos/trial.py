@@ -1,0 +1,240 @@
+"""One trial: a run with a fault, the check of how it ended, the resumed run, and the check of what it lost."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minidist.comm import World
+from minidist.config import Config
+from minidist.data.synthetic import generate_text
+from minidist.errors import RunError, UserError
+from minidist.fault import folders
+from minidist.fault.injection import parse_fault
+from minidist.tools.chaos.injector import FaultInjector
+from minidist.tools.chaos.plan import STEPS, Layout, Trial, make_config
+from minidist.tools.console.metrics_file import MetricsFile, read_metrics
+from minidist.tools.console.reporter import open_metrics_file
+from minidist.tools.launch import RankFailure, RankServer
+from minidist.train.agree import StepResult
+from minidist.train.observer import Observer
+from minidist.train.run_folder import CHECKPOINTS
+from minidist.train.trainer import Trainer, train
+
+TOLERANCE = 1e-6  # nats: between the losses of two layouts in float32
+_TEXT_BYTES = 8000
+_DEADLINE_S = 120.0
+_STOPPED_RANK_S = 0.5  # for the launcher to end a run with a stopped rank, before this command does
+_RUN_FILES = {"checkpoints", "config.toml", "metrics.jsonl"}
+
+
+class LossRecorder(Observer):
+    """Writes the loss of every step to metrics.jsonl and the notes of the run to standard output, on rank 0."""
+
+    def __init__(self):
+        self._file: MetricsFile | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.resumed_from = trainer.resumed_from
+        if trainer.world.rank == 0:
+            self._file = open_metrics_file(trainer)
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        if self._file is not None:
+            self._file.write_row({"step": trainer.progress.step, "loss": result.loss})
+
+    def on_note(self, line: str) -> None:
+        if self._file is not None:
+            print(line, flush=True)
+
+    def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
+        summary["resumed_from"] = self.resumed_from
+
+
+def train_rank(world: World, config: Config) -> dict[str, Any]:
+    """Train on this rank, with the fault of the configuration; returns the summary, with "resumed_from"."""
+    torch.set_num_threads(1)  # a model this small is slower on every further thread
+    recorder = LossRecorder()
+    if config.fault.inject is None:
+        return train(world, config, [recorder])
+    injector = FaultInjector(parse_fault(config.fault.inject))
+    return train(world, config, [injector, recorder], injector.meter)
+
+
+@dataclass
+class Outcome:
+    """What a trial found. ended: how the run with the fault ended. problems: one line each, none if all is well.
+
+    difference: the largest difference of a loss after the resume, in nats. resumed_step: 0 if the run began again.
+    """
+
+    ended: str = ""
+    problems: list[str] = field(default_factory=list)
+    resumed_step: int = 0
+    difference: float = 0.0
+    seconds: float = 0.0
+
+
+class Laboratory:
+    """Runs trials on one rank server, in one temporary folder. References are computed once per layout.
+
+    folder: for the runs; the folder of a trial is deleted when it has ended well.
+    """
+
+    def __init__(self, server: RankServer, folder: Path):
+        self._server, self._folder = server, folder
+        self._text = folder / "text.txt"
+        self._text.write_bytes(generate_text(_TEXT_BYTES).tobytes())
+        self._references: dict[Layout, dict[int, float]] = {}
+
+    def reference(self, layout: Layout) -> dict[int, float]:
+        """Return the losses of an uninterrupted run, by step, and its held-out loss as that of step STEPS + 1."""
+        if layout not in self._references:
+            folder = self._folder / "reference"
+            config = make_config(layout, self._text, folder)
+            summary = self._server.run(train_rank, layout.ranks, (config,), deadline_s=_DEADLINE_S).values[0]
+            self._references[layout] = read_losses(folder) | {STEPS + 1: summary["held_out_loss"]}
+            shutil.rmtree(folder)
+        return self._references[layout]
+
+    def run(self, trial: Trial) -> Outcome:
+        """Run a trial and check it."""
+        start_s, outcome = time.monotonic(), Outcome()
+        folder = self._folder / f"trial-{trial.number}"
+        try:
+            self._run(trial, folder, outcome)
+        except (RunError, UserError) as error:
+            outcome.problems.append(f"the resumed run failed: {error}")
+        outcome.seconds = time.monotonic() - start_s
+        if not outcome.problems:
+            shutil.rmtree(folder)
+        return outcome
+
+    def _run(self, trial: Trial, folder: Path, outcome: Outcome) -> None:
+        first, second = self.reference(trial.layout), self.reference(trial.resumed_layout)
+        config = make_config(trial.layout, self._text, folder, trial)
+        pids = self._run_with_fault(trial, config, outcome)
+        run = folder
+        checkpoints = folders.complete_checkpoints(folder / CHECKPOINTS)
+        if trial.fault.kind == "flip":  # later checkpoints hold what the flipped bit has done
+            checkpoints = {step: path for step, path in checkpoints.items() if step < trial.fault.step}
+            run = folder.with_name(f"{folder.name}-resumed")
+        newest = max(checkpoints, default=0)
+        resumed = make_config(trial.resumed_layout, self._text, run)
+        if run != folder and newest:
+            resumed = dataclasses.replace(
+                resumed, checkpoint=dataclasses.replace(resumed.checkpoint, resume=checkpoints[newest])
+            )
+        job = self._server.start(train_rank, trial.resumed_layout.ranks, (resumed,), deadline_s=_DEADLINE_S)
+        summary = job.wait().values[0]
+        outcome.resumed_step = newest
+        if summary["resumed_from"] != checkpoints.get(newest):
+            outcome.problems.append(f"resumed from {summary['resumed_from']}, not from {checkpoints.get(newest)}")
+        losses = read_losses(run) | {STEPS + 1: summary["held_out_loss"]}
+        outcome.problems += self._compare(trial, newest, losses, first, second, outcome)
+        outcome.problems += find_leftovers(run, [*pids, *job.pids])
+        if run != folder:
+            shutil.rmtree(run)
+
+    def _run_with_fault(self, trial: Trial, config: Config, outcome: Outcome) -> list[int]:
+        """Run until the fault has ended the run, or to its end; check which; returns the process ids of the ranks."""
+        job = self._server.start(train_rank, trial.layout.ranks, (config,), deadline_s=_DEADLINE_S)
+        fault, stopped_s, failure, pids = trial.fault, None, None, job.pids
+        while not job.poll(0.02):
+            pids = job.pids
+            if fault.kind == "stop" and is_stopped(pids[fault.rank]):
+                stopped_s = stopped_s or time.monotonic()
+                if time.monotonic() - stopped_s > _STOPPED_RANK_S:
+                    job.kill()
+        try:
+            output = "".join(job.wait().output)
+        except (RunError, UserError) as error:
+            failure = error
+            output = "".join(getattr(error, "output", []))
+        outcome.ended = "went on" if failure is None else str(failure).splitlines()[0]
+        if f"injecting: {fault}" not in output and fault.kind != "kill" and not isinstance(failure, RunError):
+            outcome.problems.append("the fault was not injected")
+        if problem := _check_end(trial, failure, stopped_s is not None, output):
+            outcome.problems.append(f"{problem}: {failure or output or 'the run went on'}")
+        return pids
+
+    def _compare(
+        self, trial: Trial, resumed: int, losses: dict[int, float], first: dict, second: dict, outcome: Outcome
+    ) -> list[str]:
+        """Compare the losses of a run with its references: `first` up to step `resumed`, then `second`."""
+        same, problems = trial.layout == trial.resumed_layout, []
+        separate = trial.fault.kind == "flip"  # the resumed run has a metrics file of its own, with its own steps only
+        expected = (set(range(resumed + 1, STEPS + 1)) if separate else set(range(1, STEPS + 1))) | {STEPS + 1}
+        if not separate or resumed == 0:
+            expected |= set(range(1, STEPS + 1))
+        if missing := sorted(expected - set(losses)):
+            problems.append(f"metrics.jsonl has no loss of steps {missing}")
+        for step, loss in losses.items():
+            reference = (first if step <= resumed else second).get(step, math.nan)
+            difference = abs(loss - reference)
+            if step > resumed:
+                outcome.difference = max(outcome.difference, difference)
+            if not difference <= (TOLERANCE if step > resumed and not same else 0.0):
+                problems.append(f"step {step}: the loss is {loss!r}, and {reference!r} in the uninterrupted run")
+                break
+        return problems
+
+
+def _check_end(trial: Trial, failure: Exception | None, was_stopped: bool, output: str) -> str | None:
+    """Return what is wrong with the end of a run with a fault: None if it ended as it should."""
+    fault, text = trial.fault, str(failure)
+    if fault.kind == "kill":
+        named = isinstance(failure, RankFailure) and failure.ranks == (fault.rank,) and "SIGKILL" in text
+        return None if named else f"the run did not end with the death of rank {fault.rank}"
+    if fault.kind == "stop":
+        return None if was_stopped and failure is not None else f"the run did not end when rank {fault.rank} stopped"
+    if fault.kind == "nan":
+        return None if failure is not None and "not finite" in text else "the run did not end because of a NaN"
+    if fault.kind == "full":
+        return None if failure is None and "No space left" in output else "the run did not go on with a full disk"
+    if fault.kind == "flip":
+        return None if failure is None or "finite" in text or "differ" in text else "the run failed in another way"
+    return None if failure is None else "the run did not go on"
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    """Return the losses in the metrics file of a run, by step. Raises RunError if a step is there twice."""
+    losses: dict[int, float] = {}
+    for row in read_metrics(folder / "metrics.jsonl"):
+        if "loss" in row:
+            if row["step"] in losses:
+                raise RunError(f"metrics.jsonl has step {row['step']} twice")
+            losses[row["step"]] = row["loss"]
+    return losses
+
+
+def find_leftovers(folder: Path, pids: list[int]) -> list[str]:
+    """Return what a run and its resumption have left behind: processes, shared memory, partial checkpoints, files.
+
+    pids: of all their ranks.
+    """
+    names = set(os.listdir(folder)) - _RUN_FILES
+    checkpoints = folder / CHECKPOINTS
+    complete = {path.name for path in folders.complete_checkpoints(checkpoints).values()}
+    names |= {f"{CHECKPOINTS}/{name}" for name in set(os.listdir(checkpoints)) - complete}
+    found = [f"left in the run folder: {', '.join(sorted(names))}"] if names else []
+    found += [f"process {pid} is still there" for pid in pids if pid and Path(f"/proc/{pid}").exists()]
+    with contextlib.suppress(OSError):
+        segments = [name for name in os.listdir("/dev/shm") if any(str(pid) in name.split("_") for pid in pids)]
+        found += [f"shared-memory segment {name}" for name in segments]
+    return found
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped by a signal."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+    except (OSError, IndexError):
+        return False

@@ -96,13 +96,19 @@ def make_config(layout: Layout, text: Path, folder: Path, trial: Trial | None = 
     """
     flips = trial is not None and trial.fault.kind == "flip"
     return Config(
-        model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=4, num_heads=4, num_kv_heads=4),
+        model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=4),
         data=DataConfig(path=text, seq_len=16),
         mesh=MeshConfig(dp=layout.dp, tp=layout.tp, pp=layout.pp),
         zero=ZeroConfig(stage=layout.zero),
         optim=OptimConfig(kind="sgd", lr=0.1, weight_decay=0.0, warmup_steps=2),
         train=TrainConfig(
-            steps=STEPS, global_batch=8, micro_batches=2, log_every=1, eval_every=0, eval_samples=8, sample_tokens=0
+            steps=STEPS,
+            global_batch=8,
+            micro_batches=1 if layout.pp == 1 else 2,
+            log_every=1,
+            eval_every=0,
+            eval_samples=8,
+            sample_tokens=0,
         ),
         checkpoint=CheckpointConfig(
             every=SAVE_EVERY, keep=_KEPT_WITH_FLIP if flips else _KEPT, background=trial is None or trial.background

@@ -25,6 +25,13 @@ def complete_checkpoint_folder(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
+def parse_step(folder: Path) -> int:
+    """Return the step of a complete checkpoint from the name of its folder. Raises ValueError for another folder."""
+    if (match := _COMPLETE.fullmatch(folder.name)) is None:
+        raise ValueError(f"{folder} is not the folder of a complete checkpoint")
+    return int(match[1])
+
+
 def partial_checkpoint_folder(root: Path, step: int) -> Path:
     """Return the path of the folder into which a step's checkpoint is written before it is complete."""
     return root / f"step-{step:08d}.partial"

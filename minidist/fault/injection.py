@@ -104,9 +104,10 @@ def flip_bit(tensor: "Tensor", bit: int = _FLIPPED_BIT) -> None:
     """Flip one bit of the first element of a contiguous tensor, in place. bit: 0 is the sign."""
     import torch
 
-    element_bytes = tensor.detach().view(-1)[:1].view(torch.uint8)
+    element_bytes = tensor.data.view(-1)[:1].view(torch.uint8)
     element_bytes[-1 - bit // 8] ^= 0x80 >> bit % 8  # in memory, the byte with the sign is the last
 
 
 def _largest(tensors: "Mapping[str, Tensor | None]") -> "Tensor":
-    return max((t.detach() for t in tensors.values() if t is not None), key=lambda tensor: tensor.numel())
+    # `.data`: unlike one through `detach`, a change of memory that autograd does not notice, as faults are
+    return max((t.data for t in tensors.values() if t is not None), key=lambda tensor: tensor.numel())

@@ -21,7 +21,7 @@ from minidist.fault.injection import parse_fault
 from minidist.tools.chaos.injector import FaultInjector
 from minidist.tools.chaos.plan import STEPS, Layout, Trial, make_config
 from minidist.tools.console.metrics_file import MetricsFile, read_metrics
-from minidist.tools.console.reporter import open_metrics_file
+from minidist.tools.console.reporter import describe_start, open_metrics_file
 from minidist.tools.launch import RankFailure, RankServer
 from minidist.train.agree import StepResult
 from minidist.train.observer import Observer
@@ -45,6 +45,7 @@ class LossRecorder(Observer):
         self.resumed_from = trainer.resumed_from
         if trainer.world.rank == 0:
             self._file = open_metrics_file(trainer)
+            self._file.write_row(describe_start(trainer))
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if self._file is not None:

@@ -16,14 +16,16 @@ class MetricsFile:
     """Writer of metrics.jsonl: one JSON object per line, appended and flushed.
 
     {"start": 0, "corpus": fingerprint, ...} when a run starts or resumes, {"step": 10, "loss": ...} per log step,
-    {"step": 100, "held_out_loss": ...} per evaluation. A run that resumes at step `start` keeps the lines up to that
-    step, from this folder or the folder `source`, and drops later ones. Raises RunError if the folder is not writable.
+    {"step": 100, "held_out_loss": ...} per evaluation, {"saved_step": 100, ...} per checkpoint. A run that resumes at
+    step `start` keeps the lines up to that step, from this folder or the folder `source`, and drops later ones.
+    rows: the lines of the file. earlier_rows: what the attempt before has left, with those that are dropped.
+    Raises RunError if the folder is not writable.
     """
 
     def __init__(self, folder: Path, config: Config, start: int, source: Path | None = None):
         self.path = folder / "metrics.jsonl"
-        before = read_metrics((source or folder) / self.path.name) if start else []
-        self.rows = [row for row in before if row.get("step", start) <= start and row.get("start", -1) < start]
+        self.earlier_rows = read_metrics((source or folder) / self.path.name)
+        self.rows = [row for row in self.earlier_rows if start and _is_kept(row, start)]
         with convert_write_errors(folder):
             write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
             write_atomically(folder / "config.toml", to_toml(config))
@@ -33,6 +35,10 @@ class MetricsFile:
         self.rows.append(row)
         with convert_write_errors(self.path.parent), self.path.open("a") as stream:
             stream.write(json.dumps(row) + "\n")
+
+
+def _is_kept(row: dict, start: int) -> bool:
+    return row.get("step", row.get("saved_step", start)) <= start and row.get("start", -1) < start
 
 
 def read_metrics(path: Path) -> list[dict]:

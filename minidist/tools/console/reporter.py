@@ -3,11 +3,15 @@ a sample of the model's text and the n-gram baselines."""
 
 import contextlib
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from minidist.fault.checkpoint import read_index
+from minidist.fault.folders import parse_step
 from minidist.tools.config_warnings import describe_learning_rate_jump, find_warnings
+from minidist.tools.console.goodput import USEFUL, TimeAccounts
 from minidist.tools.console.lines import PlainView
 from minidist.tools.console.loss_plot import draw_loss
 from minidist.tools.console.metrics import StepMetrics
@@ -29,30 +33,48 @@ class RunReporter(Observer):
     The other ranks send their metrics to rank 0 and take part in sampling, for which a sharded model needs all ranks.
     """
 
-    def __init__(self):
+    def __init__(self, clock: Callable[[], float] = time.time):
         self._view: PlainView | None = None
         self._file: MetricsFile | None = None
         self._straggler: int | None = None
+        self._accounts = TimeAccounts(clock)
+        self._useful_s: dict[int, float] = {}  # useful time at the end of the steps whose checkpoints are in flight
 
     def on_start(self, trainer: Trainer) -> None:
-        self._metrics = StepMetrics(trainer)
+        self._metrics, step = StepMetrics(trainer), trainer.progress.step
         if trainer.world.rank == 0:
             self._file = open_metrics_file(trainer)
+            self._accounts.continue_from(self._file.earlier_rows, step)
             self._view = create_view(trainer)
             for warning in find_run_warnings(trainer):
                 self._view.print_note(warning)
+            self._accounts.charge("resuming" if step else "starting")
+            self._file.write_row(describe_start(trainer) | self._accounts.as_row())
 
-    def step_context(self, trainer: Trainer) -> contextlib.AbstractContextManager:
-        return self._metrics.measure_step()
+    def before_step(self, trainer: Trainer) -> None:
+        self._accounts.charge("saving")  # nothing else happens between two steps, but for evaluations
+
+    @contextlib.contextmanager
+    def step_context(self, trainer: Trainer) -> Iterator[None]:
+        with self._metrics.measure_step():
+            yield
+        self._step_end_s = self._accounts.now()
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        step, accounts = trainer.progress.step, self._accounts
+        accounts.charge(USEFUL if result.update_successful else "skipped steps", self._step_end_s)
+        accounts.charge("saving")
+        accounts.step, every = step, trainer.config.checkpoint.every
+        if every and step % every == 0:
+            self._useful_s[step] = accounts.seconds[USEFUL]
         if self._view:
-            self._view.show_step(trainer.progress.step, result)
+            self._view.show_step(step, result)
         due = self._metrics.add_step(result)  # all ranks call it
         if self._view and due:
             self._view.show_metrics(*due)
             self._note_straggler(due[0].get("straggler"))
-            self._file.write_row(due[0])
+            accounts.charge("reporting")
+            self._file.write_row(due[0] | accounts.as_row())
 
     def _note_straggler(self, straggler: dict | None) -> None:
         """Print a line when a rank begins to keep the others waiting; every row of metrics repeats the rank."""
@@ -63,12 +85,18 @@ class RunReporter(Observer):
         self._straggler = rank
 
     def on_evaluation(self, step: int, loss: float) -> None:
+        self._accounts.charge("evaluation")
         if self._view:
             self._view.show_held_out_loss(step, loss)
-            self._file.write_row({"step": step, "held_out_loss": loss})
+            self._file.write_row({"step": step, "held_out_loss": loss} | self._accounts.as_row())
+        self._accounts.charge("reporting")
 
     def on_checkpoint(self, path: Path) -> None:
         self.on_note(f"checkpoint: {path}")
+        step = parse_step(path)
+        useful_s = self._useful_s.pop(step, self._accounts.seconds[USEFUL])
+        if self._file is not None:
+            self._file.write_row({"saved_step": step, "useful_s": useful_s} | self._accounts.as_row())
 
     def on_note(self, line: str) -> None:
         if self._view:
@@ -84,7 +112,11 @@ class RunReporter(Observer):
         summary |= baselines
         if corpus.entropy_rate is not None:
             baselines["best possible"] = corpus.entropy_rate
+        self._accounts.charge("reporting")
+        self._file.write_row({"end": summary["step"]} | self._accounts.as_row())
+        summary["goodput"] = self._accounts.goodput
         self._view.close()
+        self._view.print_note(self._accounts.describe())
         with convert_write_errors(trainer.folder):
             draw_loss(self._file.rows, baselines, trainer.folder / "loss.png")
         if stopped:
@@ -102,12 +134,15 @@ class RunReporter(Observer):
 
 
 def open_metrics_file(trainer: Trainer) -> MetricsFile:
-    """Open the metrics file of a new or resumed run, and write the row that describes the start."""
+    """Open the metrics file of a new or resumed run."""
     step, source = trainer.progress.step, trainer.resumed_from
-    file = MetricsFile(trainer.folder, without_run_options(trainer.config), step, source and find_run_folder(source))
-    start = {"start": step, "corpus": trainer.corpus.fingerprint, "ranks": trainer.world.size}
-    file.write_row(start | {"text": trainer.corpus.describe()})
-    return file
+    return MetricsFile(trainer.folder, without_run_options(trainer.config), step, source and find_run_folder(source))
+
+
+def describe_start(trainer: Trainer) -> dict[str, Any]:
+    """Return the row of metrics.jsonl that describes the start of a run."""
+    corpus, step = trainer.corpus, trainer.progress.step
+    return {"start": step, "corpus": corpus.fingerprint, "ranks": trainer.world.size, "text": corpus.describe()}
 
 
 def find_run_warnings(trainer: Trainer) -> list[str]:

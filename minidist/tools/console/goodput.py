@@ -1,0 +1,94 @@
+"""Goodput: the useful step time of a run over its wall time, with all its attempts, and the lost time by cause.
+
+The wall time runs from the moment at which rank 0 of the first attempt begins to build its trainer. Every second of it
+is charged to one account when it has passed, so useful and lost time always add up to the wall time. Each row of
+metrics.jsonl carries the accounts, and a resumed attempt goes on from those of the attempt before:
+
+useful             steps whose update is part of the final model, with loading their data
+starting           building the model and the data, in an attempt that begins at step 0
+resuming           the same, and loading the checkpoint, in an attempt that resumes
+saving             the time for which saving a checkpoint stalls training
+evaluation         evaluations on held-out text
+reporting          logging, metrics and the sample of text
+skipped steps      steps without an update
+lost steps         steps after the checkpoint from which the run was resumed, which had to be taken again
+between attempts   from the last row of an attempt to the begin of the next: steps that no row tells of, the detection
+                   of the failure, and the restart
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+USEFUL = "useful"
+_KEY = "time"
+
+
+class TimeAccounts:
+    """The accounts of one run, kept by rank 0. clock: returns the Unix time in seconds.
+
+    seconds: by account. charged_until_s: the Unix time up to which all time is charged. step: the number of completed
+    steps, which the caller sets.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time):
+        self._clock = clock
+        self.seconds: Counter[str] = Counter()
+        self.step = 0
+        self.charged_until_s = clock()
+
+    def charge(self, account: str, until_s: float | None = None) -> None:
+        """Charge the time since the last charge to `account`. until_s: to this Unix time; now if None."""
+        until_s = self._clock() if until_s is None else until_s
+        self.seconds[account] += until_s - self.charged_until_s
+        self.charged_until_s = until_s
+
+    def now(self) -> float:
+        """Return the Unix time."""
+        return self._clock()
+
+    @property
+    def wall_s(self) -> float:
+        """The charged time in seconds, of all attempts."""
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The useful part of the charged time, from 0 to 1."""
+        return self.seconds[USEFUL] / self.wall_s if self.wall_s else 0.0
+
+    def continue_from(self, rows: Sequence[dict[str, Any]], step: int) -> None:
+        """Go on from the accounts of earlier attempts. Call it before the first charge.
+
+        rows: of metrics.jsonl as the last attempt has left it. step: the step from which this attempt resumes. The
+        useful time after that step becomes that of lost steps.
+        """
+        rows = [row for row in rows if _KEY in row]
+        if not rows:
+            return
+        last, self.step = rows[-1][_KEY], step
+        useful = [(row[_KEY]["step"], row[_KEY]["useful_s"]) for row in rows]
+        useful += [(row["saved_step"], row["useful_s"]) for row in rows if "saved_step" in row]
+        kept = max((useful_s for at, useful_s in useful if at <= step), default=0.0)
+        self.seconds.update(last["lost"])
+        self.seconds[USEFUL] = kept
+        self.seconds["lost steps"] += last["useful_s"] - kept
+        self.seconds["between attempts"] += self.charged_until_s - last["at"]
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the entries of a row of metrics.jsonl: the goodput, and the accounts in seconds."""
+        lost = {name: seconds for name, seconds in sorted(self.seconds.items()) if name != USEFUL}
+        useful_s = self.seconds[USEFUL]
+        return {
+            "goodput": self.goodput,
+            _KEY: {"at": self.charged_until_s, "step": self.step, "useful_s": useful_s, "lost": lost},
+        }
+
+    def describe(self) -> str:
+        """Return a line with the goodput, and the lost time by cause, the largest first."""
+        lost = [(seconds, name) for name, seconds in self.seconds.items() if name != USEFUL]
+        parts = [f"{name} {seconds:.1f} s" for seconds, name in sorted(lost, reverse=True) if seconds >= 0.05]
+        useful_s = self.seconds[USEFUL]
+        line = f"goodput {100 * self.goodput:.0f} %: {useful_s:.1f} s of useful steps in {self.wall_s:.1f} s"
+        return f"{line}; lost: {', '.join(parts)}" if parts else line

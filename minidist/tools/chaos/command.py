@@ -127,7 +127,7 @@ def _check(options: ChaosOptions) -> None:
         raise UserError(
             f"--trials is {options.trials}, --first {options.first}: give at least 1 trial, and a first from 0."
         )
-    if not options.ranks or not set(options.ranks) <= {1, 2, 4, 8}:
+    if not options.ranks or not set(options.ranks) <= {1, 2, 4}:
         raise UserError(
             f"--ranks is {' '.join(map(str, options.ranks))}: give some of 1 2 4 8, which divide the batch."
         )

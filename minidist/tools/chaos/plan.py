@@ -15,12 +15,11 @@ from minidist.config import (
     TrainConfig,
     ZeroConfig,
 )
-from minidist.errors import UserError
 from minidist.fault.injection import KINDS, SAVE_PHASES, Fault
 from minidist.models.config import ModelConfig
-from minidist.validation import validate
 
 STEPS, SAVE_EVERY = 20, 4
+_LAYERS = 2
 _ZERO_STAGES = (0, 1, 3)
 _KEPT, _KEPT_WITH_FLIP = 2, STEPS  # a checkpoint from before the flipped bit must still be there
 
@@ -67,7 +66,7 @@ def list_layouts(ranks: int) -> list[Layout]:
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     meshes = [(dp, tp, ranks // dp // tp) for dp in divisors for tp in divisors if ranks % (dp * tp) == 0]
     layouts = [Layout(*mesh, zero) for mesh in meshes for zero in (_ZERO_STAGES if mesh[0] > 1 else (0,))]
-    return [layout for layout in layouts if _is_possible(layout)]
+    return [layout for layout in layouts if layout.pp <= _LAYERS]
 
 
 def draw_trial(seed: int, number: int, ranks: Sequence[int]) -> Trial:
@@ -96,7 +95,7 @@ def make_config(layout: Layout, text: Path, folder: Path, trial: Trial | None = 
     """
     flips = trial is not None and trial.fault.kind == "flip"
     return Config(
-        model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=4),
+        model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=_LAYERS, num_heads=4, num_kv_heads=4),
         data=DataConfig(path=text, seq_len=16),
         mesh=MeshConfig(dp=layout.dp, tp=layout.tp, pp=layout.pp),
         zero=ZeroConfig(stage=layout.zero),
@@ -116,11 +115,3 @@ def make_config(layout: Layout, text: Path, folder: Path, trial: Trial | None = 
         fault=FaultConfig(inject=None if trial is None else str(trial.fault)),
         folder=folder,
     )
-
-
-def _is_possible(layout: Layout) -> bool:
-    try:
-        validate(make_config(layout, Path("text"), Path("run")), layout.ranks)
-    except UserError:
-        return False
-    return True

@@ -355,12 +355,10 @@ class Trainer:
 
 def without_run_options(config: Config) -> Config:
     """Return `config` without the options of a single run: folder, checkpoint.resume, fault.inject, trace, memory."""
-    checkpoint, fault = (
-        dataclasses.replace(config.checkpoint, resume=None),
-        dataclasses.replace(config.fault, inject=None),
-    )
+    once = dataclasses.replace(config.checkpoint, resume=None)
+    fault = dataclasses.replace(config.fault, inject=None)
     return dataclasses.replace(
-        config, folder=None, checkpoint=checkpoint, fault=fault, trace=TraceConfig(), memory=MemoryConfig()
+        config, folder=None, checkpoint=once, fault=fault, trace=TraceConfig(), memory=MemoryConfig()
     )
 
 

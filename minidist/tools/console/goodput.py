@@ -12,7 +12,7 @@ evaluation         evaluations on held-out text
 reporting          logging, metrics and the sample of text
 skipped steps      steps without an update
 lost steps         steps after the checkpoint from which the run was resumed, which had to be taken again
-between attempts   from the last row of an attempt to the begin of the next: steps that no row tells of, the detection
+between attempts   from the last row of an attempt to the begin of the next: steps that no row reports, the detection
                    of the failure, and the restart
 """
 

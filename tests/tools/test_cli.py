@@ -58,7 +58,7 @@ def finished(tmp_path_factory):
     ("arguments", "message"),
     [
         (["trian"], "there is no command 'trian'; did you mean train"),
-        (["xyz"], "there is no command 'xyz'; possible: train, sample, parity, estimate, simulate, doctor"),
+        (["xyz"], "there is no command 'xyz'; possible: train, sample, parity, chaos, estimate, simulate, doctor"),
         (["train", "--ranks", "0"], "--ranks is 0; at least 1 rank is needed"),
         (["train", "--ranks", "3", "--mesh.dp", "2"], "needs 2 ranks, the world has 3: set --mesh.dp 3"),
         (["train", "--ranks", "1", "--mesh.dp", "2"], r'needs 2 ranks, the world has 1: start with .* "--ranks 2"'),
@@ -190,7 +190,7 @@ def test_options_are_parsed():
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("command", ["train", "sample", "parity", "estimate", "simulate", "doctor"])
+@pytest.mark.parametrize("command", ["train", "sample", "parity", "chaos", "estimate", "simulate", "doctor"])
 def test_help_is_as_wide_as_the_terminal_at_most(capsys, monkeypatch, columns, command):
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as ended:

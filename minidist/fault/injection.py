@@ -1,23 +1,12 @@
 """Faults to inject into a run on purpose, to see that the run survives them: "kill rank 1 at step 3 in update".
 
-This module knows the faults and carries them out in the process of a rank. `tools/chaos/injector.py` calls it when the
-run comes to the phase.
+This module knows the faults; `tools/chaos/injector.py` carries them out when the run comes to their phase.
 """
 
-import errno
-import math
-import os
 import re
-import signal
-import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from minidist.errors import UserError, suggest
-
-if TYPE_CHECKING:  # `validation`, which parses faults, does not need torch
-    from torch import Tensor
 
 # The phases of a step (`train/engine.py`) and of a save (`fault/checkpoint.py`), in order.
 STEP_PHASES = ("forward", "backward", "reduce", "agree", "update", "gather")
@@ -34,7 +23,6 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 SLOW_S = 0.05
 _SYNTAX = re.compile(r"(\w+) rank (\d+) at step (\d+) in (\w+)")
-_FLIPPED_BIT = 4  # from the top of an element: an exponent bit, so that the value changes by a power of two
 
 
 @dataclass(frozen=True)
@@ -76,38 +64,3 @@ def parse_fault(text: str, ranks: int | None = None) -> Fault:
     if fault.phase == "rename" and fault.rank > 0:
         raise UserError(f"fault.inject names rank {fault.rank} in rename, but only rank 0 renames: give rank 0.")
     return fault
-
-
-def carry_out(
-    fault: Fault,
-    parameters: "Callable[[], Mapping[str, Tensor]]",
-    gradients: "Callable[[], Mapping[str, Tensor | None]]",
-) -> None:
-    """Carry out a fault in this process, which is that of its rank.
-
-    parameters, gradients: return the tensors of this rank, by name; "flip" and "nan" change one of them. Raises OSError
-    for a full disk.
-    """
-    if fault.kind in ("kill", "stop"):
-        os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-    elif fault.kind == "slow":
-        time.sleep(SLOW_S)
-    elif fault.kind == "full":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    elif fault.kind == "flip":
-        flip_bit(_largest(parameters()))
-    else:
-        _largest(gradients()).view(-1)[0] = math.nan
-
-
-def flip_bit(tensor: "Tensor", bit: int = _FLIPPED_BIT) -> None:
-    """Flip one bit of the first element of a contiguous tensor, in place. bit: 0 is the sign."""
-    import torch
-
-    element_bytes = tensor.data.view(-1)[:1].view(torch.uint8)
-    element_bytes[-1 - bit // 8] ^= 0x80 >> bit % 8  # in memory, the byte with the sign is the last
-
-
-def _largest(tensors: "Mapping[str, Tensor | None]") -> "Tensor":
-    # `.data`: unlike one through `detach`, a change of memory that autograd does not notice, as faults are
-    return max((t.data for t in tensors.values() if t is not None), key=lambda tensor: tensor.numel())

@@ -12,8 +12,8 @@ from minidist.comm import World, bind
 from minidist.config import CheckpointConfig, FaultConfig, MeshConfig, OptimConfig, ZeroConfig
 from minidist.errors import RunError, UserError
 from minidist.fault.digest import ReplicaCheck, ReplicatedTensor, compute_digests
-from minidist.fault.injection import flip_bit
 from minidist.mesh import Mesh
+from minidist.tools.chaos.injector import flip_bit
 from minidist.train.observer import Observer
 from minidist.train.replicas import replicated_tensors
 from minidist.train.trainer import Trainer

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from minidist.errors import UserError
-from minidist.fault.injection import KINDS, PHASES, Fault, carry_out, flip_bit, parse_fault
+from minidist.fault.injection import KINDS, PHASES, Fault, parse_fault
+from minidist.tools.chaos.injector import carry_out, flip_bit
 
 
 def test_a_fault_is_read_as_it_is_written():

@@ -1,10 +1,19 @@
 """The observer and the meter that inject a fault when the run of this rank comes to its phase."""
 
 import contextlib
+import errno
+import math
+import os
+import signal
 import sys
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from minidist.fault.injection import Fault, carry_out
+import torch
+from torch import Tensor
+
+from minidist.fault.injection import SLOW_S, Fault
 from minidist.tools.trace.timed_meter import TimedMeter
 from minidist.train.observer import Observer
 from minidist.train.trainer import Trainer
@@ -18,6 +27,7 @@ _PHASE_OF_SPAN = {
     "optimizer": "update",
     "gather": "gather",
 }
+_FLIPPED_BIT = 4  # from the top of an element: an exponent bit, so that the value changes by a power of two
 
 
 class FaultInjector(Observer):
@@ -77,3 +87,36 @@ class InjectingMeter(TimedMeter):
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager:
         self._injector.on_span(name, attributes)
         return super().span(name, **attributes)
+
+
+def carry_out(
+    fault: Fault,
+    parameters: Callable[[], Mapping[str, Tensor]],
+    gradients: Callable[[], Mapping[str, Tensor | None]],
+) -> None:
+    """Carry out a fault in this process, which is that of its rank.
+
+    parameters, gradients: return the tensors of this rank, by name; "flip" and "nan" change one of them. Raises OSError
+    for a full disk.
+    """
+    if fault.kind in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+    elif fault.kind == "slow":
+        time.sleep(SLOW_S)
+    elif fault.kind == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    elif fault.kind == "flip":
+        flip_bit(_largest(parameters()))
+    else:
+        _largest(gradients()).view(-1)[0] = math.nan
+
+
+def flip_bit(tensor: Tensor, bit: int = _FLIPPED_BIT) -> None:
+    """Flip one bit of the first element of a contiguous tensor, in place. bit: 0 is the sign."""
+    element_bytes = tensor.data.view(-1)[:1].view(torch.uint8)
+    element_bytes[-1 - bit // 8] ^= 0x80 >> bit % 8  # in memory, the byte with the sign is the last
+
+
+def _largest(tensors: Mapping[str, Tensor | None]) -> Tensor:
+    # `.data`: unlike one through `detach`, a change of memory that autograd does not notice, as faults are
+    return max((t.data for t in tensors.values() if t is not None), key=lambda tensor: tensor.numel())

@@ -66,6 +66,7 @@ class Job:
     ):
         self.size, self._server, self._number, self._deadline_s = size, server, number, deadline_s
         self._hangs, self._hang_limit_s, self._noted_hangs = HangTracker(), hang_limit_s, {}
+        self._waiting_since_s: dict[tuple[int, int], float] = {}  # by rank and version of its status
         self._is_stopping = False
         self._start_s = time.monotonic()
         self._detector = DeadlockDetector()
@@ -252,10 +253,18 @@ class Job:
         """
         awaited = find_awaited_ranks({n: s for n, s in enumerate(snapshots) if s is not None})
         waited_s = self._hangs.update(awaited, now_s)
+        waits = [(n, s.version) for n, s in enumerate(snapshots) if s is not None and s.state == "waiting"]
+        self._waiting_since_s = {wait: self._waiting_since_s.get(wait, now_s) for wait in waits}
+        longest_s = max((now_s - since_s for since_s in self._waiting_since_s.values()), default=0.0)
+        waiting_by_rank = {rank: waiting_ranks(waits) for rank, waits in awaited.items()}
+        # A rank that was stopped within an operation has launched it, so by their status nobody waits for it.
+        for rank, handle in enumerate(self._ranks) if longest_s >= ASK_S else ():
+            if rank not in waited_s and describe_process(handle.pid) == STOPPED:
+                waited_s[rank], waiting_by_rank[rank] = longest_s, [n for n, _ in waits if n != rank]
         self._noted_hangs = {rank: note for rank, note in self._noted_hangs.items() if rank in waited_s}
         for rank, seconds in sorted(waited_s.items()):
             process = describe_process(self._ranks[rank].pid) if seconds >= ASK_S else None
-            waiting = waiting_ranks(awaited[rank])
+            waiting = waiting_by_rank[rank]
             if rank not in self._noted_hangs and (process == STOPPED or seconds >= NOTICE_S):
                 line = None if process == STOPPED else find_innermost_line(self.dump_stacks(only_rank=rank)[rank])
                 self._noted_hangs[rank] = describe_hang(rank, process, line, seconds, waiting)

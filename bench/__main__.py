@@ -1,4 +1,4 @@
-"""`python -m bench dp|zero|model|comm|save|watch|calibrate`; each command has its own `--help`."""
+"""`python -m bench dp|zero|model|comm|save|index|watch|calibrate`; each command has its own `--help`."""
 
 import argparse
 import sys
@@ -12,6 +12,7 @@ from bench import (
     compare_saves,
     compare_zero,
     measure_watchdog,
+    plan_index,
 )
 from minidist.tools.launch import RankServer
 
@@ -22,6 +23,7 @@ COMMANDS = {
     "comm": (compare_backends.main, "compare minidist's shared-memory backend shm with gloo"),
     "save": (compare_saves.main, "compare checkpoints with torch's distributed checkpoint"),
     "watch": (measure_watchdog.main, "measure what deadlock detection under torchrun costs, up to thousands of ranks"),
+    "index": (plan_index.main, "plan the index of a checkpoint of thousands of simulated ranks"),
     "calibrate": (calibrate_link.main, "fit the cost model's alpha, beta and gamma to this machine"),
 }
 

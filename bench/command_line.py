@@ -29,9 +29,18 @@ def exit_code(run: Callable[[RankServer], None], server: RankServer | None) -> i
 
     0: done. 1: RunError. 2: UserError. server: None starts a new rank server for this call.
     """
-    try:
+
+    def run_with_server() -> None:
         with contextlib.nullcontext(server) if server else RankServer() as rank_server:
             run(rank_server)
+
+    return exit_code_of(run_with_server)
+
+
+def exit_code_of(run: Callable[[], None]) -> int:
+    """Call `run()` and return the exit code as `exit_code` does; for a command without ranks."""
+    try:
+        run()
     except (UserError, RunError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

@@ -10,7 +10,7 @@ Names are imported on first use, so that a process that only reads rank status d
 import importlib
 
 _MODULES = {
-    "objects": ("bind_all_gather_object", "all_gather_object"),
+    "objects": ("all_gather_object", "bind_all_gather_object", "gather_object"),
     "collectives": (
         "CommError",
         "Handle",

@@ -1,4 +1,4 @@
-"""All-gather of picklable objects, sent as tensors through `collectives`."""
+"""Gather and all-gather of picklable objects, sent as tensors through `collectives`."""
 
 import pickle
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from minidist.comm.collectives import all_gather
+from minidist.comm.collectives import all_gather, recv, send
 from minidist.comm.group import Group
 
 
@@ -24,6 +24,21 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     all_gather(gathered, padded, group, async_op=True).wait(host=True)
     rows = gathered.view(group.size, longest).cpu()
     return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths.tolist(), strict=True)]
+
+
+def gather_object(value: Any, group: Group) -> list[Any]:
+    """Return the picklable `value` of every rank, in rank order, on group rank 0; [] on the other ranks."""
+    device, values = group.world.control_device, [value]
+    if group.rank:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+        send(torch.tensor([len(data)], dtype=torch.int64, device=device), 0, group)
+        send(data, 0, group)
+        return []
+    for rank in range(1, group.size):
+        recv(length := torch.empty(1, dtype=torch.int64, device=device), rank, group)
+        recv(data := torch.empty(int(length), dtype=torch.uint8, device=device), rank, group)
+        values.append(pickle.loads(data.cpu().numpy().tobytes()))
+    return values
 
 
 def bind_all_gather_object(group: Group) -> Callable[[Any], list[Any]]:

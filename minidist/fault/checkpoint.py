@@ -29,20 +29,20 @@ from minidist.fault.index import (
     Index,
     find_damaged_files,
     format_index,
+    format_tensors,
     read_index_file,
     verify_checkpoint,
 )
-from minidist.fault.shards import SavedTensor, TensorShard
+from minidist.fault.shards import TensorShard
 from minidist.fault.tensor_file import FORMAT_NAMES, write_tensor_file
 
 
 @dataclass
 class _Save:
-    """A save in flight. tensors: of the whole checkpoint, on rank 0. file: the outcome of writing this rank's file."""
+    """A save in flight. file: the outcome of writing this rank's file."""
 
     step: int
     state: dict
-    tensors: dict[str, SavedTensor]
     file: "Future[FileEntry | None]"
 
 
@@ -56,12 +56,16 @@ class CheckpointSaver:
 
     root: the folder in which each checkpoint gets a folder of its own, shared by all ranks. all_gather_object: takes
     this rank's value and returns the values of all ranks of the group, in order. rank: this rank's index in the group.
+    gather_object: a function that needs to return the values of all ranks on rank 0 only; by default all_gather_object.
     on_phase: a callback that receives ("copy", step), ("write", step) and ("rename", step) when this rank comes to that
     phase of a save; "write" in the thread that writes.
     """
 
     def __init__(self, root: str | Path, all_gather_object: GatherObjects = gather_single_rank, rank: int = 0):
         self.root, self.all_gather_object, self._rank = Path(root), all_gather_object, rank
+        self.gather_object = all_gather_object
+        self._plan: shards.Plan | None = None  # of the last save: rank 0 knows it
+        self._tensors: dict = {}  # rank 0: the tensors in the index of the last save
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._copies: dict[str, Tensor] = {}  # reused: fresh memory would cost another pass over it
         self._save: _Save | None = None
@@ -97,36 +101,32 @@ class CheckpointSaver:
         if self._save is not None:
             raise RuntimeError(f"the checkpoint of step {self._save.step} is still in flight: call finish_save() first")
         local_shards, folder = list(local_shards), folders.partial_checkpoint_folder(self.root, step)
-        to_save = {shards.shard_key(shard): shard.tensor.detach() for shard in shards.shards_to_save(local_shards)}
-        tensors: dict[str, SavedTensor] = {}  # rank 0's; the others do not need them
-        ready = None
+        plan: shards.Plan
 
         def describe():
+            nonlocal plan
+            plan = shards.plan_local_shards(local_shards)
             if self._rank == 0:
                 folders.create_partial_folder(folder)
-            return step, shards.describe_local_shards(local_shards, _file(self._rank))
+            return step, plan != self._plan
 
-        def check_and_copy():
-            nonlocal to_save, ready
-            if len(steps := sorted({at for at, _ in plans})) > 1:
-                raise ValueError(f"the ranks are not at the same step: {steps}")
-            if not folder.is_dir():
-                raise OSError(f"{folder}, which rank 0 made, is not here: the folder is not shared by all ranks")
+        def merge():
             if self._rank == 0:
-                tensors.update(shards.merge_saved_tensors(part for _, part in plans))
-            self.on_phase("copy", step)
-            if copy:
-                to_save, ready = self._copy_to_host(to_save)
+                self._tensors = format_tensors(shards.merge_plans(plans, [_file(at) for at in range(len(plans))]))
 
         try:
-            plans = run_on_all_ranks(self.all_gather_object, describe)
-            run_on_all_ranks(self.all_gather_object, check_and_copy)
+            outcomes = run_on_all_ranks(self.all_gather_object, describe)
+            if len(steps := sorted({at for at, _ in outcomes})) > 1:
+                raise CollectiveError(f"the ranks are not at the same step: {steps}.")
+            if any(changed for _, changed in outcomes):
+                self._plan = None  # until all ranks know that rank 0 has merged the plans
+                plans = self.gather_object(plan)
+                run_on_all_ranks(self.all_gather_object, merge)
+                self._plan = plan
         except CollectiveError as failure:
             raise self._make_error(step, failure) from failure.__cause__
-        file = self._writer.submit(
-            _write, folder / _file(self._rank), to_save, ready, lambda: self.on_phase("write", step)
-        )
-        self._save = _Save(step, state, tensors, file)
+        to_save = {shards.shard_key(shard): shard.tensor.detach() for shard in shards.shards_to_save(local_shards)}
+        self._save = _Save(step, state, self._start_writing(step, to_save, copy))
 
     def finish_save(self) -> Path | None:
         """Wait until all ranks have written their files, complete the checkpoint, and return its folder. Collective.
@@ -137,6 +137,11 @@ class CheckpointSaver:
         if (save := self._save) is None:
             return None
         folder, self._save = folders.partial_checkpoint_folder(self.root, save.step), None
+        entry: FileEntry | None = None
+
+        def wait():
+            nonlocal entry
+            entry = save.file.result()
 
         def commit():
             if self._rank > 0:
@@ -148,12 +153,13 @@ class CheckpointSaver:
                         f"{file}, which another rank wrote, is not here: the folder is not shared by all ranks"
                     )
             self.on_phase("rename", save.step)
-            (folder / INDEX_NAME).write_text(format_index(save.step, save.state, files, save.tensors))
+            (folder / INDEX_NAME).write_text(format_index(save.step, save.state, files, self._tensors))
             folders.fsync_path(folder / INDEX_NAME)
             folders.commit_checkpoint(self.root, save.step)
 
         try:
-            entries = run_on_all_ranks(self.all_gather_object, save.file.result)
+            run_on_all_ranks(self.all_gather_object, wait)
+            entries = self.gather_object(entry)
             run_on_all_ranks(self.all_gather_object, commit)
         except CollectiveError as failure:
             raise self._make_error(save.step, failure) from failure.__cause__
@@ -162,6 +168,17 @@ class CheckpointSaver:
     def close(self) -> None:
         """Wait for this rank's thread and end it. A save in flight never becomes a complete checkpoint."""
         self._writer.shutdown()
+
+    def _start_writing(self, step: int, tensors: dict[str, Tensor], copy: bool) -> "Future[FileEntry | None]":
+        """Copy this rank's tensors, if asked, and let the thread write them. An error is the future's outcome."""
+        file = folders.partial_checkpoint_folder(self.root, step) / _file(self._rank)
+        try:
+            self.on_phase("copy", step)
+            tensors, ready = self._copy_to_host(tensors) if copy else (tensors, None)
+        except Exception as error:
+            (failed := Future()).set_exception(error)
+            return failed
+        return self._writer.submit(_write, file, tensors, ready, lambda: self.on_phase("write", step))
 
     def _copy_to_host(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Copy tensors into host memory; the event, on CUDA, says when the copies are complete.
@@ -284,6 +301,8 @@ def _write(
         on_write()
         if not tensors:
             return None
+        if not file.parent.is_dir():
+            raise OSError(f"{file.parent}, which rank 0 made, is not here: the folder is not shared by all ranks")
         if ready is not None:
             ready.synchronize()
         return write_tensor_file(file, {key: tensor.cpu().contiguous() for key, tensor in tensors.items()})
@@ -337,11 +356,12 @@ def _check_headers(index: Index, reads: dict[str, list]) -> None:
         try:
             with safe_open(index.path / file, framework="pt") as stream:
                 for shard, source, _ in boxes:
-                    header = stream.get_slice(source.key)
+                    key = shard.name + shards.format_box(source.box)
+                    header = stream.get_slice(key)
                     found = header.get_dtype(), tuple(header.get_shape())
                     listed = FORMAT_NAMES[shards.DTYPES[index.tensors[shard.name].dtype_name]], source.box.shape
                     if found != listed:
-                        raise DamagedError(f"{index.path / file} has {source.key} as {found}, its index as {listed}")
+                        raise DamagedError(f"{index.path / file} has {key} as {found}, its index as {listed}")
         except SafetensorError as error:
             raise DamagedError(f"{index.path / file} is not the file that its index describes: {error}") from error
 
@@ -350,10 +370,9 @@ def _read(index: Index, reads: dict[str, list]) -> None:
     for file, boxes in reads.items():
         with safe_open(index.path / file, framework="pt") as stream:
             for shard, source, box in boxes:
+                key = shard.name + shards.format_box(source.box)
                 whole = not box.shape  # a scalar cannot be sliced
-                values = (
-                    stream.get_tensor(source.key) if whole else stream.get_slice(source.key)[box.within(source.box)]
-                )
+                values = stream.get_tensor(key) if whole else stream.get_slice(key)[box.within(source.box)]
                 shard.tensor.detach()[box.within(shard.box)].copy_(values)
 
 

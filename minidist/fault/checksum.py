@@ -1,9 +1,8 @@
 """The checksum of a checkpoint file, which several threads can compute: block by block.
 
-A file is divided into blocks of 8 MiB. Its checksum is the SHA-256 of the CRC-32 of all blocks, 4 bytes each. The
-CRC-32 detects every flipped byte and misses other damage of a block with a probability of 2**-32, as in torch's own
-files. It protects from accidents, not from someone who also edits the index. SHA-256 of the whole file would be the
-slowest part of a save: a CPU core hashes 0.4 to 1.8 GB/s with it, 2 to 4 GB/s with CRC-32.
+A file's checksum is the SHA-256 of the CRC-32 of all its blocks of 8 MiB, 4 bytes each. A CRC-32 detects every flipped
+byte and misses other damage with a probability of 2**-32, as in torch's own files. It protects from accidents, not from
+an attacker. SHA-256 of the whole file, at 0.4 to 1.8 GB/s per core, would be the slowest part of a save.
 """
 
 import hashlib
@@ -12,13 +11,11 @@ import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 BLOCK_BYTES = 2**23
 THREADS = 2  # per rank, for files that are written or verified: checksums and system calls release the GIL
 SCHEME = "sha256 of crc32 per 8 MiB"  # named in the index
-
-Item = TypeVar("Item")
 
 
 def combine_block_checksums(checksums: Iterable[int]) -> str:
@@ -41,7 +38,7 @@ def compute_file_checksum(file: Path) -> str:
         )
 
 
-def run_on_threads(action: Callable[[Item], int], items: Iterable[Item]) -> list[int]:
+def run_on_threads(action: Callable[[Any], int], items: Iterable[Any]) -> list[int]:
     """Call `action` for every item on `THREADS` threads; return the results in order, or raise the first error."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint-block") as pool:
         return list(pool.map(action, items))

@@ -2,8 +2,12 @@
 
     {"format": 2, "sha256": of the rest, "step": 100, "state": {...}, "checksum": "sha256 of crc32 per 8 MiB",
      "files": {"rank-00000.safetensors": {"checksum": ..., "bytes": ...}},
-     "tensors": {"params/model.norm.weight": {"dtype": "float32", "shape": [64],
-                 "boxes": [{"start": [0], "stop": [64], "file": "rank-00000.safetensors", "key": ...}]}}}
+     "partitions": [[[0, 0, 4096]], [[0, [0, 0], [8, 4]], [1, [0, 4], [8, 8]]]],
+     "tensors": {"params/model.norm.weight": {"dtype": "float32", "shape": [4096], "partition": 0}}}
+
+A partition lists the parts of tensors that are divided alike: [file, start, stop], the file as a position among the
+sorted names of `files`, the limits as in `SavedPart`. ZeRO divides a parameter, its moments and the parameters of all
+other layers alike, so the index hardly grows with their number.
 
 It holds the checksum of every file (`checksum.py`) and its own SHA-256, so that a flipped bit is detected before
 anything is loaded.
@@ -18,9 +22,8 @@ from typing import Any
 
 from minidist.errors import DamagedError
 from minidist.fault.checksum import SCHEME, compute_file_checksum
-from minidist.fault.index_validation import check_index, read_json_object, regular_file_size
-from minidist.fault.shards import SavedBox, SavedTensor
-from minidist.parameters import Box
+from minidist.fault.index_validation import check_index, is_count, read_json_object, regular_file_size
+from minidist.fault.shards import SavedPart, SavedTensor
 
 FORMAT = 2
 INDEX_NAME = "checkpoint.json"
@@ -56,8 +59,21 @@ class Index:
     sha256: str
 
 
-def format_index(step: int, state: dict, files: dict[str, FileEntry], tensors: dict[str, SavedTensor]) -> str:
-    """Return the text of checkpoint.json; arguments as the fields of `Index`.
+def format_tensors(tensors: dict[str, SavedTensor]) -> dict[str, Any]:
+    """Return the entries `partitions` and `tensors` of checkpoint.json, which stay the same while the layout does."""
+    files = {part.file for tensor in tensors.values() for part in tensor.parts}
+    file_numbers = {file: number for number, file in enumerate(sorted(files))}
+    partitions: dict[tuple, int] = {}
+    entries = {}
+    for name, tensor in sorted(tensors.items()):
+        parts = tuple((file_numbers[part.file], part.start, part.stop) for part in tensor.parts)
+        number = partitions.setdefault(parts, len(partitions))
+        entries[name] = {"dtype": tensor.dtype_name, "shape": tensor.shape, "partition": number}
+    return {"partitions": list(partitions), "tensors": entries}
+
+
+def format_index(step: int, state: dict, files: dict[str, FileEntry], tensors: dict[str, Any]) -> str:
+    """Return the text of checkpoint.json. tensors: from `format_tensors`; other arguments as the fields of `Index`.
 
     Raises ValueError or TypeError if `state` cannot be written as JSON, for example because it contains NaN.
     """
@@ -69,21 +85,11 @@ def format_index(step: int, state: dict, files: dict[str, FileEntry], tensors: d
         "files": {
             name: {"checksum": entry.checksum, "bytes": entry.num_bytes} for name, entry in sorted(files.items())
         },
-        "tensors": {
-            name: {
-                "dtype": tensor.dtype_name,
-                "shape": tensor.shape,
-                "boxes": [
-                    {"start": saved.box.start, "stop": saved.box.stop, "file": saved.file, "key": saved.key}
-                    for saved in tensor.boxes
-                ],
-            }
-            for name, tensor in sorted(tensors.items())
-        },
+        **tensors,
     }
     # JSON turns keys into strings and tuples into lists: hash the body as `read_index_file` will read it.
     body = json.loads(json.dumps(body, allow_nan=False))
-    return json.dumps({"format": body.pop("format"), "sha256": _digest(body), **body})
+    return json.dumps({"format": body.pop("format"), "sha256": _digest(body), **body}, separators=(",", ":"))
 
 
 def read_index_file(path: Path) -> Index:
@@ -103,7 +109,12 @@ def read_index_file(path: Path) -> Index:
         if sha256 != (actual := _digest(body)):
             raise DamagedError(f"{file} is damaged: its sha256 is {actual}, it says {sha256}")
         files = {name: FileEntry(entry["checksum"], entry["bytes"]) for name, entry in body["files"].items()}
-        tensors = {name: _tensor(entry) for name, entry in body["tensors"].items()}
+        names = sorted(files)
+        partitions = [tuple(_part(names, *part) for part in parts) for parts in body["partitions"]]
+        tensors = {
+            name: SavedTensor(each["dtype"], tuple(each["shape"]), _entry(partitions, each["partition"], "partition"))
+            for name, each in body["tensors"].items()
+        }
         index = Index(path, body["step"], body["state"], files, tensors, sha256)
         check_index(index)
         return index
@@ -111,7 +122,7 @@ def read_index_file(path: Path) -> Index:
         raise DamagedError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise DamagedError(f"{file} is not the index of a checkpoint: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"{file} is not the index of a checkpoint: {type(error).__name__}: {error}") from error
 
 
@@ -142,11 +153,15 @@ def verify_checkpoint(path: Path) -> list[str]:
     return find_damaged_files(index, index.files)
 
 
-def _tensor(entry: dict) -> SavedTensor:
-    boxes = tuple(
-        SavedBox(Box(tuple(box["start"]), tuple(box["stop"])), box["file"], box["key"]) for box in entry["boxes"]
-    )
-    return SavedTensor(entry["dtype"], tuple(entry["shape"]), boxes)
+def _part(names: list[str], file: int, start: int | list, stop: int | list) -> SavedPart:
+    limits = (tuple(limit) if isinstance(limit, list) else limit for limit in (start, stop))
+    return SavedPart(*limits, _entry(names, file, "file"))
+
+
+def _entry(entries: list, number: int, what: str) -> Any:
+    if not is_count(number) or number >= len(entries):
+        raise ValueError(f"it refers to {what} {str(number)[:60]!r} of {len(entries)}")
+    return entries[number]
 
 
 def _digest(body: dict) -> str:

@@ -6,19 +6,21 @@ lead out of the folder, devices and pipes, which have no end, sizes that do not 
 """
 
 import json
+import math
 import os
 import re
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minidist.fault.shards import DTYPES, SavedTensor, check_covered
+from minidist.fault.shards import DTYPES, SavedPart, SavedTensor, check_covered
 
 if TYPE_CHECKING:
     from minidist.fault.index import Index
 
 MAX_INDEX_BYTES = 1 << 30
 _MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its format
+_MAX_DIMENSIONS = 64
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 _FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
@@ -70,16 +72,11 @@ def check_index(index: "Index") -> None:
         if not is_count(entry.num_bytes):
             raise ValueError(f"the size of {name} is {_short(entry.num_bytes)}, not a number of bytes")
     used = dict.fromkeys(index.files, 0)
-    keys: set[tuple[str, str]] = set()
     for name, tensor in index.tensors.items():
         _check_tensor(name, tensor)
-        for saved in tensor.boxes:
-            if saved.file not in used:
-                raise ValueError(f"{_short(name)} is in {_short(saved.file)}, which the index does not list")
-            if not isinstance(saved.key, str) or (saved.file, saved.key) in keys:
-                raise ValueError(f"two boxes of {_short(name)} are both {_short(saved.key)} of {saved.file}")
-            keys.add((saved.file, saved.key))
-            used[saved.file] += saved.box.numel * DTYPES[tensor.dtype_name].itemsize
+        for part in tensor.parts:
+            numel = math.prod(map(int.__sub__, *reversed(_limits(part, tensor.shape)[0])))
+            used[part.file] += numel * DTYPES[tensor.dtype_name].itemsize
     for name, num_bytes in used.items():
         if not num_bytes < index.files[name].num_bytes <= num_bytes + _MAX_HEADER_BYTES:
             raise ValueError(f"{name} has {index.files[name].num_bytes:,} bytes, and its boxes hold {num_bytes:,}")
@@ -93,16 +90,22 @@ def is_count(value: Any) -> bool:
 def _check_tensor(name: str, tensor: SavedTensor) -> None:
     if tensor.dtype_name not in DTYPES:
         raise ValueError(f"{_short(name)} has the unknown dtype {_short(tensor.dtype_name)}")
-    for sizes in (tensor.shape, *(limits for saved in tensor.boxes for limits in (saved.box.start, saved.box.stop))):
-        if not all(map(is_count, sizes)):
-            raise ValueError(f"{_short(name)} has a shape or a box with {_short(list(sizes))}")
-    for saved in tensor.boxes:
-        stop, shape = saved.box.stop, tensor.shape
-        if len(stop) != len(shape) or not all(map(int.__le__, stop, shape)):
-            raise ValueError(
-                f"{_short(name)} has shape {_short(list(shape))}, and a box of it ends at {_short(list(stop))}"
-            )
+    if len(tensor.shape) > _MAX_DIMENSIONS or not all(map(is_count, tensor.shape)):
+        raise ValueError(f"{_short(name)} has the shape {_short(list(tensor.shape))}")
+    for part in tensor.parts:
+        (start, stop), limits = _limits(part, tensor.shape)
+        inside = len(start) == len(stop) == len(limits) and all(map(is_count, (*start, *stop)))
+        if not inside or not all(a < b <= n for a, b, n in zip(start, stop, limits, strict=True)):
+            bounds = f"from {_short(list(start))} to {_short(list(stop))}"
+            raise ValueError(f"{_short(name)} has shape {_short(list(tensor.shape))}, and a part of it goes {bounds}")
     check_covered(name, tensor)
+
+
+def _limits(part: SavedPart, shape: tuple[int, ...]) -> tuple:
+    """Return the ((start, ...), (stop, ...)) of a part, and their upper limits; of one dimension for a range."""
+    if isinstance(part.start, tuple) and isinstance(part.stop, tuple):
+        return (part.start, part.stop), shape
+    return ((part.start,), (part.stop,)), (math.prod(shape),)
 
 
 def _refuse_constant(name: str) -> None:

@@ -4,13 +4,15 @@ Both are boxes of named global tensors, so loading does not depend on the layout
 torch.distributed.checkpoint does the same (its metadata lists chunks with offsets and sizes).
 """
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from minidist.parameters import Box, ParamSpec
+from minidist.parameters import Box, ParamSpec, flat_boxes
 
 DTYPES = {
     name: getattr(torch, name)
@@ -58,20 +60,43 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class SavedBox:
-    """A box of a tensor in a checkpoint, saved as tensor `key` of the safetensors file `file`."""
+    """A box of a tensor, saved in the safetensors file `file` as tensor `name + format_box(box)`."""
 
     box: Box
     file: str
-    key: str
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """A part of a tensor, saved in the safetensors file `file`: a box, of which start and stop are the limits.
+
+    Two numbers are a flat range: the row-major elements start <= i < stop, saved as the boxes of `flat_boxes`. A flat
+    shard of ZeRO is a range: two numbers, instead of up to 2 d - 1 boxes.
+    """
+
+    start: int | tuple[int, ...]
+    stop: int | tuple[int, ...]
+    file: str
+
+    def boxes(self, shape: tuple[int, ...]) -> list[SavedBox]:
+        """Return the boxes of this part of a tensor of this shape."""
+        flat = isinstance(self.start, int)
+        boxes = flat_boxes(shape, self.start, self.stop) if flat else [Box(self.start, self.stop)]
+        return [SavedBox(box, self.file) for box in boxes]
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Where a checkpoint stores a global tensor. boxes: cover it exactly once. dtype_name: a key of DTYPES."""
+    """Where a checkpoint stores a global tensor. parts: cover it exactly once. dtype_name: a key of DTYPES."""
 
     dtype_name: str
     shape: tuple[int, ...]
-    boxes: tuple[SavedBox, ...]
+    parts: tuple[SavedPart, ...]
+
+    @property
+    def boxes(self) -> list[SavedBox]:
+        """All parts as boxes."""
+        return [box for part in self.parts for box in part.boxes(self.shape)]
 
 
 def make_tensor_shards(kind: str, spec: ParamSpec, tensor: Tensor, rank: int) -> list[TensorShard]:
@@ -109,29 +134,50 @@ def shards_to_save(local_shards: Iterable[TensorShard]) -> Iterator[TensorShard]
     return (shard for shard in local_shards if shard.is_saved_here and shard.box.numel)
 
 
-def describe_local_shards(local_shards: Iterable[TensorShard], file: str) -> dict[str, SavedTensor]:
-    """Describe by name the global tensors of which this rank holds shards.
+# What a rank sends to rank 0 about its shards: entries (parameter, shape, kinds, parts), which are plain tuples because
+# there are many. kinds: (prefix, dtype name) of the tensors of this parameter that are divided alike, as ("params/",
+# "float32"). parts: what this rank saves of each of them: (start, stop), two numbers for a range, two tuples for a box.
+Plan = list[tuple[str, tuple[int, ...], tuple[tuple[str, str], ...], tuple[tuple, ...]]]
 
-    Each description lists only the boxes that this rank saves, which may be none. file: the name of this rank's file.
+
+def plan_local_shards(local_shards: Iterable[TensorShard]) -> Plan:
+    """Describe the global tensors of which this rank holds shards, and which parts of them this rank saves, if any.
+
+    A parameter and its optimizer states, which are divided alike, share an entry.
     """
-    local_shards = list(local_shards)
-    tensors = _join((shard.name, SavedTensor(shard.dtype_name, shard.shape, ())) for shard in local_shards)
-    return _join(
-        [*tensors.items()]
-        + [
-            (p.name, SavedTensor(p.dtype_name, p.shape, (SavedBox(p.box, file, shard_key(p)),)))
-            for p in shards_to_save(local_shards)
-        ]
-    )
+    tensors: dict[str, tuple[str, tuple[int, ...], list[Box]]] = {}
+    for shard in local_shards:
+        dtype_name, shape, boxes = tensors.setdefault(shard.name, (shard.dtype_name, shard.shape, []))
+        if (dtype_name, shape) != (shard.dtype_name, shard.shape):
+            raise _mismatch(shard.name, (dtype_name, shape), (shard.dtype_name, shard.shape))
+        boxes += [shard.box] if shard.is_saved_here and shard.box.numel else []
+    kinds: dict[tuple, list[tuple[str, str]]] = {}
+    for name, (dtype_name, shape, boxes) in tensors.items():
+        prefix = name[: name.find("/") + 1]
+        key = name.removeprefix(prefix), shape, _as_parts(shape, boxes)
+        kinds.setdefault(key, []).append((prefix, dtype_name))
+    return [(parameter, shape, tuple(found), parts) for (parameter, shape, parts), found in kinds.items()]
 
 
-def merge_saved_tensors(descriptions: Iterable[dict[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Merge the descriptions of all ranks into one for the whole checkpoint.
+def merge_plans(plans: Sequence[Plan], files: Sequence[str]) -> dict[str, SavedTensor]:
+    """Merge the plans of all ranks into the description of the whole checkpoint, by tensor name.
 
-    descriptions: of each rank, from `describe_local_shards`. Raises ValueError unless exactly one rank saves each
-    element, and all ranks agree on shapes and dtypes.
+    files: the name of each rank's file. Raises ValueError unless exactly one rank saves each element, and all ranks
+    agree on shapes and dtypes.
     """
-    tensors = _join(item for description in descriptions for item in description.items())
+    merged: dict[tuple, list[SavedPart]] = {}
+    for plan, file in zip(plans, files, strict=True):
+        for parameter, shape, kinds, parts in plan:
+            merged.setdefault((parameter, shape, kinds), []).extend(SavedPart(*limits, file) for limits in parts)
+    tensors: dict[str, SavedTensor] = {}
+    for (parameter, shape, kinds), found in merged.items():
+        parts = tuple(found)
+        for prefix, dtype_name in kinds:
+            tensor = SavedTensor(dtype_name, shape, parts)
+            if (known := tensors.setdefault(prefix + parameter, tensor)) is not tensor:
+                if (known.dtype_name, known.shape) != (dtype_name, shape):
+                    raise _mismatch(prefix + parameter, (known.dtype_name, known.shape), (dtype_name, shape))
+                tensors[prefix + parameter] = SavedTensor(dtype_name, shape, known.parts + parts)
     for name, tensor in tensors.items():
         check_covered(name, tensor)
     return tensors
@@ -139,27 +185,25 @@ def merge_saved_tensors(descriptions: Iterable[dict[str, SavedTensor]]) -> dict[
 
 def find_overlaps(shard: TensorShard, tensor: SavedTensor) -> list[tuple[SavedBox, Box]]:
     """Return each saved box of `tensor` that overlaps a shard, with the intersection of the two as a global box."""
-    overlaps = ((saved, saved.box.intersect(shard.box)) for saved in tensor.boxes)
+    if not shard.box.numel:
+        return []
+    first = _flat_index(tensor.shape, shard.box.start)
+    last = _flat_index(tensor.shape, tuple(stop - 1 for stop in shard.box.stop))
+    near = (part for part in tensor.parts if isinstance(part.start, tuple) or part.start <= last and part.stop > first)
+    overlaps = ((saved, saved.box.intersect(shard.box)) for part in near for saved in part.boxes(tensor.shape))
     return [(saved, box) for saved, box in overlaps if box is not None]
 
 
-def _join(items: Iterable[tuple[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    facts: dict[str, tuple[str, tuple[int, ...]]] = {}
-    boxes: dict[str, list[SavedBox]] = {}
-    for name, tensor in items:
-        known = facts.setdefault(name, (tensor.dtype_name, tensor.shape))
-        if known != (tensor.dtype_name, tensor.shape):
-            raise ValueError(
-                f"{name} is {known[0]} of shape {known[1]} here and {tensor.dtype_name} {tensor.shape} there"
-            )
-        boxes.setdefault(name, []).extend(tensor.boxes)
-    return {name: SavedTensor(*facts[name], tuple(boxes[name])) for name in facts}
-
-
 def check_covered(name: str, tensor: SavedTensor) -> None:
-    """Raise ValueError unless the boxes of a tensor cover it exactly once. name: of the tensor, for messages."""
+    """Raise ValueError unless the parts of a tensor cover it exactly once. name: of the tensor, for messages."""
+    if all(isinstance(part.start, int) for part in tensor.parts):
+        ranges = sorted(tensor.parts, key=lambda part: part.start)
+        bounds = [0, *(limit for part in ranges for limit in (part.start, part.stop)), math.prod(tensor.shape)]
+        if bounds[::2] == bounds[1::2]:
+            return  # each begins where the one before ends; else the boxes say what is wrong
     open_boxes: list[SavedBox] = []
-    for saved in sorted(tensor.boxes, key=lambda saved: saved.box.start):
+    boxes = tensor.boxes
+    for saved in sorted(boxes, key=lambda saved: saved.box.start):
         box = saved.box
         # The boxes are sorted by start, so only those that end after this one's first index can overlap it.
         open_boxes = [other for other in open_boxes if not box.start or other.box.stop[0] > box.start[0]]
@@ -170,8 +214,30 @@ def check_covered(name: str, tensor: SavedTensor) -> None:
                     f"{format_box(other.box)} in {other.file} and {format_box(box)} in {saved.file}"
                 )
         open_boxes.append(saved)
-    count, total = sum(saved.box.numel for saved in tensor.boxes), Box.whole(tensor.shape).numel
+    count, total = sum(saved.box.numel for saved in boxes), Box.whole(tensor.shape).numel
     if count < total:
-        given = ", ".join(format_box(saved.box) for saved in tensor.boxes[:4]) or "no box"
-        more = f" and {len(tensor.boxes) - 4} more" if len(tensor.boxes) > 4 else ""
+        given = ", ".join(format_box(saved.box) for saved in boxes[:4]) or "no box"
+        more = f" and {len(boxes) - 4} more" if len(boxes) > 4 else ""
         raise ValueError(f"{name}: {count} of {total} elements are written ({given}{more})")
+
+
+def _mismatch(name: str, here: tuple, there: tuple) -> ValueError:
+    return ValueError(f"{name} is {here[0]} of shape {here[1]} here and {there[0]} {there[1]} there")
+
+
+def _as_parts(shape: tuple[int, ...], boxes: list[Box]) -> tuple[tuple, ...]:
+    """Return boxes as (start, stop): one flat range if they are the boxes of one, else each a range or a box."""
+    if not boxes:
+        return ()
+    # Boxes of a range follow one another, so the first and the last give its limits.
+    start, stop = _flat_index(shape, boxes[0].start), _flat_index(shape, tuple(i - 1 for i in boxes[-1].stop)) + 1
+    if start < stop and flat_boxes(shape, start, stop) == boxes:
+        return ((start, stop),)
+    if len(boxes) == 1:
+        return ((boxes[0].start, boxes[0].stop),)
+    return tuple(part for box in boxes for part in _as_parts(shape, [box]))
+
+
+def _flat_index(shape: tuple[int, ...], index: tuple[int, ...]) -> int:
+    """Return the row-major position of an element."""
+    return reduce(lambda flat, at: flat * at[0] + at[1], zip(shape, index, strict=True), 0)

@@ -15,22 +15,11 @@ from torch import Tensor
 
 from minidist.fault.checksum import BLOCK_BYTES, combine_block_checksums, run_on_threads
 from minidist.fault.index import FileEntry
+from minidist.fault.shards import DTYPES
 
 # The format's names of dtypes.
-FORMAT_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_FORMAT_NAMES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
+FORMAT_NAMES = dict(zip(DTYPES.values(), _FORMAT_NAMES, strict=True))
 
 
 def write_tensor_file(file: Path, tensors: Mapping[str, Tensor]) -> FileEntry:

@@ -106,6 +106,7 @@ class Trainer:
         run = self.all_gather_object(self._run_on_all_ranks(self._open_run_folder))[0]
         self.folder, self._resume_notes = run.path, []
         self.saver = CheckpointSaver(self.folder / run_folder.CHECKPOINTS, self.all_gather_object, self.control.rank)
+        self.saver.gather_object = lambda value: comm.gather_object(value, self.control)
         try:
             self.resumed_from = self._resume(run.checkpoints)
         except BaseException:

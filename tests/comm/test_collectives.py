@@ -145,6 +145,21 @@ def test_all_gather_object_returns_every_ranks_object(ranks, size):
     assert ranks(gather_objects, size) == [expected] * size
 
 
+def gather_objects_to_one(world: World) -> tuple[list, int]:
+    meter = Meter()
+    group = bind(world, Mesh(dp=world.size), meter=meter)["control"]
+    found = comm.gather_object({"rank": world.rank, "text": "x" * (1000 * world.rank)}, group)
+    return found, sum(record.wire_bytes for record in meter.records)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gather_object_brings_every_ranks_object_to_rank_0_only(ranks, size):
+    (found, sent), *others = ranks(gather_objects_to_one, size)
+    assert found == [{"rank": rank, "text": "x" * (1000 * rank)} for rank in range(size)] and sent == 0
+    for rank, (nothing, sent) in enumerate(others, 1):
+        assert nothing == [] and 1000 * rank < sent < 1000 * rank + 100  # whatever the number of ranks
+
+
 def reduce_in_mesh_groups(world: World) -> list:
     mesh = Mesh(pp=2, tp=2)
     groups = bind(world, mesh, [GroupSpec("tp", ("tp",)), GroupSpec("pp", ("pp",)), GroupSpec("all", ("pp", "tp"))])

@@ -158,13 +158,10 @@ def test_a_checkpoint_is_safetensors_and_json_with_a_checksum_for_every_file(tmp
         "rank-00001.safetensors",
     ]
     text = json.loads((path / "checkpoint.json").read_text())
-    assert list(text) == ["format", "sha256", "step", "state", "checksum", "files", "tensors"]
-    assert text["tensors"]["params/w"]["boxes"][1] == {
-        "start": [2, 0],
-        "stop": [4, 3],
-        "file": "rank-00001.safetensors",
-        "key": "params/w[2:4,0:3]",
-    }
+    assert list(text) == ["format", "sha256", "step", "state", "checksum", "files", "partitions", "tensors"]
+    w = text["tensors"]["params/w"]
+    assert w == {"dtype": "float32", "shape": [4, 3], "partition": w["partition"]}
+    assert text["partitions"][w["partition"]] == [[0, 0, 6], [1, 6, 12]]  # file, and flat range
     assert all(len(entry["checksum"]) == 64 for entry in text["files"].values())
 
 

@@ -2,6 +2,8 @@
 
 import math
 import os
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ import torch
 from minidist.errors import DamagedError, RunError, UserError
 from minidist.fault import checkpoint, folders, shards
 from minidist.fault import index as index_file
-from minidist.fault.checkpoint import load_checkpoint, read_index, save_checkpoint
-from minidist.fault.shards import TensorShard, merge_saved_tensors
+from minidist.fault.checkpoint import CheckpointSaver, load_checkpoint, read_index, save_checkpoint
+from minidist.fault.folders import complete_checkpoints, latest_checkpoint
+from minidist.fault.shards import TensorShard, merge_plans
 from minidist.parameters import Box
 from tests.helpers.checkpoint_cases import (
     full_shard,
@@ -58,6 +61,76 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_loses_nothing(tmp_pat
     assert read_files(tmp_path) == before and os.listdir(tmp_path) == ["step-00000001"]
 
 
+OPERATIONS = [(os, "mkdir"), (os, "pwrite"), (os, "fsync"), (os, "rename"), (Path, "write_text")]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_is_full_at_any_operation_of_a_save_keeps_the_checkpoint_before(tmp_path, monkeypatch, background):
+    def save(root, step):
+        saver = CheckpointSaver(root)
+        saver.start_save(step, [full_shard("w", torch.full((8,), float(step)))], {}, copy=background)
+        saver.finish_save()
+        saver.close()
+
+    def fail_at(moment):
+        """Make operation number `moment` from now on fail; return the list of operations that began."""
+        begun = []
+
+        def failing(real, name):
+            def operation(*arguments, **options):
+                begun.append(name)
+                if len(begun) == moment + 1:
+                    raise OSError(28, "No space left on device")
+                return real(*arguments, **options)
+
+            return operation
+
+        for module, name in OPERATIONS:
+            monkeypatch.setattr(module, name, failing(getattr(module, name), name))
+        return begun
+
+    failed = []
+    for moment in range(20):
+        root = tmp_path / str(moment)
+        save(root, 1)
+        before = read_files(root)
+        begun = fail_at(moment)
+        try:
+            save(root, 2)
+        except RunError as error:
+            failed.append(begun[moment])
+            assert "No space left on device" in str(error) and "the last complete one is" in str(error)
+        finally:
+            monkeypatch.undo()
+        found = complete_checkpoints(root)
+        assert sorted(os.listdir(root)) == [path.name for path in found.values()] and 1 in found
+        assert {name: data for name, data in read_files(root).items() if name in before} == before
+        for step, path in found.items():
+            load_full_tensors(path, tensors := {"w": torch.zeros(8)})
+            assert tensors["w"].tolist() == [step] * 8
+        if len(begun) <= moment:
+            break
+        save(root, 3)
+        assert latest_checkpoint(root).name == "step-00000003"
+    assert set(failed) == {name for _, name in OPERATIONS} and len(found) == 2
+
+
+def test_a_limit_of_the_system_on_the_size_of_files_fails_a_save_and_loses_nothing(tmp_path):
+    shards = [full_shard("t", torch.zeros(20))]
+    save_checkpoint(tmp_path, 1, shards, {})
+    before = read_files(tmp_path)
+    sizes = sorted(map(len, before.values()))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (0, 1, sizes[0] - 1, sizes[0], sizes[1] - 1):  # the tensors' file, then the index, which is larger
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(RunError, match=r"File too large.*the last complete one is .*step-00000001"):
+                save_checkpoint(tmp_path, 2, shards, {})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert read_files(tmp_path) == before and os.listdir(tmp_path) == ["step-00000001"]
+
+
 def test_a_root_that_cannot_be_created_fails_the_save_on_all_ranks(tmp_path):
     (tmp_path / "file").touch()
     message = failing_save(tmp_path / "file", 2, lambda rank: [full_shard(f"t{rank}", torch.zeros(1))])
@@ -100,16 +173,16 @@ def test_coverage_is_checked_for_boxes_that_no_straight_cut_separates():
     # A pinwheel: five rectangles that no straight cut separates; moving one edge makes a gap and an overlap.
     wheel = [((0, 0), (1, 2)), ((0, 2), (2, 3)), ((2, 1), (3, 3)), ((1, 0), (3, 1)), ((1, 1), (2, 2))]
 
-    def description(boxes):
+    def merge(boxes):
         pieces = [TensorShard("w", (3, 3), Box(a, b), torch.zeros(Box(a, b).shape)) for a, b in boxes]
-        return [shards.describe_local_shards(pieces, "f")]
+        return merge_plans([shards.plan_local_shards(pieces)], ["f"])
 
-    assert len(merge_saved_tensors(description(wheel))["w"].boxes) == 5
+    assert {(saved.box.start, saved.box.stop) for saved in merge(wheel)["w"].boxes} == set(wheel)
     for missing in range(5):
         with pytest.raises(ValueError, match="of 9 elements"):
-            merge_saved_tensors(description(wheel[:missing] + wheel[missing + 1 :]))
+            merge(wheel[:missing] + wheel[missing + 1 :])
     with pytest.raises(ValueError, match="written twice"):
-        merge_saved_tensors(description([*wheel[:4], ((1, 1), (2, 3))]))
+        merge([*wheel[:4], ((1, 1), (2, 3))])
 
 
 def test_a_tensor_that_no_rank_writes_is_refused(tmp_path):
@@ -142,8 +215,12 @@ DAMAGE = {
     "a flipped bit of a header": lambda p: damage_file(p / "rank-00001.safetensors", position=10),
     "a truncated file": lambda p: damage_file(p / "rank-00001.safetensors", cut=-7),
     "a missing file": lambda p: (p / "rank-00001.safetensors").unlink(),
+    "an empty file": lambda p: damage_file(p / "rank-00001.safetensors", cut=0),
+    "the file of another checkpoint": lambda p: (p / "rank-00001.safetensors").write_bytes(
+        (p.with_name("step-00000003") / "rank-00001.safetensors").read_bytes()
+    ),
     "a changed position in the index": lambda p: (p / "checkpoint.json").write_text(
-        (p / "checkpoint.json").read_text().replace('"position": 16', '"position": 17')
+        (p / "checkpoint.json").read_text().replace('"position":16', '"position":17')
     ),
     "a truncated index": lambda p: damage_file(p / "checkpoint.json", cut=-1),
     "a missing index": lambda p: (p / "checkpoint.json").unlink(),
@@ -156,6 +233,7 @@ DAMAGE = {
 def test_a_damaged_checkpoint_is_refused_on_all_ranks_and_the_intact_one_before_it_is_named(tmp_path, kind):
     save_sharded_rows(tmp_path, 1)
     path = save_sharded_rows(tmp_path, 2)
+    save_sharded_rows(tmp_path, 3, value=5.0)
     DAMAGE[kind](path)
     before, tensors = read_files(tmp_path), [make_targets(), make_targets()]
     outcomes = run_on_threads(

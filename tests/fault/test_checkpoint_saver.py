@@ -1,5 +1,6 @@
 """Saving while training goes on: what a checkpoint captures, when it counts, and how a failure is reported."""
 
+import pickle
 import threading
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 
 from minidist.errors import RunError
 from minidist.fault import checkpoint
-from minidist.fault.checkpoint import CheckpointSaver, save_checkpoint
+from minidist.fault.checkpoint import CheckpointSaver, read_index, save_checkpoint
 from minidist.fault.folders import latest_checkpoint
+from minidist.fault.index import verify_checkpoint
 from tests.helpers.checkpoint_cases import full_shard, load_full_tensors, read_files, run_on_threads
 
 DEADLINE_S = 20.0
@@ -116,3 +118,65 @@ def test_a_failed_write_is_reported_on_all_ranks_and_the_next_save_works(tmp_pat
     assert "the checkpoint of step 2 was not written" in first[0] and "rank 1: [Errno 28]" in first[0]
     assert f"the last complete one is {tmp_path / 'step-00000001'}" in first[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_the_plan_travels_when_the_layout_changes_and_else_only_checksums_do(tmp_path):
+    def body(rank, exchange):
+        gathered = []
+
+        def gather(value):
+            gathered.append(value)
+            return exchange(value) if rank == 0 else exchange(value) and []
+
+        saver = CheckpointSaver(tmp_path, exchange, rank)
+        saver.gather_object = gather
+        shard, other = full_shard(f"t{rank}", torch.zeros(3)), full_shard(f"t{rank}", torch.ones(4))
+        for step, shards in enumerate(
+            [[shard], [shard], [other], [other, full_shard("all", torch.ones(2), rank == 1)]]
+        ):
+            gathered.clear()
+            saver.start_save(step, shards, {})
+            plans = len(gathered)
+            path = saver.finish_save()
+            index = read_index(path)
+            assert {name: tensor.shape for name, tensor in index.tensors.items()} == {
+                **{f"t{other}": (4 if step > 1 else 3,) for other in range(2)},
+                **({"all": (2,)} if step == 3 else {}),
+            }
+            assert not verify_checkpoint(path)
+            assert plans == (step != 1) and len(gathered) == plans + 1
+            assert len(pickle.dumps(gathered[-1])) < 250
+        saver.close()
+
+    assert run_on_threads(2, body) == [None, None]
+
+
+def test_a_layout_that_was_refused_is_not_taken_for_known(tmp_path):
+    def body(rank, exchange):
+        saver = CheckpointSaver(tmp_path, exchange, rank)
+        for _ in range(2):
+            with pytest.raises(RunError, match="w is written twice"):
+                saver.start_save(1, [full_shard("w", torch.ones(4))], {})
+        saver.close()
+
+    assert run_on_threads(2, body) == [None, None]
+
+
+def test_a_copy_that_fails_on_one_rank_is_reported_on_all(tmp_path, monkeypatch):
+    real = CheckpointSaver._copy_to_host
+
+    def copy(saver, tensors):
+        if saver._rank == 1:
+            raise RuntimeError("can't allocate memory")
+        return real(saver, tensors)
+
+    monkeypatch.setattr(CheckpointSaver, "_copy_to_host", copy)
+
+    def body(rank, exchange):
+        saver = CheckpointSaver(tmp_path, exchange, rank)
+        saver.start_save(1, [full_shard(f"t{rank}", torch.ones(4))], {})
+        with pytest.raises(RunError, match="rank 1: RuntimeError: can't allocate memory"):
+            saver.finish_save()
+        saver.close()
+
+    assert run_on_threads(2, body) == [None, None] and not any(tmp_path.iterdir())

@@ -30,9 +30,6 @@ HUGE = 10**15
 def rename_file(new):
     def change(body):
         body["files"][new] = body["files"].pop(FILE)
-        for tensor in body["tensors"].values():
-            for box in tensor["boxes"]:
-                box["file"] = new if box["file"] == FILE else box["file"]
 
     return change
 
@@ -49,24 +46,35 @@ def set_at(value, *keys):
 def make_huge(body):
     """A shape and a box that fit each other, and a file of a size that fits both."""
     body["tensors"]["params/w"]["shape"][0] = HUGE
-    body["tensors"]["params/w"]["boxes"][1]["stop"][0] = HUGE
+    body["partitions"][1][1][2] = 3 * HUGE
     body["files"][FILE]["bytes"] = (HUGE - 2) * 12 + 200
 
 
-def add_twin(body):
-    boxes = body["tensors"]["params/w"]["boxes"]
-    boxes[1]["file"], boxes[1]["key"] = boxes[0]["file"], boxes[0]["key"]
+def swap_files(body):
+    """Give the first file's name and checksum to the second, and the other way round; both files have one size."""
+    for part in body["partitions"][1]:
+        part[0] = 1 - part[0]
 
 
-W, BOX = ("tensors", "params/w"), ("tensors", "params/w", "boxes", 1)
+W, PART = ("tensors", "params/w"), ("partitions", 1, 1)  # rows 2 and 3, in the second file
+
+
+def set_box(start, stop):
+    """List rows 2 and 3 as a box, with these limits."""
+    return set_at([1, start, stop], *PART)
+
+
 EDITS = {
     "a file name that leads out": (rename_file("../outside.safetensors"), "no name of a file in this folder"),
     "a file below": (rename_file("below/outside.safetensors"), "no name of a file in this folder"),
     "an absolute path": (rename_file("/dev/zero"), "'/dev/zero' is no name of a file in this folder"),
     "the folder itself": (rename_file("."), "no name of a file in this folder"),
     "an empty file name": (rename_file(""), "no name of a file in this folder"),
-    "a file that is not listed": (set_at("other.safetensors", *BOX, "file"), "which the index does not list"),
-    "a file that is a number": (set_at(7, *BOX, "file"), "in 7, which the index does not list"),
+    "a file that is not listed": (set_at(2, *PART, 0), "it refers to file '2' of 2"),
+    "a file counted from the end": (set_at(-1, *PART, 0), "it refers to file '-1' of 2"),
+    "a file that is text": (set_at("../x", *PART, 0), "it refers to file '../x' of 2"),
+    "a partition that is not listed": (set_at(2, *W, "partition"), "it refers to partition '2' of 2"),
+    "a partition of another tensor": (set_at(0, *W, "partition"), "2 of 12 elements are written"),
     "a file of a terabyte": (set_at(10**12, "files", FILE, "bytes"), "1,000,000,000,000 bytes, and its boxes hold 24"),
     "a size that is text": (set_at("24", "files", FILE, "bytes"), "the size of .* is '24'"),
     "a checksum that is none": (set_at("../x", "files", FILE, "checksum"), "not 64 hexadecimal digits"),
@@ -76,23 +84,33 @@ EDITS = {
     "the step of another folder": (set_at(3, "step"), "its step is 3, and its folder is called step-00000002"),
     "a state that is a list": (set_at([1], "state"), r"its state is \[1\]"),
     "a huge box": (
-        set_at([HUGE, 3], *BOX, "stop"),
-        r"has shape \[4, 3\], and a box of it ends at \[1000000000000000, 3",
+        set_box([2, 0], [HUGE, 3]),
+        r"has shape \[4, 3\], and a part of it goes from \[2, 0\] to \[1000000000000000, 3",
     ),
-    "a box of fractions": (set_at([2.0, 0], *BOX, "start"), "a shape or a box with"),
-    "a box of text": (set_at(["a", "b"], *BOX, "stop"), "not the index of a checkpoint"),
-    "a negative box": (set_at([-2, 0], *BOX, "start"), "every start must be between 0 and its stop"),
-    "a box of more dimensions": (set_at([4, 3, 1], *BOX, "stop"), "no box from"),
-    "overlapping boxes": (set_at([1, 0], *BOX, "start"), "params/w is written twice"),
-    "a gap": (set_at([3, 0], *BOX, "start"), "9 of 12 elements are written"),
-    "two boxes of one entry": (add_twin, "both 'params/w"),
-    "a key that is no text": (set_at(5, *BOX, "key"), "both 5 of"),
+    "a box of fractions": (set_box([2.0, 0], [4, 3]), "a part of it goes from"),
+    "a box of text": (set_box([2, 0], ["a", "b"]), "a part of it goes from"),
+    "a negative box": (set_box([-2, 0], [4, 3]), "a part of it goes from"),
+    "a box of more dimensions": (set_box([2, 0], [4, 3, 1]), "a part of it goes from"),
+    "a box of other dimensions": (set_box([2], [4]), "a part of it goes from"),
+    "overlapping boxes": (set_box([1, 0], [4, 3]), "params/w is written twice"),
+    "a gap": (set_box([3, 0], [4, 3]), "9 of 12 elements are written"),
+    "a box listed twice": (set_box([0, 0], [2, 3]), "params/w is written twice"),
+    "a huge range": (set_at(HUGE, *PART, 2), r"a part of it goes from \[6\] to \[1000000000000000\]"),
+    "a range of fractions": (set_at(6.0, *PART, 1), "a part of it goes from"),
+    "a range that is text": (set_at("a", *PART, 1), "a part of it goes from"),
+    "a negative range": (set_at(-6, *PART, 1), "a part of it goes from"),
+    "a range that goes back": (set_at(12, *PART, 1), r"a part of it goes from \[12\] to \[12\]"),
+    "a range from a number to a list": (set_at([4, 3], *PART, 2), "a part of it goes from"),
+    "overlapping ranges": (set_at(5, *PART, 1), "params/w is written twice"),
+    "a gap between ranges": (set_at(7, *PART, 1), "11 of 12 elements are written"),
+    "a part of four": (set_at([1, 6, 12, 0], *PART), "not the index of a checkpoint"),
+    "a million dimensions": (set_at([1] * 10**5, *W, "shape"), "has the shape"),
     "an unknown dtype": (set_at("float31", *W, "dtype"), "unknown dtype 'float31'"),
     "a dtype that is a list": (set_at([], *W, "dtype"), "not the index of a checkpoint"),
     "another dtype of the same size": (set_at("int32", *W, "dtype"), "its index as"),
     "a shape that is a number": (set_at(4, *W, "shape"), "not the index of a checkpoint"),
     "tensors as a list": (set_at([], "tensors"), "not the index of a checkpoint"),
-    "another entry of the file": (set_at("params/x[2:4,0:3]", *BOX, "key"), "not the file that its index describes"),
+    "parts of another file": (swap_files, "not the file that its index describes"),
 }
 
 

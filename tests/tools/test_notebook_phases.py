@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from minidist.errors import UserError
-from minidist.fault.shards import SavedBox, SavedTensor, TensorShard
+from minidist.fault.shards import SavedPart, SavedTensor, TensorShard
 from minidist.parameters import Box
 from minidist.tools.notebook import plot_loss_differences, plot_outcomes, plot_phases, plot_resharding
 from minidist.tools.simulate.failures import Phase
@@ -52,9 +52,7 @@ def test_outcomes_may_have_their_colours_beforehand():
 
 
 def test_resharding_returns_every_slice_that_a_rank_reads():
-    saved = SavedTensor(
-        "float32", (4, 6), tuple(SavedBox(Box((0, 3 * n), (4, 3 * n + 3)), f"rank-{n}", f"{n}") for n in range(2))
-    )
+    saved = SavedTensor("float32", (4, 6), tuple(SavedPart((0, 3 * n), (4, 3 * n + 3), f"rank-{n}") for n in range(2)))
     loading = [
         TensorShard("w", (4, 6), box, torch.zeros(box.shape)) for box in (Box((0, 0), (1, 6)), Box((1, 0), (4, 2)))
     ]

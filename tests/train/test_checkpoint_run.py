@@ -54,3 +54,12 @@ def test_a_full_disk_ends_the_run_only_if_its_last_state_is_lost(config, tmp_pat
 def test_every_nth_checkpoint_is_kept(config, tmp_path):
     train_small(World.single(), with_changes(config, checkpoint__every=1, checkpoint__keep=1, checkpoint__keep_every=2))
     assert names_in(tmp_path / "run") == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_a_resumed_run_prunes_the_checkpoints_of_the_one_before(config, tmp_path):
+    config = with_changes(config, checkpoint__every=1, checkpoint__keep=2, checkpoint__keep_every=3)
+    train_small(World.single(), config, stop_after=4)
+    assert names_in(tmp_path / "run") == ["step-00000003", "step-00000004"]
+    (tmp_path / "run" / "checkpoints" / "step-00000005.partial").mkdir()  # a save that was killed
+    train_small(World.single(), with_changes(config, train__steps=6))
+    assert names_in(tmp_path / "run") == ["step-00000003", "step-00000005", "step-00000006"]

@@ -10,7 +10,7 @@ from minidist.config import Config
 from minidist.fault.goodput import FailureModel
 from minidist.tools.config_warnings import find_warnings
 from minidist.tools.estimate import activations, flops, saved_tensors
-from minidist.tools.estimate.estimate import MEMORY_KINDS, SHARED_MEMORY, Estimate, RankCost, estimate
+from minidist.tools.estimate.estimate import CHECKPOINT_COPY, MEMORY_KINDS, SHARED_MEMORY, Estimate, RankCost, estimate
 from minidist.tools.estimate.failures import failures_json, print_failures
 from minidist.tools.estimate.flops import MeasuredStep
 from minidist.tools.estimate.layout import Layout
@@ -133,6 +133,8 @@ def _table_rows(result: Estimate) -> list[tuple[str, list[str]]]:
             rows.append((f"  peak {kind}", largest(attrgetter(name), "B")))
     if any(cost.shared_segment_bytes for cost in result.ranks):
         rows.append((SHARED_MEMORY, largest(lambda cost: cost.shared_segment_bytes, "B")))
+    if any(cost.checkpoint_copy_bytes for cost in result.ranks):
+        rows.append((CHECKPOINT_COPY, largest(lambda cost: cost.checkpoint_copy_bytes, "B")))
     rows.append(("sent per step", largest(lambda cost: sum(cost.wire_bytes.values()), "B")))
     for spec in dict.fromkeys(spec for cost in result.ranks for spec in cost.wire_bytes):
         rows.append((f"  {spec}", largest(lambda cost, spec=spec: cost.wire_bytes.get(spec, 0), "B")))
@@ -163,6 +165,11 @@ def list_estimate_notes(result: Estimate) -> list[str]:
         lines.append(
             "shared memory: a rank's part of the segments through which the ranks of one machine communicate (backend "
             "shm), in addition to peak memory; 0 with gloo and nccl."
+        )
+    if any(cost.checkpoint_copy_bytes for cost in result.ranks):
+        lines.append(
+            f"{CHECKPOINT_COPY}: host memory for saves in the background, allocated at the first save, in addition to "
+            "peak memory; 0 with --checkpoint.no-background."
         )
     if config.recompute == "selective":
         lines.append(_note_on_selective(layout))

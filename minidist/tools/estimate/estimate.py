@@ -6,6 +6,7 @@ from functools import cache
 
 from minidist.config import Config
 from minidist.tools.estimate import activations, flops, shards, states
+from minidist.tools.estimate.checkpoint_copies import checkpoint_copy_bytes
 from minidist.tools.estimate.layout import Layout, plan_layout
 from minidist.tools.estimate.peak_memory import PeakBytes, StepMemory
 from minidist.tools.estimate.shared_memory import shared_segment_bytes
@@ -22,6 +23,7 @@ MEMORY_KINDS = {
     "buffer_bytes": "buffers",
 }
 SHARED_MEMORY = "shared memory"  # the name of the shared-memory segments in tables and charts
+CHECKPOINT_COPY = "checkpoint copy"  # the name of the copies for saves in the background
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,13 @@ class RankCost:
     sum may be higher. activation_bytes: tensors saved for backward, or for the weight gradient (W) of a split backward.
     buffer_bytes: all other tensors: gradients of activations, temporaries of the loss, messages, copies in the dtype of
     the reduction, and ZeRO's gathered parameters and unreduced gradients. shared_segment_bytes: the shared-memory
-    segments of the shm backend (`shared_memory`), in addition to the tensors.
+    segments of the shm backend (`shared_memory`), in addition to the tensors. checkpoint_copy_bytes: host memory for
+    the copies of saves in the background (`checkpoint_copies`), in addition as well.
 
-    Accuracy, as tested: parameters, masters, optimizer states and gradients are exact to the byte. Without a pipeline
-    activations are exact except for the batch itself (16 bytes per token); with one they are between 2 % too low and
-    12 % too high, the latter with recomputation. The peak is within 5 %, the buffers in it within 10 %; buffer_bytes
-    is within 30 %, and too low where context-parallel ranks exchange much or pipeline stages recompute.
+    Accuracy, as tested: parameters, masters, optimizer states, gradients and checkpoint copies are exact to the byte.
+    Without a pipeline activations are exact except for the batch itself (16 bytes per token); with one they are between
+    2 % too low and 12 % too high, the latter with recomputation. The peak is within 5 %, the buffers in it within 10 %;
+    buffer_bytes is within 30 %, and too low where context-parallel ranks exchange much or pipeline stages recompute.
     """
 
     rank: int
@@ -58,6 +61,7 @@ class RankCost:
     activation_bytes: int
     buffer_bytes: int
     shared_segment_bytes: int
+    checkpoint_copy_bytes: int
     peak_breakdown: dict[str, int]
     wire_bytes: dict[str, int]
 
@@ -137,6 +141,7 @@ def _estimate_rank(layout: Layout, stages: Sequence[_Stage], traffic: Traffic, r
         activation_bytes=max(stage.activation_bytes(samples), peak.activations),
         buffer_bytes=peak.buffers,
         shared_segment_bytes=shared_segment_bytes(traffic, rank),
+        checkpoint_copy_bytes=checkpoint_copy_bytes(layout, traffic, rank),
         peak_breakdown={kind: (constant | peak.total._asdict())[kind] for kind in MEMORY_KINDS.values()},
         wire_bytes=traffic.wire_bytes(rank),
     )

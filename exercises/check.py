@@ -35,7 +35,7 @@ PRELOAD = (*_BASE_MODULES, "torch._dynamo")
 _PROGRAMS = ("script", "debug")  # kinds whose answers are programs for torchrun
 # Pieces that use our custom operators, or count torch's, import torch._dynamo. It writes a file, for which the answer
 # would be blamed.
-_OPERATORS = ("minidist.parallel.tensor.", "minidist.parallel.pipeline.split_backward")
+_OPERATORS = ("minidist.parallel.tensor.", "minidist.parallel.pipeline.split_backward", "minidist.fault.simple")
 # After these findings the other tests would fail in the same way.
 _STOPS_CHECK = ("syntax", "missing", "hang", "printing", "memory", "exit")
 _NOT_RUN = "not run, because of how another test ended"

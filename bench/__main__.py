@@ -1,4 +1,4 @@
-"""`python -m bench dp|zero|model|comm|save|index|watch|calibrate`; each command has its own `--help`."""
+"""`python -m bench dp|zero|model|comm|recover|save|index|watch|calibrate`; each command has its own `--help`."""
 
 import argparse
 import sys
@@ -9,6 +9,7 @@ from bench import (
     compare_backends,
     compare_dp,
     compare_model_parallel,
+    compare_recovery,
     compare_saves,
     compare_zero,
     measure_watchdog,
@@ -21,6 +22,7 @@ COMMANDS = {
     "zero": (compare_zero.main, "compare ZeRO stages 1, 2 and 3 with torch FSDP2, DeepSpeed and FairScale"),
     "model": (compare_model_parallel.main, "compare tensor and pipeline parallelism with torch DTensor and pipelining"),
     "comm": (compare_backends.main, "compare minidist's shared-memory backend shm with gloo"),
+    "recover": (compare_recovery.main, "time from the death of a rank to the next step of the others (live recovery)"),
     "save": (compare_saves.main, "compare checkpoints with torch's distributed checkpoint"),
     "watch": (measure_watchdog.main, "measure what deadlock detection under torchrun costs, up to thousands of ranks"),
     "index": (plan_index.main, "plan the index of a checkpoint of thousands of simulated ranks"),

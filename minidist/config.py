@@ -238,8 +238,21 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """Finding silent faults, and injecting faults to see that a run survives them. `minidist chaos` tries many."""
+    """What happens when a rank dies, finding silent faults, and injecting faults to see that a run survives them.
 
+    `minidist chaos` tries many faults.
+    """
+
+    live_recovery: bool = False
+    """When a rank dies, the other ranks go on without it: they take its work, with the training state from their own
+    memory, and admit a new rank in its place. For `minidist train --ranks`, not under torchrun."""
+    max_restarts: int = 3
+    """Live recovery: number of ranks to start in place of dead ones, in all. Afterwards the run goes on with the ranks
+    that are left, as long as they fill the mesh."""
+    memory_every: int = 10
+    """Live recovery: every this many steps, each rank copies its shards to host memory, and to that of another rank (in
+    another node or replica). A death loses at most these steps. Only ZeRO, and layouts with one replica, need copies:
+    otherwise the other replica has the state of the last step. 0: no copies; what is lost comes from a checkpoint."""
     inject: str | None = None
     """One fault, such as "kill rank 1 at step 3 in update". Kinds: kill (SIGKILL), stop (SIGSTOP), slow, nan (in a
     gradient), flip (a bit of a parameter), full (disk). Phases: forward, backward, reduce, agree, update, gather; of a

@@ -1,7 +1,7 @@
 """Errors that end a command with one message, and how messages name ranks.
 
-`UserError`: the request is impossible; `RunError`: the run failed. The command line prints their message, written for
-the person who can fix the cause, and no traceback.
+`UserError`: the request is impossible; `RunError`: the run failed; `CommError`: an operation between ranks failed. The
+command line prints their message, written for the person who can fix the cause, and no traceback.
 """
 
 import difflib
@@ -27,6 +27,12 @@ class RunError(Exception):
     exit_code = 1
     # Whether the error may occur on some ranks only, so that rank 0 may have nothing to report.
     of_some_ranks = False
+
+
+class CommError(RunError):
+    """An operation between ranks failed: a peer died, or the backend aborted it."""
+
+    of_some_ranks = True
 
 
 def suggest(given: str, possible: Iterable[str], max_listed: int = 12, prefix: str = "") -> str:

@@ -39,6 +39,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "checkpoint.keep": (1, math.inf),
     "checkpoint.keep-every": (0, math.inf),
     "fault.digest-every": (0, math.inf),
+    "fault.max-restarts": (0, math.inf),
+    "fault.memory-every": (0, math.inf),
     "precision.initial-scale": (1e-30, 1e30),  # float32 can represent the scales around these bounds too
     "precision.growth-interval": (1, math.inf),
     "precision.max-overflows": (1, math.inf),
@@ -366,6 +368,8 @@ _REFUSED: tuple[OptionRule, ...] = (
     ("data.source", lambda c, m: c.data.path is None, "data.path is {data.path}, and a run reads one or the other"),
     ("trace.first trace.steps", lambda c, m: c.trace.file is not None, "no trace is written: give --trace FILE"),
     ("fault.repair", lambda c, m: c.fault.digest_every > 0, "no replicas are compared: give --fault.digest-every"),
+    ("fault.max_restarts fault.memory_every", lambda c, m: c.fault.live_recovery,
+     "ranks are not replaced: give --fault.live-recovery"),
     ("memory.step", lambda c, m: c.memory.file is not None, "no memory is measured: give --memory FILE"),
 )  # fmt: skip
 

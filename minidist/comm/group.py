@@ -18,6 +18,7 @@ from minidist.comm.group_specs import CONTROL, GroupSpec
 from minidist.comm.meter import Meter
 from minidist.comm.status import Channel
 from minidist.comm.world import World
+from minidist.errors import CommError, format_ranks
 from minidist.mesh import Mesh
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -124,14 +125,18 @@ def bind(
     backend: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     check: Callable[[Group], None] | None = None,
+    connect_timeout_s: float | None = None,
 ) -> Groups:
     """Create the process groups of every spec and one named "control" over all ranks; return this rank's groups.
 
     All ranks call it with equal arguments. mesh: its size is that of `world`. meter: records the operations of all
     groups; a new meter if None. backend: torch's name of the backend; None: the backend of the default group.
-    timeout_s: the backend aborts an operation that takes longer. check: called with the control group before any other
+    timeout_s: the backend aborts an operation that takes longer. connect_timeout_s: and the creation of a group that
+    takes longer; None: `timeout_s`.
+    check: called with the control group before any other
     group is made, to find out whether the arguments are equal; if it raises on all ranks, no rank waits for another.
-    Raises ValueError if the mesh and the world differ in size, or two specs share a name.
+    Raises ValueError if the mesh and the world differ in size, or two specs share a name; CommError if a group cannot
+    be created because a rank has died.
     """
     if mesh.world_size != world.size:
         raise ValueError(f"{mesh} has {mesh.world_size} ranks, the world has {world.size}")
@@ -146,8 +151,7 @@ def bind(
         for ranks in spec.rank_groups(mesh):
             process_group = None
             if len(ranks) > 1:
-                timeout = timedelta(seconds=timeout_s)
-                process_group = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=spec.name)
+                process_group = _new_process_group(spec.name, ranks, backend, timeout_s, connect_timeout_s)
             if world.rank in ranks:
                 own_ranks, own_process_group = ranks, process_group
         if own_ranks is None:
@@ -158,6 +162,19 @@ def bind(
             check(group)
     world.status.on_resume()
     return Groups(mesh, world, meter, tuple(specs[1:]), groups)
+
+
+def _new_process_group(
+    name: str, ranks: tuple[int, ...], backend: str | None, timeout_s: float, connect_timeout_s: float | None
+) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=connect_timeout_s or timeout_s)
+    try:
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
+    except RuntimeError as error:
+        raise CommError(f"group '{name}' of {format_ranks(ranks)} could not be created: {error}") from error
+    if connect_timeout_s is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        group.set_timeout(timedelta(seconds=timeout_s))
+    return group
 
 
 def _report_bind(world: World, mesh: Mesh, specs: list[GroupSpec], named: bool) -> None:

@@ -13,13 +13,7 @@ from minidist.comm.group import Group
 from minidist.comm.hints import expect_immediate_wait
 from minidist.comm.meter import Record
 from minidist.comm.status import Channel
-from minidist.errors import RunError
-
-
-class CommError(RunError):
-    """An operation between ranks failed: a peer died, or the backend aborted it."""
-
-    of_some_ranks = True
+from minidist.errors import CommError
 
 
 @dataclass

@@ -45,6 +45,10 @@ class OperationTracker:
         self._launched[channel] += 1
         return self._launched[channel]
 
+    def reset_channels(self) -> None:
+        """Number the operations of all channels from 1 again, because new groups replace the present ones."""
+        self._launched.clear()
+
     def on_wait(self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object) -> None:
         """Record that this rank blocks from now on until operation `seq` of the channel has completed.
 

@@ -17,6 +17,7 @@ class World:
     the default process group's backend; None without a process group, as for a single rank by default. status: this
     rank's report of its operations, which deadlock detection reads. store: the torch store that ranks started by the
     rank server use for their process groups; under torchrun, a store that outlives restarts of the ranks; else None.
+    member: the number of this process in a run whose ranks are replaced when they die (`tools/recovery`); else None.
     """
 
     rank: int
@@ -28,6 +29,7 @@ class World:
     status: OperationTracker
     node_rank: int = 0
     store: dist.Store | None = field(default=None, repr=False)  # its own repr asks the name service, for seconds
+    member: int | None = None
 
     @property
     def control_device(self) -> torch.device:

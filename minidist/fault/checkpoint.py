@@ -266,7 +266,7 @@ def load_checkpoint(
     def plan():
         nonlocal index, reads
         index = read_index_file(path)
-        reads, problems = _plan(index, local_shards, cast)
+        reads, problems = shards.plan_reads(index.tensors, local_shards, cast)
         return index.sha256, {shard.name for shard in local_shards}, set(reads), problems
 
     def check():
@@ -310,27 +310,6 @@ def _write(
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         free = shutil.disk_usage(file.parent).free
         raise OSError(f"{error} (writing {size:,} bytes to {file}, where {free:,} are free)") from error
-
-
-def _plan(index: Index, local_shards: list[TensorShard], cast: bool) -> tuple[dict[str, list], list[str]]:
-    """Return what to read, file -> [(shard, saved box, overlap)], and the mismatches, one line each."""
-    reads: dict[str, list] = {}
-    problems = []
-    for shard in local_shards:
-        saved = index.tensors.get(shard.name)
-        if saved is None:
-            problems.append(f"{shard.name} is not in the checkpoint")
-        elif saved.shape != shard.shape:
-            problems.append(f"{shard.name} has shape {saved.shape} in the checkpoint, {shard.shape} here")
-        elif saved.dtype_name != shard.dtype_name and not cast:
-            problems.append(f"{shard.name} is {saved.dtype_name} in the checkpoint, {shard.dtype_name} here")
-        else:
-            overlaps = shards.find_overlaps(shard, saved)
-            if sum(box.numel for _, box in overlaps) != shard.box.numel:
-                problems.append(f"{shards.shard_key(shard)} is not wholly in the checkpoint")
-            for source, box in overlaps:
-                reads.setdefault(source.file, []).append((shard, source, box))
-    return reads, problems
 
 
 def _check_fits(index: Index, plans: list[tuple], prefix: str) -> None:

@@ -5,7 +5,7 @@ torch.distributed.checkpoint does the same (its metadata lists chunks with offse
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -192,6 +192,32 @@ def find_overlaps(shard: TensorShard, tensor: SavedTensor) -> list[tuple[SavedBo
     near = (part for part in tensor.parts if isinstance(part.start, tuple) or part.start <= last and part.stop > first)
     overlaps = ((saved, saved.box.intersect(shard.box)) for part in near for saved in part.boxes(tensor.shape))
     return [(saved, box) for saved, box in overlaps if box is not None]
+
+
+def plan_reads(
+    tensors: Mapping[str, SavedTensor], local_shards: Iterable[TensorShard], cast: bool = False
+) -> tuple[dict[str, list[tuple[TensorShard, SavedBox, Box]]], list[str]]:
+    """Plan what a rank must read to fill its shards: by file, each shard, a saved box, and their intersection.
+
+    tensors: those saved, by name. cast: allow a dtype other than the shard's. Also returns the mismatches, a line each.
+    """
+    reads: dict[str, list[tuple[TensorShard, SavedBox, Box]]] = {}
+    problems = []
+    for shard in local_shards:
+        saved = tensors.get(shard.name)
+        if saved is None:
+            problems.append(f"{shard.name} is not in the checkpoint")
+        elif saved.shape != shard.shape:
+            problems.append(f"{shard.name} has shape {saved.shape} in the checkpoint, {shard.shape} here")
+        elif saved.dtype_name != shard.dtype_name and not cast:
+            problems.append(f"{shard.name} is {saved.dtype_name} in the checkpoint, {shard.dtype_name} here")
+        else:
+            overlaps = find_overlaps(shard, saved)
+            if sum(box.numel for _, box in overlaps) != shard.box.numel:
+                problems.append(f"{shard_key(shard)} is not wholly in the checkpoint")
+            for source, box in overlaps:
+                reads.setdefault(source.file, []).append((shard, source, box))
+    return reads, problems
 
 
 def check_covered(name: str, tensor: SavedTensor) -> None:

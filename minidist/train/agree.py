@@ -26,7 +26,7 @@ class StepResult:
     non-finite. update_successful: whether the optimizer updated the parameters. is_finite: whether loss and norm were
     finite. stop_requested: whether any rank asked for the end of the run. overflowed: whether scaled gradients
     overflowed on any rank, so that the step was skipped. checkpoint_written: whether all ranks have written their files
-    of the checkpoint in flight.
+    of the checkpoint in flight. regroup_requested: whether a rank asked to continue with other ranks (live recovery).
     is_local_loss_finite: whether the loss of this rank was finite. non_finite_parameters: the names of the parameters
     whose value or gradient is non-finite on this rank, in the order of the model; empty if `is_finite`.
     """
@@ -39,6 +39,7 @@ class StepResult:
     stop_requested: bool
     overflowed: bool = False
     checkpoint_written: bool = False
+    regroup_requested: bool = False
     is_local_loss_finite: bool = True
     non_finite_parameters: tuple[str, ...] = ()
 

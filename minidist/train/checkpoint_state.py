@@ -1,12 +1,11 @@
 """The training state as shards of global tensors, for checkpoints."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
-from minidist.fault.index import Index
-from minidist.fault.shards import DTYPES, TensorShard, make_tensor_shards
+from minidist.fault.shards import DTYPES, SavedTensor, TensorShard, make_tensor_shards
 from minidist.parameters import Box
 from minidist.train.engine import Engine
 
@@ -41,13 +40,13 @@ def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
         yield TensorShard(f"buffers/{name}", shape, Box.whole(shape), buffer, is_saved_here=rank == holders[0])
 
 
-def create_optimizer_states(engine: Engine, index: Index) -> None:
+def create_optimizer_states(engine: Engine, tensors: Mapping[str, SavedTensor]) -> None:
     """Create the optimizer states that a checkpoint contains, as zeros, so that they can be loaded in place.
 
-    engine: its optimizer gets the states. index: of the checkpoint. A new optimizer would create states in its first
-    step only. A parameter that was never used has no state in the checkpoint, and gets none.
+    engine: its optimizer gets the states. tensors: those of the checkpoint, by name. A new optimizer would create
+    states in its first step only. A parameter that was never used has no state in the checkpoint, and gets none.
     """
-    for stored, tensor in index.tensors.items():
+    for stored, tensor in tensors.items():
         kind, name = stored.split("/", 1)
         if kind.startswith(OPTIMIZER) and name in engine.reducer.masters:
             master = engine.reducer.masters[name]

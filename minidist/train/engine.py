@@ -16,7 +16,7 @@ The phases, in the order in which `Engine.step` reads:
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,11 +32,23 @@ from minidist.train.loss import all_reduce_token_count
 from minidist.train.optimizer import make_optimizer, set_learning_rate
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks agreed on in a step. step: from 0. use_counts: as for `GradientReducer.mark_unused`."""
+
+    step: int
+    result: StepResult
+    use_counts: tuple[float, ...]
+
+
 class Engine:
     """Runs training steps and evaluations of a model that is laid out over ranks.
 
     parallel: the model as `parallelize` returned it. groups: the process groups as `comm.bind` returned them. optim:
     the options of the optimizer, which the engine creates. seed: of dropout.
+
+    Live recovery reads after a failed step: completed_steps, the number of steps that the masters and the optimizer
+    states include, None within an update; decision, the last agreement.
     """
 
     def __init__(self, parallel: ParallelModel, groups: Groups, optim: OptimConfig, seed: int):
@@ -49,6 +61,9 @@ class Engine:
         self.optimizer = make_optimizer(
             optim, self.reducer.masters, self.reducer.master_specs, groups["matrices"] if exchanged else None
         )
+        self.completed_steps: int | None = 0
+        self.decision: Decision | None = None
+        self._awaited_decision: tuple[int, float] | None = None  # step and learning rate
 
     def step(
         self,
@@ -59,14 +74,16 @@ class Engine:
         weight: float = 1.0,
         stop_requested: bool = False,
         checkpoint_written: bool = True,
+        regroup_requested: bool = False,
         inspect: Callable[[], None] | None = None,
     ) -> StepResult:
         """Train on this rank's part of the global batch of step number `step`.
 
         step: from 0. micro_batches: of this rank. lr: the learning rate. weight: the weight of this rank's data in the
         loss. stop_requested: whether this rank asks for the end of the run. checkpoint_written: whether this rank has
-        written its file of the checkpoint in flight. inspect: called when the gradients are reduced, before they are
-        clipped. Raises CommError if a collective failed before the update; then no rank has updated anything.
+        written its file of the checkpoint in flight. regroup_requested: whether this rank asks to continue with other
+        ranks. inspect: called when the gradients are reduced, before they are clipped. Raises CommError if a collective
+        failed; before the agreement no rank has updated anything then.
         """
         self.model.train()
         micro_batches = self.forward_backward.shard_sequences(micro_batches)
@@ -74,16 +91,38 @@ class Engine:
         loss = self.forward_backward.run_micro_batches(step, micro_batches, weight, count)
         with self.groups.meter.span("reduce"):
             self.finish_reduction()
-        result = self.agree_on_step(loss, count.value, stop_requested, checkpoint_written)
+        self._awaited_decision = step, lr
+        result = self.agree_on_step(loss, count.value, stop_requested, checkpoint_written, regroup_requested, step)
         if inspect is not None:
             inspect()
+        self._carry_out(self.decision, lr)
         if result.update_successful:
-            with self.groups.meter.span("optimizer"):
-                self.update(lr, result.grad_norm, step)
             with self.groups.meter.span("gather"):
                 self.gather_params()
         self.reducer.clear_gradients()
         return result
+
+    def catch_up(self, decision: Decision) -> None:
+        """Take the step that other ranks have agreed on, if this rank failed while it waited for the agreement.
+
+        An agreement that reached one rank had the reduced gradients of all ranks behind it, so every rank can still
+        update. Muon cannot: its update exchanges matrices between the ranks.
+        """
+        if self._awaited_decision is None or self._awaited_decision[0] != decision.step or "matrices" in self.groups:
+            return
+        if self.scaler is not None and decision.result.num_tokens > 0:
+            self.scaler.update(decision.result.overflowed)
+        self.reducer.mark_unused(decision.use_counts)
+        self.decision = decision
+        self._carry_out(decision, self._awaited_decision[1])
+
+    def _carry_out(self, decision: Decision, lr: float) -> None:
+        """Update this rank's masters as decided, without communication (but for Muon's)."""
+        self._awaited_decision = self.completed_steps = None
+        if decision.result.update_successful:
+            with self.groups.meter.span("optimizer"):
+                self.update(lr, decision.result.grad_norm, decision.step)
+        self.completed_steps = decision.step + 1
 
     def finish_reduction(self) -> None:
         """Complete the gradient reductions that backward launched, then divide the gradients by the loss scale."""
@@ -92,21 +131,29 @@ class Engine:
             self.reducer.scale_gradients(1 / self.scaler.scale)
 
     def agree_on_step(
-        self, loss: float | Tensor, tokens: float, stop_requested: bool, checkpoint_written: bool = True
+        self,
+        loss: float | Tensor,
+        tokens: float,
+        stop_requested: bool,
+        checkpoint_written: bool = True,
+        regroup_requested: bool = False,
+        step: int = 0,
     ) -> StepResult:
         """Make one decision for all ranks: step, skip or stop; find out if the checkpoint in flight is written.
 
-        loss: of this rank, in nats. tokens: number of tokens in the global batch. stop_requested, checkpoint_written:
-        of this rank, as in `step`. Computes the gradient norm. Collective.
+        loss: of this rank, in nats. tokens: number of tokens in the global batch. The others are of this rank, as in
+        `step`. Computes the gradient norm. Collective.
         """
         loss = float(loss) if self.forward_backward.is_loss_counted else 0.0
         with self.groups.meter.span("gradient norm"):
             squared_norm = self._squared_norm()
-        extra_values, control = [float(checkpoint_written), *self.reducer.used_flags], self.groups["control"]
-        result, (saved_ranks, *use_counts) = agree_on_step(
+        control = self.groups["control"]
+        extra_values = [float(checkpoint_written), float(regroup_requested), *self.reducer.used_flags]
+        result, (saved_ranks, regroups, *use_counts) = agree_on_step(
             loss, squared_norm, stop_requested, extra_values, tokens, self.scaler, control
         )
-        result = replace(result, checkpoint_written=saved_ranks == control.size)
+        result = replace(result, checkpoint_written=saved_ranks == control.size, regroup_requested=regroups > 0)
+        self.decision = Decision(step, result, tuple(use_counts))
         self.reducer.mark_unused(use_counts)
         if result.is_finite:
             return result

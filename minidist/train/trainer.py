@@ -31,6 +31,7 @@ from minidist.train import checkpoint_state, run_folder
 from minidist.train.agree import SkippedSteps, StepResult
 from minidist.train.engine import Engine
 from minidist.train.observer import Observer
+from minidist.train.recovery import Recovery, Regroup
 from minidist.train.replicas import check_replicas
 from minidist.train.resume import check_resumable
 from minidist.train.same_program import check_same_program
@@ -73,18 +74,37 @@ class Trainer:
     observers: receive the events of the run, in this order. meter: counts the communication; None for a meter that
     keeps totals only. Attributes that observers read: progress; step_time_s, the duration of the last step in seconds,
     with loading its data; skipped_steps, the count of steps without an update; resumed_from, the folder of the
-    checkpoint from which the run was resumed, or None; folder, of the run; world, config, mesh, groups, corpus and
-    engine.
+    checkpoint from which the run was resumed, or None; folder, of the run; start_notes, lines for the observers when
+    the run starts; reported_steps, the number of steps whose results the observers have received, in this process or
+    before; interrupted_step, the result of a completed step that they have not, because a rank died; world, config,
+    mesh, groups, corpus, engine and recovery.
+    recovery: if given, dead ranks are replaced while the run goes on: the state may come from the memory of the ranks,
+    and `run` raises Regroup when ranks can be added.
     If the constructor fails on one rank only (a file that this rank cannot read), it raises on all ranks, so that no
     rank waits for the failed one.
     """
 
-    def __init__(self, world: World, config: Config, observers: Sequence[Observer] = (), meter: Meter | None = None):
-        self.world, self.config, self.observers = world, config, tuple(observers)
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        observers: Sequence[Observer] = (),
+        meter: Meter | None = None,
+        recovery: Recovery | None = None,
+    ):
+        self.world, self.config, self.observers, self.recovery = world, config, tuple(observers), recovery
         self.mesh = validate(config, world.size)
         meter = Meter(keep=False) if meter is None else meter
         specs, check = group_specs(self.mesh, config), partial(check_same_program, config)
-        self.groups = comm.bind(world, self.mesh, specs, meter=meter, timeout_s=config.comm.timeout_s, check=check)
+        self.groups = comm.bind(
+            world,
+            self.mesh,
+            specs,
+            meter=meter,
+            timeout_s=config.comm.timeout_s,
+            connect_timeout_s=None if recovery is None else recovery.connect_timeout_s,
+            check=check,
+        )
         self.control = self.groups["control"]
         self.all_gather_object = comm.bind_all_gather_object(self.control)
         self._run_on_all_ranks(self._check_observers)
@@ -101,25 +121,30 @@ class Trainer:
         self.progress, self.step_time_s = Progress(), 0.0
         self.skipped_steps = SkippedSteps(train.max_skipped_steps, self.engine.scaler, self.all_gather_object)
         self.stop_request: StopRequest | None = None
+        self.interrupted_step: StepResult | None = None
         # Rank 0 makes the folder for all ranks, so only rank 0 needs the right to write there.
-        self._lock: run_folder.RunLock | None = None
+        self._lock: run_folder.RunLock | None = None if recovery is None else recovery.lock
         run = self.all_gather_object(self._run_on_all_ranks(self._open_run_folder))[0]
-        self.folder, self._resume_notes = run.path, []
+        self.folder, self.start_notes = run.path, []
         self.saver = CheckpointSaver(self.folder / run_folder.CHECKPOINTS, self.all_gather_object, self.control.rank)
         self.saver.gather_object = lambda value: comm.gather_object(value, self.control)
+        self.resumed_from: Path | None = None
         try:
-            self.resumed_from = self._resume(run.checkpoints)
+            if recovery is None or not recovery.restore(self):
+                self.resumed_from = self._resume(run.checkpoints)
         except BaseException:
-            self.close()
+            self.close(release_lock=recovery is None)
             raise
         self._replica_check = ReplicaCheck(self.control, self.progress.step)
+        self.engine.completed_steps = self.progress.step
+        self.reported_steps = self.progress.step - (self.interrupted_step is not None)
 
-    def close(self) -> None:
+    def close(self, release_lock: bool = True) -> None:
         """Close the observers, wait for this rank's checkpoint writer, and release the lock of the run folder."""
         for observer in self.observers:
             observer.close()
         self.saver.close()
-        if self._lock is not None:
+        if self._lock is not None and release_lock:
             self._lock.release()
 
     def send_note(self, line: str) -> None:
@@ -133,7 +158,7 @@ class Trainer:
 
     def _open_corpus(self) -> Corpus:
         data, model = self.config.data, self.config.model
-        corpus = open_corpus(data.source, data.path, data.seq_len)
+        corpus = self.recovery.corpus if self.recovery else open_corpus(data.source, data.path, data.seq_len)
         if corpus.vocab_size > model.vocab_size:
             raise UserError(
                 f"the corpus has {corpus.vocab_size} different tokens, the model {model.vocab_size}: "
@@ -144,8 +169,11 @@ class Trainer:
     def _open_run_folder(self) -> run_folder.RunFolder | None:
         if self.world.rank > 0:
             return None
-        run = run_folder.open_run_folder(self.config)
-        self._lock = run_folder.RunLock(run.path)
+        recovery = self.recovery
+        run = run_folder.open_run_folder(self.config if recovery is None else recovery.adapt_resume(self.config))
+        self._lock = self._lock or run_folder.RunLock(run.path)
+        if recovery is not None:
+            recovery.lock = self._lock
         return run
 
     def _run_on_all_ranks(self, action: Callable[[], Result]) -> Result:
@@ -171,26 +199,27 @@ class Trainer:
 
         stop: the entered signal handler of this rank. A stopped run saves a checkpoint first.
         """
-        train, meter, stopped = self.config.train, self.groups.meter, False
+        train, meter, recovery, stopped = self.config.train, self.groups.meter, self.recovery, False
         self.stop_request = stop
         for observer in self.observers:
             observer.on_start(self)
-        for note in self._resume_notes:
+        for note in self.start_notes:
             self.send_note(note)
+        if recovery is not None:
+            recovery.on_start(self)
+        if self.interrupted_step is not None:
+            stopped = self._report_step(self.interrupted_step).stop_requested
         while self.progress.step < train.steps and not stopped:
             for observer in self.observers:
                 observer.before_step(self)
             with meter.span("step", step=self.progress.step + 1):
-                stopped = self._step(stop.signal_name is not None).stop_requested
-            step, last = self.progress.step, self.progress.step == train.steps
-            if _is_due(step, train.eval_every) and not last and not stopped:
-                self._evaluate()
-            must_save = _is_due(step, self.config.checkpoint.every) or last or stopped
-            digest_every = self.config.fault.digest_every
-            if _is_due(step, digest_every) or (digest_every and must_save):
-                self._check_replicas()
-            if must_save:
-                self._save(wait=not self.config.checkpoint.background, at_end=last or stopped)
+                result = self._step(stop.signal_name is not None)
+            stopped = self._report_step(result).stop_requested
+            if recovery is not None:
+                recovery.on_step(self)
+                if result.regroup_requested and not stopped and self.progress.step < train.steps:
+                    self._finish_save()
+                    raise Regroup
         for observer in self.observers:
             observer.on_last_step(self)
         return self._finish(stopped and self.progress.step < train.steps)
@@ -216,15 +245,31 @@ class Trainer:
                 weight=weight,
                 stop_requested=stop_requested,
                 checkpoint_written=self.saver.is_local_file_written,
+                regroup_requested=self.recovery is not None and self.recovery.is_regroup_requested,
             )
-        if result.checkpoint_written:
-            self._finish_save()
-        if note := self.skipped_steps.add_step(result, step + 1, self._describe_last_checkpoint):
-            self.send_note(note)
         self.progress = Progress(step + 1, self.progress.consumed_samples + train.global_batch)
         self.step_time_s = time.perf_counter() - start
+        return result
+
+    def _report_step(self, result: StepResult) -> StepResult:
+        """Tell the observers of the step just completed; evaluate and save if it is time to."""
+        step, train, stopped = self.progress.step, self.config.train, result.stop_requested
+        if result.checkpoint_written:
+            self._finish_save()
+        if note := self.skipped_steps.add_step(result, step, self._describe_last_checkpoint):
+            self.send_note(note)
         for observer in self.observers:
             observer.on_step(self, result)
+        last = step == train.steps
+        if _is_due(step, train.eval_every) and not last and not stopped:
+            self._evaluate()
+        must_save = _is_due(step, self.config.checkpoint.every) or last or stopped
+        digest_every = self.config.fault.digest_every
+        if _is_due(step, digest_every) or (digest_every and must_save):
+            self._check_replicas()
+        if must_save:
+            self._save(wait=not self.config.checkpoint.background, at_end=last or stopped)
+        self.reported_steps, self.interrupted_step = step, None
         return result
 
     def _evaluate(self) -> float:
@@ -325,7 +370,7 @@ class Trainer:
             except DamagedError as error:
                 if path == checkpoints[-1]:
                     raise
-                self._resume_notes.append(str(error))
+                self.start_notes.append(str(error))
         return None
 
     def _load(self, path: Path) -> None:
@@ -333,6 +378,10 @@ class Trainer:
         checkpoint.load_checkpoint(
             path, checkpoint_state.checkpoint_shards(self.engine), self.all_gather_object, self.control.rank
         )
+        self.after_load(state)
+
+    def after_load(self, state: dict[str, Any]) -> None:
+        """Continue from the state whose tensors have just been loaded. state: as in a checkpoint's index."""
         self.engine.reducer.after_load()
         if self.engine.scaler is not None and state.get("loss_scaler"):
             self.engine.scaler.load_state_dict(state["loss_scaler"])
@@ -341,7 +390,7 @@ class Trainer:
     def _read_state(self, path: Path) -> dict[str, Any]:
         index = checkpoint.read_index(path)
         check_resumable(index, self.config, self.corpus)
-        checkpoint_state.create_optimizer_states(self.engine, index)
+        checkpoint_state.create_optimizer_states(self.engine, index.tensors)
         return index.state
 
     def _check_same_corpus(self) -> None:

@@ -135,18 +135,20 @@ class RunReporter(Observer):
 
 def open_metrics_file(trainer: Trainer) -> MetricsFile:
     """Open the metrics file of a new or resumed run."""
-    step, source = trainer.progress.step, trainer.resumed_from
+    step, source = trainer.reported_steps, trainer.resumed_from
     return MetricsFile(trainer.folder, without_run_options(trainer.config), step, source and find_run_folder(source))
 
 
 def describe_start(trainer: Trainer) -> dict[str, Any]:
     """Return the row of metrics.jsonl that describes the start of a run."""
-    corpus, step = trainer.corpus, trainer.progress.step
+    corpus, step = trainer.corpus, trainer.reported_steps
     return {"start": step, "corpus": corpus.fingerprint, "ranks": trainer.world.size, "text": corpus.describe()}
 
 
 def find_run_warnings(trainer: Trainer) -> list[str]:
     """Return the warnings about a run's configuration and, if it was resumed, about its learning rate."""
+    if is_after_recovery(trainer):
+        return []
     found, path = find_warnings(trainer.config, trainer.mesh), trainer.resumed_from
     if path is not None:
         before = parse_checkpoint_config(read_index(path))
@@ -155,8 +157,16 @@ def find_run_warnings(trainer: Trainer) -> list[str]:
     return found
 
 
+def is_after_recovery(trainer: Trainer) -> bool:
+    """Return whether this trainer goes on with a run that other ranks, or fewer, have begun (live recovery)."""
+    return trainer.recovery is not None and trainer.recovery.is_after_failure
+
+
 def create_view(trainer: Trainer) -> PlainView:
-    """Create the display of a run: a `LiveView` if standard output is a terminal, else a `PlainView`."""
+    """Create the display of a run: a `LiveView` if standard output is a terminal, else a `PlainView`.
+
+    After a live recovery the run goes on in the same output, and only the notes say what has changed.
+    """
     world, config, step = trainer.world, trainer.config, trainer.progress.step
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}"
     backend = f" over {world.backend}" if world.backend else ""
@@ -170,6 +180,8 @@ def create_view(trainer: Trainer) -> PlainView:
     ]
     if step:
         header.append(f"going on after step {step}")
+    if is_after_recovery(trainer):
+        header = []
     if sys.stdout.isatty():
         from minidist.tools.console.live import LiveView  # here: it imports rich
 

@@ -22,7 +22,7 @@ from minidist.tools.launch.function_reference import make_function_reference
 from minidist.tools.launch.protocol import MessageSocket
 
 if TYPE_CHECKING:
-    from minidist.tools.launch.job import Job, Result
+    from minidist.tools.launch.job import Job, Replacement, Result
 
 # torch's profiler, which reports allocations to the memory tracker, logs lines of its own from torch 2.13 on.
 _QUIET_PROFILER_ENV = {"KINETO_LOG_LEVEL": "99"}
@@ -94,6 +94,7 @@ class RankServer:
         threads: int | None = None,
         live: bool = False,
         clean_exit: bool = True,
+        replacement: "Replacement | None" = None,
     ) -> "Job":
         """Start `function(world, *args, **kwargs)` on fresh ranks of this machine.
 
@@ -109,6 +110,8 @@ class RankServer:
         live: return a `LiveJob`; the function gets a `RankWorker` after the world, with which it answers
         requests.
         clean_exit: returned ranks destroy their process group and run exit handlers before they end.
+        replacement: replace ranks that die, instead of ending the job. The function then gets a world without process
+        group, and joins the others by `tools.recovery.membership.Membership`.
         """
         if not isinstance(ranks, int) or ranks < 1:
             raise UserError(f"the number of ranks is {ranks!r}; give a whole number of at least 1")
@@ -116,7 +119,7 @@ class RankServer:
             return self._get_spawning_server().start(
                 function, ranks, args, kwargs, backend=backend, device=device, capture=capture,
                 deadline_s=deadline_s, timeout_s=timeout_s, hang_limit_s=hang_limit_s,
-                threads=threads, live=live, clean_exit=clean_exit,
+                threads=threads, live=live, clean_exit=clean_exit, replacement=replacement,
             )  # fmt: skip
         bootstrap = {
             "function": make_function_reference(function),
@@ -127,6 +130,7 @@ class RankServer:
             "threads": threads,
             "live": live,
             "clean_exit": clean_exit,
+            "replaces_ranks": replacement is not None,
             "environ": {**_QUIET_PROFILER_ENV, **os.environ, **self.env},
             "cwd": os.getcwd(),
             "path": list(sys.path),
@@ -142,7 +146,7 @@ class RankServer:
         from minidist.tools.deadlock.hang import default_hang_limit_s
 
         limit_s = default_hang_limit_s(timeout_s) if hang_limit_s is None else hang_limit_s
-        return Job(self, self._next_job, ranks, bootstrap, capture, deadline_s, limit_s)
+        return Job(self, self._next_job, ranks, bootstrap, capture, deadline_s, limit_s, replacement)
 
     def close(self) -> None:
         """Kill all ranks and the server process."""

@@ -48,6 +48,14 @@ class Result:
     output: list[str]
 
 
+@dataclass(frozen=True)
+class Replacement:
+    """The replacement of dead ranks: at most `max_restarts` in all; then the job goes on while `min_ranks` are left."""
+
+    max_restarts: int
+    min_ranks: int
+
+
 class Job:
     """A function running on the ranks of a rank server, seen from the process that started it (`RankServer.start`).
 
@@ -63,6 +71,7 @@ class Job:
         capture: bool,
         deadline_s: float | None,
         hang_limit_s: float,
+        replacement: Replacement | None = None,
     ):
         self.size, self._server, self._number, self._deadline_s = size, server, number, deadline_s
         self._hangs, self._hang_limit_s, self._noted_hangs = HangTracker(), hang_limit_s, {}
@@ -76,12 +85,14 @@ class Job:
         self._is_rank_0_released = False
         self._selector = selectors.DefaultSelector()
         self._ranks: list[RankHandle] = []
+        self._capture, self._replacement, self._num_restarts, self._is_ending = capture, replacement, 0, False
+        self._members = list(range(size))  # of each rank, the number of its process among all of the job
+        self._store: Any = None  # served here if ranks are replaced, so that it outlives every rank
         server._jobs[number] = self
         self._selector.register(server._connection.socket, selectors.EVENT_READ, self._on_server_readable)
-        status_fd = create_shared_memory(PAGE_BYTES * size)
-        self._pages = mmap.mmap(status_fd, PAGE_BYTES * size)
-        self._start_ranks(bootstrap, capture, status_fd)
-        os.close(status_fd)
+        self._status_fd = create_shared_memory(PAGE_BYTES * size)
+        self._pages = mmap.mmap(self._status_fd, PAGE_BYTES * size)
+        self._start_ranks(bootstrap)
 
     # -- public interface ---------------------------------------------------------------------------------------------
 
@@ -108,7 +119,8 @@ class Job:
             raise
         if self._failure is not None:
             raise self._failure
-        return Result([pickle.loads(rank.payload) for rank in self._ranks], [rank.output for rank in self._ranks])
+        values = [None if rank.is_given_up else pickle.loads(rank.payload) for rank in self._ranks]
+        return Result(values, [rank.output for rank in self._ranks])
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Process output, results and failures for at most `timeout_s` seconds; return whether the job has ended."""
@@ -168,33 +180,63 @@ class Job:
 
     # -- implementation -----------------------------------------------------------------------------------------------
 
-    def _start_ranks(self, bootstrap: dict, capture: bool, status_fd: int) -> None:
+    def _start_ranks(self, bootstrap: dict) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 stream.flush()  # earlier output of this process must precede that of the ranks
         store_socket = socket.create_server(("127.0.0.1", 0), backlog=max(128, self.size))
-        for number in range(self.size):
-            control, their_control = socket.socketpair()
-            stack_fd, their_stack = os.pipe()
-            output_fd, their_output = os.pipe() if capture else (None, None)
-            rank = RankHandle(control, output_fd, stack_fd)
-            self._ranks.append(rank)
-            self._listen(control, rank.read_messages)
-            self._listen(stack_fd, rank.read_stack_bytes)
-            if capture:
-                self._listen(output_fd, rank.read_output)
-            streams = (their_output, their_output) if capture else (1, 2)
-            fds = (*streams, their_control.fileno(), their_stack, status_fd)
-            fds += (store_socket.fileno(),) if number == 0 else ()
-            self._server._send({"op": "start", "job": self._number, "rank": number}, fds)
-            their_control.close()
-            os.close(their_stack)
-            if capture:
-                os.close(their_output)
         port = store_socket.getsockname()[1]
+        self._bootstrap = {**bootstrap, "size": self.size, "port": port}
+        if self._replacement is not None:
+            self._store = serve_store(store_socket.detach(), port)
+        for number in range(self.size):
+            serves = number == 0 and self._store is None
+            self._ranks.append(self._start_rank(number, (store_socket.fileno(),) if serves else ()))
         store_socket.close()
-        for number, rank in enumerate(self._ranks):
-            rank.send_bootstrap({**bootstrap, "rank": number, "size": self.size, "port": port})
+        for number in range(self.size):
+            self._send_bootstrap(number)
+
+    def _start_rank(self, number: int, store_fd: tuple[int, ...] = ()) -> RankHandle:
+        control, their_control = socket.socketpair()
+        stack_fd, their_stack = os.pipe()
+        output_fd, their_output = os.pipe() if self._capture else (None, None)
+        rank = RankHandle(control, output_fd, stack_fd)
+        self._listen(control, rank.read_messages)
+        self._listen(stack_fd, rank.read_stack_bytes)
+        if self._capture:
+            self._listen(output_fd, rank.read_output)
+        streams = (their_output, their_output) if self._capture else (1, 2)
+        fds = (*streams, their_control.fileno(), their_stack, self._status_fd, *store_fd)
+        self._server._send({"op": "start", "job": self._number, "rank": number}, fds)
+        their_control.close()
+        os.close(their_stack)
+        if self._capture:
+            os.close(their_output)
+        return rank
+
+    def _send_bootstrap(self, number: int) -> None:
+        self._ranks[number].send_bootstrap({**self._bootstrap, "rank": number, "member": self._members[number]})
+
+    def _replace_rank(self, number: int) -> None:
+        """Tell the other ranks that this one has died, and start another process in its place if that is allowed."""
+        from minidist.tools.recovery.membership import Death, record_death
+
+        rank, replacement = self._ranks[number], self._replacement
+        cause = rank.death_cause.removeprefix("died: ")
+        record_death(self._store, Death(self._members[number], rank.pid, cause, time.time()))
+        if self._num_restarts == replacement.max_restarts:
+            rank.is_given_up = sum(not other.has_died for other in self._ranks) >= replacement.min_ranks
+            return
+        for file in (rank.control, *rank.fds):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(file)
+        rank.close()
+        self._pages[PAGE_BYTES * number : PAGE_BYTES * (number + 1)] = bytes(PAGE_BYTES)
+        self._members[number] = self.size + self._num_restarts
+        self._num_restarts += 1
+        self._ranks[number] = self._start_rank(number)
+        self._ranks[number].continue_output(rank)
+        self._send_bootstrap(number)
 
     def _listen(self, file, read) -> None:
         def read_or_unregister():
@@ -207,7 +249,8 @@ class Job:
         for key, _ in self._selector.select(timeout_s):
             if self.has_ended:  # a message of the server has ended it
                 return
-            key.data()
+            if any(known is key for known in self._selector.get_map().values()):  # else its rank was just replaced
+                key.data()
 
     def _on_server_readable(self) -> None:
         if not self._server._receive():
@@ -221,15 +264,18 @@ class Job:
             rank.pid = message["pid"]
         else:
             rank.mark_ended(message["code"])
+            if self._replacement is not None and rank.state == "running" and not self._is_ending:
+                self._replace_rank(message["rank"])
 
     def _check_progress(self, now_s: float) -> None:
         if self._released_s is not None:
             return self._finish_returned_ranks(now_s)
+        # The detector knows no ranks that change their numbers.
         due = self._detector.seconds_until_next_reading(now_s) == 0.0
         snapshots = self.status_snapshots() if due else []
-        verdict = self._detector.update(dict(enumerate(snapshots)), now_s) if due else None
+        verdict = self._detector.update(dict(enumerate(snapshots)), now_s) if due and self._store is None else None
         all_ended = all(rank.state != "running" or rank.has_ended for rank in self._ranks)
-        if any(rank.has_died for rank in self._ranks):
+        if any(rank.has_died and not rank.is_given_up for rank in self._ranks):
             all_exited = all(rank.state == "exit" for rank in self._ranks if rank.has_died)
             grace_s = _GRACE_RAISED_S if all_exited else _GRACE_DIED_S
             if all_ended or now_s - self._when_first_seen("died", now_s) >= grace_s:
@@ -251,7 +297,10 @@ class Job:
 
         If the job is stopping, end it.
         """
-        awaited = find_awaited_ranks({n: s for n, s in enumerate(snapshots) if s is not None})
+        slots = self._list_processes_by_rank()
+        seen = {rank: snapshots[slot] for rank, slot in enumerate(slots)} if snapshots else {}
+        found = find_awaited_ranks({rank: snapshot for rank, snapshot in seen.items() if snapshot is not None})
+        awaited = {rank: waiting for rank, waiting in found.items() if rank in seen}  # not of a former generation
         waited_s = self._hangs.update(awaited, now_s)
         waits = [(n, s.version) for n, s in enumerate(snapshots) if s is not None and s.state == "waiting"]
         self._waiting_since_s = {wait: self._waiting_since_s.get(wait, now_s) for wait in waits}
@@ -263,15 +312,16 @@ class Job:
                 waited_s[rank], waiting_by_rank[rank] = longest_s, [n for n, _ in waits if n != rank]
         self._noted_hangs = {rank: note for rank, note in self._noted_hangs.items() if rank in waited_s}
         for rank, seconds in sorted(waited_s.items()):
-            process = describe_process(self._ranks[rank].pid) if seconds >= ASK_S else None
+            slot = slots[rank]
+            process = describe_process(self._ranks[slot].pid) if seconds >= ASK_S else None
             waiting = waiting_by_rank[rank]
             if rank not in self._noted_hangs and (process == STOPPED or seconds >= NOTICE_S):
-                line = None if process == STOPPED else find_innermost_line(self.dump_stacks(only_rank=rank)[rank])
+                line = None if process == STOPPED else find_innermost_line(self.dump_stacks(only_rank=slot)[slot])
                 self._noted_hangs[rank] = describe_hang(rank, process, line, seconds, waiting)
                 print(self._noted_hangs[rank], file=sys.stderr, flush=True)
-            if seconds >= self._hang_limit_s and not self._ranks[rank].hang_note:
-                self._ranks[rank].hang_note = f" after {describe_wait(seconds, waiting)}"
-                self.send_signal(signal.SIGKILL, rank)
+            if seconds >= self._hang_limit_s and not self._ranks[slot].hang_note:
+                self._ranks[slot].hang_note = f" after {describe_wait(seconds, waiting)}"
+                self.send_signal(signal.SIGKILL, slot)
         if self._is_stopping:
             notes = dict(self._noted_hangs)
             for rank, handle in enumerate(self._ranks):
@@ -279,6 +329,14 @@ class Job:
                     notes.setdefault(rank, f"rank {rank} is {STOPPED}")
             if notes:
                 self._end(RankFailure("hang", list(notes), "\n".join(notes.values())))
+
+    def _list_processes_by_rank(self) -> list[int]:
+        """Return the index in `_ranks` of each rank: the ranks change when dead ones are replaced."""
+        if self._store is None:
+            return list(range(self.size))
+        from minidist.tools.recovery.membership import read_members
+
+        return [self._members.index(member) for member in read_members(self._store) if member in self._members]
 
     def _when_first_seen(self, event: str, now_s: float) -> float:
         return self._first_seen_s.setdefault(event, now_s)
@@ -303,6 +361,7 @@ class Job:
         """Kill the remaining processes, wait until they have ended, finish."""
         if self.has_ended:
             return
+        self._is_ending = True
         self.send_signal(signal.SIGKILL)
         end_s = time.monotonic() + _GRACE_END_S
         while not self.has_ended and not all(rank.has_ended for rank in self._ranks) and time.monotonic() < end_s:
@@ -320,6 +379,15 @@ class Job:
         for rank in self._ranks:
             rank.close()
         self._pages.close()
+        os.close(self._status_fd)
+        self._store = None
+
+
+def serve_store(listen_fd: int, port: int) -> Any:
+    """Serve a torch store in this process, on a socket that already listens; return it."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listen_fd)
 
 
 def create_shared_memory(n_bytes: int) -> int:

@@ -132,19 +132,26 @@ def _make_world(job: dict, status, listen_fd: int):
     torch.set_num_threads(job["threads"] or threads_per_rank(size, job["environ"]))
     device = choose_device(job["device"], rank, size)
     backend = choose_backend(job["backend"], device, job["device"], size)
-    store = _open_store(job, listen_fd) if backend is not None or size > 1 or job["live"] else None
+    replaces_ranks = job["replaces_ranks"]
+    needs_store = backend is not None or size > 1 or job["live"] or replaces_ranks
+    store = _open_store(job, listen_fd) if needs_store else None
     job["store"] = store  # kept until the process ends: other ranks may still use it when this one has returned
     if backend is not None:
         prefer_gloo_loopback()
+    if backend is not None and not replaces_ranks:
         init_default_process_group(backend, store, rank, size, device, job["timeout_s"])
-    return World(rank, size, rank, size, device, backend, status, store=store)
+    member = job["member"] if replaces_ranks else None
+    return World(rank, size, rank, size, device, backend, status, store=store, member=member)
 
 
 def _open_store(job: dict, listen_fd: int):
-    """Open the store. Rank 0 serves it on a socket that already listens, so no port can be lost to another program."""
+    """Open the store. Rank 0 serves it on a socket that already listens, so no port can be lost to another program.
+
+    If dead ranks are replaced, the launcher serves it.
+    """
     from torch.distributed import TCPStore
 
-    is_first = job["rank"] == 0
+    is_first = job["rank"] == 0 and not job["replaces_ranks"]
     listen = {"master_listen_fd": listen_fd} if is_first else {}
     return TCPStore(
         "127.0.0.1", job["port"], job["size"], is_master=is_first, wait_for_workers=False, use_libuv=True, **listen

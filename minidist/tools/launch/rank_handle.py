@@ -32,7 +32,8 @@ class RankHandle:
 
     state: "running" until the rank reports its end: "value" (it returned), "error" (it raised) or "exit" (sys.exit).
     payload: the pickled return value, the `RankError` or the exit code.
-    exit_code: of the process, None while it lives. answers: what a `RankWorker` answered, not yet processed.
+    exit_code: of the process, None while it lives. is_given_up: whether it has died and the job goes on without it.
+    answers: what a `RankWorker` answered, not yet processed.
     hang_note: why the launcher has killed a hung rank, as the end of a sentence; "" if it has not.
     """
 
@@ -41,6 +42,7 @@ class RankHandle:
         self.pid, self.hang_note = 0, ""
         self.state, self.payload, self.last_message_s = "running", None, 0.0
         self.exit_code: int | None = None
+        self.is_given_up = False
         self.answers: list[Any] = []
         self._is_unreadable = False  # it sent bytes that cannot be unpickled
         self._frames, self._output, self._dropped_count, self._stack = FrameParser(), bytearray(), 0, bytearray()
@@ -136,6 +138,10 @@ class RankHandle:
     def output_bytes(self) -> int:
         """Number of bytes printed, discarded ones included."""
         return len(self._output) + self._dropped_count
+
+    def continue_output(self, former: "RankHandle") -> None:
+        """Keep the output of the process that this one replaces, before its own."""
+        self._output, self._dropped_count = former._output, former._dropped_count
 
     def clear_output(self) -> None:
         """Discard the output received so far."""

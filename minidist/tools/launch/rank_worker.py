@@ -1,6 +1,5 @@
 """The rank's side of live ranks: receive requests, answer them, and recreate the process group after a failure."""
 
-import os
 import socket
 import threading
 from datetime import timedelta
@@ -14,6 +13,7 @@ from minidist.comm.world import World
 from minidist.mesh import AXES, Mesh
 from minidist.tools.launch.protocol import receive_object, send_object
 from minidist.tools.recording_backend import register_recording_backend
+from minidist.tools.recovery.membership import shut_down_connections
 
 _SIGNAL_CHECK_S = 0.5
 
@@ -63,20 +63,8 @@ class RankWorker:
     def close_connections(self) -> None:
         """Shut every connection of the process groups, so that waits inside torch, which ignore signals, end in an
         error. Call `recreate_process_group` next."""
-        for fd in map(int, os.listdir("/dev/fd")):
-            try:
-                sock = socket.socket(fileno=fd)
-            except OSError:  # not a socket, or closed by now
-                continue
-            try:
-                if sock.family in (socket.AF_INET, socket.AF_INET6):
-                    ports = sock.getsockname()[1], sock.getpeername()[1]
-                    if self.world.store.port not in ports:  # the store is needed again
-                        sock.shutdown(socket.SHUT_RDWR)
-            except OSError:  # it only listens
-                pass
-            finally:
-                sock.detach()
+        port = self.world.store.port  # the store is needed again
+        shut_down_connections(lambda sock: port in (sock.getsockname()[1], sock.getpeername()[1]))
 
 
 def _wait(work: dist.Work, timeout: timedelta) -> bool:

@@ -7,6 +7,7 @@ from minidist.config import Config
 from minidist.fault.injection import parse_fault
 from minidist.tools.console.reporter import RunReporter
 from minidist.tools.memory.tracker import MemoryTracker
+from minidist.tools.recovery.live_recovery import train_with_recovery
 from minidist.tools.trace.timed_meter import TimedMeter
 from minidist.tools.trace.trace import TraceRecorder
 from minidist.train.observer import Observer
@@ -14,10 +15,13 @@ from minidist.train.trainer import train
 
 
 def train_and_report(world: World, config: Config) -> dict[str, Any]:
-    """Train with `train.trainer.train`, show progress, and record a trace and memory if configured; return the summary.
+    """Train with all configured observers; return the summary.
 
-    On rank 0 the summary also has the held-out losses of a unigram and a bigram model.
+    They show progress, write metrics, and record a trace and memory if configured. On rank 0 the summary also has the
+    held-out losses of a unigram and a bigram model.
     """
+    if config.fault.live_recovery:
+        return train_with_recovery(world, config, make_observers_and_meter)
     return train(world, config, *make_observers_and_meter(config))
 
 

@@ -30,7 +30,7 @@ from minidist.train import run_folder
 from minidist.validation import validate
 
 if TYPE_CHECKING:
-    from minidist.tools.launch.job import Job
+    from minidist.tools.launch.job import Job, Replacement
 
 CPU_RANKS = 2
 
@@ -139,11 +139,19 @@ def train_on_new_ranks(config: Config, ranks: int, program: Callable | None = No
                 capture=False,
                 timeout_s=config.comm.timeout_s,
                 hang_limit_s=config.comm.hang_limit_s,
+                replacement=_make_replacement(config),
             )
             _wait(job, folder)
     finally:
         with contextlib.suppress(OSError):
             folder.rmdir()  # if it is empty
+
+
+def _make_replacement(config: Config) -> "Replacement | None":
+    from minidist.tools.launch.job import Replacement
+
+    mesh, fault = config.mesh, config.fault
+    return Replacement(fault.max_restarts, mesh.pp * mesh.cp * mesh.tp) if fault.live_recovery else None
 
 
 def _wait(job: "Job", folder: Path) -> None:
@@ -200,6 +208,11 @@ def _restore_cursor_after_error() -> Iterator[None]:
 def train_under_torchrun(config: Config, program: Callable | None = None, extra_args: Sequence = ()) -> None:
     """Train as one of the ranks that torchrun has started."""
     read_rendezvous_port()
+    if config.fault.live_recovery:
+        raise UserError(
+            "--fault.live-recovery under torchrun, which ends all ranks when one dies: leave it out and give torchrun "
+            "--max-restarts, or start the run with minidist train --ranks."
+        )
     validate(config, read_world_size())
     resolve_device(config, read_local_world_size())
     from minidist.tools.launch.run import train_and_report

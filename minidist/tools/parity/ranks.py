@@ -248,7 +248,7 @@ def _resume_engine(engine: Engine, groups: Groups, case: Case, clip_norm: float,
     try:
         path = checkpoint.save_checkpoint(root, step, checkpoint_shards(engine), {}, all_gather, control.rank)
         engine = _make_engine(groups, case, clip_norm, seed_offset=1000)
-        create_optimizer_states(engine, checkpoint.read_index(path))
+        create_optimizer_states(engine, checkpoint.read_index(path).tensors)
         checkpoint.load_checkpoint(path, checkpoint_shards(engine), all_gather, control.rank)
         engine.reducer.after_load()
     finally:

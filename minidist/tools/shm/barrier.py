@@ -15,7 +15,7 @@ from minidist.tools.shm.process_context import ProcessContext, receive_message, 
 
 EAGER_MESSAGE_BYTES = 1 << 16
 _MESSAGE_BYTES = 1 << 12
-_CHECK_GONE_S = 1.0  # how often a blocked receive checks whether a rank that it needs has left
+_CHECK_GONE_S = 0.1  # how often a blocked receive checks whether a rank that it needs has left
 _ABORTED = b"!"  # first byte of the last message of a rank that aborts
 _PLAIN = b"."
 

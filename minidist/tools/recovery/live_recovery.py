@@ -1,0 +1,319 @@
+"""Live recovery: when a rank dies the others go on, with the training state from their memory, and admit a new rank.
+
+    join -> connect -> restore -> train, until a rank dies or a new one arrives; then again, in the next generation
+
+A rank that sees an operation fail aborts its process groups, so that all others fail too, and meets them in the next
+generation (`membership`). There a new `Trainer` is built over the live ranks, as many replicas as they fill. The
+state is that of the newest step of which the ranks hold every element in memory (`replicas`), else that of the
+newest checkpoint. The step that failed is then repeated: its global batch is a function of the position in the data, so
+the losses are those of a run without failure.
+
+A gradient of the failed step never reaches a parameter on one rank only: if the ranks' agreement on the step reached
+any rank, every rank updates (`Engine.catch_up`); otherwise none has.
+"""
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minidist import comm
+from minidist.comm import CommError, Group, Meter, P2POp, World
+from minidist.config import Config
+from minidist.data.corpus import Corpus, open_corpus
+from minidist.errors import UserError, format_ranks
+from minidist.fault import folders
+from minidist.fault.shards import SavedTensor, TensorShard
+from minidist.fault.signals import StopRequest
+from minidist.tools.recovery.membership import CONNECT_TIMEOUT_S, Death, Generation, Membership
+from minidist.tools.recovery.replicas import HeldState, LoadedState, MemoryCopies, load_from_memory
+from minidist.train import run_folder
+from minidist.train.checkpoint_state import checkpoint_shards, create_optimizer_states
+from minidist.train.observer import Observer
+from minidist.train.recovery import Recovery, Regroup
+from minidist.train.trainer import Trainer
+from minidist.validation import validate
+
+_ARRIVALS_EVERY_S = 0.05
+_MAX_FAILURES_WITHOUT_STEP = 3
+
+
+def train_with_recovery(
+    world: World,
+    config: Config,
+    make_observers_and_meter: Callable[[Config], tuple[Sequence[Observer], Meter | None]] = lambda config: ((), None),
+) -> dict[str, Any]:
+    """Train as `train` does, and go on when ranks die. Every process of the run calls it, replacements too.
+
+    world: of a process whose launcher records deaths in `world.store` and has created no process group. config: with
+    its folder. make_observers_and_meter: called for each generation. Returns the summary of the run, on spares too.
+    """
+    count_ranks = functools.partial(count_usable_ranks, config, world.size)
+    membership = Membership(world.store, world.member, world.size, count_ranks, config.comm.timeout_s)
+    # Before it joins: the others must not wait for the text.
+    corpus = open_corpus(config.data.source, config.data.path, config.data.seq_len)
+    recovery = LiveRecovery(membership, corpus, config.fault.memory_every)
+    with StopRequest() as stop:
+        while (generation := membership.join_next_generation()) is not None:
+            trainer = None
+            try:
+                recovery.begin(generation)
+                rank_world = membership.connect(world)
+                if recovery.is_after_failure:
+                    config = replace(config, fault=replace(config.fault, inject=None))  # injected once
+                trainer = Trainer(rank_world, with_open_dp(config), *make_observers_and_meter(config), recovery)
+                summary = trainer.run(stop)
+            except (CommError, Regroup) as error:
+                membership.disconnect()
+                recovery.end_generation(trainer, error)
+                if trainer is not None:
+                    trainer.close(release_lock=False)
+                continue
+            except BaseException:
+                if trainer is not None:
+                    trainer.close()
+                raise
+            trainer.close()
+            if rank_world.rank == 0:
+                membership.end(summary)
+            return summary
+    return membership.summary
+
+
+def count_usable_ranks(config: Config, max_ranks: int, live: int) -> int:
+    """Return how many of `live` ranks, at most `max_ranks`, the run can use: as many replicas as possible; 0 if none.
+
+    The axes other than dp stay as configured.
+    """
+    replica = config.mesh.pp * config.mesh.cp * config.mesh.tp
+    for size in range(min(live, max_ranks) // replica * replica, 0, -replica):
+        try:
+            validate(with_open_dp(config), size)
+            return size
+        except UserError:  # the global batch or the shard group does not divide
+            continue
+    return 0
+
+
+def with_open_dp(config: Config) -> Config:
+    """Return `config` with `mesh.dp` open: it is what the live ranks make it."""
+    return replace(config, mesh=replace(config.mesh, dp=None))
+
+
+class LiveRecovery(Recovery):
+    """What one process carries from one generation to the next, and how a new `Trainer` gets its state from it.
+
+    corpus: the training text, which every trainer of this process uses. memory_every: refresh the copies in memory
+    every this many steps; 0: never. lock: of the run folder, on rank 0.
+    """
+
+    connect_timeout_s = CONNECT_TIMEOUT_S
+
+    def __init__(self, membership: Membership, corpus: Corpus, memory_every: int):
+        self._membership, self.corpus, self._memory_every = membership, corpus, memory_every
+        self.lock: run_folder.RunLock | None = None
+        self._generation: Generation | None = None
+        self._is_new = True  # this process has not trained yet
+        self._held: list[HeldState] = []
+        self._failed: tuple[Trainer, int] | None = None  # and its layout; its live tensors are not yet in `_held`
+        self._copies: MemoryCopies | None = None
+        self._last_step, self._failures_without_step = 0, 0
+        self._failed_at_s: float | None = None
+        self._last_failure = -1  # the number of the generation that ended by it
+        self._next_look_s = 0.0
+        self._rank_of: dict[int, int] = {}  # the last rank of every member
+        self._noted_deaths: set[int] = set()
+
+    def begin(self, generation: Generation) -> None:
+        """Record that this process is a rank of `generation`."""
+        self._generation = generation
+        self._rank_of |= {member: rank for rank, member in enumerate(generation.members)}
+
+    def end_generation(self, trainer: Trainer | None, reason: Exception) -> None:
+        """Keep the states that this rank holds, for the next generation.
+
+        trainer: of this generation; None if it was not built completely: then the states of before are kept. Raises
+        `reason` again if operations fail although nobody has died, and no step succeeds in between.
+        """
+        if not isinstance(reason, Regroup):
+            self._failed_at_s = self._failed_at_s or time.time()
+            self._last_failure = self._generation.number
+            self._failures_without_step += not self._membership.find_dead_members()
+            if self._failures_without_step > _MAX_FAILURES_WITHOUT_STEP:
+                raise reason
+        if trainer is not None:
+            self._is_new, self._last_step = False, trainer.progress.step
+            self._failed = trainer, self._generation.number
+            self._held = ([] if self._copies is None else self._copies.held) + self._held
+        self._copies = None
+
+    def adapt_resume(self, config: Config) -> Config:
+        """Return `config` with `checkpoint.resume` auto if this run has written checkpoints in its folder."""
+        if not self.is_after_failure or not folders.complete_checkpoints(Path(config.folder) / run_folder.CHECKPOINTS):
+            return config
+        how = replace(config.checkpoint, resume=run_folder.AUTO)
+        return replace(config, checkpoint=how)
+
+    @property
+    def is_after_failure(self) -> bool:
+        """Whether this is not the first generation of the run."""
+        return self._generation.number > 0
+
+    @property
+    def is_regroup_requested(self) -> bool:
+        """Whether more ranks can be used, on rank 0, which looks for arrivals; False on the others."""
+        if self._generation.members[0] != self._membership.member or time.monotonic() < self._next_look_s:
+            return False
+        self._next_look_s = time.monotonic() + _ARRIVALS_EVERY_S
+        return self._membership.is_regroup_useful()
+
+    # -- the state --------------------------------------------------------------------------------------------------
+
+    def restore(self, trainer: Trainer) -> bool:
+        """Load the newest state in the memory of the ranks into a new trainer; return False if there is none.
+
+        Then the state of a checkpoint is needed, or the run begins again. Collective.
+        """
+        engine = None if self._failed is None else self._failed[0].engine
+        decisions = [one for one in trainer.all_gather_object(engine and engine.decision) if one is not None]
+        if engine is not None:
+            if decisions:
+                engine.catch_up(max(decisions, key=lambda one: one.step))
+            if engine.completed_steps is not None:
+                self._held.insert(0, _hold_live_tensors(*self._failed))
+            self._failed = None
+
+        def make_local_shards(tensors: Mapping[str, SavedTensor]) -> list[TensorShard]:
+            create_optimizer_states(trainer.engine, tensors)
+            return list(checkpoint_shards(trainer.engine))
+
+        loaded = load_from_memory(
+            self._held,
+            make_local_shards,
+            [shard.name for shard in checkpoint_shards(trainer.engine)],
+            trainer.all_gather_object,
+            functools.partial(_exchange_bytes, trainer.control),
+            trainer.control.rank,
+        )
+        if loaded is not None:
+            state = loaded.states[0]
+            trainer.after_load(state)
+            trainer.step_time_s = state["step_time_s"]
+            trainer.skipped_steps.total, trainer.skipped_steps.consecutive = state["skipped_steps"]
+            if not all(one["is_reported"] for one in loaded.states):
+                trainer.interrupted_step = state["result"]
+        self._note_source(trainer, loaded)
+        return loaded is not None
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Refresh the copies in memory for the layout of this generation. Collective."""
+        mesh, all_gather_object = trainer.mesh, trainer.all_gather_object
+        self._copies = MemoryCopies(
+            self._generation.number,
+            all_gather_object(trainer.world.node_rank),
+            [mesh.coords(rank)["dp"] for rank in range(mesh.world_size)],
+            all_gather_object,
+            functools.partial(_send_receive_bytes, trainer.control),
+            trainer.control.rank,
+        )
+        self._refresh(trainer)
+        self._held = []  # all ranks have loaded theirs
+
+    def on_step(self, trainer: Trainer) -> None:
+        """Refresh the copies in memory if it is time to; report the end of a recovery. Called after every step."""
+        if self._failed_at_s is not None:
+            seconds, self._failed_at_s = time.time() - self._failed_at_s, None
+            trainer.send_note(f"step {trainer.progress.step} was completed {seconds:.2f} s after the failure")
+        self._failures_without_step = 0
+        if self._memory_every and trainer.progress.step % self._memory_every == 0:
+            self._refresh(trainer)
+
+    def _refresh(self, trainer: Trainer) -> None:
+        if self._memory_every:
+            with trainer.groups.meter.span("memory copies"):
+                self._copies.refresh(
+                    trainer.progress.step, checkpoint_shards(trainer.engine), _describe_position(trainer, True)
+                )
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def _note_source(self, trainer: Trainer, loaded: LoadedState | None) -> None:
+        """Note who died and arrived, and where the state comes from."""
+        if self._last_failure != self._generation.number - 1:  # a spare was absent from the last generation
+            self._failed_at_s = None
+        here = self._is_new, os.getpid(), self._last_step, self._failed_at_s
+        others = trainer.all_gather_object(here)
+        if not self.is_after_failure:
+            return
+        last_step = max(step for _, _, step, _ in others)
+        self._membership.find_dead_members()
+        deaths = [one for one in self._membership.deaths.values() if one.member not in self._noted_deaths]
+        self._noted_deaths |= {death.member for death in deaths}
+        failed_at = [at for *_, at in others if at is not None] + [death.time_s for death in deaths]
+        self._failed_at_s = min(failed_at, default=None)
+        what = [self._describe_death(death, last_step + 1) for death in deaths]
+        what += [f"process {pid} joins" for is_new, pid, *_ in others if is_new]
+        size = trainer.world.size
+        trainer.start_notes += [
+            "; ".join(what) or "an operation between ranks failed",
+            f"{size} rank{'s go' if size > 1 else ' goes'} on, {trainer.mesh}, {_describe_source(loaded, last_step)}",
+        ]
+
+    def _describe_death(self, death: Death, step: int) -> str:
+        rank = self._rank_of.get(death.member, "?")  # a new process does not know the ranks of before
+        return f"rank {rank} (process {death.pid}) died in step {step}: {death.cause}"
+
+
+def _describe_source(loaded: LoadedState | None, last_step: int) -> str:
+    if loaded is None:
+        return "from the newest checkpoint, or from the start: the ranks left hold no complete state"
+    origins = [f"{origin} of {format_ranks(ranks)}" for origin, ranks in loaded.sources.items()]
+    lost = last_step - loaded.step
+    losses = f"{lost} completed step{'s are' if lost > 1 else ' is'} repeated" if lost > 0 else "no step is lost"
+    return f"with the state after step {loaded.step} from the {' and the '.join(origins)}: {losses}"
+
+
+def _describe_position(trainer: Trainer, is_reported: bool) -> dict[str, Any]:
+    """What belongs to the live tensors besides them. The trainer may be one step behind its engine, if that failed."""
+    engine, progress = trainer.engine, trainer.progress
+    ahead = engine.completed_steps - progress.step
+    return {
+        "step": engine.completed_steps,
+        "position": progress.consumed_samples + ahead * trainer.config.train.global_batch,
+        "loss_scaler": None if engine.scaler is None else engine.scaler.state_dict(),
+        "step_time_s": trainer.step_time_s,
+        "skipped_steps": (trainer.skipped_steps.total, trainer.skipped_steps.consecutive),
+        "is_reported": is_reported,
+        "result": trainer.interrupted_step if engine.decision is None else engine.decision.result,
+    }
+
+
+def _hold_live_tensors(trainer: Trainer, layout: int) -> HeldState:
+    """The live tensors of a failed trainer, in host memory. Its engine must not be used any more."""
+    shards = [replace(shard, tensor=shard.tensor.detach().cpu()) for shard in checkpoint_shards(trainer.engine)]
+    is_reported = trainer.reported_steps == trainer.engine.completed_steps
+    position = _describe_position(trainer, is_reported)
+    return HeldState(position["step"], layout, "live tensors", position, shards)
+
+
+def _exchange_bytes(group: Group, to_send: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    device = group.world.control_device
+    output = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    lengths = [len(part) for part in to_send]
+    comm.all_to_all(output, torch.cat(list(to_send)).to(device), group, list(sizes), lengths)
+    return list(output.cpu().split(list(sizes)))
+
+
+def _send_receive_bytes(group: Group, tensor: Tensor, destination: int, size: int, source: int) -> Tensor:
+    device = group.world.control_device
+    received = torch.empty(size, dtype=torch.uint8, device=device)
+    transfers = [P2POp("send", tensor.to(device), destination)] if len(tensor) else []
+    transfers += [P2POp("recv", received, source)] if size else []
+    comm.batch_send_recv(transfers, group)
+    return received.cpu()

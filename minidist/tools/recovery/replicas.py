@@ -1,0 +1,301 @@
+"""The training state in the memory of the ranks: copies of it, and loading it from there after a failure.
+
+A rank holds boxes of global tensors (`shards`) at some step: its live tensors, copies of them in host memory, and
+copies of the shards of a partner in another failure domain (Gemini: Wang et al. 2023). `load_from_memory` loads them as
+a checkpoint is loaded, with messages instead of files: it finds the newest step of which the ranks together hold every
+element, and each rank gets the boxes that overlap its own. Communication comes as functions, so that this module does
+not import `comm`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from minidist.errors import RunError
+from minidist.fault.agree import GatherObjects
+from minidist.fault.shards import SavedPart, SavedTensor, TensorShard, check_covered, plan_reads
+from minidist.parameters import Box
+
+# Sends a byte tensor to every rank and receives one of the given size from every rank, in rank order.
+ExchangeBytes = Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]]
+# Sends a byte tensor to a rank and receives one of the given size from a rank: (tensor, destination, size, source).
+SendReceiveBytes = Callable[[Tensor, int, int, int], Tensor]
+
+_BATCH_BYTES = 256 * 2**20  # of the messages of one exchange, over all ranks
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """Boxes of the training state that a process holds in memory.
+
+    step: number of completed steps. layout: number of the layout whose boxes they are; all boxes of one step and layout
+    are equal or disjoint. origin: "live tensors", "own copies" or "partner copies". state: what else belongs to the
+    step (position in the data, loss scale). shards: the boxes.
+    """
+
+    step: int
+    layout: int
+    origin: str
+    state: dict
+    shards: list[TensorShard] = field(repr=False)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Step and layout: the newest is the largest."""
+        return self.step, self.layout
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """What `load_from_memory` has loaded.
+
+    step: number of completed steps. states: the `state` of every `HeldState` of it, on any rank. sources: the ranks
+    whose memory was read, by origin.
+    """
+
+    step: int
+    states: list[dict]
+    sources: dict[str, list[int]]
+
+
+def load_from_memory(
+    held: Sequence[HeldState],
+    make_local_shards: Callable[[Mapping[str, SavedTensor]], list[TensorShard]],
+    required_names: Iterable[str],
+    all_gather_object: GatherObjects,
+    exchange_bytes: ExchangeBytes,
+    rank: int,
+) -> LoadedState | None:
+    """Load the newest state that the ranks hold in memory together; None if they hold no complete one. Collective.
+
+    held: of this rank, the preferred first. make_local_shards: returns the shards of this rank to fill in place, given
+    the descriptions of all tensors of the state. required_names: the tensors that this rank needs in any case.
+    """
+    described = [(one.version, one.origin, one.state, _describe_shards(one.shards)) for one in held]
+    gathered = all_gather_object((described, set(required_names)))
+    holders = [states for states, _ in gathered]
+    needed = set().union(*(names for _, names in gathered))
+    for version in sorted({state[0] for states in holders for state in states}, reverse=True):
+        tensors = _find_sources(holders, version, rank)
+        if tensors is None or needed - tensors.keys():
+            continue
+        local_shards = make_local_shards(tensors)
+        reads, problems = plan_reads(tensors, local_shards)
+        if problems:
+            raise RunError(f"recovery from memory failed: {'; '.join(problems[:4])}.")
+        own = {
+            (_source_name(rank, index), shard.name, shard.box): shard.tensor
+            for index, one in enumerate(held)
+            for shard in one.shards
+        }
+        _exchange(reads, own, all_gather_object, exchange_bytes, rank)
+        used = all_gather_object({tuple(map(int, source.split())) for source in reads})
+        sources: dict[str, list[int]] = {}
+        for source, index in sorted(set().union(*used)):
+            sources.setdefault(holders[source][index][1], []).append(source)
+        return LoadedState(version[0], [one[2] for states in holders for one in states if one[0] == version], sources)
+    return None
+
+
+def _describe_shards(shards: Iterable[TensorShard]) -> list[tuple[str, str, tuple[int, ...], Box]]:
+    """Return the name, dtype name, global shape and box of each shard that is not empty."""
+    return [(shard.name, shard.dtype_name, shard.shape, shard.box) for shard in shards if shard.box.numel]
+
+
+def _source_name(rank: int, index: int) -> str:
+    """Name held state number `index` of a rank; takes the place of a file's name in a checkpoint."""
+    return f"{rank} {index}"
+
+
+def _find_sources(holders: Sequence[list], version: tuple[int, int], rank: int) -> dict[str, SavedTensor] | None:
+    """Describe the tensors of a version, with one source for each box; None if elements are missing.
+
+    The `file` of a part is the name of its source (`_source_name`). This rank itself is preferred, then live tensors,
+    then the ranks after this one: so that the ranks do not all read from the same.
+    """
+    sources: dict[tuple[str, Box], tuple[tuple, str]] = {}
+    facts: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for source, states in enumerate(holders):
+        for index, (held_version, _, _, described) in enumerate(states):
+            if held_version != version:
+                continue
+            preference = (source != rank, index, (source - rank) % len(holders))
+            for name, dtype_name, shape, box in described:
+                facts[name] = dtype_name, shape
+                known = sources.get((name, box))
+                if known is None or preference < known[0]:
+                    sources[name, box] = preference, _source_name(source, index)
+    parts: dict[str, list[SavedPart]] = {name: [] for name in facts}
+    for (name, box), (_, source_name) in sources.items():
+        parts[name].append(SavedPart(box.start, box.stop, source_name))
+    tensors = {name: SavedTensor(*facts[name], tuple(parts[name])) for name in facts}
+    try:
+        for name, tensor in tensors.items():
+            check_covered(name, tensor)
+    except ValueError:
+        return None
+    return tensors
+
+
+def _exchange(
+    reads: dict[str, list],
+    own: dict[tuple[str, str, Box], Tensor],
+    all_gather_object: GatherObjects,
+    exchange: ExchangeBytes,
+    rank: int,
+) -> None:
+    """Fill the shards of `reads`, in batches of bounded size.
+
+    own: the tensors that this rank holds, by source, name and box.
+    """
+    wanted = [(int(source.split()[0]), *read) for source, of_source in reads.items() for read in of_source]
+    wanted.sort(key=lambda read: (read[1].name, read[3].start))
+    requests = all_gather_object(
+        [
+            (source, (saved.file, shard.name, saved.box), box.within(saved.box), shard.name, _num_bytes(shard, box))
+            for source, shard, saved, box in wanted
+        ]
+    )
+    for names in _batches(requests):
+        to_send, incoming = [], [[] for _ in requests]
+        for other in range(len(requests)):
+            parts = [own[key][at] for source, key, at, name, _ in requests[other] if source == rank and name in names]
+            to_send.append(_join_bytes(parts))
+        for read in wanted:
+            if read[1].name in names:
+                incoming[read[0]].append(read)
+        sizes = [sum(_num_bytes(shard, box) for _, shard, _, box in parts) for parts in incoming]
+        for received, parts in zip(exchange(to_send, sizes), incoming, strict=True):
+            start = 0
+            for _, shard, _, box in parts:
+                stop = start + _num_bytes(shard, box)
+                values = received[start:stop].clone().view(shard.tensor.dtype).view(box.shape)  # aligned by the clone
+                shard.tensor.detach()[box.within(shard.box)].copy_(values)
+                start = stop
+
+
+def _batches(requests: Sequence[list]) -> list[set[str]]:
+    """Divide the names of all requested tensors into batches, in the same way on all ranks."""
+    sizes: dict[str, int] = {}
+    for _, _, _, name, num_bytes in (request for of_rank in requests for request in of_rank):
+        sizes[name] = sizes.get(name, 0) + num_bytes
+    batches, filled = [set()], 0
+    for name in sorted(sizes):
+        if filled and filled + sizes[name] > _BATCH_BYTES:
+            batches.append(set())
+            filled = 0
+        batches[-1].add(name)
+        filled += sizes[name]
+    return batches
+
+
+def _num_bytes(shard: TensorShard, box: Box) -> int:
+    return box.numel * shard.tensor.element_size()
+
+
+def _join_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of tensors, one after another, in host memory: (bytes,) uint8."""
+    parts = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+def choose_partner_shift(nodes: Sequence[int], replicas: Sequence[int]) -> int:
+    """Choose s, 1 <= s < number of ranks: rank r sends its copy to rank (r + s) modulo the number of ranks.
+
+    nodes, replicas: of each rank, its node and its model replica (dp coordinate). As many ranks as possible have their
+    copy on another node, and of the shifts that are equal in this as many as possible in another replica: the ranks of
+    one node, or of one replica, may die together.
+    """
+    size = len(nodes)
+
+    def num_together(shift: int) -> tuple[int, int]:
+        pairs = [(rank, (rank + shift) % size) for rank in range(size)]
+        return sum(nodes[a] == nodes[b] for a, b in pairs), sum(replicas[a] == replicas[b] for a, b in pairs)
+
+    return min(range(1, size), key=num_together)
+
+
+class MemoryCopies:
+    """The copies in host memory that a rank keeps: of its own shards, and of a partner's.
+
+    layout: number of the present layout. nodes, replicas: as for `choose_partner_shift`. all_gather_object: takes this
+    rank's value and returns those of all ranks. send_receive: exchanges bytes with the partners. rank: this rank.
+
+    Two generations of copies are kept: while one is overwritten, the other stays complete on all ranks. If every box
+    is held by ranks of two failure domains anyway (plain data parallelism), nothing is copied: the live tensors of the
+    other replica are the newest copy there can be.
+    """
+
+    def __init__(
+        self,
+        layout: int,
+        nodes: Sequence[int],
+        replicas: Sequence[int],
+        all_gather_object: GatherObjects,
+        send_receive: SendReceiveBytes,
+        rank: int,
+    ):
+        self._layout, self._all_gather_object, self._send_receive = layout, all_gather_object, send_receive
+        self._rank, self._size = rank, len(nodes)
+        self._domains = list(nodes) if len(set(nodes)) > 1 else list(replicas) if len(set(replicas)) > 1 else None
+        self._shift = choose_partner_shift(nodes, replicas) if self._size > 1 else 0
+        self._held: list[list[HeldState]] = [[], []]
+        self._described: list[list[tuple]] = []
+
+    @property
+    def held(self) -> list[HeldState]:
+        """The complete copies of this rank, the newest first."""
+        return sorted((one for held in self._held for one in held), key=lambda one: one.version, reverse=True)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of host memory for the copies."""
+        return sum(_num_bytes(shard, shard.box) for one in self.held for shard in one.shards)
+
+    def refresh(self, step: int, shards: Iterable[TensorShard], state: dict) -> None:
+        """Copy this rank's shards at `step`, and send a copy to the partner. Collective. state: as in `HeldState`."""
+        shards = list(shards)
+        mine = [(shard.name, shard.shape, shard.box, shard.tensor.dtype) for shard in shards]
+        known = self._described and self._described[self._rank] == mine
+        changes = self._all_gather_object(None if known else mine)
+        if any(changes):
+            old = self._described or [[]] * self._size
+            self._described = [new or before for new, before in zip(changes, old, strict=True)]
+        exposed = self._find_exposed_boxes()
+        if not exposed:
+            return
+        self._held.reverse()  # the older one is overwritten
+        self._held[0] = []
+        partner = (self._rank - self._shift) % self._size
+        own = [replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True)) for shard in shards]
+        to_send = _join_bytes([shard.tensor for shard in own if (shard.name, shard.box) in exposed])
+        expected = [one for one in self._described[partner] if (one[0], one[2]) in exposed]
+        size = sum(box.numel * dtype.itemsize for _, _, box, dtype in expected)
+        received = self._send_receive(to_send, (self._rank + self._shift) % self._size, size, partner)
+        self._held[0] = [
+            HeldState(step, self._layout, "own copies", state, own),
+            HeldState(step, self._layout, "partner copies", state, _cut(received, expected)),
+        ]
+
+    def _find_exposed_boxes(self) -> set[tuple[str, Box]]:
+        """Return the boxes that the ranks of one failure domain alone hold: their death would lose them."""
+        domains: dict[tuple[str, Box], set[int]] = {}
+        for rank, described in enumerate(self._described):
+            for name, _, box, _ in described:
+                domains.setdefault((name, box), set()).add(self._domains[rank] if self._domains else rank)
+        return {at for at, found in domains.items() if len(found) == 1 and at[1].numel} if self._size > 1 else set()
+
+
+def _cut(flat: Tensor, described: Sequence[tuple]) -> list[TensorShard]:
+    """Cut bytes into shards. described: of each, name, global shape, box and dtype."""
+    shards, start = [], 0
+    for name, shape, box, dtype in described:
+        stop = start + box.numel * dtype.itemsize
+        shards.append(TensorShard(name, shape, box, flat[start:stop].clone().view(dtype).view(box.shape)))
+        start = stop
+    return shards

@@ -1,0 +1,43 @@
+"""What the trainer asks of live recovery; `tools/recovery` implements it."""
+
+from typing import TYPE_CHECKING
+
+from minidist.config import Config
+from minidist.data.corpus import Corpus
+
+if TYPE_CHECKING:
+    from minidist.train.run_folder import RunLock
+    from minidist.train.trainer import Trainer
+
+
+class Regroup(Exception):
+    """Raised by `Trainer.run` on all ranks after a step, when the run can go on with more ranks."""
+
+
+class Recovery:
+    """What a process carries from one trainer to the next when ranks die and are replaced.
+
+    corpus: the training text, for every trainer of this process. lock: of the run folder, on rank 0.
+    connect_timeout_s: of the creation of process groups, in which a rank may die. is_after_failure: whether the run has
+    lost or gained ranks before. is_regroup_requested: whether more ranks can be used now, as far as this rank knows.
+    """
+
+    corpus: Corpus
+    lock: "RunLock | None" = None
+    connect_timeout_s: float
+    is_after_failure: bool
+    is_regroup_requested: bool
+
+    def adapt_resume(self, config: Config) -> Config:
+        """Return `config` with the checkpoint to resume if the memory of the ranks does not hold the state."""
+        raise NotImplementedError
+
+    def restore(self, trainer: "Trainer") -> bool:
+        """Load the newest state in the memory of the ranks into a new trainer; False if there is none. Collective."""
+        raise NotImplementedError
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Called when a trainer starts to train. Collective."""
+
+    def on_step(self, trainer: "Trainer") -> None:
+        """Called when a step has been completed and reported. Collective."""

@@ -1,0 +1,136 @@
+"""Runs with live recovery in which ranks kill themselves at chosen points, for tests."""
+
+import contextlib
+import hashlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minidist.comm import CommError, all_reduce
+from minidist.config import FaultConfig
+from minidist.tools.launch.job import Replacement
+from minidist.tools.launch.run import make_observers_and_meter
+from minidist.tools.recovery import live_recovery as recovery_module
+from minidist.train import engine as engine_module
+from minidist.train.observer import Observer
+from tests.helpers.small_run import small_config, write_text
+
+FP64 = {"precision__policy": "fp64"}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A process's end. member: its number. step: from 1. phase: forward, reduce, agreed, report or restore."""
+
+    member: int
+    step: int
+    phase: str = "reduce"
+
+
+@dataclass(frozen=True)
+class Script:
+    """What happens in a run. kills: see `Kill`. lost_replies: (member, step): this process does not get the agreement's
+    result, as if the connection broke. wait_at: steps before which rank 0 waits until a new member has arrived.
+    are_replacements_late: whether new processes join only when the others have gone on.
+    """
+
+    kills: tuple[Kill, ...] = ()
+    lost_replies: tuple[tuple[int, int], ...] = ()
+    wait_at: tuple[int, ...] = ()
+    are_replacements_late: bool = False
+
+
+class Actor(Observer):
+    """Does on this rank what the script says, and reports digests of the parameters at the end."""
+
+    def __init__(self, world, script: Script):
+        self._store, self._member, self._script, self._full_size = world.store, world.member, script, world.size
+
+    def _is_due(self, trainer, phase: str) -> bool:
+        return Kill(self._member, trainer.progress.step + 1, phase) in self._script.kills
+
+    def before_step(self, trainer):
+        step = trainer.progress.step + 1
+        if step in self._script.wait_at and trainer.world.rank == 0 and trainer.world.size < self._full_size:
+            number = trainer.recovery._generation.number
+            self._store.wait([f"arrivals/{number + 1}/1"])
+
+    @contextlib.contextmanager
+    def step_context(self, trainer):
+        if self._is_due(trainer, "forward"):
+            _die()
+        if self._is_due(trainer, "reduce"):
+            trainer.engine.reducer.finish_reductions = _die
+        before = engine_module.agree_on_step
+        engine_module.agree_on_step = self._replaced_agreement(trainer, before)
+        try:
+            yield
+        finally:
+            engine_module.agree_on_step = before
+
+    def _replaced_agreement(self, trainer, agree):
+        def agree_on_step(loss, squared_norm, stop_requested, extra_values, tokens, scaler, group):
+            if (self._member, trainer.progress.step + 1) in self._script.lost_replies:
+                vector = torch.tensor([loss, squared_norm, float(stop_requested), *extra_values], dtype=torch.float64)
+                all_reduce(vector, group)
+                raise CommError("the result of the agreement did not arrive")
+            result = agree(loss, squared_norm, stop_requested, extra_values, tokens, scaler, group)
+            if self._is_due(trainer, "agreed"):
+                _die()
+            return result
+
+        return agree_on_step
+
+    def on_step(self, trainer, result):
+        if Kill(self._member, trainer.progress.step, "report") in self._script.kills:
+            _die()
+
+    def on_end(self, trainer, summary):
+        if trainer.config.zero.stage == 3:
+            return  # its parameters are gathered only while they are needed
+        state = b"".join(p.detach().numpy().tobytes() for p in trainer.engine.parameters.values())
+        summary["digest"] = hashlib.sha256(state).hexdigest()
+        summary["ranks"], summary["member"] = trainer.world.size, self._member
+
+
+def _die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_script(world, config, script: Script) -> dict:
+    """Train on this process with live recovery, as the script says; returns the summary."""
+    torch.set_num_threads(1)
+    if script.are_replacements_late and world.member >= world.size:
+        world.store.wait(["members/1"])
+    restore = recovery_module.LiveRecovery.restore
+
+    def restore_or_die(self, trainer):
+        due = [k for k in script.kills if k.phase == "restore" and k.member == world.member]
+        if due and self.is_after_failure:
+            _die()
+        return restore(self, trainer)
+
+    recovery_module.LiveRecovery.restore = restore_or_die
+
+    def make_all(config):
+        observers, meter = make_observers_and_meter(config)
+        return [Actor(world, script), *observers], meter
+
+    return recovery_module.train_with_recovery(world, config, make_all)
+
+
+def recovery_config(folder: Path, **changes):
+    """The small run with live recovery: 8 steps, no checkpoint before the last."""
+    fault = FaultConfig(live_recovery=True, memory_every=changes.pop("memory_every", 1))
+    text = write_text(folder.parent)
+    return small_config(folder, text, **{"train__steps": 8, "checkpoint__every": 0, "fault": fault} | changes)
+
+
+def run_script(server, config, script: Script, ranks: int = 4, backend: str = "gloo", max_restarts: int = 3):
+    """Run the script on ranks that are replaced; returns the job's result."""
+    mesh = config.mesh
+    replacement = Replacement(max_restarts, mesh.pp * mesh.cp * mesh.tp)
+    return server.run(train_script, ranks, (config, script), backend=backend, replacement=replacement, deadline_s=60)

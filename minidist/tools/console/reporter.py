@@ -38,6 +38,7 @@ class RunReporter(Observer):
         self._file: MetricsFile | None = None
         self._straggler: int | None = None
         self._accounts = TimeAccounts(clock)
+        self._step_end_s: float | None = None  # None for a step that was interrupted before it could be reported
         self._useful_s: dict[int, float] = {}  # useful time at the end of the steps whose checkpoints are in flight
 
     def on_start(self, trainer: Trainer) -> None:

@@ -150,9 +150,11 @@ def test_empty_foreign_and_damaged_folders_are_refused(place, capsys, finished):
     train_small(World.single(), small_config(Path("hurt"), finished[1]))
     capsys.readouterr()
     index = Path("hurt/checkpoints/step-00000006/checkpoint.json")
-    index.write_text(index.read_text().replace('"step": 6', '"step": 7'))
+    text = index.read_text()
+    assert '"step":6' in text
+    index.write_text(text.replace('"step":6', '"step":7'))
     message = refused(capsys, "train", "--checkpoint.resume", "hurt")
-    assert "is damaged: its checksum is" in message and "hurt/checkpoints/step-00000003 instead" in message
+    assert "is damaged: its sha256 is" in message and "hurt/checkpoints/step-00000003 instead" in message
 
 
 @pytest.mark.parametrize("arguments", [["estimate", "--json"], ["simulate"], ["train", "--help"], ["--help"]])

@@ -1,4 +1,4 @@
-"""`python -m bench dp|zero|model|comm|recover|save|index|watch|calibrate`; each command has its own `--help`."""
+"""`python -m bench dp|zero|model|comm|recover|save|restart|index|watch|calibrate`; each has its own `--help`."""
 
 import argparse
 import sys
@@ -10,6 +10,7 @@ from bench import (
     compare_dp,
     compare_model_parallel,
     compare_recovery,
+    compare_restarts,
     compare_saves,
     compare_zero,
     measure_watchdog,
@@ -24,6 +25,7 @@ COMMANDS = {
     "comm": (compare_backends.main, "compare minidist's shared-memory backend shm with gloo"),
     "recover": (compare_recovery.main, "time from the death of a rank to the next step of the others (live recovery)"),
     "save": (compare_saves.main, "compare checkpoints with torch's distributed checkpoint"),
+    "restart": (compare_restarts.main, "measure the time that a killed rank costs under torchrun"),
     "watch": (measure_watchdog.main, "measure what deadlock detection under torchrun costs, up to thousands of ranks"),
     "index": (plan_index.main, "plan the index of a checkpoint of thousands of simulated ranks"),
     "calibrate": (calibrate_link.main, "fit the cost model's alpha, beta and gamma to this machine"),

@@ -327,15 +327,28 @@ class Config:
         model = m.pp * m.cp * m.tp  # ranks of one model replica
         dp = max(1, world_size // model) if m.dp is None else m.dp
         if dp * model != world_size:
-            needed = dp * model
-            if world_size == 1 or m.dp is None:
-                hint = f'start with torchrun or "--ranks {needed}"'
-            elif world_size % model == 0:
-                hint = f'set --mesh.dp {world_size // model}, or start with torchrun or "--ranks {needed}"'
-            else:
-                hint = f'start with torchrun or "--ranks {needed}"'
+            hints = [f'start with torchrun or "--ranks {dp * model}"']
+            if option := self._mesh_option_for(world_size, model):
+                hints.insert(0, f"set {option}")
             raise UserError(
-                f"the mesh pp={m.pp} x dp={dp} x cp={m.cp} x tp={m.tp} needs {needed} ranks, "
-                f"the world has {world_size}: {hint}."
+                f"the mesh pp={m.pp} x dp={dp} x cp={m.cp} x tp={m.tp} needs {dp * model} ranks, "
+                f"the world has {world_size}: {', or '.join(hints)}."
             )
         return Mesh(pp=m.pp, dp=dp, cp=m.cp, tp=m.tp)
+
+    def _mesh_option_for(self, world_size: int, model: int) -> str | None:
+        """Return an option that makes the mesh fill `world_size` ranks; None if there is none, or one rank only.
+
+        model: number of ranks of one model replica.
+        """
+        if world_size == 1:
+            return None
+        if self.mesh.dp is not None and world_size % model == 0:
+            return f"--mesh.dp {world_size // model}, or leave it out"
+        for axis in ("cp", "pp", "tp"):
+            size = getattr(self.mesh, axis)
+            others = (self.mesh.dp or 1) * model // size
+            fits = [smaller for smaller in range(1, size) if world_size % (others * smaller) == 0]
+            if fits and (self.mesh.dp is None or others * fits[-1] == world_size):
+                return f"--mesh.{axis} {fits[-1]}"
+        return None

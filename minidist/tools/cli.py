@@ -107,6 +107,8 @@ def format_usage(program: str, commands: dict[str, str]) -> str:
 def print_error(error: UserError | RunError, name: str = "minidist") -> None:
     """Print an error on stderr. Under torchrun, rank 0 prints it; another rank does only if rank 0 cannot.
 
+    A restart under torchrun changes no impossible request: rank 0 prints a UserError in the first attempt only.
+
     name: the program's name, which precedes the message.
     """
     from minidist.tools.launch.torchrun import (
@@ -114,10 +116,12 @@ def print_error(error: UserError | RunError, name: str = "minidist") -> None:
         read_rank_text,
         report_to_torchrun,
         wait_for_first_rank_report,
+        was_reported_before,
     )
 
     if is_first_rank():
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        if not (isinstance(error, UserError) and was_reported_before(f"{name}: {error}")):
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
         report_to_torchrun(f"{name}: {error}")
         return
     first_has_ended = wait_for_first_rank_report()

@@ -18,6 +18,7 @@ CHECKPOINTS = "checkpoints"
 CONFIG = "config.toml"
 RUNS = Path("runs")
 AUTO = Path("auto")  # the value of --checkpoint.resume for "the newest checkpoint, if there is one"
+JOB = "job"  # the name of the launcher's job; a job that is started again finds its run by it
 _LOCK = "lock"
 # Options that may change when a run is resumed automatically: a resumed run gives the same losses with any of them.
 _MAY_CHANGE = (
@@ -139,7 +140,7 @@ def _is_run_folder(folder: Path) -> bool:
 
 def _check_is_empty(folder: Path, why: str) -> None:
     """Raise UserError if there are files in `folder` that a run would mix with its own."""
-    names = sorted(set(os.listdir(folder)) - {_LOCK}) if folder.is_dir() else []
+    names = sorted(set(os.listdir(folder)) - {_LOCK, JOB}) if folder.is_dir() else []
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise UserError(

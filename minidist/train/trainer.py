@@ -55,8 +55,9 @@ def train(
     """Train on this rank as the configuration says. Every rank calls it.
 
     observers, meter: see `Trainer`. Returns a summary: "step", the number of completed steps; "stopped", whether the
-    run was stopped before its last step; "folder"; if not stopped, "held_out_loss" in nats per token; and what
-    observers add. Raises UserError if the run is impossible, RunError if it fails.
+    run was stopped before its last step; "stop_signal", the signal to stop that this rank received, or None; "folder";
+    if not stopped, "held_out_loss" in nats per token; and what observers add. Raises UserError if the run is
+    impossible, RunError if it fails.
     """
     with StopRequest() as stop:
         trainer = Trainer(world, config, observers, meter)
@@ -284,7 +285,12 @@ class Trainer:
         return loss
 
     def _finish(self, stopped: bool) -> dict[str, Any]:
-        summary = {"step": self.progress.step, "stopped": stopped, "folder": str(self.folder)}
+        summary = {
+            "step": self.progress.step,
+            "stopped": stopped,
+            "stop_signal": self.stop_request.signal_name,
+            "folder": str(self.folder),
+        }
         if not stopped:
             summary["held_out_loss"] = self._evaluate()
         for observer in self.observers:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import random
 import subprocess
 import sys
@@ -112,11 +113,12 @@ def train_small(world, config: Config, stop_after: int | None = None) -> dict:
 class Command:
     """A process that runs `minidist ...` (or another module), with its output read line by line."""
 
-    def __init__(self, *arguments, module: tuple[str, ...] = ("minidist",), folder: Path):
+    def __init__(self, *arguments, module: tuple[str, ...] = ("minidist",), folder: Path, environ=None, prefix=()):
         self.output = ""
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", *module, *map(str, arguments)],
+            [*prefix, sys.executable, "-u", "-m", *module, *map(str, arguments)],
             cwd=folder,
+            env={**os.environ, **(environ or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -271,7 +271,8 @@ def test_a_killed_command_leaves_no_process(place):
 
 
 def test_under_torchrun_rank_0_alone_prints(place):
-    train = ("--standalone", "-m", "minidist", "train", *OPTIONS, "--data.path", write_text(place))
+    restarts = ("--max-restarts", "1")  # the ranks fail again after it
+    train = ("--standalone", *restarts, "-m", "minidist", "train", *OPTIONS, "--data.path", write_text(place))
     with Command(*train, "--mesh.dp", "3", module=TORCHRUN, folder=place) as command:
         assert command.end() == 1
     message, table = command.output.split("ChildFailedError", 1)

@@ -25,6 +25,10 @@ def test_the_default_configuration_runs_on_any_number_of_ranks(ranks):
         (1, {"mesh__dp": 4}, r"needs 4 ranks, the world has 1: start with torchrun or \"--ranks 4\""),
         (3, {"mesh__tp": 2}, r"pp=1 x dp=1 x cp=1 x tp=2 needs 2 ranks, the world has 3: .* \"--ranks 2\""),
         (6, {"mesh__tp": 2, "mesh__dp": 2}, r"dp=2 x cp=1 x tp=2 needs 4 ranks, the world has 6: set --mesh.dp 3, or"),
+        (3, {"mesh__tp": 2}, r"the world has 3: set --mesh.tp 1, or start"),
+        (2, {"mesh__tp": 4, "mesh__pp": 2}, r"tp=4 needs 8 ranks, the world has 2: set --mesh.tp 1, or start"),
+        (6, {"mesh__tp": 4, "mesh__dp": 3}, r"tp=4 needs 12 ranks, the world has 6: set --mesh.tp 2, or start"),
+        (3, {"mesh__tp": 2, "mesh__pp": 2}, r"tp=2 needs 4 ranks, the world has 3: start with torchrun"),
         (2, {"mesh__dp": 0}, r"mesh.dp is 0; a mesh axis is at least 1"),
         (
             2,

@@ -9,11 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minidist.config import Config
+from minidist.config_file import from_toml
 from minidist.data.corpus import Corpus
 from minidist.errors import DamagedError, UserError
 from minidist.fault import folders
+from minidist.tools.launch.torchrun import read_job_name
 from minidist.train.resume import check_resumable, parse_checkpoint_config
-from minidist.train.run_folder import AUTO, RunFolder, find_checkpoints_folder, open_run_folder
+from minidist.train.run_folder import (
+    AUTO,
+    CONFIG,
+    JOB,
+    RUNS,
+    RunFolder,
+    describe_config_changes,
+    find_checkpoints_folder,
+    open_run_folder,
+)
 
 if TYPE_CHECKING:
     from minidist.comm.world import World
@@ -36,25 +47,53 @@ def resumed_config(resume: Path) -> Config:
 
 
 def share_run_folder_across_restarts(world: "World", config: Config) -> Config:
-    """Return `config` with the run folder that this run used before torchrun restarted its ranks, if it did.
+    """Return `config` with the run folder that this job used before torchrun restarted its ranks, if it did.
 
-    torchrun restarts all ranks when one fails. Rank 0 notes the folder in torchrun's store, which outlives the ranks,
-    and finds it there after a restart: the run then resumes from its newest checkpoint. The trainer takes folder and
+    torchrun restarts all ranks when one fails, or when a node joins. Rank 0 notes the folder in the store of torchrun's
+    agent, which outlives the ranks, and the job's name, `--rdzv-id`, in the folder, which outlives the node. After a
+    restart it finds the folder by either, and the run resumes from its newest checkpoint. The trainer takes folder and
     checkpoints from rank 0; other ranks change nothing here.
     """
-    if world.rank > 0 or world.store is None:
+    if world.rank > 0:
         return config
-    if world.store.check([_FOLDER_KEY]):
-        folder = Path(world.store.get(_FOLDER_KEY).decode())
+    job = read_job_name()
+    folder = _read_folder(world) or (job and _find_folder(job, config))
+    if folder:
         saved = folders.complete_checkpoints(find_checkpoints_folder(folder))
         resume = AUTO if saved else config.checkpoint.resume
-        return dataclasses.replace(
+        config = dataclasses.replace(
             config, folder=folder, checkpoint=dataclasses.replace(config.checkpoint, resume=resume)
         )
-    with contextlib.suppress(UserError):  # the trainer raises it again, on all ranks
-        config = dataclasses.replace(config, folder=open_run_folder(config).path)
-        world.store.set(_FOLDER_KEY, str(config.folder))
+    else:
+        with contextlib.suppress(UserError):  # the trainer raises it again, on all ranks
+            config = dataclasses.replace(config, folder=open_run_folder(config).path)
+    if config.folder is not None:
+        if world.store is not None:
+            world.store.set(_FOLDER_KEY, str(config.folder))
+        if job:
+            with contextlib.suppress(OSError):
+                (config.folder / JOB).write_text(job)
     return config
+
+
+def _read_folder(world: "World") -> Path | None:
+    if world.store is None or not world.store.check([_FOLDER_KEY]):
+        return None
+    return Path(world.store.get(_FOLDER_KEY).decode())
+
+
+def _find_folder(job: str, config: Config) -> Path | None:
+    """Return the newest run folder of a job, `config.folder` if that is given; None if there is none.
+
+    A run of other options belongs to an earlier job of the same name.
+    """
+    candidates = [Path(config.folder)] if config.folder else sorted(RUNS.glob("[0-9]*"), reverse=True)
+    for folder in candidates:
+        with contextlib.suppress(OSError):
+            if (folder / JOB).read_text() == job:
+                before = folder / CONFIG
+                return None if before.exists() and describe_config_changes(from_toml(before), config) else folder
+    return None
 
 
 def check_resume(run: RunFolder, config: Config, corpus: Corpus) -> None:

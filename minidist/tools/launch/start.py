@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from minidist.tools.launch.job import Job, Replacement
 
 CPU_RANKS = 2
+_AGENT_SIGNAL_S = 2.0  # agents look for new nodes every 0.1 s
 
 
 class StoppedError(RunError):
@@ -206,7 +208,12 @@ def _restore_cursor_after_error() -> Iterator[None]:
 
 
 def train_under_torchrun(config: Config, program: Callable | None = None, extra_args: Sequence = ()) -> None:
-    """Train as one of the ranks that torchrun has started."""
+    """Train as one of the ranks that torchrun has started.
+
+    A signal to any rank stops all ranks. The ranks that have not received one themselves then wait for that of their
+    agent, which notices a new node a little later than other agents do, and otherwise end with an exit code other than
+    0: the run is not complete, and torchrun starts it again if `--max-restarts` allows.
+    """
     read_rendezvous_port()
     if config.fault.live_recovery:
         raise UserError(
@@ -221,4 +228,9 @@ def train_under_torchrun(config: Config, program: Callable | None = None, extra_
         config = dataclasses.replace(config, fault=dataclasses.replace(config.fault, inject=None))
     comm = config.comm
     with torchrun_world(config.device, comm.backend, comm.timeout_s, comm.hang_limit_s) as world:
-        (program or train_and_report)(world, share_run_folder_across_restarts(world, config), *extra_args)
+        config = share_run_folder_across_restarts(world, config)
+        summary = (program or train_and_report)(world, config, *extra_args)
+    if summary and summary.get("stopped") and not summary.get("stop_signal"):
+        # torchrun would take exit code 0 for the end of the run, and not start it again on the nodes that are left.
+        time.sleep(_AGENT_SIGNAL_S)
+        raise SystemExit(128 + signal.SIGTERM)

@@ -12,7 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minidist.errors import UserError
+from minidist.errors import RunError, UserError
+from minidist.tools.launch.attempt import OWN_STORE_HINT, agree_on_attempt
 from minidist.tools.launch.environment import rank_and_world, read_integer
 from minidist.tools.launch.parent_death import die_with_parent
 from minidist.tools.launch.threads import threads_per_rank
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")
 _FIRST_RANK_REPORT_S = 5.0
+_AGENT_STORE_S = 60.0
 
 
 def is_under_torchrun() -> bool:
@@ -57,6 +59,12 @@ def read_rendezvous_port() -> int:
             "--standalone, which takes a free port, or with --master-port and a number from 1024 to 65535."
         )
     return port
+
+
+def read_job_name() -> str | None:
+    """Return torchrun's `--rdzv-id`, or the random one of `--standalone`; None if the job has no name."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if name == "none" else name
 
 
 class SigtermRecorder:
@@ -103,6 +111,19 @@ def report_to_torchrun(message: str) -> None:
         error = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
             Path(file).write_text(json.dumps({"message": error}))
+
+
+def was_reported_before(message: str) -> bool:
+    """Return whether this rank wrote this error message in an earlier attempt, before torchrun restarted the ranks.
+
+    torchrun keeps the file of each attempt, as `.../attempt_0/0/error.json`.
+    """
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    for earlier in file.parents[2].glob(f"attempt_*/*/{file.name}") if len(file.parents) > 3 else ():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(earlier.read_text())["message"]["message"] == message:
+                return True
+    return False
 
 
 def is_first_rank() -> bool:
@@ -153,18 +174,17 @@ def torchrun_world(
     world = World(rank, size, local_rank, local_size, chosen, backend_name, StatusPage(), node_rank)
     address, port = os.environ["MASTER_ADDR"], read_rendezvous_port()
     if backend_name is None:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if _has_agent_store():
             world.store = dist.PrefixStore("minidist", dist.TCPStore(address, port, is_master=False))
         yield world
         return
     if local_size == size and address in _LOOPBACK_ADDRESSES:
         prefer_gloo_loopback()
-    init_default_process_group(
-        backend_name, _open_store(rank, size, address, port, timeout_s), rank, size, chosen, timeout_s
-    )
+    store = _open_store(rank, size, address, port, timeout_s)
+    attempt = agree_on_attempt(store, rank, size, timeout_s)
+    init_default_process_group(backend_name, dist.PrefixStore(attempt, store), rank, size, chosen, timeout_s)
     wait_limit = timedelta(seconds=timeout_s)
     status_store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait_limit)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # separates the statuses of restarts
     world.store = dist.PrefixStore("minidist", status_store)
     watchdog = Watchdog(
         rank,
@@ -190,6 +210,11 @@ def torchrun_world(
     dist.destroy_process_group()
 
 
+def _has_agent_store() -> bool:
+    """Return whether torchrun's agent on the first node serves the store; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _keep_groups_until_exit() -> None:
     """Keep the process groups of a failed rank from being destroyed when the interpreter exits.
 
@@ -207,15 +232,22 @@ def _open_store(rank: int, size: int, address: str, port: int, timeout_s: float)
     from torch.distributed import DistNetworkError
     from torch.distributed.rendezvous import rendezvous
 
+    # The agent's store is there before its ranks are.
+    limit = timedelta(seconds=min(timeout_s, _AGENT_STORE_S) if _has_agent_store() else timeout_s)
     try:
-        store, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s))))
+        store, _, _ = next(iter(rendezvous("env://", rank, size, timeout=limit)))
     except DistNetworkError as error:
+        if _has_agent_store():
+            raise RunError(
+                f"the store of torchrun's agent at {address}, port {port}, cannot be reached. {OWN_STORE_HINT}"
+            ) from None
         if "EADDRINUSE" not in str(error):
             raise
         raise UserError(
             f"port {port} of {address}, the rendezvous of the {size} ranks, is in use by another program: "
             f"pass another --master-port to torchrun, or --standalone, which takes a free port"
         ) from None
+    store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 

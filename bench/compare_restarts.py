@@ -1,0 +1,171 @@
+"""`python -m bench restart`: the time from SIGKILL of a rank to the first new step under torchrun.
+
+An empty program, which torchrun restarts in the same way, shows how much of it is torchrun's own.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from bench import command_line
+from bench.environment import describe_machine
+from minidist.errors import RunError, UserError
+from minidist.tools.launch import RankServer
+
+LIMIT_S = 2.0  # wanted: at most this long beyond an empty program
+DEADLINE_S = 600.0  # of all kills of a program
+_ROOT = Path(__file__).resolve().parents[1]
+_EMPTY_PROGRAM = "import os, time\nif os.environ['RANK'] == '0': os.write(1, b'step\\n')\ntime.sleep(1000)\n"
+_TRAIN = (
+    *("-m", "minidist", "train", "--device", "cpu", "--train.steps", "1000000", "--train.log-every", "1"),
+    *("--train.eval-every", "0", "--checkpoint.every", "20"),
+)
+
+
+def main(arguments: Sequence[str] | None = None, server: RankServer | None = None) -> int:
+    """Run the command; return the exit code: 0 done, 1 failed run, 2 invalid options. server: not needed."""
+    options = _parse(arguments)
+
+    def run(_: RankServer) -> None:
+        _validate(options)
+        times_s = measure_restarts(options.ranks, options.rounds, options.train)
+        results = {"machine": describe_machine("shm"), "ranks": options.ranks, "seconds": times_s}
+        command_line.write_json(options.json, results | {"beyond torchrun's own": _report(times_s, options)})
+
+    return command_line.exit_code(run, server)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    description = "Measure the time from SIGKILL of a rank to the first new step under torchrun."
+    parser = argparse.ArgumentParser("python -m bench restart", description=description)
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, metavar="N", help="number of ranks (default: %(default)s)")
+    add("--rounds", type=int, default=5, metavar="N", help="kills of each program (default: %(default)s)")
+    train_help = "further options of `minidist train`, as one word: --train='--zero.stage 3'"
+    add("--train", type=str.split, default=[], metavar="OPTIONS", help=train_help)
+    command_line.add_output_options(parser, "restart", "json")
+    return parser.parse_args(arguments)
+
+
+def _validate(options: argparse.Namespace) -> None:
+    for name, least in (("ranks", 1), ("rounds", 1)):
+        if getattr(options, name) < least:
+            raise UserError(f"--{name} is {getattr(options, name)}; it must be at least {least}")
+
+
+def measure_restarts(ranks: int, rounds: int, train: Sequence[str] = ()) -> dict[str, list[float]]:
+    """Return the seconds from SIGKILL of a rank to the first new step, for "empty program" and "minidist train".
+
+    train: further options of `minidist train`. The programs are measured one after the other.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "empty.py"
+        program.write_text(_EMPTY_PROGRAM)
+        empty = measure_recovery(_torchrun(ranks, rounds, str(program)), folder, "step", ["step"], rounds)
+        train = (*_TRAIN, "--folder", "run", *train)
+        resumed = ["going on after step", "step "]
+        ours = measure_recovery(_torchrun(ranks, rounds, *train), folder, "checkpoint: ", resumed, rounds)
+    return {"empty program": empty, "minidist train": ours}
+
+
+def _torchrun(ranks: int, restarts: int, *program: str) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*torchrun, "--max-restarts", str(restarts), *program]
+
+
+def last_rank(pid: int) -> int:
+    """Return the process id of the newest child of process `pid`: under torchrun, the last rank."""
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()
+    ]
+    if not children:
+        raise RunError(f"process {pid} has no child to kill")
+    return max(children)
+
+
+def measure_recovery(
+    command: Sequence[str],
+    folder: str | Path,
+    ready: str,
+    recovered: Sequence[str],
+    rounds: int,
+    choose_victim: Callable[[int], int] = last_rank,
+) -> list[float]:
+    """Start a program and kill one of its processes `rounds` times; return the seconds from each kill to the recovery.
+
+    folder: the program's working directory. ready: how a line begins after which the process is killed. recovered: how
+    lines begin that the program prints after the kill, in this order; the last one ends the measurement. choose_victim:
+    takes the process id of the program and returns the one to kill. Raises RunError if a line does not come in time.
+    """
+    times_s = []
+    with _run(command, folder) as process:
+        for _ in range(rounds):
+            _read_until(process, ready)
+            victim, killed_s = choose_victim(process.pid), time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            for line in recovered:
+                _read_until(process, line)
+            times_s.append(time.monotonic() - killed_s)
+    return times_s
+
+
+@contextlib.contextmanager
+def _run(command: Sequence[str], folder: str | Path) -> Iterator[subprocess.Popen]:
+    """Context manager for a running program, which is killed at the end of the block, or after `DEADLINE_S`."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))}
+    with subprocess.Popen(
+        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        deadline = threading.Timer(DEADLINE_S, process.terminate)
+        deadline.start()
+        try:
+            yield process
+        finally:
+            deadline.cancel()
+            process.terminate()  # torchrun ends its ranks
+            process.stdout.read()
+
+
+def _read_until(process: subprocess.Popen, start: str) -> None:
+    """Read lines up to the first that begins with `start`. Raises RunError, with the last lines, if there is none."""
+    last: deque[str] = deque(maxlen=20)
+    for line in process.stdout:
+        if line.startswith(start):
+            return
+        last.append(line)
+    raise RunError(f"the program ended, or took more than {DEADLINE_S:g} s, before {start!r}:\n{''.join(last)}")
+
+
+def _report(times_s: dict[str, list[float]], options: argparse.Namespace) -> dict:
+    """Print a table and the difference that has a target; return the difference."""
+    console = command_line.make_console()
+    table = Table(
+        "", "median (s)", "least (s)", "most (s)", title=f"{options.ranks} ranks, {options.rounds} kills each"
+    )
+    for name, seconds in times_s.items():
+        table.add_row(name, *(f"{value:.2f}" for value in (statistics.median(seconds), min(seconds), max(seconds))))
+    console.print(table)
+    empty, ours = (statistics.median(seconds) for seconds in times_s.values())
+    verdict = "met" if ours - empty <= LIMIT_S else "MISSED"
+    console.print(
+        f"from SIGKILL to the first new step, beyond an empty program: {ours - empty:.2f} s, "
+        f"target <= {LIMIT_S:g} s: {verdict}",
+        highlight=False,
+    )
+    return {"median_s": ours - empty, "limit_s": LIMIT_S}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

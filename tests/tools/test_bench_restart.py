@@ -1,0 +1,22 @@
+"""The benchmark of restarts: it kills ranks under torchrun, and refuses impossible options."""
+
+import json
+
+from bench.__main__ import main
+from tests.helpers.small_run import OPTIONS, write_text
+
+
+def test_a_restart_is_measured_beside_that_of_an_empty_program(server, tmp_path, capsys):
+    file = tmp_path / "restart.json"
+    train = " ".join((*OPTIONS, "--data.path", str(write_text(tmp_path))))
+    options = ["--ranks", "2", "--rounds", "1", f"--train={train}", "--json", str(file)]
+    assert main(["restart", *options], server) == 0
+    seconds = json.loads(file.read_text())["seconds"]
+    assert list(seconds) == ["empty program", "minidist train"]
+    assert all(len(times) == 1 and times[0] > 0 for times in seconds.values())
+    assert "beyond an empty program" in capsys.readouterr().out
+
+
+def test_impossible_options_are_refused(server, capsys):
+    assert main(["restart", "--rounds", "0"], server) == 2
+    assert "--rounds is 0; it must be at least 1" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """checkpoint.json: the index of a checkpoint.
 
-    {"format": 2, "sha256": of the rest, "step": 100, "state": {...}, "checksum": "sha256 of crc32 per 8 MiB",
+    {"format": 2, "sha256": of the rest, "step": 100, "state": {...}, "checksum": "sha256 of sha256 per 8 MiB",
      "files": {"rank-00000.safetensors": {"checksum": ..., "bytes": ...}},
      "partitions": [[[0, 0, 4096]], [[0, [0, 0], [8, 4]], [1, [0, 4], [8, 8]]]],
      "tensors": {"params/model.norm.weight": {"dtype": "float32", "shape": [4096], "partition": 0}}}

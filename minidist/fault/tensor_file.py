@@ -4,16 +4,16 @@ safetensors' own `save_file` would leave the checksum to a second pass that read
 Format: https://github.com/huggingface/safetensors#format
 """
 
+import hashlib
 import json
 import os
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from minidist.fault.checksum import BLOCK_BYTES, combine_block_checksums, run_on_threads
+from minidist.fault.checksum import BLOCK_BYTES, combine_block_digests, run_on_threads
 from minidist.fault.index import FileEntry
 from minidist.fault.shards import DTYPES
 
@@ -33,9 +33,9 @@ def write_tensor_file(file: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     chunks = [_header(ordered), *(_as_bytes(tensor) for _, tensor in ordered)]
     with open(file, "wb", buffering=0) as stream:
         blocks = enumerate(_divide_into_blocks(chunks))
-        checksums = run_on_threads(lambda block: _write_block(stream.fileno(), *block), blocks)
+        digests = run_on_threads(lambda block: _write_block(stream.fileno(), *block), blocks)
         os.fsync(stream.fileno())
-    return FileEntry(combine_block_checksums(checksums), sum(map(len, chunks)))
+    return FileEntry(combine_block_digests(digests), sum(map(len, chunks)))
 
 
 def _header(ordered: list[tuple[str, Tensor]]) -> memoryview:
@@ -72,14 +72,14 @@ def _divide_into_blocks(chunks: Iterable[memoryview]) -> list[list[memoryview]]:
     return blocks
 
 
-def _write_block(descriptor: int, number: int, parts: list[memoryview]) -> int:
-    """Write the parts of block `number` one after another and return the CRC-32 of the block."""
-    checksum, start = 0, number * BLOCK_BYTES
+def _write_block(descriptor: int, number: int, parts: list[memoryview]) -> bytes:
+    """Write the parts of block `number` one after another and return the SHA-256 digest of the block."""
+    digest, start = hashlib.sha256(), number * BLOCK_BYTES
     for part in parts:
-        checksum = zlib.crc32(part, checksum)
+        digest.update(part)
         while part:  # a system call may write less than asked for
             count = os.pwrite(descriptor, part, start)
             part, start = part[count:], start + count
     if hasattr(os, "posix_fadvise"):  # Linux: begin to write the block to disk now, not only in fsync
         os.posix_fadvise(descriptor, number * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
-    return checksum
+    return digest.digest()

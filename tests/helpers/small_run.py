@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from minidist.config import CheckpointConfig, Config, DataConfig, OptimConfig, TrainConfig
 from minidist.models.config import ModelConfig
@@ -171,3 +172,10 @@ def wait_until_gone(pids, within_s: float = 60.0) -> bool:
         if time.monotonic() > end_s:
             return False
     return True
+
+
+def read_checkpoint(folder, step):
+    """All tensors of a checkpoint, by name."""
+    files = sorted((folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors"))
+    assert files
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}

@@ -6,8 +6,7 @@ import torch
 from minidist.config import FaultConfig, MeshConfig
 from minidist.tools.launch import RankFailure
 from tests.helpers.recovery_cases import FP64, Kill, Script, recovery_config, run_script
-from tests.helpers.small_run import read_metrics, train_small, with_changes
-from tests.train.test_resume import read_checkpoint
+from tests.helpers.small_run import read_checkpoint, read_metrics, train_small, with_changes
 
 # Other numbers of replicas sum the same gradients in another order: a few roundings per step, of 1.1e-16 each in
 # float64, over 8 steps. In float32 it is 6e-8 each.

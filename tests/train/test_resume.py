@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from minidist.comm import World
 from minidist.config import OptimConfig, PrecisionConfig
@@ -14,6 +13,7 @@ from minidist.tools.config_warnings import describe_learning_rate_jump
 from minidist.tools.launch.resume import resumed_config
 from minidist.train.run_folder import open_run_folder
 from tests.helpers.small_run import (
+    read_checkpoint,
     read_curve,
     read_metrics,
     small_config,
@@ -24,13 +24,6 @@ from tests.helpers.small_run import (
 )
 
 EXACT = {"optim": OptimConfig(warmup_steps=3), "train__steps": 20, "checkpoint__every": 0}
-
-
-def read_checkpoint(folder, step):
-    """All tensors of a checkpoint, by name."""
-    files = sorted((folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors"))
-    assert files
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def differing_names(one, other):

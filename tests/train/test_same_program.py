@@ -47,6 +47,7 @@ def test_ranks_with_other_options_are_refused_by_name_and_value(ranks, tmp_path,
     messages = set(ranks(refusal, 3, configs))
     assert len(messages) == 1
     message = messages.pop()
+    assert message is not None, "no rank was refused"
     assert message.startswith("the ranks were started with different options: ") and said in message
     assert not (tmp_path / "run").exists()
 

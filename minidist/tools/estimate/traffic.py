@@ -111,9 +111,9 @@ class Traffic:
         """The reductions of gradients, token count, and the vector on which all ranks agree before the update."""
         rank = self.layout.mesh.rank(pp=stage, tp=tensor)
         double = DTYPE_BYTES["float64"]
-        # Loss, norm, whether to stop, whether a checkpoint is written; with flat gradients also which parameters of the
-        # model were used.
-        agreed = 4
+        # Loss, norm, whether to stop, whether a checkpoint is written, whether to continue with other ranks; with flat
+        # gradients also which parameters of the model were used.
+        agreed = 5
         if flat_params := self.flat_params(rank):
             reductions = shards.flat_param_operations(self.layout, flat_params, stage)
             agreed += states.count_parameter_tensors(self.layout.config.model)

@@ -14,7 +14,7 @@ from minidist.tools.memory import tracker
 from minidist.tools.memory.storages import MemoryPeak
 from tests.helpers.small_run import OPTIONS, Command, Stop, make_trainer, small_config, train_small, write_text
 
-TIMES = ("step_time_s", "tokens_per_s", "memory", "time", "goodput")
+TIMES = ("step_time_s", "tokens_per_s", "memory", "time", "goodput", "useful_s")
 KINDS = set(MEMORY_KINDS.values())
 
 

@@ -5,9 +5,9 @@
      "partitions": [[[0, 0, 4096]], [[0, [0, 0], [8, 4]], [1, [0, 4], [8, 8]]]],
      "tensors": {"params/model.norm.weight": {"dtype": "float32", "shape": [4096], "partition": 0}}}
 
-A partition lists the parts of tensors that are divided alike: [file, start, stop], the file as a position among the
-sorted names of `files`, the limits as in `SavedPart`. ZeRO divides a parameter, its moments and the parameters of all
-other layers alike, so the index hardly grows with their number.
+A partition lists the parts of tensors that are sharded the same way: [file, start, stop], the file as a position among
+the sorted names of `files`, the limits as in `SavedPart`. ZeRO shards a parameter, its moments and the same parameter
+of all other layers the same way, so the index hardly grows with their number.
 
 It holds the checksum of every file (`checksum.py`) and its own SHA-256, so that a flipped bit is detected before
 anything is loaded.

@@ -135,15 +135,16 @@ def shards_to_save(local_shards: Iterable[TensorShard]) -> Iterator[TensorShard]
 
 
 # What a rank sends to rank 0 about its shards: entries (parameter, shape, kinds, parts), which are plain tuples because
-# there are many. kinds: (prefix, dtype name) of the tensors of this parameter that are divided alike, as ("params/",
-# "float32"). parts: what this rank saves of each of them: (start, stop), two numbers for a range, two tuples for a box.
+# there are many. kinds: (prefix, dtype name) of the tensors of this parameter that are sharded the same way, as
+# ("params/", "float32"). parts: what this rank saves of each of them: (start, stop), two numbers for a range, two
+# tuples for a box.
 Plan = list[tuple[str, tuple[int, ...], tuple[tuple[str, str], ...], tuple[tuple, ...]]]
 
 
 def plan_local_shards(local_shards: Iterable[TensorShard]) -> Plan:
     """Describe the global tensors of which this rank holds shards, and which parts of them this rank saves, if any.
 
-    A parameter and its optimizer states, which are divided alike, share an entry.
+    A parameter and its optimizer states, which are sharded the same way, share an entry.
     """
     tensors: dict[str, tuple[str, tuple[int, ...], list[Box]]] = {}
     for shard in local_shards:

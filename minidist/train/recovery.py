@@ -1,5 +1,6 @@
 """What the trainer asks of live recovery; `tools/recovery` implements it."""
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from minidist.config import Config
@@ -14,7 +15,7 @@ class Regroup(Exception):
     """Raised by `Trainer.run` on all ranks after a step, when the run can go on with more ranks."""
 
 
-class Recovery:
+class Recovery(ABC):
     """What a process carries from one trainer to the next when ranks die and are replaced.
 
     corpus: the training text, for every trainer of this process. lock: of the run folder, on rank 0.
@@ -28,16 +29,18 @@ class Recovery:
     is_after_failure: bool
     is_regroup_requested: bool
 
+    @abstractmethod
     def adapt_resume(self, config: Config) -> Config:
         """Return `config` with the checkpoint to resume if the memory of the ranks does not hold the state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self, trainer: "Trainer") -> bool:
         """Load the newest state in the memory of the ranks into a new trainer; False if there is none. Collective."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_start(self, trainer: "Trainer") -> None:
         """Called when a trainer starts to train. Collective."""
 
+    @abstractmethod
     def on_step(self, trainer: "Trainer") -> None:
         """Called when a step has been completed and reported. Collective."""

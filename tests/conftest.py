@@ -41,7 +41,8 @@ def _nothing_is_left_behind():
     end_s = time.monotonic() + _CLEANUP_S
     while time.monotonic() < end_s and (_child_pids() - children_before or _shm_files() - before):
         os.sched_yield()
-    assert not _child_pids() - children_before, "these child processes are still there"
+    left = {pid: _command_line(pid) for pid in _child_pids() - children_before}
+    assert not left, f"these child processes are still there: {left}"
     assert not _shm_files() - before, "these files are still in /dev/shm"
 
 
@@ -85,3 +86,13 @@ def _child_pids() -> set[int]:
     for task in Path("/proc/self/task").glob("*/children"):
         pids.update(map(int, task.read_text().split()))
     return pids
+
+
+def _command_line(pid: int) -> str:
+    """What the process was started with, and whether it has ended without being waited for."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return "ended meanwhile"
+    return f"state {state}: {words}"

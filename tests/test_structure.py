@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "minidist"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LAUNCH = PACKAGE / "tools" / "launch"
-CORE_LINES = 12_800
+CORE_LINES = 12_950  # 12,800, and chapter 04, which has begun
 
 # From the bottom up; a module imports its own layer and lower ones.
 LAYERS = (
@@ -25,6 +25,7 @@ LAYERS = (
         "data",
         "precision",
         "fault",
+        "consistency",
         "parallel",
         "zero",
         "recompute",
@@ -41,6 +42,7 @@ ALLOWED_PARTS = {
     "models": {"hashing"},
     "data": {"errors", "hashing"},
     "fault": {"comm", "errors", "hashing", "parameters"},
+    "consistency": {"comm", "errors", "hashing", "parameters"},
     "precision": {"errors", "hashing", "parameters", "config"},
     "parallel": {"comm", "config", "errors", "mesh", "parameters", "validation"},
     "zero": {"comm", "config", "errors", "mesh", "parallel", "parameters", "precision"},

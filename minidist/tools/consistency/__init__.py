@@ -1,0 +1,1 @@
+"""Consistency measured: asynchronous workers on a virtual clock (`clock`)."""

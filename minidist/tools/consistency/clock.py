@@ -1,0 +1,124 @@
+"""A virtual clock: asynchronous workers and their server in one process, in the order that given durations imply.
+
+A discrete-event simulation: the parameters, gradients and updates are real, only the time is not. The durations are
+functions of their addresses, so a run is the same twice and on any machine.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from minidist.consistency.simple import Pull, Push, Server, Worker
+from minidist.hashing import hash64
+
+
+@dataclass(frozen=True)
+class Durations:
+    """How long workers compute and messages take, in virtual seconds.
+
+    compute_s, transfer_s: of each worker's gradient, and of a message with gradient or parameters between it and the
+    server; requests and acknowledgements take no time. spread: each duration is multiplied by a random number from
+    1 - spread to 1 + spread. seed: of these numbers. shared_link: whether the server sends and receives one message at
+    a time. leave_s: the times at which workers leave the run; what they have not pushed by then is lost.
+    """
+
+    compute_s: Sequence[float]
+    transfer_s: Sequence[float]
+    spread: float = 0.0
+    seed: int = 0
+    shared_link: bool = False
+    leave_s: Mapping[int, float] = field(default_factory=dict)
+
+    def draw(self, kind: int, worker: int, number: int) -> float:
+        """Return a duration of a worker. kind: 0 for computing, 1 for a message. number: of this kind, from 0."""
+        mean_s = (self.compute_s, self.transfer_s)[kind][worker]
+        uniform = int(hash64(self.seed, kind, worker, number)) / 2**64
+        return mean_s * (1 + self.spread * (2 * uniform - 1))
+
+
+@dataclass
+class Timeline:
+    """What happened on the virtual clock.
+
+    updates: the time and the worker of each update, in order. waited_s: how long each worker waited because of the
+    staleness bound. end_s: the time of the last event.
+    """
+
+    updates: list[tuple[float, int]]
+    waited_s: list[float]
+    end_s: float = 0.0
+
+
+class _Clock:
+    """The events to come, and the times of the workers."""
+
+    def __init__(self, server: Server, workers: Sequence[Worker], durations: Durations):
+        self.server, self.workers, self.durations = server, dict(enumerate(workers)), durations
+        self.timeline = Timeline([], [0.0] * len(workers))
+        self._events: list[tuple] = []  # (time, order, worker, request, whether it is at the server)
+        self._order = 0
+        self._numbers = [[0] * len(workers), [0] * len(workers)]  # durations drawn so far, by kind and worker
+        self._arrived_s: dict[int, float] = {}
+        self._link_free_s = 0.0
+
+    def run(self) -> Timeline:
+        for worker, leave_s in self.durations.leave_s.items():
+            self._add(leave_s, worker, None)
+        for worker in list(self.workers):
+            self._resume(worker, 0.0, None)
+        while self._events:
+            now_s, _, worker, request, has_arrived = heapq.heappop(self._events)
+            if worker not in self.workers:
+                continue  # it has left
+            self.timeline.end_s = now_s
+            if has_arrived:
+                self._arrived_s[worker] = now_s
+                self._handle(worker, request, now_s)
+            else:
+                self._add(self._transfer(worker, now_s), worker, request)
+        return self.timeline
+
+    def _handle(self, worker: int, request: Pull | Push | None, now_s: float) -> None:
+        if request is None:
+            self.workers.pop(worker).close()
+        for other, answer in self.server.handle(worker, request):
+            self.timeline.waited_s[other] += now_s - self._arrived_s[other]
+            if answer is None:
+                self.timeline.updates.append((now_s, other))
+                self._resume(other, now_s, None)
+            else:
+                self._resume(other, self._transfer(other, now_s), answer)
+
+    def _resume(self, worker: int, now_s: float, answer: Tensor | None) -> None:
+        """Let a worker run to its next request, and note when that reaches the server."""
+        try:
+            request = self.workers[worker].send(answer)
+        except StopIteration:
+            self._add(now_s, worker, None)
+            return
+        if isinstance(request, Pull):
+            self._add(now_s, worker, request)
+        else:
+            self._add(now_s + self._draw(0, worker), worker, request, has_arrived=False)
+
+    def _transfer(self, worker: int, now_s: float) -> float:
+        """Return when a message that is sent now has arrived."""
+        start_s = max(now_s, self._link_free_s) if self.durations.shared_link else now_s
+        self._link_free_s = start_s + self._draw(1, worker)
+        return self._link_free_s
+
+    def _draw(self, kind: int, worker: int) -> float:
+        number = self._numbers[kind][worker]
+        self._numbers[kind][worker] += 1
+        return self.durations.draw(kind, worker, number)
+
+    def _add(self, time_s: float, worker: int, request: Pull | Push | None, has_arrived: bool = True) -> None:
+        heapq.heappush(self._events, (time_s, self._order, worker, request, has_arrived))  # the order breaks ties
+        self._order += 1
+
+
+def run_on_virtual_clock(server: Server, workers: Sequence[Worker], durations: Durations) -> Timeline:
+    """Run all workers to their end. server: made for these workers. Workers compute when their turn comes."""
+    return _Clock(server, workers, durations).run()

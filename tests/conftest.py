@@ -1,14 +1,13 @@
 """Fixtures: one warm rank server for all tests with ranks, and a check that it leaves no process or shared memory."""
 
-import os
 import signal
-import time
 from pathlib import Path
 
 import hypothesis
 import pytest
 
 from minidist.tools.launch import RankServer
+from tests.helpers.processes import wait_until
 
 pytest_plugins = ["tests.helpers.deadline"]
 
@@ -38,9 +37,7 @@ def _nothing_is_left_behind():
     before = _shm_files()
     children_before = _child_pids()
     yield
-    end_s = time.monotonic() + _CLEANUP_S
-    while time.monotonic() < end_s and (_child_pids() - children_before or _shm_files() - before):
-        os.sched_yield()
+    wait_until(lambda: not (_child_pids() - children_before or _shm_files() - before), _CLEANUP_S)
     left = {pid: _command_line(pid) for pid in _child_pids() - children_before}
     assert not left, f"these child processes are still there: {left}"
     assert not _shm_files() - before, "these files are still in /dev/shm"

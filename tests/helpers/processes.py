@@ -12,6 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CPU_BACKEND = "shm" if sys.platform == "linux" else "gloo"  # the backend of ranks on the CPUs of one host
 
 
+POLL_S = 0.005  # looking at a condition without a pause would take a core from the ranks that are waited for
+
+
 def is_alive(pid: int) -> bool:
     """Whether the process exists and is not a zombie."""
     try:
@@ -24,7 +27,7 @@ def wait_until(condition, deadline_s=120.0) -> bool:
     """Poll until the condition is true; return False if it is not by the deadline."""
     end_s = time.monotonic() + deadline_s
     while not condition() and time.monotonic() < end_s:
-        os.sched_yield()
+        time.sleep(POLL_S)
     return bool(condition())
 
 

@@ -6,16 +6,17 @@ is measured on both sides; the time until the report is that of the virtual cloc
 """
 
 import argparse
-import multiprocessing
+import socket
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import torch.distributed as dist
 from rich.table import Table
 
 from bench import command_line
 from bench.environment import describe_machine
+from minidist.comm import World
 from minidist.comm.status import Channel
 from minidist.errors import RunError, UserError
 from minidist.tools.deadlock.status_page import StatusPage
@@ -25,6 +26,7 @@ from minidist.tools.launch import RankServer
 TARGET_MS = 1.0  # per rank and second of waiting
 _NODE_RANKS = 8
 _MAX_REPORT_S = 60.0
+_MAX_START_S = 60.0
 
 
 class WatchCost(NamedTuple):
@@ -45,7 +47,7 @@ class WatchCost(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None, server: RankServer | None = None) -> int:
-    """Run the command; return the exit code: 0 done, 2 invalid options, 1 failed. server: not used."""
+    """Run the command; return the exit code: 0 done, 2 invalid options, 1 failed. server: starts the store."""
     parser = argparse.ArgumentParser("python -m bench watch", description="Measure the cost of deadlock detection.")
     default = [64, 512, 4096]
     ranks_help = f"number of simulated ranks; may be repeated (default: {', '.join(map(str, default))})"
@@ -55,11 +57,11 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
     command_line.add_output_options(parser, "watch", "json")
     options = parser.parse_args(arguments)
 
-    def run(_) -> None:
+    def run(server: RankServer) -> None:
         for name, value, least in (("ranks", min(options.ranks or default), 2), ("seconds", options.seconds, 1)):
             if value < least:
                 raise UserError(f"--{name} is {value}; it must be at least {least}")
-        costs = [measure_cost(ranks, options.seconds) for ranks in options.ranks or default]
+        costs = [measure_cost(server, ranks, options.seconds) for ranks in options.ranks or default]
         _report(costs, options.seconds)
         records = [cost._asdict() for cost in costs]
         header = {"machine": describe_machine("gloo"), "seconds": options.seconds}
@@ -68,14 +70,15 @@ def main(arguments: Sequence[str] | None = None, server: RankServer | None = Non
     return command_line.exit_code(run, server)
 
 
-def measure_cost(ranks: int, seconds: float) -> WatchCost:
+def measure_cost(server: RankServer, ranks: int, seconds: float) -> WatchCost:
     """Simulate `seconds` of waiting, then the deadlock. Raises RunError if it is not reported within a minute."""
-    context = multiprocessing.get_context("spawn")
-    connection, server_end = context.Pipe()
-    process = context.Process(target=_serve_store, args=(server_end,), daemon=True)
-    process.start()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(_MAX_START_S)
+        job = server.start(_serve_store, 1, (listener.getsockname()[1],))
+        connection = listener.accept()[0]
     try:
-        store = dist.TCPStore("127.0.0.1", connection.recv(), is_master=False, wait_for_workers=False)
+        stream = connection.makefile("rw")
+        store = dist.TCPStore("127.0.0.1", int(stream.readline()), is_master=False, wait_for_workers=False)
         pages = [_make_page(rank, ranks) for rank in range(ranks)]
         watched = [
             WatchParticipant(rank, ranks, page, store, rank // _NODE_RANKS, 1e9, 1e9) for rank, page in enumerate(pages)
@@ -86,10 +89,10 @@ def measure_cost(ranks: int, seconds: float) -> WatchCost:
                 everyone, page.on_launch(everyone, "all_reduce", (4,), "float64"), "all_reduce", (4,), "float64"
             )
         cpu_s, wall_s = [0.0] * ranks, 0.0
-        server_s = _server_cpu_s(connection)
+        server_s = _server_cpu_s(stream)
         for tick in range(round(seconds / TICK_S)):
             wall_s += _tick_all(watched, tick * TICK_S, cpu_s)[1]
-        server_s = _server_cpu_s(connection) - server_s
+        server_s = _server_cpu_s(stream) - server_s
         pages[-1].record_end("returned")
         watched[-1].post()
         report, waited_s = None, 0.0
@@ -99,8 +102,8 @@ def measure_cost(ranks: int, seconds: float) -> WatchCost:
             report, _ = _tick_all(watched[:-1], seconds + waited_s, [0.0] * ranks)
             waited_s += TICK_S
     finally:
-        connection.send("end")
-        process.join()
+        job.kill()
+        connection.close()
     per_s = 1e3 / seconds
     period_s = watched[0].period_s
     mean = sum(cpu_s) / ranks * per_s
@@ -136,16 +139,18 @@ def _tick_all(watched: Sequence[WatchParticipant], now_s: float, cpu_s: list[flo
     return report, time.perf_counter() - start_s
 
 
-def _serve_store(connection) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connection.send(store.port)
-    while connection.recv() != "end":
-        connection.send(time.process_time())
+def _serve_store(world: World, port: int) -> None:
+    """Serve a store, whose port goes to the socket at `port`; answer every line with this process's CPU time."""
+    with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rw") as stream:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        print(store.port, file=stream, flush=True)
+        for _ in stream:
+            print(time.process_time(), file=stream, flush=True)
 
 
-def _server_cpu_s(connection) -> float:
-    connection.send("time")
-    return connection.recv()
+def _server_cpu_s(stream: TextIO) -> float:
+    print("time", file=stream, flush=True)
+    return float(stream.readline())
 
 
 def _report(costs: Sequence[WatchCost], seconds: float) -> None:

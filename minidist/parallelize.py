@@ -116,15 +116,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     if schedule is not None:
         shared = [name for name in held if len(stages[name]) > 1]
         between = groups["activations"], groups["gradients"]
-        pipeline = PipelineExecutor(
-            schedule,
-            between,
-            reducer,
-            named_parameters(model),
-            used_by,
-            shared,
-            reducer.end_backward,
-        )
+        pipeline = PipelineExecutor(schedule, between, reducer, named_parameters(model), used_by, shared)
     sequence = config.parallel.sequence and mesh.tp > 1
     scaler = LossScaler(config.precision) if policy.scaled else None
     return ParallelModel(model, specs, reducer, pipeline, parts, config.parallel.context, sequence, scaler)

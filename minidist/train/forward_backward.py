@@ -6,6 +6,7 @@ by nothing else.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,11 +37,11 @@ class ForwardBackward:
         self._at, self._mesh = groups.mesh.coords(groups.world.rank), groups.mesh
         self._last_micro_batch = False
         self._positions_of: dict[int, Tensor] = {}  # of the last sequence length
-        parameters = named_parameters(self.model)
-        if self.pipeline is None:
-            self._hooks = register_gradient_hooks(parameters, self.reducer, self._gradients_are_ready)
-        else:  # its executor knows which backward completes a gradient
-            self._hooks = register_gradient_hooks(parameters, self.pipeline, lambda: True)
+        for name, parameter in named_parameters(self.model).items():
+            # Which backward completes a gradient depends, in a pipeline, on the chunks that use the parameter.
+            executor = self.pipeline
+            is_last = self._gradients_are_ready if executor is None else partial(executor.is_last_backward, name)
+            register_gradient_hooks({name: parameter}, self.reducer, is_last)
         has_end = self.pipeline is None or self.pipeline.stage == self.pipeline.last_part_stage
         self.is_loss_counted = has_end and self._at["tp"] == 0
 
@@ -83,7 +84,7 @@ class ForwardBackward:
                     loss_sum = self.forward_loss(step, batch)
                 with self.groups.meter.span("backward", micro_batch=i):
                     loss = loss + backward([loss_sum * scale], weight, count)
-            self.reducer.end_backward()
+            self.reducer.finish_micro_batch()
         return loss / scale
 
     def forward_loss(self, step: int, batch: Batch) -> Tensor:

@@ -138,7 +138,7 @@ class ZeroReducer(GradientReducer):
         for order in self._orders.values():
             order.on_block_done(flat_params)
 
-    def end_backward(self, chunk: int | None = None) -> None:
+    def finish_micro_batch(self, chunk: int | None = None) -> None:
         """Finish a micro-batch's backward: launch its remaining reductions (stages 2 and 3) and reshard (stage 3).
 
         chunk: the number, on this pipeline stage, of the model chunk that the backward went through; None for all.

@@ -1,6 +1,7 @@
 """The pipeline executor against autograd in one process, with tiny stages whose every event is checked."""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
 from minidist.models import ModelConfig, Transformer
 from minidist.parallel.data.reducer import register_gradient_hooks
-from minidist.parallel.pipeline.check import peak_live_micro_batches
 from minidist.parallel.pipeline.executor import PipelineExecutor
 from minidist.parallel.pipeline.schedules import KINDS, build_schedule
 from minidist.parallel.pipeline.split import ModuleOnOtherStage, keep_stage_modules
 from minidist.parallel.pipeline.split_backward import DeferWeightGradients, compute_weight_gradient
 from minidist.tools.deadlock.nccl_rules import find_nccl_violations
+from minidist.tools.simulate.check import peak_live_micro_batches
 
 WIDTH, SIZES = 5, (3, 1, 0, 2, 2, 1, 3, 2)  # samples of each micro-batch, one of which is empty
 
@@ -54,6 +55,9 @@ class RecordingReducer:
     def mark_ready(self, name):
         self.events.append(("ready", name))
 
+    def finish_micro_batch(self, chunk):
+        pass
+
 
 def run_pipeline(world: World, kind: str, micro_batches: int) -> tuple:
     made = build_schedule(kind, world.size, micro_batches)
@@ -66,7 +70,8 @@ def run_pipeline(world: World, kind: str, micro_batches: int) -> tuple:
     executor = PipelineExecutor(
         made, (groups["activations"], groups["gradients"]), reducer, parameters, used_by, shared
     )
-    register_gradient_hooks(parameters, executor, lambda: True)
+    for name, parameter in parameters.items():
+        register_gradient_hooks({name: parameter}, reducer, partial(executor.is_last_backward, name))
     inputs, computed, kept = make_inputs(micro_batches), [], []
 
     def part(chunk, micro_batch, hidden):

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Action, StageAction, last_backward_index
-from minidist.parallel.pipeline.check import check_schedule, live_micro_batches, peak_live_micro_batches
 from minidist.parallel.pipeline.schedules import KINDS, build_schedule
+from minidist.tools.simulate.check import check_schedule, live_micro_batches, peak_live_micro_batches
 
 STAGES = st.integers(1, 6)
 MICRO_BATCHES = st.integers(1, 14)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Action, StageAction
 from minidist.parallel.pipeline.schedules import KINDS, build_schedule
-from minidist.parallel.pipeline.transfers import Transfer, check_rendezvous, insert_transfers
+from minidist.parallel.pipeline.transfers import Transfer, build_stage_programs, insert_transfers
+from minidist.tools.simulate.check import check_rendezvous
 from minidist.tools.simulate.timeline import StageTimes, simulate_schedule
 
 TIME = st.integers(0, 8).map(lambda quarters: quarters / 4)
@@ -32,14 +33,15 @@ def insert_blocking_transfers(made):
 @given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.lists(TIME, min_size=4, max_size=4))
 def test_programs_made_from_any_timeline_do_not_deadlock(kind, stages, times):
     made = build_schedule(kind, stages, 2 * stages)
-    programs = insert_transfers(simulate_schedule(made, StageTimes(1.0 + times[0], *times[1:])))
+    programs = insert_transfers(made, simulate_schedule(made, StageTimes(1.0 + times[0], *times[1:])).spans)
     check_rendezvous(made, programs)
     assert [[step for step in program if isinstance(step, Action)] for program in programs] == [*map(list, made.orders)]
 
 
 def test_a_transfer_follows_operations_that_started_before_it():
     """The middle stage, F taking 1, B 2, a transfer 0.5: F0 runs from 1.5 to 2.5, and at 2 stage 0 has ended F1."""
-    program = insert_transfers(simulate_schedule(build_schedule("1f1b", 3, 4), StageTimes(1.0, 1.0, 1.0, 0.5)))[1]
+    made = build_schedule("1f1b", 3, 4)
+    program = insert_transfers(made, simulate_schedule(made, StageTimes(1.0, 1.0, 1.0, 0.5)).spans)[1]
     assert " | ".join(map(str, program[:10])) == (
         "recv F0 from stage 0 | F0 | recv F1 from stage 0 | send F0 to stage 2 | F1 | recv F2 from stage 0 | "
         "send F1 to stage 2 | recv B0 from stage 2 | B0 | send B0 to stage 0"
@@ -48,7 +50,7 @@ def test_a_transfer_follows_operations_that_started_before_it():
 
 @given(st.sampled_from(list(KINDS)), st.integers(2, 4))
 def test_sends_and_receives_are_in_the_same_order(kind, stages):
-    programs = insert_transfers(simulate_schedule(build_schedule(kind, stages, 2 * stages), StageTimes()))
+    programs = build_stage_programs(build_schedule(kind, stages, 2 * stages))
     for a in range(stages):
         for b in range(stages):
             sent = [s.result_of for s in programs[a] if isinstance(s, Transfer) and (s.kind, s.peer) == ("send", b)]
@@ -59,7 +61,7 @@ def test_sends_and_receives_are_in_the_same_order(kind, stages):
 @pytest.mark.parametrize(("kind", "edges"), [("1f1b", 3 * 2), ("interleaved", 7 * 2), ("zb-v", 6 * 2)])
 def test_one_transfer_per_edge_between_stages_and_none_within_a_stage(kind, edges):
     """4 stages have 3 edges; 8 parts in a loop 7; in a V 6, as parts 3 and 4 are on one stage. Times 2: F and B."""
-    programs = insert_transfers(simulate_schedule(build_schedule(kind, 4, 8), StageTimes()))
+    programs = build_stage_programs(build_schedule(kind, 4, 8))
     transfers = [step for program in programs for step in program if isinstance(step, Transfer)]
     assert (
         len([t for t in transfers if t.kind == "send"]) == len([t for t in transfers if t.kind == "recv"]) == edges * 8

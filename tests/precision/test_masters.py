@@ -87,7 +87,7 @@ def accumulate_gradients(world, configs) -> list[list[float]]:
                 engine.reducer.add(
                     name, torch.full((6,), 1.0 if micro_batch == at == 0 else 2**-9, dtype=torch.bfloat16)
                 )
-            engine.reducer.end_backward()
+            engine.reducer.finish_micro_batch()
         engine.finish_reduction()
         found.append(engine.reducer.gradients().get(name, torch.zeros(0)).tolist())
         engine.groups.destroy()

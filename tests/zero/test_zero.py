@@ -217,7 +217,7 @@ def abort_a_step(world, config) -> bool:
             with pytest.raises(InterruptedError):
                 broken.step(step, local_micro_batches(world, config, step), 0.1)
             hook.remove()
-            broken.reducer.end_backward()
+            broken.reducer.finish_micro_batch()
             broken.reducer.clear_gradients()
         else:
             for engine in (whole, broken):

@@ -28,10 +28,10 @@ def trainable_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn
 class GradientReducer(ABC):
     """Accumulates and reduces the gradients of one step, and holds the tensors that the optimizer updates.
 
-    `Engine.step` calls it in this order: `add` and `mark_ready` during backward, `end_backward` after each micro-batch,
-    `finish_reductions`, `scale_gradients`; then, for each of `update_groups`, `attach_grads`, the optimizer's step and
-    `copy_to_params`; finally `gather_params` and `clear_gradients`. The methods that are not abstract default to plain
-    data parallelism: every replica updates all of its parameters in place.
+    `Engine.step` calls it in this order: `add` and `mark_ready` during backward, `finish_micro_batch` after each
+    micro-batch, `finish_reductions`, `scale_gradients`; then, for each of `update_groups`, `attach_grads`, the
+    optimizer's step and `copy_to_params`; finally `gather_params` and `clear_gradients`. The methods that are not
+    abstract default to plain data parallelism: every replica updates all of its parameters in place.
 
     parameters: of this rank, by global name. specs: of these parameters. masters: the tensors that the optimizer
     updates, by the parameter's name in the full model; here the parameters themselves, in mixed precision their float32
@@ -60,7 +60,7 @@ class GradientReducer(ABC):
     def mark_ready(self, name: str) -> None:
         """Declare that all gradients of `name` have been accumulated, so that its reduction may start."""
 
-    def end_backward(self, chunk: int | None = None) -> None:
+    def finish_micro_batch(self, chunk: int | None = None) -> None:
         """Called after the backward of each micro-batch, through the whole model or one chunk of a pipeline stage.
 
         chunk: its number on this stage; None for the whole model.

@@ -1,7 +1,6 @@
 """Pipeline parallelism: schedules as data, and one executor that runs all of them.
 
-Public: `schedules.build_schedule`, `check.check_schedule`, `executor.PipelineExecutor`. Read in this order: `actions`,
-`schedules`, `check`, `action_times` and `transfers`, `split` and `balance`, `split_backward`,
-`executor`.
-Only `split`, `split_backward` and `executor` need torch.
+Public: `schedules.build_schedule`, `executor.PipelineExecutor`. Read in this order: `actions`, `schedules`,
+`transfers`, `split` and `balance`, `split_backward`, `executor`. Only the last three need torch.
+`tools/simulate/check.py` proves that a schedule does not deadlock.
 """

@@ -1,6 +1,6 @@
 """Executor of a pipeline stage, for any schedule.
 
-The stage's program (`transfers.insert_transfers`) lists its actions, and between them its sends and receives in an
+The stage's program (`transfers`) lists its actions, and between them its sends and receives in an
 order that all stages agree on. A receive is posted at its place in the program and waited for where its tensor is
 needed, so that the transfer overlaps with computation.
 
@@ -21,14 +21,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minidist.comm import Group, Handle, recv, send
 from minidist.parallel.data.reducer import GradientReducer, trainable_parameters
-from minidist.parallel.pipeline.action_times import unit_times
 from minidist.parallel.pipeline.actions import Action, Schedule, StageAction, last_backward_index
 from minidist.parallel.pipeline.split_backward import (
     DeferredWeightGradient,
     DeferWeightGradients,
     compute_weight_gradient,
 )
-from minidist.parallel.pipeline.transfers import StageProgram, Transfer, check_rendezvous, insert_transfers
+from minidist.parallel.pipeline.transfers import StageProgram, Transfer, build_stage_programs
 
 # Runs one part of the model: (chunk, micro-batch, output of the previous part or None) -> the part's output; that of
 # the last part is the micro-batch's contribution to the loss.
@@ -40,9 +39,8 @@ class PipelineExecutor:
 
     groups: two process groups over the stages, one for activations and one for gradients. reducer: receives the
     gradients of the parameters. parameters: of this stage, by global name. used_by: the chunks of this stage that use
-    each parameter (`keep_stage_modules`). shared: names of the parameters that other stages use too. end: called with
-    the chunk after each micro-batch's last backward action. last_part_stage: the stage that holds the last part of the
-    model. peak_live: peak number of in-flight micro-batches, as in `peak_live_micro_batches`.
+    each parameter (`keep_stage_modules`). shared: names of the parameters that other stages use too. last_part_stage:
+    the stage that holds the last part of the model. peak_live: peak number of in-flight micro-batches.
     """
 
     def __init__(
@@ -53,15 +51,11 @@ class PipelineExecutor:
         parameters: Mapping[str, Tensor],
         used_by: Mapping[str, Sequence[int]],
         shared: Sequence[str] = (),
-        end: Callable[[int], None] = lambda chunk: None,
     ):
         self.schedule, self.stage, self.reducer = schedule, groups[0].rank, reducer
-        self._end = end
         self._groups = dict(zip("FB", groups, strict=True))
         self._meter = groups[0].meter
-        programs = insert_transfers(unit_times(schedule))
-        check_rendezvous(schedule, programs)
-        self._program: StageProgram = programs[self.stage]
+        self._program: StageProgram = build_stage_programs(schedule)[self.stage]
         trained = trainable_parameters(parameters)
         self._names = {parameter: name for name, parameter in trained.items()}
         ends = last_backward_index(schedule, self.stage)
@@ -81,22 +75,13 @@ class PipelineExecutor:
         self._sends: deque[Handle] = deque()
         self._running: Action | None = None
 
-    # -- the reducer's side -------------------------------------------------------------------------------------------
-
-    def add(self, name: str, grad: Tensor) -> None:
-        """Pass a gradient of parameter `name`, which the running backward has computed, to the reducer."""
-        self.reducer.add(name, grad)
-
-    def mark_ready(self, name: str) -> None:
-        """Declare the running action's gradient of a parameter complete; tell the reducer if it is the last one."""
-        if name in self._complete.get(self._running, ()):
-            self.reducer.mark_ready(name)
+    def is_last_backward(self, name: str) -> bool:
+        """Whether the running action is the step's last that computes a gradient of parameter `name`."""
+        return name in self._complete.get(self._running, ())
 
     def weight_gradient_inputs(self) -> list[Tensor]:
         """Return the tensors in memory that B saved for weight gradients which W has not computed yet."""
         return [tensor for deferred in self._deferred.values() for _, *pair in deferred for tensor in pair]
-
-    # -- the program --------------------------------------------------------------------------------------------------
 
     def run(self, part: Part, empty: Callable[[int], Tensor], skip: Sequence[int] = ()) -> None:
         """Run forward and backward of all micro-batches.
@@ -123,7 +108,7 @@ class PipelineExecutor:
             for name in self._complete.get(step, ()):
                 self.reducer.mark_ready(name)
             if step.kind == self.schedule.last_action_kind:
-                self._end(step.chunk)
+                self.reducer.finish_micro_batch(step.chunk)
         self._running = None
         while self._sends:
             self._sends.popleft().wait()
@@ -166,8 +151,8 @@ class PipelineExecutor:
         while deferred:
             half = deferred.pop(0)  # frees its tensors after this iteration
             self.reducer.add(half[0], compute_weight_gradient(half))
-            if all(half[0] != left for left, *_ in deferred):
-                self.mark_ready(half[0])
+            if self.is_last_backward(half[0]) and all(half[0] != left for left, *_ in deferred):
+                self.reducer.mark_ready(half[0])
 
     def _result_for(self, action: Action) -> Tensor | None:
         """Wait for the neighbouring part's result that `action` needs; None at the two ends of the model."""

@@ -2,17 +2,22 @@
 
 A send may block until its receive is posted (rendezvous). If every stage sent right after an action and received
 right before the next, 1F1B would deadlock: stage s sends an activation while stage s + 1 sends a gradient. Here all
-actions and transfers have one global order, derived from the times of the actions (`action_times`), and both
-stages of a transfer have it at that place in their programs. The first pending transfer can then always complete.
+actions and transfers have one global order, derived from the times of the actions, and both stages of a transfer have
+it at that place in their programs. The first pending transfer can then always complete.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from minidist.errors import UserError
-from minidist.parallel.pipeline.action_times import ActionTimes
-from minidist.parallel.pipeline.actions import Action, Schedule, StageAction
-from minidist.parallel.pipeline.check import topological_order
+from minidist.parallel.pipeline.actions import Action, Schedule, StageAction, execution_order
+
+
+class Span(NamedTuple):
+    """An action with its start and end time, in the unit of the given durations."""
+
+    action: Action
+    start: float
+    end: float
 
 
 class Transfer(NamedTuple):
@@ -33,20 +38,51 @@ class Transfer(NamedTuple):
 StageProgram = Sequence[Action | Transfer]
 
 
-def insert_transfers(times: ActionTimes) -> list[list[Action | Transfer]]:
+def compute_spans(
+    schedule: Schedule, durations: Mapping[str, Sequence[float]], transfer_time: float = 0.0
+) -> list[list[Span]]:
+    """Compute start and end of each stage's actions, in the unit of `durations`.
+
+    durations: by kind of action ("F", "B", "W"), one duration for each model chunk in pipeline order. transfer_time:
+    time that a result takes from one stage to another. Returns a list for each stage, in execution order. A stage runs
+    its actions in order, each as soon as the stage is free and its inputs have arrived; transfers overlap with
+    computation (Qi et al. 2023, appendix G, equations 4 to 6). Raises ValueError for a schedule that deadlocks.
+    """
+    order, stuck = execution_order(schedule)
+    if stuck:
+        raise ValueError(f"schedule {schedule.kind} deadlocks: stages {sorted(stuck)} wait for each other")
+    ends: dict[StageAction, float] = {}
+    spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
+    for place in order:
+        stage, action = place
+        start = spans[stage][-1].end if spans[stage] else 0.0
+        for need in schedule.dependencies(stage, action):
+            start = max(start, ends[need] + (transfer_time if need.stage != stage else 0.0))
+        ends[place] = start + durations[action.kind][schedule.position(stage, action.chunk)]
+        spans[stage].append(Span(action, start, ends[place]))
+    return spans
+
+
+def build_stage_programs(schedule: Schedule) -> list[list[Action | Transfer]]:
+    """Return each stage's program (`insert_transfers`) if F takes 1, and a full backward, or B and W together, 2."""
+    backward = 1.0 if schedule.splits_backward else 2.0
+    durations = {kind: [time] * schedule.positions for kind, time in (("F", 1.0), ("B", backward), ("W", 1.0))}
+    return insert_transfers(schedule, compute_spans(schedule, durations))
+
+
+def insert_transfers(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> list[list[Action | Transfer]]:
     """Return each stage's program: its actions in order, with the sends and receives between them.
 
-    times: the schedule, with the times of its actions, which decide where a transfer is placed.
-    The programs do not deadlock even if every transfer blocks until its peer arrives (`check_rendezvous`). With
-    asynchronous transfers a stage posts each at its place and waits where it needs the tensor.
+    spans: the times of the actions (`compute_spans`), which decide where a transfer is placed.
+    The programs do not deadlock even if every transfer blocks until its peer arrives. With asynchronous transfers a
+    stage posts each at its place and waits where it needs the tensor.
     """
-    schedule = times.schedule
     programs: list[list[Action | Transfer]] = [[] for _ in range(schedule.stages)]
-    position = {place: number for number, place in enumerate(topological_order(schedule))}
+    position = {place: number for number, place in enumerate(execution_order(schedule)[0])}
     # Actions are ordered by their start, transfers by the end of the action whose result they carry.
     events: list[tuple[float, int, int, StageAction]] = []
-    for stage, spans in enumerate(times.spans):
-        for span in spans:
+    for stage, of_stage in enumerate(spans):
+        for span in of_stage:
             place = StageAction(stage, span.action)
             events += [(span.start, position[place], 0, place), (span.end, position[place], 1, place)]
     for _, _, is_end, place in sorted(events):
@@ -56,50 +92,3 @@ def insert_transfers(times: ActionTimes) -> list[list[Action | Transfer]]:
             programs[place.stage].append(Transfer("send", consumer.stage, place))
             programs[consumer.stage].append(Transfer("recv", place.stage, place))
     return programs
-
-
-def check_rendezvous(schedule: Schedule, programs: Sequence[StageProgram]) -> None:
-    """Check that the programs finish even if each send and receive blocks until the other is posted.
-
-    programs: for each stage, its actions and transfers in order (`insert_transfers`). Raises UserError if stages
-    deadlock, or if a stage uses or sends a tensor that it does not have.
-    """
-    at = [0] * len(programs)
-    have: list[set[StageAction]] = [set() for _ in programs]
-    awake = list(range(len(programs)))
-    while awake:
-        stage = awake.pop()
-        while at[stage] < len(programs[stage]):
-            step = programs[stage][at[stage]]
-            if isinstance(step, Transfer):
-                peer = _matched(programs, at, stage, step)
-                if peer is None:
-                    break
-                sender = step.result_of.stage
-                _check_has(have[sender], sender, step.result_of, "sends it")
-                have[peer if sender == stage else stage].add(step.result_of)
-                at[peer] += 1
-                awake.append(peer)
-            else:
-                for need in schedule.dependencies(stage, step):
-                    _check_has(have[stage], stage, need, f"runs {step}")
-                have[stage].add(StageAction(stage, step))
-            at[stage] += 1
-    if stuck := [stage for stage, program in enumerate(programs) if at[stage] < len(program)]:
-        waits = "; ".join(f"stage {stage} waits in {programs[stage][at[stage]]}" for stage in stuck)
-        raise UserError(
-            f"the transfers deadlock: {waits}. Give both ends of each a place in one order: insert_transfers."
-        )
-
-
-def _matched(programs: Sequence[StageProgram], at: Sequence[int], stage: int, step: Transfer) -> int | None:
-    """Return the peer if the other end of this transfer is its next step, else None."""
-    program, index = programs[step.peer], at[step.peer]
-    other = Transfer("recv" if step.kind == "send" else "send", stage, step.result_of)
-    return step.peer if index < len(program) and program[index] == other else None
-
-
-def _check_has(have: set[StageAction], stage: int, need: StageAction, what: str) -> None:
-    if need not in have:
-        how = "run" if need.stage == stage else "received"
-        raise UserError(f"stage {stage} {what} before it has {how} {need}: put that first.")

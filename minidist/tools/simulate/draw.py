@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from minidist.parallel.pipeline.action_times import Span
 from minidist.parallel.pipeline.actions import Action
+from minidist.parallel.pipeline.transfers import Span
 from minidist.tools.simulate.timeline import PipelineTimeline
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The simulated timeline of a pipeline schedule: step time, bubble and peak micro-batches in flight.
 
-`parallel.pipeline.action_times` computes the start and end of every action; this module validates the stage times that
-it needs.
+`parallel.pipeline.transfers` computes the start and end of every action; this module validates the stage times that it
+needs.
 """
 
 import math
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.action_times import ActionTimes, compute_spans
 from minidist.parallel.pipeline.actions import Schedule
-from minidist.parallel.pipeline.check import peak_live_micro_batches
+from minidist.parallel.pipeline.transfers import Span, compute_spans
+from minidist.tools.simulate.check import check_schedule, peak_live_micro_batches
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,14 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class PipelineTimeline(ActionTimes):
+class PipelineTimeline:
     """A schedule with the start and end of every action; computes step time, bubble and micro-batches in flight.
 
-    All times are in the unit of the `StageTimes`.
+    spans: for each stage, its actions in order. All times are in the unit of the `StageTimes`.
     """
+
+    schedule: Schedule
+    spans: Sequence[Sequence[Span]]
 
     @property
     def step_time(self) -> float:
@@ -103,6 +106,7 @@ def simulate_schedule(schedule: Schedule, times: StageTimes) -> PipelineTimeline
 
     Raises UserError if the schedule cannot run (its actions wait for each other in a circle), and for invalid times.
     """
+    check_schedule(schedule)
     return PipelineTimeline(schedule, compute_spans(schedule, times.action_durations(schedule), times.comm))
 
 

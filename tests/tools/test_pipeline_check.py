@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Action, Schedule
-from minidist.parallel.pipeline.check import check_schedule
 from minidist.parallel.pipeline.schedules import KINDS, build_schedule
+from minidist.tools.simulate.check import check_schedule
 from minidist.tools.simulate.schedule_text import format_schedule, parse_schedule
 from tests.helpers.pipeline_reference import Deadlock, longest_paths
 

@@ -1,7 +1,8 @@
 """Check a schedule before it runs: completeness, deadlocks, and in-flight micro-batches.
 
 Schedules written by hand fail in three ways: an action is missing or duplicated, so that a gradient is wrong or an
-activation is never freed; stages wait for each other forever; or the schedule needs too much memory.
+activation is never freed; stages wait for each other forever; or the schedule needs too much memory. The published
+schedules (`parallel.pipeline.schedules`) pass these checks for every size, so the trainer does not repeat them.
 """
 
 from collections import Counter
@@ -11,6 +12,7 @@ from itertools import accumulate
 
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Action, Schedule, StageAction, execution_order
+from minidist.parallel.pipeline.transfers import StageProgram, Transfer
 
 _BEFORE = {"B": "F", "W": "B"}
 
@@ -21,21 +23,12 @@ def check_schedule(schedule: Schedule) -> list[int]:
     Returns `peak_live_micro_batches`. Raises UserError, which names the stages and actions and, if there is one, a
     single change that repairs the schedule.
     """
-    topological_order(schedule)
-    return peak_live_micro_batches(schedule)
-
-
-def topological_order(schedule: Schedule) -> list[StageAction]:
-    """Return the actions of all stages, each after those whose results it needs.
-
-    Raises UserError as `check_schedule` does.
-    """
     for stage in range(schedule.stages):
         _check_complete(schedule, stage)
     places, stuck = execution_order(schedule)
     if stuck:
         raise UserError(_deadlock(schedule, places, stuck))
-    return places
+    return peak_live_micro_batches(schedule)
 
 
 def peak_live_micro_batches(schedule: Schedule) -> list[int]:
@@ -53,6 +46,40 @@ def live_micro_batches(schedule: Schedule, stage: int) -> list[int]:
     ends, order = schedule.last_action_kind, schedule.orders[stage]
     held = accumulate((action.kind == "F") - (action.kind == ends) for action in order)
     return [count + (action.kind == ends) for count, action in zip(held, order, strict=True)]
+
+
+def check_rendezvous(schedule: Schedule, programs: Sequence[StageProgram]) -> None:
+    """Check that the programs finish even if each send and receive blocks until the other is posted.
+
+    programs: for each stage, its actions and transfers in order (`insert_transfers`). Raises UserError if stages
+    deadlock, or if a stage uses or sends a tensor that it does not have.
+    """
+    at = [0] * len(programs)
+    have: list[set[StageAction]] = [set() for _ in programs]
+    awake = list(range(len(programs)))
+    while awake:
+        stage = awake.pop()
+        while at[stage] < len(programs[stage]):
+            step = programs[stage][at[stage]]
+            if isinstance(step, Transfer):
+                peer = _matched(programs, at, stage, step)
+                if peer is None:
+                    break
+                sender = step.result_of.stage
+                _check_has(have[sender], sender, step.result_of, "sends it")
+                have[peer if sender == stage else stage].add(step.result_of)
+                at[peer] += 1
+                awake.append(peer)
+            else:
+                for need in schedule.dependencies(stage, step):
+                    _check_has(have[stage], stage, need, f"runs {step}")
+                have[stage].add(StageAction(stage, step))
+            at[stage] += 1
+    if stuck := [stage for stage, program in enumerate(programs) if at[stage] < len(program)]:
+        waits = "; ".join(f"stage {stage} waits in {programs[stage][at[stage]]}" for stage in stuck)
+        raise UserError(
+            f"the transfers deadlock: {waits}. Give both ends of each a place in one order: insert_transfers."
+        )
 
 
 def _check_complete(schedule: Schedule, stage: int) -> None:
@@ -145,3 +172,16 @@ def _moved(schedule: Schedule, at: Mapping[int, int], needed: StageAction) -> st
     orders = [order if stage == needed.stage else old for stage, old in enumerate(schedule.orders)]
     _, stuck = execution_order(replace(schedule, orders=orders))
     return None if stuck else f"Put {needed.action} before {order[index + 1]} on stage {needed.stage}."
+
+
+def _matched(programs: Sequence[StageProgram], at: Sequence[int], stage: int, step: Transfer) -> int | None:
+    """Return the peer if the other end of this transfer is its next step, else None."""
+    program, index = programs[step.peer], at[step.peer]
+    other = Transfer("recv" if step.kind == "send" else "send", stage, step.result_of)
+    return step.peer if index < len(program) and program[index] == other else None
+
+
+def _check_has(have: set[StageAction], stage: int, need: StageAction, what: str) -> None:
+    if need not in have:
+        how = "run" if need.stage == stage else "received"
+        raise UserError(f"stage {stage} {what} before it has {how} {need}: put that first.")

@@ -13,7 +13,6 @@ from typing import Any
 
 from minidist.config import Config, ScheduleKind
 from minidist.errors import UserError, suggest
-from minidist.fault.injection import parse_fault
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.parallel.context.chunks import LAYOUTS, num_chunks, resolve_layout
@@ -74,12 +73,9 @@ def validate(config: Config, world_size: int) -> Mesh:
     validate_model(config.model)
     validate_numbers(config)
     validate_data(config, mesh)
-    validate_steps(config)
     validate_pipeline(config, mesh)
     validate_compile(config, mesh)
     validate_zero(config, mesh)
-    if config.fault.inject is not None:
-        parse_fault(config.fault.inject, world_size)
     how = config.parallel
     try:
         validate_tensor_parallel(config.model, mesh.tp)
@@ -89,12 +85,10 @@ def validate(config: Config, world_size: int) -> Mesh:
     except ValueError as error:
         section = "data" if str(error).startswith("seq_len") else "model"
         raise UserError(f"{section}.{error}.") from None
-    for message in find_unused_options(config, mesh, _REFUSED):
-        raise UserError(f"{message} Leave --{message.split()[0]} out.")
     return mesh
 
 
-# -- numbers, data and steps ------------------------------------------------------------------------------------------
+# -- numbers and data ------------------------------------------------------------------------------------------------
 
 
 def validate_model(model: ModelConfig) -> None:
@@ -108,12 +102,12 @@ def validate_model(model: ModelConfig) -> None:
 def validate_numbers(config: Config) -> None:
     """Raise UserError for an option whose number is outside its range, and for an unknown device."""
     for name, (least, most) in _RANGES.items():
-        value = _value_of(config, name)
+        value = option_value(config, name)
         if value is not None and not (least <= value <= most and abs(value) < math.inf):
             needed = f"from {least} to {most}" if most < math.inf else f"{least} or more"
             raise UserError(f"{name} is {value}; it must be {needed}: change --{name}.")
     for name in _POSITIVE:
-        value = _value_of(config, name)
+        value = option_value(config, name)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{name} is {value}; it must be above 0: change --{name}.")
     if not all(0 <= beta < 1 for beta in config.optim.betas):
@@ -156,17 +150,6 @@ def validate_data(config: Config, mesh: Mesh) -> None:
             raise UserError(
                 f"data.{name} is {' '.join(map(str, values))} ({len(values)} numbers); it needs one number per "
                 f"data-parallel rank ({mesh.dp}), none of them below 0 and at least one above 0."
-            )
-
-
-def validate_steps(config: Config) -> None:
-    """Raise UserError if a trace or a memory measurement would begin after the last step."""
-    steps = config.train.steps
-    for name, verb in (("trace.first", "recorded"), ("memory.step", "measured")):
-        if (_value_of(config, name) or 0) > steps:
-            raise UserError(
-                f"{name} is {_value_of(config, name)}, but the run ends at step {steps}: no step would be {verb}. "
-                f"Give --{name} {steps} or less."
             )
 
 
@@ -355,51 +338,13 @@ def validate_shard_group(config: Config, mesh: Mesh) -> None:
         )
 
 
-# -- options without effect -------------------------------------------------------------------------------------------
-
-
-# Options that need not have an effect: their names, when they have one, and why they otherwise have none. A reason may
-# contain options, as {optim.kind}.
-OptionRule = tuple[str, Callable[[Config, Mesh], bool], str]
-# Refused if given without effect, because the run would lack what they ask for. `tools/config_warnings` only warns.
-_REFUSED: tuple[OptionRule, ...] = (
-    ("zero.offload", lambda c, m: c.device != "cpu",
-     "it moves master weights and optimizer states from a GPU to the host, and device is cpu"),
-    ("data.source", lambda c, m: c.data.path is None, "data.path is {data.path}, and a run reads one or the other"),
-    ("trace.first trace.steps", lambda c, m: c.trace.file is not None, "no trace is written: give --trace FILE"),
-    ("fault.repair", lambda c, m: c.fault.digest_every > 0, "no replicas are compared: give --fault.digest-every"),
-    ("fault.max_restarts fault.memory_every", lambda c, m: c.fault.live_recovery,
-     "ranks are not replaced: give --fault.live-recovery"),
-    ("memory.step", lambda c, m: c.memory.file is not None, "no memory is measured: give --memory FILE"),
-)  # fmt: skip
-
-
-def find_unused_options(config: Config, mesh: Mesh, rules: tuple[OptionRule, ...]) -> list[str]:
-    """Return a message for each option that differs from its default and has no effect in this run.
-
-    rules: which options have an effect, and when; see `OptionRule`.
-    """
-    found, default, sections = [], Config(), vars(config)
-    for options, has_effect, reason in rules:
-        for option in () if has_effect(config, mesh) else options.split():
-            value, name = _value_of(config, option), option.replace("_", "-")
-            if value != _value_of(default, option):
-                found.append(f"{name} {_format_value(value)} has no effect: {reason.format(**sections)}.")
-    return found
-
-
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def _value_of(config: Config, name: str) -> Any:
+def option_value(config: Config, name: str) -> Any:
+    """Return the value of an option by its name, such as "train.global-batch"."""
     section, field_name = name.replace("-", "_").split(".")
     return getattr(getattr(config, section), field_name)
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _next_multiple(number: int, *factors: int) -> int:

@@ -11,6 +11,5 @@ index_validation  checks on an index from a stranger, before a file is opened
 folders     the folder of checkpoints: which are complete, which is the latest, which may be deleted
 agree       an error on one rank becomes an error on all ranks
 checkpoint  save and load, on one rank or many, from any layout into any other
-goodput     the checkpoint interval that loses the least time to saves and failures
 signals     the request to stop, which takes effect at the end of a step
 """

@@ -1,7 +1,7 @@
 """Fault-tolerant training in one file: data parallelism only, saves that block, and one sample per micro-batch.
 
 Further restrictions: a rank reads whole files into memory, and a step is saved once. The fast versions are `checkpoint`
-(save and load), `train.agree` (agreement) and `goodput` (the checkpoint interval).
+(save and load), `train.agree` (agreement) and `tools/estimate/goodput.py` (the checkpoint interval).
 
 Read in this order:
 

@@ -1,14 +1,32 @@
-"""Warnings about settings that are valid but pointless: one sentence or two for each. Needs no torch."""
+"""Options without effect: refused if the run would lack what they ask for, else a warning. Needs no torch."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from minidist.config import Config
+from minidist.errors import UserError
 from minidist.mesh import Mesh
 from minidist.precision.policy import resolve_policy
+from minidist.tools.chaos.faults import parse_fault
 from minidist.train.schedule import learning_rate
-from minidist.validation import OptionRule, find_unused_options
+from minidist.validation import option_value, validate
 
-# Options that may be given without effect; the format is that of `find_unused_options`.
+# Options that need not have an effect: their names, when they have one, and why they otherwise have none. A reason may
+# contain options, as {optim.kind}.
+OptionRule = tuple[str, Callable[[Config, Mesh], bool], str]
+# Refused if given without effect, because the run would lack what they ask for.
+_REFUSED: tuple[OptionRule, ...] = (
+    ("zero.offload", lambda c, m: c.device != "cpu",
+     "it moves master weights and optimizer states from a GPU to the host, and device is cpu"),
+    ("data.source", lambda c, m: c.data.path is None, "data.path is {data.path}, and a run reads one or the other"),
+    ("trace.first trace.steps", lambda c, m: c.trace.file is not None, "no trace is written: give --trace FILE"),
+    ("fault.repair", lambda c, m: c.fault.digest_every > 0, "no replicas are compared: give --fault.digest-every"),
+    ("fault.max_restarts fault.memory_every", lambda c, m: c.fault.live_recovery,
+     "ranks are not replaced: give --fault.live-recovery"),
+    ("memory.step", lambda c, m: c.memory.file is not None, "no memory is measured: give --memory FILE"),
+)  # fmt: skip
+# Options that may be given without effect.
 _OPTION_RULES: tuple[OptionRule, ...] = (
     ("parallel.schedule parallel.chunks", lambda c, m: m.pp > 1, "mesh.pp is 1, which is no pipeline"),
     ("parallel.sequence", lambda c, m: m.tp > 1, "mesh.tp is 1, and sequence parallelism works across tp ranks"),
@@ -28,9 +46,23 @@ _OPTION_RULES: tuple[OptionRule, ...] = (
 )  # fmt: skip
 
 
+def validate_options(config: Config, world_size: int) -> Mesh:
+    """Raise UserError if the trainer cannot run `config`, or an option asks for what the run would not do.
+
+    Returns the mesh of the run on `world_size` ranks. `minidist train` calls it before a rank starts.
+    """
+    mesh = validate(config, world_size)
+    _check_steps(config)
+    if config.fault.inject is not None:
+        parse_fault(config.fault.inject, world_size)
+    for message in _find_unused_options(config, mesh, _REFUSED):
+        raise UserError(f"{message} Leave --{message.split()[0]} out.")
+    return mesh
+
+
 def find_warnings(config: Config, mesh: Mesh) -> list[str]:
     """Warn about the settings of a run that have no effect, or hardly any."""
-    found = find_unused_options(config, mesh, _OPTION_RULES)
+    found = _find_unused_options(config, mesh, _OPTION_RULES)
     warmup, steps = config.optim.warmup_steps, config.train.steps
     if warmup > steps and config.optim.warmup_steps != Config().optim.warmup_steps:
         found.append(
@@ -78,3 +110,34 @@ def describe_learning_rate_jump(before: Config, config: Config, step: int) -> st
         f"checkpoint ({schedules[0]}) it would be {was:.2e}. To extend runs without such a jump, train them with "
         "--optim.schedule constant or wsd."
     )
+
+
+def _check_steps(config: Config) -> None:
+    """Raise UserError if a trace or a memory measurement would begin after the last step."""
+    steps = config.train.steps
+    for name, verb in (("trace.first", "recorded"), ("memory.step", "measured")):
+        if (option_value(config, name) or 0) > steps:
+            raise UserError(
+                f"{name} is {option_value(config, name)}, but the run ends at step {steps}: no step would be {verb}. "
+                f"Give --{name} {steps} or less."
+            )
+
+
+def _find_unused_options(config: Config, mesh: Mesh, rules: tuple[OptionRule, ...]) -> list[str]:
+    """Return a message for each option that differs from its default and has no effect in this run.
+
+    rules: which options have an effect, and when; see `OptionRule`.
+    """
+    found, default, sections = [], Config(), vars(config)
+    for options, has_effect, reason in rules:
+        for option in () if has_effect(config, mesh) else options.split():
+            value, name = option_value(config, option), option.replace("_", "-")
+            if value != option_value(default, option):
+                found.append(f"{name} {_format_value(value)} has no effect: {reason.format(**sections)}.")
+    return found
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from minidist.errors import UserError
-from minidist.fault.injection import KINDS, PHASES, Fault
 from minidist.tools.chaos.command import ChaosOptions, format_json, format_table, main
+from minidist.tools.chaos.faults import KINDS, PHASES, Fault
 from minidist.tools.chaos.plan import STEPS, Layout, Trial, draw_trial, list_layouts
 from minidist.tools.chaos.trial import Laboratory, Outcome, find_leftovers
 from minidist.tools.cli import main as cli

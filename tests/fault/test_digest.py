@@ -14,6 +14,7 @@ from minidist.errors import RunError, UserError
 from minidist.fault.digest import ReplicaCheck, ReplicatedTensor, compute_digests
 from minidist.mesh import Mesh
 from minidist.tools.chaos.injector import flip_bit
+from minidist.tools.config_warnings import validate_options
 from minidist.train.observer import Observer
 from minidist.train.replicas import replicated_tensors
 from minidist.train.trainer import Trainer
@@ -268,7 +269,7 @@ def test_replicas_are_compared_before_every_checkpoint(ranks, tmp_path):
 def test_options_that_make_no_sense_are_refused(tmp_path):
     config = small_config(tmp_path / "run", write_text(tmp_path))
     with pytest.raises(UserError, match="fault.repair true has no effect"):
-        validate(with_changes(config, fault__repair=True), 2)
+        validate_options(with_changes(config, fault__repair=True), 2)
     with pytest.raises(UserError, match="fault.digest-every"):
         validate(with_changes(config, fault__digest_every=-1), 2)
     train_small(World.single(), with_changes(config, fault__digest_every=1, mesh=MeshConfig()))

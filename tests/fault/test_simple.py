@@ -14,11 +14,11 @@ from minidist.config import PrecisionConfig
 from minidist.fault import checkpoint, simple
 from minidist.fault.agree import CollectiveError
 from minidist.fault.disk import Disk
-from minidist.fault.goodput import FailureModel
 from minidist.fault.shards import TensorShard
 from minidist.mesh import Mesh
 from minidist.parameters import Box
 from minidist.precision.scaler import LossScaler
+from minidist.tools.estimate.goodput import FailureModel
 
 SAMPLES = 23
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minidist.fault.goodput import FailureModel
+from minidist.tools.estimate.goodput import FailureModel
 from minidist.tools.simulate.failures import LOST, RESTART, SAVING, USEFUL, simulate_run, time_by_kind
 
 

@@ -9,7 +9,7 @@ import pytest
 from minidist.config import Config
 from minidist.errors import UserError
 from minidist.parallel.pipeline.schedules import KINDS, build_schedule, pipeline_schedule
-from minidist.tools.config_warnings import find_warnings
+from minidist.tools.config_warnings import find_warnings, validate_options
 from minidist.validation import SCHEDULES, SPLIT_BACKWARD, validate
 from tests.helpers.small_run import with_changes
 
@@ -112,7 +112,7 @@ from tests.helpers.small_run import with_changes
 )
 def test_a_layout_that_cannot_run_is_refused_with_its_numbers(ranks, changes, message):
     with pytest.raises(UserError, match=message):
-        validate(with_changes(Config(), **changes), ranks)
+        validate_options(with_changes(Config(), **changes), ranks)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_an_option_without_effect_gives_a_warning(changes, message):
 )
 def test_options_that_contradict_each_other_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
-        validate(with_changes(Config(), **changes), 1)
+        validate_options(with_changes(Config(), **changes), 1)
 
 
 def test_options_with_an_effect_give_no_warning():

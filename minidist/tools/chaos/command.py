@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minidist.errors import UserError
-from minidist.fault.injection import KINDS, PHASES
+from minidist.tools.chaos.faults import KINDS, PHASES
 from minidist.tools.chaos.plan import Trial, draw_trial
 from minidist.tools.chaos.trial import Laboratory, Outcome
 from minidist.tools.launch import RankServer

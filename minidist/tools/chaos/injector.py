@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minidist.fault.injection import SLOW_S, Fault
+from minidist.tools.chaos.faults import SLOW_S, Fault
 from minidist.tools.trace.timed_meter import TimedMeter
 from minidist.train.observer import Observer
 from minidist.train.trainer import Trainer

@@ -15,8 +15,8 @@ from minidist.config import (
     TrainConfig,
     ZeroConfig,
 )
-from minidist.fault.injection import KINDS, SAVE_PHASES, Fault
 from minidist.models.config import ModelConfig
+from minidist.tools.chaos.faults import KINDS, SAVE_PHASES, Fault
 
 STEPS, SAVE_EVERY = 20, 4
 _LAYERS = 2

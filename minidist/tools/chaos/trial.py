@@ -17,7 +17,7 @@ from minidist.config import Config
 from minidist.data.synthetic import generate_text
 from minidist.errors import RunError, UserError
 from minidist.fault import folders
-from minidist.fault.injection import parse_fault
+from minidist.tools.chaos.faults import parse_fault
 from minidist.tools.chaos.injector import FaultInjector
 from minidist.tools.chaos.plan import STEPS, Layout, Trial, make_config
 from minidist.tools.console.metrics_file import MetricsFile, read_metrics

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from minidist.config import Config
-from minidist.fault.goodput import FailureModel
 from minidist.tools.config_warnings import find_warnings
 from minidist.tools.estimate import activations, flops, saved_tensors
 from minidist.tools.estimate.estimate import CHECKPOINT_COPY, MEMORY_KINDS, SHARED_MEMORY, Estimate, RankCost, estimate
 from minidist.tools.estimate.failures import failures_json, print_failures
 from minidist.tools.estimate.flops import MeasuredStep
+from minidist.tools.estimate.goodput import FailureModel
 from minidist.tools.estimate.layout import Layout
 from minidist.tools.estimate.table import format_si, print_table
 from minidist.tools.simulate.command import timeline_json

@@ -1,7 +1,7 @@
 """`minidist estimate --mtbf-s`: how often a run should save, and what failures and saves will cost it."""
 
 from minidist.errors import UserError
-from minidist.fault.goodput import FailureModel
+from minidist.tools.estimate.goodput import FailureModel
 
 
 def parse_failure_model(mtbf_s: float | None, save_s: float | None, restart_s: float | None) -> FailureModel | None:

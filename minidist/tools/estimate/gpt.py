@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from minidist.config import Config, PrecisionConfig
 from minidist.errors import UserError
-from minidist.fault.goodput import FailureModel
 from minidist.tools.estimate import activations, flops, saved_tensors
 from minidist.tools.estimate.failures import failures_json, print_failures
 from minidist.tools.estimate.flops import MeasuredStep
+from minidist.tools.estimate.goodput import FailureModel
 from minidist.tools.estimate.layout import Layout, plan_layout
 from minidist.tools.simulate.draw import WIDTH
 

@@ -10,7 +10,7 @@ from minidist.parallel.pipeline.actions import Schedule
 from minidist.parallel.pipeline.schedules import pipeline_schedule
 from minidist.precision.policy import PRECISION_BYTES, TORCH_NAMES, Policy, resolve_policy
 from minidist.process_groups import assign_layers
-from minidist.validation import validate
+from minidist.tools.config_warnings import validate_options
 
 # Bytes per element, by torch's name of the dtype.
 DTYPE_BYTES = {TORCH_NAMES[name]: size for name, size in PRECISION_BYTES.items()} | {"int64": 8, "int32": 4, "bool": 1}
@@ -85,5 +85,5 @@ def plan_layout(config: Config, world_size: int) -> Layout:
 
     Raises UserError for a run that `minidist train` would refuse.
     """
-    mesh = validate(config, world_size)
+    mesh = validate_options(config, world_size)
     return Layout(config, mesh, pipeline_schedule(config, mesh), resolve_policy(config.precision))

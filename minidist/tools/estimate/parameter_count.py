@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from minidist.config import Config
 from minidist.errors import UserError
-from minidist.fault.goodput import FailureModel
 from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.precision.policy import Policy, resolve_policy
 from minidist.tools.estimate.failures import failures_json, print_failures
+from minidist.tools.estimate.goodput import FailureModel
 from minidist.tools.estimate.states import ModelStates, model_states, moments_per_element, pad_to_shards
 from minidist.tools.estimate.table import format_si, print_table
 from minidist.tools.simulate.draw import WIDTH

@@ -4,7 +4,7 @@ from typing import Any
 
 from minidist.comm import Meter, World
 from minidist.config import Config
-from minidist.fault.injection import parse_fault
+from minidist.tools.chaos.faults import parse_fault
 from minidist.tools.console.reporter import RunReporter
 from minidist.tools.memory.tracker import MemoryTracker
 from minidist.tools.recovery.live_recovery import train_with_recovery

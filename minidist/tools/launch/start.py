@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from minidist.config import Config
 from minidist.data.corpus import open_corpus
 from minidist.errors import RunError, UserError
+from minidist.tools.config_warnings import validate_options
 from minidist.tools.launch import RankFailure, RankServer
 from minidist.tools.launch.gpus import count_gpus, format_too_few_gpus_message, has_own_gpu
 from minidist.tools.launch.resume import check_resume, share_run_folder_across_restarts
@@ -28,7 +29,6 @@ from minidist.tools.launch.torchrun import (
 )
 from minidist.tools.output_files import check_output_files
 from minidist.train import run_folder
-from minidist.validation import validate
 
 if TYPE_CHECKING:
     from minidist.tools.launch.job import Job, Replacement
@@ -113,7 +113,7 @@ def start(config: Config, ranks: int | None, program: Callable | None = None, ex
 
 def train_on_new_ranks(config: Config, ranks: int, program: Callable | None = None, extra_args: Sequence = ()) -> None:
     """Train on new ranks of this machine. Raises UserError before any of them starts, RunError if the run fails."""
-    validate(config, ranks)
+    validate_options(config, ranks)
     device = resolve_device(config, ranks)
     check_output_files(config)
     corpus = open_corpus(config.data.source, config.data.path, config.data.seq_len)
@@ -220,7 +220,7 @@ def train_under_torchrun(config: Config, program: Callable | None = None, extra_
             "--fault.live-recovery under torchrun, which ends all ranks when one dies: leave it out and give torchrun "
             "--max-restarts, or start the run with minidist train --ranks."
         )
-    validate(config, read_world_size())
+    validate_options(config, read_world_size())
     resolve_device(config, read_local_world_size())
     from minidist.tools.launch.run import train_and_report
 

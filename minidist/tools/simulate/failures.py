@@ -3,7 +3,7 @@
 import random
 from typing import NamedTuple
 
-from minidist.fault.goodput import FailureModel
+from minidist.tools.estimate.goodput import FailureModel
 
 USEFUL, SAVING, LOST, RESTART = "useful work", "saving", "lost work", "restart"
 

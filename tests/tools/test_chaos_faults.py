@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minidist.errors import UserError
-from minidist.fault.injection import KINDS, PHASES, Fault, parse_fault
+from minidist.tools.chaos.faults import KINDS, PHASES, Fault, parse_fault
 from minidist.tools.chaos.injector import carry_out, flip_bit
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidist.fault.goodput import FailureModel
 from minidist.tools import cli
+from minidist.tools.estimate.goodput import FailureModel
 
 
 def minimise(function, low, high):

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from minidist.config import OptimConfig
 from minidist.data.loader import Batch, Loader
 from minidist.data.synthetic import generate_text
-from minidist.models import ModelConfig, Transformer, init_parameters
+from minidist.models.config import ModelConfig
+from minidist.models.init import init_parameters
+from minidist.models.transformer import Transformer
 
 MODEL = ModelConfig(
     hidden_size=256,

@@ -19,7 +19,7 @@ from minidist.parallel.pipeline.executor import PipelineExecutor
 from minidist.parallel.pipeline.schedules import pipeline_schedule
 from minidist.parallel.pipeline.split import EMBEDDING, keep_stage_modules
 from minidist.parallel.tensor.split import ParamShard, apply_tensor_parallel
-from minidist.parameters import Box, ParamSpec, check_specs_cover, named_parameters, tied_names
+from minidist.parameters import Box, ParamSpec, check_specs_cover, named_parameters
 from minidist.precision.dtypes import cast_parameters
 from minidist.precision.policy import Policy, resolve_policy
 from minidist.precision.scaler import LossScaler
@@ -88,7 +88,6 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     for name in ("grads", "replicas", "tensor", "activations"):  # one axis after the other: all values are rank 0's
         if name in groups:
             broadcast_model(model, groups[name])
-    ties = tied_names(model)
     shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}
     stages = dict.fromkeys(shapes, (mesh.coords(groups.world.rank)["pp"],))
     schedule, parts, used_by = pipeline_schedule(config, mesh), [], {}
@@ -105,9 +104,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     if config.compile:
         compile_layers(model)
     apply_recomputation(model, config.recompute)  # around the compiled layers, which it runs again
-    specs = {
-        name: _spec(name, shapes[name], held[name], stages[name], ties[name], mesh, groups.world.rank) for name in held
-    }
+    specs = {name: _spec(name, shapes[name], held[name], stages[name], mesh, groups.world.rank) for name in held}
     check_specs_cover(model, specs)
     policy = resolve_policy(config.precision)
     chunk_of = {} if schedule is None else _completing_chunks(schedule, groups["activations"].rank, used_by)
@@ -158,7 +155,6 @@ def _spec(
     shape: tuple[int, ...],
     held: ParamShard,
     stages: Sequence[int],
-    ties: tuple[str, ...],
     mesh: Mesh,
     rank: int,
 ) -> ParamSpec:
@@ -167,7 +163,7 @@ def _spec(
 
     replicas = ranks_with(mesh, stages, held.holders)
     contributors = ranks_with(mesh, stages, held.holders if held.partial else (home["tp"],))
-    return ParamSpec(name, shape, (held.box,), replicas, ties, contributors=contributors)
+    return ParamSpec(name, shape, (held.box,), replicas, contributors=contributors)
 
 
 def with_all_reduce_algorithm(algorithm: str, group: Group) -> Group:

@@ -108,8 +108,6 @@ class ParamSpec:
     boxes: this rank's shard, in memory order.
     replicas: ascending global ranks that hold the same boxes, including this one. The norm counts, and the checkpoint
         saves, only one of them (`owner`).
-    ties: other names of the same tensor.
-    expert: whether it belongs to an expert, whose tokens come from all ranks of the expert-parallel group.
     contributors: the replicas, including this one, whose local gradients must be summed because each processes other
         tokens or other layers. The remaining replicas have equal gradients, which must not be counted twice. All
         replicas by default.
@@ -119,8 +117,6 @@ class ParamSpec:
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     replicas: tuple[int, ...]
-    ties: tuple[str, ...] = ()
-    expert: bool = False
     contributors: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -156,19 +152,11 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def replicated_specs(model: nn.Module, ranks: tuple[int, ...]) -> dict[str, ParamSpec]:
     """Return the specs of a model that is replicated on all of `ranks` (data parallelism)."""
-    ties, specs = tied_names(model), {}
+    specs = {}
     for name, parameter in named_parameters(model).items():
         shape = tuple(parameter.shape)
-        specs[name] = ParamSpec(name, shape, (Box.whole(shape),), tuple(sorted(ranks)), ties[name])
+        specs[name] = ParamSpec(name, shape, (Box.whole(shape),), tuple(sorted(ranks)))
     return specs
-
-
-def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, for each parameter's global name, the other names of the same tensor."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(global_name(name))
-    return {first: tuple(others) for first, *others in names.values()}
 
 
 def check_specs_cover(model: nn.Module, specs: ParamSpecs) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import product
+from typing import NamedTuple
 
 from minidist.comm.group_specs import GroupSpec
 from minidist.config import Config
@@ -90,18 +91,24 @@ def assign_layers(model: ModelConfig, schedule: Schedule, seq_len: int) -> list[
 
     The model has one part per stage and chunk of `schedule`. The FLOPs of the output head count for the last part.
     """
-    weights, attention, head = forward_flops(model, seq_len)
-    return balance_layers([weights + attention] * model.num_layers, schedule.stages, schedule.chunks, head=head)
+    flops = forward_flops(model, seq_len)
+    layers = [flops.layer_weights + flops.layer_attention] * model.num_layers
+    return balance_layers(layers, schedule.stages, schedule.chunks, head=flops.head)
 
 
-def forward_flops(model: ModelConfig, seq_len: int) -> tuple[int, int, int]:
-    """Return the forward FLOPs per token of a layer's weights, of its attention's two products, and of the head.
+class ForwardFlops(NamedTuple):
+    """The FLOPs of forward per token: in a layer's weights and its attention's two products, and in the output head."""
 
-    2 per weight (a multiplication and an addition), and 4 h s in attention.
-    """
+    layer_weights: int
+    layer_attention: int
+    head: int
+
+
+def forward_flops(model: ModelConfig, seq_len: int) -> ForwardFlops:
+    """Return the FLOPs of forward per token: 2 per weight (multiply and add), and 4 h s in attention."""
     h, kv = model.hidden_size, model.num_kv_heads * model.head_dim
     weights = 2 * (2 * h * h + 2 * h * kv + 3 * h * model.intermediate_size)
-    return weights, 4 * h * seq_len, 2 * h * model.vocab_size
+    return ForwardFlops(weights, 4 * h * seq_len, 2 * h * model.vocab_size)
 
 
 def ranks_with(mesh: Mesh, pp_coords: Sequence[int], tp_coords: Sequence[int]) -> tuple[int, ...]:

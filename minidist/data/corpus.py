@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from minidist.data.documents import Document, read_python_sources, read_text_files, split_documents
-from minidist.data.synthetic import entropy_rate, generate_text
+from minidist.data.synthetic import generate_text
 from minidist.errors import UserError
 
 
@@ -29,15 +29,13 @@ class Corpus:
     held_out: np.ndarray  # (tokens,) of the same dtype
     vocab_size: int
     fingerprint: str  # see `fingerprint`
-    entropy_rate: float | None = None  # nats per token, the best possible loss, where it is known
 
     def describe(self) -> str:
         """Return one line for the log: origin, sizes in tokens, vocabulary, fingerprint."""
         share = self.held_out.size / max(1, self.train.size + self.held_out.size)
-        best = "" if self.entropy_rate is None else f", best possible loss {self.entropy_rate:.4f} nats"
         return (
             f"{self.name}: {self.origin}; {self.train.size:,} tokens to train on, {self.held_out.size:,} held out "
-            f"({share:.1%}), vocabulary {self.vocab_size}{best}, fingerprint {self.fingerprint[:12]}"
+            f"({share:.1%}), vocabulary {self.vocab_size}, fingerprint {self.fingerprint[:12]}"
         )
 
 
@@ -89,9 +87,7 @@ def make_synthetic_corpus(train: int = 1_000_000, held_out: int = 100_000, seed:
     splits = generate_text(train, seed, stream=0), generate_text(held_out, seed, stream=1)
     names = [f"synthetic/{seed}"]
     origin = f"an order-2 Markov source over 32 symbols, seed {seed}"
-    return Corpus(
-        "synthetic", origin, *splits, 256, fingerprint(names, splits[0], names, splits[1]), entropy_rate(seed)
-    )
+    return Corpus("synthetic", origin, *splits, 256, fingerprint(names, splits[0], names, splits[1]))
 
 
 def fingerprint(train_names: Sequence[str], train: np.ndarray, held_names: Sequence[str], held_out: np.ndarray) -> str:

@@ -50,39 +50,3 @@ def generate_text(length: int, seed: int = 0, stream: int = 0) -> np.ndarray:
     states = accumulate(draws.tolist(), lambda state, slot: next_state[state * _SLOTS + slot], initial=0)
     symbols = np.fromiter(states, np.int64, length + 1)[1:] % _N
     return np.frombuffer(ALPHABET, np.uint8)[symbols]
-
-
-def transition_probabilities(seed: int = 0) -> np.ndarray:
-    """Return P(next = c | previous two = a, b) as [a, b, c], (32, 32, 32) float64, exact multiples of 1/256."""
-    table = transition_table(seed)
-    return np.stack([(table == c).sum(axis=2) for c in range(_N)], axis=2) / _SLOTS
-
-
-def entropy_rate(seed: int = 0, context_len: int = 2) -> float:
-    """Return the expected loss, in nats per token, of the best model with `context_len` previous tokens.
-
-    With context_len 2 it is the entropy rate of the source: no model's expected loss is below it. Cover and Thomas,
-    Elements of Information Theory, 2nd edition, section 4.2. Raises ValueError for a negative context_len.
-    """
-    if context_len < 0:
-        raise ValueError(f"context_len={context_len}: a model sees 0 or more previous tokens")
-    p = transition_probabilities(seed)
-    triples = stationary_pair_distribution(p)[:, :, None] * p  # P(a, b, c)
-    joint = triples if context_len >= 2 else triples.sum(axis=0) if context_len == 1 else triples.sum(axis=(0, 1))
-    given = joint / joint.sum(axis=-1, keepdims=True)
-    return float(-(joint * np.log(given, out=np.zeros_like(given), where=joint > 0)).sum())
-
-
-def stationary_pair_distribution(transitions: np.ndarray) -> np.ndarray:
-    """Return how often each pair (a, b) of consecutive symbols occurs in an endless text, (32, 32) float64.
-
-    transitions: P(next = c | previous two = a, b) as [a, b, c], (32, 32, 32). Uses power iteration.
-    """
-    pairs = np.full((_N, _N), 1 / _N**2)
-    # Any two steps forget the past with probability (32/256)**2, so 64 ln(1e16) < 2400 pairs of steps always suffice.
-    for _ in range(4800):
-        step = np.einsum("ab,abc->bc", pairs, transitions)
-        if np.abs(step - pairs).sum() < 1e-15:
-            return step
-        pairs = step
-    return pairs

@@ -1,4 +1,4 @@
-"""The shape of a model, its parameter count and its FLOPs per token."""
+"""The shape of a model and its parameter count."""
 
 from dataclasses import dataclass
 
@@ -95,17 +95,6 @@ class ModelConfig:
         h = self.hidden_size
         matrices = 1 if self.tie_embeddings else 2
         return matrices * self.vocab_size * h + self.num_layers * self.num_layer_parameters() + h
-
-    def flops_per_token(self, seq_len: int) -> int:
-        """Return the FLOPs of forward and backward for one token of a sequence of `seq_len` tokens.
-
-        `6 N + 12 l h s` (PaLM, arXiv 2204.02311, appendix B): each parameter costs one multiply-add in forward and two
-        in backward, and attention's two matrix products cost `4 h s` forward in each of `l` layers. The full attention
-        matrix is counted, although a causal kernel may skip half of it. N excludes an untied input embedding, which is
-        only a lookup. Recomputation is not counted.
-        """
-        looked_up = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
-        return 6 * (self.num_parameters() - looked_up) + 12 * self.num_layers * self.hidden_size * seq_len
 
 
 def _divisors(number: int) -> list[int]:

@@ -6,7 +6,7 @@ sends its own shards once and receives as much, whatever the number of ranks; no
 twice. (Liu et al. 2025, arXiv 2502.16982, section 2.3, gather every matrix on all ranks that hold a shard of it.)
 """
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -35,20 +35,6 @@ class MatrixPlan:
         for rank, shard in self.holders[name].items():
             first.setdefault(shard.key, rank)
         return list(first.values())
-
-    def num_sent_elements(self, rank: int, names: Collection[str]) -> tuple[int, int]:
-        """Return how many elements `rank` sends to other ranks: (of shards to owners, of updates to holders).
-
-        names: the matrices that are updated.
-        """
-        shards = updates = 0
-        for name in names:
-            holders = self.holders[name]
-            if self.owner[name] == rank:
-                updates += sum(shard.numel for other, shard in holders.items() if other != rank)
-            elif rank in self.sender_ranks(name):
-                shards += holders[rank].numel
-        return shards, updates
 
 
 def assign_matrix_owners(shards: Sequence[Mapping[str, MatrixShard]]) -> MatrixPlan:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minidist.parallel.data.reducer import GradientReducer
 from minidist.parameters import ParamSpec
-from minidist.zero.flat_param import FlatParam, FullGradients, ShardedFlatParam
+from minidist.zero.flat_param import FlatParam, FullGradients
 from minidist.zero.gather import BlockGatherer
 
 
@@ -231,32 +231,18 @@ class ZeroReducer(GradientReducer):
             order.reset_for_next_backward()
         self._used, self._unused, self._nothing_in_flight = set(), set(), True
 
-    # -- memory and checkpoints ---------------------------------------------------------------------------------------
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def tensors_by_kind(self) -> dict[str, list[Tensor | None]]:
-        """Return this rank's tensors by category, for memory measurements.
-
-        Categories: "parameters", "gradients", "masters", and "buffers" for tensors that live only for part of a step.
-        None stands for a tensor that is not allocated now.
-        """
-        sums = [member.gradients.result for member in self.members]
-        tensors: dict[str, list[Tensor | None]] = {"buffers": [], "parameters": [], "gradients": sums, "masters": []}
-        for flat_param in self._flat_params():
-            tensors["parameters"].append(flat_param.shard)
-            if isinstance(flat_param, ShardedFlatParam):
-                tensors["buffers"].append(flat_param.full_buffer)
-            if flat_param.masters.separate:
-                tensors["masters" if flat_param.masters.persistent else "buffers"].append(flat_param.masters.tensor)
-        return tensors
-
-    def _flat_params(self) -> list[FlatParam]:
+    @property
+    def flat_params(self) -> list[FlatParam]:
+        """All flat parameters, those without gradients last."""
         return [*(member.flat_param for member in self.members), *self._frozen]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return this rank's elements of every parameter, frozen ones too: the masters if kept, else the parameters."""
         return {
             name: tensor
-            for flat_param in self._flat_params()
+            for flat_param in self.flat_params
             for name, tensor in flat_param.masters.checkpoint_tensors().items()
         }
 

@@ -11,7 +11,8 @@ from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.comm.algorithms import ALGORITHMS
 from minidist.config import CommConfig, Config
 from minidist.mesh import Mesh
-from minidist.models import ModelConfig, Transformer
+from minidist.models.config import ModelConfig
+from minidist.models.transformer import Transformer
 from minidist.parallelize import DEFAULT_GROUP_SPECS, parallelize, with_all_reduce_algorithm
 from minidist.tools.network.algorithm_bytes import sent_elements_by_algorithm
 from tests.helpers.exhaustive import exhaustive

@@ -5,7 +5,8 @@ from minidist.config import CommConfig, Config
 from minidist.data.loader import Loader
 from minidist.data.synthetic import generate_text
 from minidist.mesh import Mesh
-from minidist.models import Transformer, init_parameters
+from minidist.models.init import init_parameters
+from minidist.models.transformer import Transformer
 from minidist.parallelize import DEFAULT_GROUP_SPECS, parallelize
 from minidist.train.engine import Engine
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from minidist.data import synthetic
+from minidist.tools.console import entropy
 
 LENGTH = 1_000_000
 PINNED = "e5d59b27b9d6c38732d60ccaaaefce027265fa0a94c83e6b127dc7935595ec63"
@@ -43,10 +44,10 @@ def loss_deviation(p: np.ndarray) -> float:
     transition[a, b, b, c] = p
     transition = transition.reshape(n * n, n * n)
     loss = -np.log(p)
-    pi = synthetic.stationary_pair_distribution(p)
-    excess = (p * loss).sum(axis=2) - synthetic.entropy_rate()
+    pi = entropy.stationary_pair_distribution(p)
+    excess = (p * loss).sum(axis=2) - entropy.entropy_rate()
     potential = np.linalg.solve(np.eye(n * n) - transition + pi.ravel(), excess.ravel()).reshape(n, n)
-    difference = loss - synthetic.entropy_rate() + potential[None, :, :] - potential[:, :, None]
+    difference = loss - entropy.entropy_rate() + potential[None, :, :] - potential[:, :, None]
     return math.sqrt((pi[:, :, None] * p * difference**2).sum())
 
 
@@ -72,20 +73,20 @@ def test_seeds_and_streams_give_other_texts(draw):
 
 
 def test_probabilities_are_multiples_of_1_256_and_never_zero():
-    p = synthetic.transition_probabilities()
+    p = entropy.transition_probabilities()
     assert np.array_equal(p * 256, np.round(p * 256))
     assert p.min() >= 1 / 256
     assert (p.sum(axis=2) == 1).all()  # exact: sums of multiples of 1/256
 
 
 def test_the_stationary_distribution_is_the_eigenvector():
-    p = synthetic.transition_probabilities()
+    p = entropy.transition_probabilities()
     matrix = np.zeros((32, 32, 32, 32))
     a, b, c = np.ogrid[:32, :32, :32]
     matrix[a, b, b, c] = p
     # Solving pi (T - I + 1) = 1 is another road to pi than iteration; both round at about 1024 float64 epsilons.
     solved = np.linalg.solve((matrix.reshape(1024, 1024) - np.eye(1024) + 1).T, np.ones(1024))
-    assert np.abs(synthetic.stationary_pair_distribution(p).ravel() - solved).max() < 1024 * np.finfo(np.float64).eps
+    assert np.abs(entropy.stationary_pair_distribution(p).ravel() - solved).max() < 1024 * np.finfo(np.float64).eps
 
 
 def test_the_entropy_rate_of_a_long_text_is_the_computed_one(symbols):
@@ -94,20 +95,20 @@ def test_the_entropy_rate_of_a_long_text_is_the_computed_one(symbols):
     # The fitted model beats the true one on its own text by a chi-square of 1024 * 31 freedoms over 2n (Wilks), and
     # the true model's loss scatters around the rate by its exact deviation; six standard deviations of each.
     n, freedoms = symbols.size - 2, 1024 * 31
-    scatter = 6 * loss_deviation(synthetic.transition_probabilities()) / math.sqrt(n)
+    scatter = 6 * loss_deviation(entropy.transition_probabilities()) / math.sqrt(n)
     overfit = (freedoms + 6 * math.sqrt(2 * freedoms)) / (2 * n)
     assert scatter + overfit < 0.03  # so the statement is about the second decimal
-    assert -overfit - scatter < empirical - synthetic.entropy_rate() < scatter
+    assert -overfit - scatter < empirical - entropy.entropy_rate() < scatter
 
 
 def test_a_model_with_less_context_is_strictly_worse(symbols):
-    best, bigram, unigram = (synthetic.entropy_rate(context_len=context) for context in (2, 1, 0))
+    best, bigram, unigram = (entropy.entropy_rate(context_len=context) for context in (2, 1, 0))
     assert best + 0.3 < bigram < unigram - 0.3
-    assert synthetic.entropy_rate(context_len=9) == best
+    assert entropy.entropy_rate(context_len=9) == best
     empirical = plug_in_entropy(symbols[:-1] * 32 + symbols[1:], symbols[:-1])
     assert empirical > best + 0.3  # although it is fitted on the text that scores it
 
 
 def test_a_negative_context_is_refused():
     with pytest.raises(ValueError, match="context_len=-1"):
-        synthetic.entropy_rate(context_len=-1)
+        entropy.entropy_rate(context_len=-1)

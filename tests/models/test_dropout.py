@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from minidist.models import DropoutAddress, ModelConfig, Transformer, init_parameters
-from minidist.models.dropout import dropout, dropout_site_index, keep_mask
+from minidist.models.config import ModelConfig
+from minidist.models.dropout import DropoutAddress, dropout, dropout_site_index, keep_mask
+from minidist.models.init import init_parameters
+from minidist.models.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, dropout=0.25)
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from minidist.models import ModelConfig, Transformer, init_parameters
+from minidist.models.config import ModelConfig
+from minidist.models.init import init_parameters
+from minidist.models.transformer import Transformer
 from minidist.tools.console.generate import generate
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from minidist.models import ModelConfig, Transformer, init_parameters, initial_value
+from minidist.models.config import ModelConfig
+from minidist.models.init import init_parameters, initial_value
+from minidist.models.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, init_std=0.02)
 Q = "model.layers.1.self_attn.q_proj.weight"

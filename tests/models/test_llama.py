@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minidist.models import IGNORE_INDEX, ModelConfig, Transformer, init_parameters
+from minidist.models.config import ModelConfig
+from minidist.models.init import init_parameters
+from minidist.models.transformer import IGNORE_INDEX, Transformer
 from minidist.tools.hugging_face import to_llama_config
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")

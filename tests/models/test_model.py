@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import minidist.models
-from minidist.models import IGNORE_INDEX, DropoutAddress, ModelConfig, Transformer, init_parameters
-from minidist.models.dropout import dropout
+from minidist.models.config import ModelConfig
+from minidist.models.dropout import DropoutAddress, dropout
+from minidist.models.init import init_parameters
 from minidist.models.layers import RMSNorm, apply_rotary, rotary_tables
+from minidist.models.transformer import IGNORE_INDEX, Transformer
+from minidist.tools.estimate.flops import flops_per_token
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2)
 UNTIED = ModelConfig(**{**vars(CONFIG), "tie_embeddings": False, "num_kv_heads": 1})
@@ -48,7 +51,7 @@ def test_flops_per_token_are_those_of_the_matrix_products_run(config):
     products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
     attention = 12 * config.num_layers * config.hidden_size * 16
-    assert products == tokens.numel() * (config.flops_per_token(16) - attention - 6 * norms)
+    assert products == tokens.numel() * (flops_per_token(config, 16) - attention - 6 * norms)
 
 
 @pytest.mark.parametrize(

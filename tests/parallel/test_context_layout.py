@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from minidist.models import ModelConfig
+from minidist.models.config import ModelConfig
 from minidist.parallel.context import kernels
 from minidist.parallel.context.causal import score_block
 from minidist.parallel.context.chunks import resolve_layout

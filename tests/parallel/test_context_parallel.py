@@ -8,8 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
-from minidist.models import IGNORE_INDEX, DropoutAddress, ModelConfig, Transformer, init_parameters
+from minidist.models.config import ModelConfig
+from minidist.models.dropout import DropoutAddress
+from minidist.models.init import init_parameters
 from minidist.models.layers import Attention
+from minidist.models.transformer import IGNORE_INDEX, Transformer
 from minidist.parallel.context.layout import rank_positions, shard_sequence
 from minidist.parallel.context.ring import ring_attention
 from minidist.parallel.context.split import apply_context_parallel

@@ -12,7 +12,8 @@ from minidist.config import CheckpointConfig, Config, ModelConfig
 from minidist.data.loader import Loader
 from minidist.data.synthetic import generate_text
 from minidist.mesh import Mesh
-from minidist.models import Transformer, init_parameters
+from minidist.models.init import init_parameters
+from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
 from minidist.tools.console.next_token_logits import next_token_logits
 from minidist.tools.console.sample_text import continue_text, sample_text

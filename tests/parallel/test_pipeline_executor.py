@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
-from minidist.models import ModelConfig, Transformer
+from minidist.models.config import ModelConfig
+from minidist.models.transformer import Transformer
 from minidist.parallel.data.reducer import register_gradient_hooks
 from minidist.parallel.pipeline.executor import PipelineExecutor
 from minidist.parallel.pipeline.schedules import KINDS, build_schedule

@@ -7,8 +7,10 @@ import torch
 
 from minidist.comm import GroupSpec, Meter, World, bind
 from minidist.mesh import Mesh
-from minidist.models import IGNORE_INDEX, DropoutAddress, ModelConfig, Transformer, init_parameters
-from minidist.models.transformer import cross_entropy_sum
+from minidist.models.config import ModelConfig
+from minidist.models.dropout import DropoutAddress
+from minidist.models.init import init_parameters
+from minidist.models.transformer import IGNORE_INDEX, Transformer, cross_entropy_sum
 from minidist.parallel.tensor.split import apply_tensor_parallel
 from minidist.parallel.tensor.vocabulary import VocabParallelLoss
 from minidist.parameters import named_parameters

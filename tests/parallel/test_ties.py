@@ -6,7 +6,9 @@ import pickle
 import pytest
 import torch
 
-from minidist.models import ModelConfig, Transformer, init_parameters
+from minidist.models.config import ModelConfig
+from minidist.models.init import init_parameters
+from minidist.models.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2)
 UNTIED = ModelConfig(**{**vars(CONFIG), "tie_embeddings": False})

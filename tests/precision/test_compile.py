@@ -10,7 +10,9 @@ from minidist import compile as compiled
 from minidist.comm import Meter, World, bind
 from minidist.config import Config, DataConfig, MeshConfig, ParallelConfig, TrainConfig, ZeroConfig
 from minidist.data.loader import Batch
-from minidist.models import ModelConfig, Transformer, init_parameters
+from minidist.models.config import ModelConfig
+from minidist.models.init import init_parameters
+from minidist.models.transformer import Transformer
 from minidist.parallelize import group_specs, parallelize
 from minidist.tools.cli import main
 from minidist.tools.console.next_token_logits import next_token_logits

@@ -6,7 +6,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from minidist.models import DropoutAddress, ModelConfig, Transformer, init_parameters
+from minidist.models.config import ModelConfig
+from minidist.models.dropout import DropoutAddress
+from minidist.models.init import init_parameters
+from minidist.models.transformer import Transformer
 from minidist.parallel.pipeline.split_backward import DeferWeightGradients, compute_weight_gradient
 from minidist.parameters import named_parameters
 from minidist.recompute import apply_recomputation, with_recomputation

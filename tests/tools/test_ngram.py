@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minidist.data import corpus, synthetic
+from minidist.data import corpus
 from minidist.tools.console import ngram
+from minidist.tools.console.entropy import entropy_rate
 
 texts = st.lists(st.integers(0, 6), min_size=2, max_size=60).map(np.array)
 
@@ -62,8 +63,8 @@ def test_on_the_synthetic_text_both_reach_what_their_context_allows():
         # ln 256 + smoothing < 6, and neighbours are correlated over a few tokens (a factor of 3 in the deviation, by
         # far): six deviations of the mean over the held-out tokens.
         bound = freedoms / (2 * loaded.train.size) + 6 * 3 * 6 / 2 / math.sqrt(loaded.held_out.size)
-        assert abs(ours[name] - synthetic.entropy_rate(context_len=context)) < bound
-    assert loaded.entropy_rate + 0.3 < ours["bigram"] < ours["unigram"] - 0.3
+        assert abs(ours[name] - entropy_rate(context_len=context)) < bound
+    assert entropy_rate() + 0.3 < ours["bigram"] < ours["unigram"] - 0.3
 
 
 def test_the_smoothing_constant_hardly_matters_on_a_megabyte():

@@ -9,6 +9,7 @@ from minidist.mesh import Mesh
 from minidist.models.config import ModelConfig
 from minidist.parameters import Box, ParamSpec, flat_boxes
 from minidist.tools.estimate.estimate import estimate
+from minidist.tools.estimate.traffic import exchanged_elements
 from minidist.train.matrix_exchange import ShardedMatrices
 from minidist.train.matrix_plan import MatrixShard, assign_matrix_owners
 
@@ -57,7 +58,7 @@ def test_owners_share_the_work_equally_and_send_each_shard_once():
     plan = assign_matrix_owners(shards)
     assert sorted(plan.owner.values()) == [0, 0, 1, 1, 2, 2, 3, 3]
     # Two of eight matrices are a rank's own: it sends shards of six, and of its two an update to three ranks.
-    assert [plan.num_sent_elements(rank, plan.holders) for rank in range(4)] == [(60, 60)] * 4
+    assert [exchanged_elements(plan, rank) for rank in range(4)] == [(60, 60)] * 4
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

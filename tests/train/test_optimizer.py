@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from minidist.config import OptimConfig
-from minidist.models import ModelConfig, Transformer
+from minidist.models.config import ModelConfig
+from minidist.models.transformer import Transformer
 from minidist.parameters import named_parameters, replicated_specs
 from minidist.train.optimizer import ALIGNED, make_optimizer, set_learning_rate
 

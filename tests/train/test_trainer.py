@@ -11,7 +11,10 @@ from minidist.config import Config, OptimConfig, PrecisionConfig
 from minidist.data.loader import Loader
 from minidist.errors import RunError, UserError
 from minidist.mesh import Mesh
-from minidist.models import DropoutAddress, ModelConfig, Transformer, init_parameters
+from minidist.models.config import ModelConfig
+from minidist.models.dropout import DropoutAddress
+from minidist.models.init import init_parameters
+from minidist.models.transformer import Transformer
 from minidist.parallelize import DEFAULT_GROUP_SPECS, parallelize
 from minidist.tools.launch import RankFailure
 from minidist.train.engine import Engine

@@ -33,15 +33,6 @@ class ScoreBlock:
     keys: slice
     causal: bool
 
-    @property
-    def num_scores(self) -> float:
-        """Number of scores computed; the scores on the diagonal of a triangle count half.
-
-        Counted this way, each rank's fraction of the work does not depend on the sequence length.
-        """
-        rectangle = (self.queries.stop - self.queries.start) * (self.keys.stop - self.keys.start)
-        return rectangle / 2 if self.causal else rectangle
-
 
 def score_block(layout: str, rank: int, source: int, length: int) -> ScoreBlock | None:
     """Return the block that `rank` computes against the keys of rank `source`; None if it is masked entirely.

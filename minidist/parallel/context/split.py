@@ -5,8 +5,6 @@ mixes values by queries and keys, heads apart. How many heads there are it reads
 tensor-parallel rank goes round with its own.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
@@ -32,25 +30,11 @@ def apply_context_parallel(model: nn.Module, group: Group, kind: str, layout: st
     layout = resolve_layout(kind, layout)
     if group.size == 1:
         return
-    for attention in _attentions(model):
+    for layer in model.model.layers:
+        if not hasattr(layer, "self_attn"):
+            continue  # another stage of the pipeline holds it
+        attention = layer.self_attn
         if kind == "ring":
             attention.attend = partial(ring_attention, group=group, layout=layout)
         else:
             attention.attend = partial(ulysses_attention, attend=attention.attend, group=group, layout=layout)
-
-
-@contextmanager
-def unsharded_attention(model: nn.Module) -> Iterator[None]:
-    """Context manager that undoes `apply_context_parallel`: every rank attends only within its own input sequences."""
-    changed = {attention: vars(attention).pop("attend", None) for attention in _attentions(model)}
-    try:
-        yield
-    finally:
-        for attention, attend in changed.items():
-            if attend is not None:
-                attention.attend = attend
-
-
-def _attentions(model: nn.Module) -> list[nn.Module]:
-    """Of the layers that are here; other stages of a pipeline hold the rest."""
-    return [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]

@@ -13,6 +13,7 @@ import torch
 
 from minidist.precision.policy import TORCH_NAMES, resolve_policy
 from minidist.tools.console.straggler import MIN_STEPS, find_straggler
+from minidist.tools.estimate.flops import flops_per_token
 from minidist.train.agree import StepResult
 from minidist.train.schedule import learning_rate
 from minidist.train.trainer import Trainer
@@ -131,6 +132,6 @@ class StepMetrics:
         row["tokens_per_s"] = train.global_batch * config.data.seq_len / row["step_time_s"]
         if peak := peak_flops(trainer.world.device, TORCH_NAMES[resolve_policy(config.precision).compute]):
             gpus = 1 if config.device.startswith("cuda:") else trainer.world.size
-            row["mfu"] = mfu(config.model.flops_per_token(config.data.seq_len), row["tokens_per_s"], gpus, peak)
+            row["mfu"] = mfu(flops_per_token(config.model, config.data.seq_len), row["tokens_per_s"], gpus, peak)
             row["mfu_formula"] = MFU_FORMULA
         return row, ranks

@@ -1,10 +1,12 @@
 """Next-token logits of a model that is laid out over ranks, for sampling text."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minidist.comm import all_gather, broadcast
-from minidist.parallel.context.split import unsharded_attention
 from minidist.train.engine import Engine
 
 
@@ -30,7 +32,7 @@ def next_token_logits(engine: Engine, tokens: Tensor) -> Tensor:
             outputs.append(out)
         return out
 
-    with unsharded_attention(model):
+    with _unsharded_attention(model):
         if pipeline is not None:
             pipeline.evaluate(part, lambda _: parallel.empty_hidden(samples, padded.shape[1], tp), 1)
         else:
@@ -46,3 +48,16 @@ def next_token_logits(engine: Engine, tokens: Tensor) -> Tensor:
     if pipeline is not None:
         broadcast(logits, pipeline.last_part_stage, groups["activations"])
     return logits
+
+
+@contextmanager
+def _unsharded_attention(model: nn.Module) -> Iterator[None]:
+    """Context manager that undoes `apply_context_parallel`: every rank attends only within its own input sequences."""
+    attentions = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
+    changed = {attention: vars(attention).pop("attend", None) for attention in attentions}
+    try:
+        yield
+    finally:
+        for attention, attend in changed.items():
+            if attend is not None:
+                attention.attend = attend

@@ -11,6 +11,7 @@ from typing import Any
 from minidist.fault.checkpoint import read_index
 from minidist.fault.folders import parse_step
 from minidist.tools.config_warnings import describe_learning_rate_jump, find_warnings
+from minidist.tools.console.entropy import entropy_rate
 from minidist.tools.console.goodput import USEFUL, TimeAccounts
 from minidist.tools.console.lines import PlainView
 from minidist.tools.console.loss_plot import draw_loss
@@ -111,8 +112,8 @@ class RunReporter(Observer):
             return
         baselines = {} if stopped else ngram_losses(corpus)
         summary |= baselines
-        if corpus.entropy_rate is not None:
-            baselines["best possible"] = corpus.entropy_rate
+        if trainer.config.data.path is None and trainer.config.data.source == "synthetic":
+            baselines["best possible"] = entropy_rate()
         self._accounts.charge("reporting")
         self._file.write_row({"end": summary["step"]} | self._accounts.as_row())
         summary["goodput"] = self._accounts.goodput

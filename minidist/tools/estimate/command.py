@@ -54,7 +54,7 @@ def estimate_json(result: Estimate, measured: MeasuredStep | None = None) -> dic
         "dtype": layout.dtype,
         "parameters": config.model.num_parameters(),
         "tokens_per_step": config.train.global_batch * seq_len,
-        "flops_per_token": config.model.flops_per_token(seq_len),
+        "flops_per_token": flops.flops_per_token(config.model, seq_len),
         "flops_per_step": model_flops,
         "hardware_flops_per_step": hardware_flops,
         **flops.utilisation_json(measured, model_flops, hardware_flops, layout.mesh.world_size),
@@ -85,7 +85,7 @@ def print_estimate(result: Estimate, measured: MeasuredStep | None = None) -> No
     """Print the figures of the whole run, a table with a column per pipeline stage, and notes on the figures."""
     layout, config = result.layout, result.layout.config
     world, batch, seq_len = layout.mesh.world_size, config.train.global_batch, config.data.seq_len
-    per_token, (model_flops, hardware_flops) = config.model.flops_per_token(seq_len), flops.step_flops(layout)
+    per_token, (model_flops, hardware_flops) = flops.flops_per_token(config.model, seq_len), flops.step_flops(layout)
     ranks = f"{world} rank{'s' * (world > 1)}, {layout.mesh}"
     print(f"{ranks}; {config.model.num_parameters():,} {layout.dtype} parameters")
     count = config.train.micro_batches

@@ -1,6 +1,6 @@
 """FLOPs of a step, their share of the hardware's peak (MFU and HFU), and the pipeline's bubble.
 
-Model FLOPs are counted as `ModelConfig.flops_per_token` counts them: attention in full although a causal kernel skips
+Model FLOPs are counted as `flops_per_token` counts them: attention in full although a causal kernel skips
 half of it, nothing for embedding lookups, and replicated work (norms, shared key-value heads) once. Hardware FLOPs add
 those of recomputation.
 """
@@ -11,15 +11,28 @@ from typing import NamedTuple
 
 from minidist.config import Config
 from minidist.errors import UserError
+from minidist.models.config import ModelConfig
 from minidist.process_groups import forward_flops
 from minidist.tools.estimate.layout import Layout
 from minidist.tools.simulate.timeline import PipelineTimeline, StageTimes, simulate_schedule
 
 
+def flops_per_token(model: ModelConfig, seq_len: int) -> int:
+    """Return the FLOPs of forward and backward for one token of a sequence of `seq_len` tokens.
+
+    `6 N + 12 l h s` (PaLM, arXiv 2204.02311, appendix B): each parameter costs one multiply-add in forward and two
+    in backward, and attention's two matrix products cost `4 h s` forward in each of `l` layers. The full attention
+    matrix is counted, although a causal kernel may skip half of it. N excludes an untied input embedding, which is
+    only a lookup. Recomputation is not counted.
+    """
+    looked_up = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
+    return 6 * (model.num_parameters() - looked_up) + 12 * model.num_layers * model.hidden_size * seq_len
+
+
 def stage_flops_per_token(layout: Layout, stage: int) -> int:
     """Model FLOPs of forward and backward on one stage, per token: `6 N + 12 l h s` over its layers and head.
 
-    The stages add up to `ModelConfig.flops_per_token`.
+    The stages add up to `flops_per_token`.
     """
     model, total = layout.config.model, 0
     for chunk in layout.stage_chunks(stage):
@@ -60,8 +73,8 @@ class StepFlops(NamedTuple):
 def step_flops(layout: Layout) -> StepFlops:
     """Count the FLOPs of one step on all ranks together."""
     config = layout.config
-    tokens, model_flops = config.train.global_batch * config.data.seq_len, config.model.flops_per_token
-    per_token = model_flops(config.data.seq_len)
+    tokens = config.train.global_batch * config.data.seq_len
+    per_token = flops_per_token(config.model, config.data.seq_len)
     recomputed = config.model.num_layers * layer_recompute_flops(layout)
     return StepFlops(per_token * tokens, (per_token + recomputed) * tokens)
 

@@ -84,7 +84,7 @@ class Traffic:
         if len(ranks) < 2:
             return Counter()
         plan = self._matrix_plan(tuple(ranks))
-        sent = sum(plan.num_sent_elements(ranks.index(rank), plan.holders))
+        sent = sum(exchanged_elements(plan, ranks.index(rank)))
         return Counter([("matrices", "send", sent, PRECISION_BYTES[policy.master or policy.state])])
 
     def _plan_matrices(self, ranks: Sequence[int]) -> MatrixPlan:
@@ -202,3 +202,17 @@ class Traffic:
             if 0 <= neighbour < schedule.positions and schedule.owner(neighbour)[0] != stage:
                 operations[spec, "send", elements, DTYPE_BYTES[self.layout.dtype]] += 1
         return operations
+
+
+def exchanged_elements(plan: MatrixPlan, rank: int) -> tuple[int, int]:
+    """Return how many elements `rank` sends to other ranks when all matrices are updated.
+
+    The first number is of shards, which it sends to owners, the second of updates, which it sends to holders.
+    """
+    shards = updates = 0
+    for name, holders in plan.holders.items():
+        if plan.owner[name] == rank:
+            updates += sum(shard.numel for other, shard in holders.items() if other != rank)
+        elif rank in plan.sender_ranks(name):
+            shards += holders[rank].numel
+    return shards, updates

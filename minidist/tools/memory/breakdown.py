@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from minidist.tools.memory.storages import ACTIVATIONS, Labels, MemoryPeak, StoragePeak
 from minidist.train.engine import Engine
+from minidist.zero.flat_param import ShardedFlatParam
 from minidist.zero.reducer import ZeroReducer
 
 TensorsByKind = Callable[[], Mapping[str, Iterable[Tensor]]]
@@ -168,11 +169,24 @@ def engine_tensors_by_kind(engine: Engine) -> TensorsByKind:
     def kinds() -> dict[str, Iterable[Tensor]]:
         tensors = model_and_optimizer()
         if isinstance(engine.reducer, ZeroReducer):  # parameters and gradients are views of flat tensors
-            tensors = {**engine.reducer.tensors_by_kind(), "states": tensors["states"]}
+            tensors = {**_zero_tensors_by_kind(engine.reducer), "states": tensors["states"]}
         pipeline = engine.forward_backward.pipeline
         return tensors if pipeline is None else {**tensors, ACTIVATIONS: pipeline.weight_gradient_inputs()}
 
     return kinds
+
+
+def _zero_tensors_by_kind(reducer: ZeroReducer) -> dict[str, list[Tensor | None]]:
+    """The tensors of ZeRO on this rank: "buffers" live only for part of a step. None: not allocated now."""
+    sums = [member.gradients.result for member in reducer.members]
+    tensors: dict[str, list[Tensor | None]] = {"buffers": [], "parameters": [], "gradients": sums, "masters": []}
+    for flat_param in reducer.flat_params:
+        tensors["parameters"].append(flat_param.shard)
+        if isinstance(flat_param, ShardedFlatParam):
+            tensors["buffers"].append(flat_param.full_buffer)
+        if flat_param.masters.separate:
+            tensors["masters" if flat_param.masters.persistent else "buffers"].append(flat_param.masters.tensor)
+    return tensors
 
 
 def measure_peak(step: Callable[[], object], kinds: TensorsByKind, device: torch.device | None = None) -> MemoryPeak:

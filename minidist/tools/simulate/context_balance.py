@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from minidist.parallel.context.causal import score_block
+from minidist.parallel.context.causal import ScoreBlock, score_block
 
 
 def scores_per_ring_step(layout: str, ring_size: int, tokens_per_rank: int) -> list[list[float]]:
@@ -15,7 +15,16 @@ def scores_per_ring_step(layout: str, ring_size: int, tokens_per_rank: int) -> l
     blocks = [
         [score_block(layout, rank, (rank - step) % ring_size, tokens_per_rank) for rank in ranks] for step in ranks
     ]
-    return [[block.num_scores if block else 0 for block in by_rank] for by_rank in blocks]
+    return [[0 if block is None else _num_scores(block) for block in by_rank] for by_rank in blocks]
+
+
+def _num_scores(block: ScoreBlock) -> float:
+    """Return the number of scores computed; those on the diagonal of a triangle count half.
+
+    Counted this way, each rank's fraction of the work does not depend on the sequence length.
+    """
+    rectangle = (block.queries.stop - block.queries.start) * (block.keys.stop - block.keys.start)
+    return rectangle / 2 if block.causal else rectangle
 
 
 def load_balance_efficiency(scores: list[list[float]]) -> Fraction:

@@ -5,9 +5,10 @@ A value comes from the default here, from a TOML file (`--config FILE`) or from 
 """
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from minidist.errors import UserError
 from minidist.mesh import Mesh
@@ -352,3 +353,31 @@ class Config:
             if fits and (self.mesh.dp is None or others * fits[-1] == world_size):
                 return f"--mesh.{axis} {fits[-1]}"
         return None
+
+
+def to_toml(config: Any, prefix: str = "") -> str:
+    """Return a configuration as TOML text, with all fields.
+
+    prefix: stands before the names of all sections; empty for a whole configuration.
+    """
+    lines, sections = [], []
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            sections.append(f"\n[{prefix}{item.name}]\n" + to_toml(value, f"{prefix}{item.name}."))
+        else:
+            lines.append(f"{item.name} = {_toml_value(value)}\n")
+    return "".join(lines + sections)
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case None:
+            return '"none"'
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case tuple() | list():
+            return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's

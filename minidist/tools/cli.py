@@ -178,7 +178,7 @@ def _base_config(argv: list[str]) -> tuple[Config, int | None]:
 
     The TOML file overrides the run to resume, which overrides the defaults.
     """
-    from minidist.config_file import from_toml, ranks_in_toml
+    from minidist.tools.config_file import from_toml, ranks_in_toml
     from minidist.tools.launch.resume import resumed_config
     from minidist.tools.launch.torchrun import is_under_torchrun
 

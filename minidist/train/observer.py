@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 class Observer:
     """Base class of observers, which receive the events of a run. Every method does nothing by default."""
 
-    def check(self) -> None:
-        """Raise UserError if this observer cannot write its files. Only rank 0 calls it, before the model is built."""
+    def check(self, folder: Path) -> None:
+        """Raise UserError if this observer cannot write its files, or the run must not use its `folder`, which exists.
+
+        Only rank 0 calls it, before the model is built.
+        """
 
     def on_start(self, trainer: "Trainer") -> None:
         """Called once the trainer is built and has loaded the checkpoint to resume, if any; no step has run."""

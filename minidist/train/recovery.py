@@ -3,11 +3,9 @@
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from minidist.config import Config
 from minidist.data.corpus import Corpus
 
 if TYPE_CHECKING:
-    from minidist.train.run_folder import RunLock
     from minidist.train.trainer import Trainer
 
 
@@ -18,20 +16,15 @@ class Regroup(Exception):
 class Recovery(ABC):
     """What a process carries from one trainer to the next when ranks die and are replaced.
 
-    corpus: the training text, for every trainer of this process. lock: of the run folder, on rank 0.
-    connect_timeout_s: of the creation of process groups, in which a rank may die. is_after_failure: whether the run has
-    lost or gained ranks before. is_regroup_requested: whether more ranks can be used now, as far as this rank knows.
+    corpus: the training text, for every trainer of this process. connect_timeout_s: of the creation of process groups,
+    in which a rank may die. is_after_failure: whether the run has lost or gained ranks before. is_regroup_requested:
+    whether more ranks can be used now, as far as this rank knows.
     """
 
     corpus: Corpus
-    lock: "RunLock | None" = None
     connect_timeout_s: float
     is_after_failure: bool
     is_regroup_requested: bool
-
-    @abstractmethod
-    def adapt_resume(self, config: Config) -> Config:
-        """Return `config` with the checkpoint to resume if the memory of the ranks does not hold the state."""
 
     @abstractmethod
     def restore(self, trainer: "Trainer") -> bool:

@@ -1,9 +1,9 @@
 """The configuration in a checkpoint, and whether a run can continue from it."""
 
-from typing import TYPE_CHECKING
+import tomllib
+from typing import TYPE_CHECKING, Any
 
-from minidist.config import Config
-from minidist.config_file import from_text
+from minidist.config import Config, to_toml
 from minidist.errors import DamagedError, UserError
 from minidist.precision.scaler import LossScaler
 from minidist.train.run_folder import AUTO
@@ -13,17 +13,18 @@ if TYPE_CHECKING:
     from minidist.fault.index import Index
 
 
-def parse_checkpoint_config(index: "Index") -> Config:
-    """Return the configuration of the run that wrote a checkpoint. index: of the checkpoint.
+def read_stored_config(index: "Index") -> dict[str, Any]:
+    """Return the configuration of the run that wrote a checkpoint, as TOML's values. index: of the checkpoint.
 
     Raises UserError if the state has no configuration: another program wrote the checkpoint; DamagedError if it has no
     valid one.
     """
     if "config" not in index.state:
         raise UserError(f"{index.path} is a checkpoint, but not of a run of this trainer: its state has no config.")
-    if not isinstance(index.state["config"], str):
-        raise DamagedError(f"{index.path} is damaged: the configuration in its state is not text.")
-    return from_text(index.state["config"], str(index.path))
+    try:
+        return tomllib.loads(index.state["config"])
+    except (TypeError, tomllib.TOMLDecodeError):
+        raise DamagedError(f"{index.path} is damaged: the configuration in its state is not TOML text.") from None
 
 
 def check_resumable(index: "Index", config: Config, corpus: "Corpus") -> None:
@@ -33,23 +34,19 @@ def check_resumable(index: "Index", config: Config, corpus: "Corpus") -> None:
     step, there is nothing left to train: this is an error only if `config.checkpoint.resume` names a checkpoint.
     """
     path, state = index.path, index.state
-    before = parse_checkpoint_config(index)
+    before, now = read_stored_config(index), tomllib.loads(to_toml(config))
     _check_state(index)
     if state["corpus"] != corpus.fingerprint:
         raise UserError(
             f"{path} was trained on another corpus ({state['corpus_name']}) than this run has ({corpus.describe()}). "
             "Give the same --data.source or --data.path, or start a new run."
         )
-    for name, was, now in (
-        ("train.seed", before.train.seed, config.train.seed),
-        ("data.seq-len", before.data.seq_len, config.data.seq_len),
-        ("data.min-length", before.data.min_length, config.data.min_length),
-        ("optim.kind", before.optim.kind, config.optim.kind),
-    ):
-        if was != now:
+    for section, field in (("train", "seed"), ("data", "seq_len"), ("data", "min_length"), ("optim", "kind")):
+        name, was = f"{section}.{field.replace('_', '-')}", before.get(section, {}).get(field)
+        if was != now[section][field]:
             raise UserError(
-                f"{path} was trained with --{name} {was}, this run has {now}: it would not go on where that run ended. "
-                f"Give --{name} {was}, or start a new run."
+                f"{path} was trained with --{name} {was}, this run has {now[section][field]}: it would not go on where "
+                f"that run ended. Give --{name} {was}, or start a new run."
             )
     if state["step"] >= config.train.steps and config.checkpoint.resume not in (None, AUTO):
         raise UserError(

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from minidist import comm
 from minidist.comm import CommError, Meter, World
-from minidist.config import Config, MemoryConfig, TraceConfig
-from minidist.config_file import to_toml
+from minidist.config import Config, MemoryConfig, TraceConfig, to_toml
 from minidist.data.corpus import Corpus, open_corpus
 from minidist.data.loader import Loader, evaluation_loader
 from minidist.errors import DamagedError, RunError, UserError, format_ranks
@@ -108,13 +107,26 @@ class Trainer:
         )
         self.control = self.groups["control"]
         self.all_gather_object = comm.bind_all_gather_object(self.control)
-        self._run_on_all_ranks(self._check_observers)
         self.corpus = self._run_on_all_ranks(self._open_corpus)
         self._check_same_corpus()
+        # Rank 0 makes the folder for all ranks, so only rank 0 needs the right to write there.
+        run = self.all_gather_object(self._run_on_all_ranks(self._open_run_folder))[0]
+        self.folder, self.start_notes = run.path, []
+        self.saver = CheckpointSaver(self.folder / run_folder.CHECKPOINTS, self.all_gather_object, self.control.rank)
+        self.saver.gather_object = lambda value: comm.gather_object(value, self.control)
+        try:
+            self._build(run.checkpoints)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, checkpoints: Sequence[Path]) -> None:
+        """Build the engine and load its state. checkpoints: to resume from, in the order to try them."""
+        config, recovery = self.config, self.recovery
         model = Transformer(config.model)
         init_parameters(model, config.train.seed)
         self.engine = Engine(
-            parallelize(model.to(world.device), self.groups, config), self.groups, config.optim, config.train.seed
+            parallelize(model.to(self.world.device), self.groups, config), self.groups, config.optim, config.train.seed
         )
         data, train = config.data, config.train
         self.loader = Loader(self.corpus.train, data.seq_len, train.seed, min_length=data.min_length)
@@ -123,39 +135,23 @@ class Trainer:
         self.skipped_steps = SkippedSteps(train.max_skipped_steps, self.engine.scaler, self.all_gather_object)
         self.stop_request: StopRequest | None = None
         self.interrupted_step: StepResult | None = None
-        # Rank 0 makes the folder for all ranks, so only rank 0 needs the right to write there.
-        self._lock: run_folder.RunLock | None = None if recovery is None else recovery.lock
-        run = self.all_gather_object(self._run_on_all_ranks(self._open_run_folder))[0]
-        self.folder, self.start_notes = run.path, []
-        self.saver = CheckpointSaver(self.folder / run_folder.CHECKPOINTS, self.all_gather_object, self.control.rank)
-        self.saver.gather_object = lambda value: comm.gather_object(value, self.control)
         self.resumed_from: Path | None = None
-        try:
-            if recovery is None or not recovery.restore(self):
-                self.resumed_from = self._resume(run.checkpoints)
-        except BaseException:
-            self.close(release_lock=recovery is None)
-            raise
+        if recovery is None or not recovery.restore(self):
+            self.resumed_from = self._resume(checkpoints)
         self._replica_check = ReplicaCheck(self.control, self.progress.step)
         self.engine.completed_steps = self.progress.step
         self.reported_steps = self.progress.step - (self.interrupted_step is not None)
 
-    def close(self, release_lock: bool = True) -> None:
-        """Close the observers, wait for this rank's checkpoint writer, and release the lock of the run folder."""
+    def close(self) -> None:
+        """Wait for this rank's checkpoint writer, and close the observers."""
+        self.saver.close()
         for observer in self.observers:
             observer.close()
-        self.saver.close()
-        if self._lock is not None and release_lock:
-            self._lock.release()
 
     def send_note(self, line: str) -> None:
         """Call `on_note` of all observers with a line of text."""
         for observer in self.observers:
             observer.on_note(line)
-
-    def _check_observers(self) -> None:
-        for observer in self.observers if self.world.rank == 0 else ():
-            observer.check()
 
     def _open_corpus(self) -> Corpus:
         data, model = self.config.data, self.config.model
@@ -170,11 +166,9 @@ class Trainer:
     def _open_run_folder(self) -> run_folder.RunFolder | None:
         if self.world.rank > 0:
             return None
-        recovery = self.recovery
-        run = run_folder.open_run_folder(self.config if recovery is None else recovery.adapt_resume(self.config))
-        self._lock = self._lock or run_folder.RunLock(run.path)
-        if recovery is not None:
-            recovery.lock = self._lock
+        run = run_folder.open_run_folder(self.config)
+        for observer in self.observers:
+            observer.check(run.path)
         return run
 
     def _run_on_all_ranks(self, action: Callable[[], Result]) -> Result:

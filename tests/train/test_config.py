@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from minidist.config import Config
-from minidist.config_file import from_text, from_toml, to_toml
+from minidist.config import Config, to_toml
 from minidist.errors import UserError
+from minidist.tools.config_file import from_text, from_toml
 from minidist.validation import validate
 from tests.helpers.small_run import with_changes
 

@@ -11,7 +11,7 @@ from minidist.config import OptimConfig, PrecisionConfig
 from minidist.errors import UserError
 from minidist.tools.config_warnings import describe_learning_rate_jump
 from minidist.tools.launch.resume import resumed_config
-from minidist.train.run_folder import open_run_folder
+from minidist.tools.launch.run_folder_guard import open_checked_run_folder
 from tests.helpers.small_run import (
     read_checkpoint,
     read_curve,
@@ -107,11 +107,11 @@ def test_a_resumed_run_writes_to_its_run_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = small_config(tmp_path / "run", write_text(tmp_path))
     train_small(World.single(), config, stop_after=2)
-    assert open_run_folder(with_resume(config, tmp_path / "run", folder=None)).path == tmp_path / "run"
+    assert open_checked_run_folder(with_resume(config, tmp_path / "run", folder=None)).path == tmp_path / "run"
     lone = tmp_path / "step-00000002"  # a checkpoint that lies in no run folder
     (tmp_path / "run" / "checkpoints" / "step-00000002").rename(lone)
-    assert str(open_run_folder(with_resume(config, lone, folder=None)).path) == "runs/0001"
-    assert str(open_run_folder(with_changes(config, folder=None)).path) == "runs/0002"
+    assert str(open_checked_run_folder(with_resume(config, lone, folder=None)).path) == "runs/0001"
+    assert str(open_checked_run_folder(with_changes(config, folder=None)).path) == "runs/0002"
 
 
 @pytest.mark.parametrize(

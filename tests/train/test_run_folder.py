@@ -12,7 +12,8 @@ import pytest
 from minidist.comm import World, barrier, bind
 from minidist.errors import DamagedError, UserError
 from minidist.mesh import Mesh
-from minidist.train.run_folder import AUTO, RunLock, open_run_folder
+from minidist.tools.launch.run_folder_guard import RunLock, open_checked_run_folder
+from minidist.train.run_folder import AUTO
 from tests.helpers.small_run import (
     OPTIONS,
     Command,
@@ -106,17 +107,18 @@ def test_another_run_is_refused_with_the_options_that_differ(config, tmp_path):
     other = with_changes(config, optim__lr=0.25, train__steps=9)
     expected = r"holds a run with other options \(optim.lr 0.5 there, 0.25 here, train.steps 6 there, 9 here\)"
     with pytest.raises(UserError, match=expected):
-        open_run_folder(other)
+        open_checked_run_folder(other)
     # Asked for in so many words, the run goes on under the new options.
     assert train_small(World.single(), with_resume(other, AUTO))["step"] == 9
     # The number of ranks, logging and recomputation change no loss.
-    run = open_run_folder(with_changes(config, optim__lr=0.25, train__steps=9, train__log_every=3, recompute="block"))
+    changes = {"optim__lr": 0.25, "train__steps": 9, "train__log_every": 3, "recompute": "block"}
+    run = open_checked_run_folder(with_changes(config, **changes))
     assert run.checkpoints[0] == checkpoint_of(tmp_path / "run", 9)
 
 
 def test_auto_needs_a_folder(config):
     with pytest.raises(UserError, match="name it with --folder"):
-        open_run_folder(with_resume(config, AUTO, folder=None))
+        open_checked_run_folder(with_resume(config, AUTO, folder=None))
 
 
 def train_in_a_folder_in_use(world, config):
@@ -144,7 +146,7 @@ def test_a_second_live_run_in_a_folder_is_refused(ranks, config, tmp_path):
 
 HOLD_LOCK = """
 from pathlib import Path
-from minidist.train.run_folder import RunLock
+from minidist.tools.launch.run_folder_guard import RunLock
 lock = RunLock(Path("run"))
 print("locked", flush=True)
 input()

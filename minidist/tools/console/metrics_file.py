@@ -5,8 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from minidist.config import Config
-from minidist.config_file import to_toml
+from minidist.config import Config, to_toml
 from minidist.errors import RunError
 from minidist.tools.output_files import write_atomically
 from minidist.train.run_folder import describe_last_checkpoint

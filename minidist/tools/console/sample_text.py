@@ -13,11 +13,11 @@ from minidist.fault import checkpoint
 from minidist.fault.shards import TensorShard
 from minidist.models.transformer import Transformer
 from minidist.parameters import Box, named_parameters
+from minidist.tools.config_file import parse_checkpoint_config
 from minidist.tools.console.generate import generate
 from minidist.tools.console.next_token_logits import next_token_logits
 from minidist.train.checkpoint_state import PARAMETERS
 from minidist.train.engine import Engine
-from minidist.train.resume import parse_checkpoint_config
 
 
 def load_model(path: Path) -> tuple[Transformer, Config]:

@@ -9,22 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minidist.config import Config
-from minidist.config_file import from_toml
 from minidist.data.corpus import Corpus
 from minidist.errors import DamagedError, UserError
 from minidist.fault import folders
+from minidist.tools.config_file import from_toml, parse_checkpoint_config
+from minidist.tools.launch.run_folder_guard import CONFIG, JOB, describe_config_changes, open_checked_run_folder
 from minidist.tools.launch.torchrun import read_job_name
-from minidist.train.resume import check_resumable, parse_checkpoint_config
-from minidist.train.run_folder import (
-    AUTO,
-    CONFIG,
-    JOB,
-    RUNS,
-    RunFolder,
-    describe_config_changes,
-    find_checkpoints_folder,
-    open_run_folder,
-)
+from minidist.train.resume import check_resumable
+from minidist.train.run_folder import AUTO, RUNS, RunFolder, find_checkpoints_folder
 
 if TYPE_CHECKING:
     from minidist.comm.world import World
@@ -66,7 +58,7 @@ def share_run_folder_across_restarts(world: "World", config: Config) -> Config:
         )
     else:
         with contextlib.suppress(UserError):  # the trainer raises it again, on all ranks
-            config = dataclasses.replace(config, folder=open_run_folder(config).path)
+            config = dataclasses.replace(config, folder=open_checked_run_folder(config).path)
     if config.folder is not None:
         if world.store is not None:
             world.store.set(_FOLDER_KEY, str(config.folder))

@@ -6,6 +6,7 @@ from minidist.comm import Meter, World
 from minidist.config import Config
 from minidist.tools.chaos.faults import parse_fault
 from minidist.tools.console.reporter import RunReporter
+from minidist.tools.launch.run_folder_guard import RunFolderGuard
 from minidist.tools.memory.tracker import MemoryTracker
 from minidist.tools.recovery.live_recovery import train_with_recovery
 from minidist.tools.trace.timed_meter import TimedMeter
@@ -38,4 +39,4 @@ def make_observers_and_meter(config: Config) -> tuple[list[Observer], Meter]:
         observers.append(TraceRecorder(config))
     if config.memory.file is not None:
         observers.append(MemoryTracker(config))
-    return [*observers, RunReporter()], meter
+    return [*observers, RunReporter(), RunFolderGuard(config)], meter

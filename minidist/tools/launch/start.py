@@ -19,6 +19,7 @@ from minidist.tools.config_warnings import validate_options
 from minidist.tools.launch import RankFailure, RankServer
 from minidist.tools.launch.gpus import count_gpus, format_too_few_gpus_message, has_own_gpu
 from minidist.tools.launch.resume import check_resume, share_run_folder_across_restarts
+from minidist.tools.launch.run_folder_guard import open_checked_run_folder
 from minidist.tools.launch.torchrun import (
     is_restarted,
     is_under_torchrun,
@@ -117,7 +118,7 @@ def train_on_new_ranks(config: Config, ranks: int, program: Callable | None = No
     device = resolve_device(config, ranks)
     check_output_files(config)
     corpus = open_corpus(config.data.source, config.data.path, config.data.seq_len)
-    run = run_folder.open_run_folder(config)
+    run = open_checked_run_folder(config)
     folder = run.path
     if device == "cpu" and config.device != "cpu" and (gpus := count_gpus()):
         print(f"{ranks} ranks and {gpus} GPU{'s' * (gpus > 1)}: running on the CPU", file=sys.stderr, flush=True)

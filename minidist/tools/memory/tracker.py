@@ -36,7 +36,7 @@ class MemoryTracker(Observer):
         self._report: str | None = None
         self._measurement: tuple[MemoryPeak | None, str | None] | None = None
 
-    def check(self) -> None:
+    def check(self, folder: Path) -> None:
         check_memory_files(self._config)
 
     def on_start(self, trainer: Trainer) -> None:

@@ -67,13 +67,14 @@ def train_with_recovery(
                 rank_world = membership.connect(world)
                 if recovery.is_after_failure:
                     config = replace(config, fault=replace(config.fault, inject=None))  # injected once
-                trainer = Trainer(rank_world, with_open_dp(config), *make_observers_and_meter(config), recovery)
+                current = recovery.adapt_resume(config)
+                trainer = Trainer(rank_world, with_open_dp(current), *make_observers_and_meter(current), recovery)
                 summary = trainer.run(stop)
             except (CommError, Regroup) as error:
                 membership.disconnect()
                 recovery.end_generation(trainer, error)
                 if trainer is not None:
-                    trainer.close(release_lock=False)
+                    trainer.close()
                 continue
             except BaseException:
                 if trainer is not None:
@@ -110,14 +111,13 @@ class LiveRecovery(Recovery):
     """What one process carries from one generation to the next, and how a new `Trainer` gets its state from it.
 
     corpus: the training text, which every trainer of this process uses. memory_every: refresh the copies in memory
-    every this many steps; 0: never. lock: of the run folder, on rank 0.
+    every this many steps; 0: never.
     """
 
     connect_timeout_s = CONNECT_TIMEOUT_S
 
     def __init__(self, membership: Membership, corpus: Corpus, memory_every: int):
         self._membership, self.corpus, self._memory_every = membership, corpus, memory_every
-        self.lock: run_folder.RunLock | None = None
         self._generation: Generation | None = None
         self._is_new = True  # this process has not trained yet
         self._held: list[HeldState] = []

@@ -69,7 +69,7 @@ class TraceRecorder(Observer):
         self._ended = False
         self.line: str | None = None
 
-    def check(self) -> None:
+    def check(self, folder: Path) -> None:
         check_trace_file(self._whole_config)
 
     def on_start(self, trainer: Trainer) -> None:

@@ -1,15 +1,18 @@
-"""Read and write the configuration as TOML. Reading refuses unknown keys; writing includes all fields."""
+"""Read the configuration from TOML, as `config.to_toml` writes it. Unknown keys are refused."""
 
 import dataclasses
-import json
 import tomllib
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from minidist.config import Config
 from minidist.errors import UserError, suggest
+from minidist.train.resume import read_stored_config
+
+if TYPE_CHECKING:
+    from minidist.fault.index import Index
 
 # TOML's types in plain words.
 _TOML_NAMES = {
@@ -100,29 +103,11 @@ def _expected(kind: Any) -> str:
     return "a text" if kind is Path else _TOML_NAMES[kind]
 
 
-def to_toml(config: Any, prefix: str = "") -> str:
-    """Return a configuration as TOML text, from which `from_toml` reads an equal one.
+def parse_checkpoint_config(index: "Index") -> Config:
+    """Return the configuration of the run that wrote a checkpoint. index: of the checkpoint.
 
-    prefix: stands before the names of all sections; empty for a whole configuration.
+    Raises UserError if the state has no configuration: another program wrote the checkpoint; DamagedError if it has no
+    valid one.
     """
-    lines, sections = [], []
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            sections.append(f"\n[{prefix}{item.name}]\n" + to_toml(value, f"{prefix}{item.name}."))
-        else:
-            lines.append(f"{item.name} = {_toml_value(value)}\n")
-    return "".join(lines + sections)
-
-
-def _toml_value(value: Any) -> str:
-    match value:
-        case None:
-            return '"none"'
-        case bool():
-            return str(value).lower()
-        case int() | float():
-            return repr(value)
-        case tuple() | list():
-            return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's
+    read_stored_config(index)
+    return from_text(index.state["config"], str(index.path))

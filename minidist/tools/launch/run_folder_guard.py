@@ -1,0 +1,181 @@
+"""The run folder of `minidist train`: refuse one that belongs to another run, and keep other live runs out of it."""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import IO, Any
+
+from minidist.config import Config
+from minidist.errors import UserError
+from minidist.fault import folders
+from minidist.tools.config_file import from_toml
+from minidist.train.observer import Observer
+from minidist.train.run_folder import (
+    AUTO,
+    CHECKPOINTS,
+    RunFolder,
+    find_checkpoints_folder,
+    find_run_folder,
+    open_run_folder,
+)
+
+CONFIG = "config.toml"
+JOB = "job"  # the name of the launcher's job; a job that is started again finds its run by it
+_LOCK = "lock"
+# Options that may change when a run is resumed automatically: a resumed run gives the same losses with any of them.
+_MAY_CHANGE = (
+    "train.log_every",
+    "train.max_skipped_steps",
+    "train.straggler_threshold",
+    "train.eval_every",
+    "train.eval_samples",
+    "train.sample_tokens",
+    "train.micro_batches",
+)
+_MUST_STAY = ("model", "data", "optim", "precision", "train")
+
+
+class RunFolderGuard(Observer):
+    """Refuses a run folder that belongs to another run, and locks it until the end of this run."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._lock: RunLock | None = None
+
+    def check(self, folder: Path) -> None:
+        check_run_folder(dataclasses.replace(self._config, folder=folder))
+        self._lock = RunLock(folder)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+def open_checked_run_folder(config: Config) -> RunFolder:
+    """Choose and create the folder of this run (`open_run_folder`), after `check_run_folder`."""
+    check_run_folder(config)
+    return open_run_folder(config)
+
+
+def check_run_folder(config: Config) -> None:
+    """Raise UserError if a run of `config` would mix its files with those of another run in `config.folder`.
+
+    A run of the same configuration in it may be continued; one of another only if `config.checkpoint.resume` says so.
+    """
+    folder = None if config.folder is None else Path(config.folder).expanduser()
+    resume = config.checkpoint.resume
+    if resume not in (None, AUTO):
+        newest = folders.latest_checkpoint(find_checkpoints_folder(resume))
+        source = find_run_folder(newest)
+        if source is not None and (folder is None or folder.resolve() == source):
+            _refuse_to_go_back(newest, source)
+        elif folder is not None and (not _is_run_folder(folder) or folders.complete_checkpoints(folder / CHECKPOINTS)):
+            _check_is_empty(folder, "and a resumed run needs a folder of its own, or that of the run it resumes")
+    elif folder is not None:
+        if folder.is_dir() and not _is_run_folder(folder):
+            _check_is_empty(folder, "and a new run needs a folder of its own")
+        if resume is None:
+            _check_same_run(folder, config)
+
+
+class RunLock:
+    """A lock that keeps two live runs from writing to one run folder; acquired by the constructor, on rank 0.
+
+    A POSIX record lock (fcntl(2)): it also works between the nodes of a network file system, a child process does not
+    inherit it, and it is released when the process ends. Raises UserError, which names the owner, if another process
+    holds the lock.
+    """
+
+    def __init__(self, folder: Path):
+        self._path = folder / _LOCK
+        while True:
+            self._file = self._lock()
+            # The owner before may have deleted the file between our open and our lock.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                    break
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+
+    def _lock(self) -> IO[str]:
+        file = self._path.open("a+")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # either, by POSIX
+            with file:
+                file.seek(0)
+                owner = file.read().strip() or "unknown process"
+            raise UserError(
+                f"the run folder {self._path.parent} is in use by another run ({owner}): wait until it ends, stop it, "
+                "or give this run a folder of its own with --folder."
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        return file
+
+    def release(self) -> None:
+        """Release the lock, so that another run can use the folder."""
+        if not self._file.closed:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+
+
+def _is_run_folder(folder: Path) -> bool:
+    return (folder / CONFIG).exists() or bool(folders.complete_checkpoints(folder / CHECKPOINTS))
+
+
+def _check_is_empty(folder: Path, why: str) -> None:
+    """Raise UserError if there are files in `folder` that a run would mix with its own."""
+    names = sorted(set(os.listdir(folder)) - {_LOCK, JOB}) if folder.is_dir() else []
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise UserError(
+            f"--folder {folder} is not empty (it holds {', '.join(names[:4])}{more}), {why}: give another one."
+        )
+
+
+def _check_same_run(folder: Path, config: Config) -> None:
+    """Raise UserError if `folder` holds a run whose losses would differ from those of this configuration."""
+    if not (folder / CONFIG).exists():
+        return
+    changed = describe_config_changes(from_toml(folder / CONFIG), config)
+    if changed:
+        more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+        raise UserError(
+            f"--folder {folder} holds a run with other options ({', '.join(changed[:4])}{more}): give another folder, "
+            f"or go on with that run under these options with --checkpoint.resume {folder}."
+        )
+
+
+def describe_config_changes(before: Config, config: Config) -> list[str]:
+    """Compare the options that affect a run's losses: a line like `optim.lr 0.003 there, 0.001 here` per difference.
+
+    before: the earlier configuration ("there"). config: this run's ("here").
+    """
+    return [
+        f"{section}.{field.name.replace('_', '-')} {was} there, {now} here"
+        for section in _MUST_STAY
+        for field in dataclasses.fields(getattr(config, section))
+        if f"{section}.{field.name}" not in _MAY_CHANGE
+        and (was := _value(before, section, field.name)) != (now := _value(config, section, field.name))
+    ]
+
+
+def _value(config: Config, section: str, field: str) -> Any:
+    return getattr(getattr(config, section), field)
+
+
+def _refuse_to_go_back(at: Path, source: Path) -> None:
+    """Raise UserError if the run folder has checkpoints later than `at`: two histories would mix in it."""
+    found = folders.complete_checkpoints(at.parent)
+    step = next((step for step, path in found.items() if path.resolve() == at.resolve()), None)
+    later = [] if step is None else [other for other in found if other > step]
+    if later:
+        raise UserError(
+            f"{at} is at step {step}, and its run has gone on to step {max(later)}: resume the latest with "
+            f"--checkpoint.resume {source}, or give the new run a folder of its own with --folder."
+        )

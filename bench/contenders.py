@@ -92,7 +92,7 @@ class Minidist:
             engine.reducer.attach_grads(group)
             engine.optimizer.step()
             engine.reducer.copy_to_params(group, self.steps)
-        engine.gather_params()
+        engine.reducer.gather_params()
         engine.reducer.clear_gradients()
         return None
 

@@ -32,7 +32,7 @@ from minidist.process_groups import (
     ranks_with,
 )
 from minidist.recompute import apply_recomputation
-from minidist.zero.build import ModelParams, make_zero_reducer
+from minidist.zero.build import ZeroReducerBuilder
 
 __all__ = [
     "DEFAULT_GROUP_SPECS",
@@ -139,15 +139,13 @@ def _reducer(
 ) -> GradientReducer:
     """Build the gradient reducer of the configuration. names: of the full model's parameters."""
     dtypes, values = cast_parameters(model, policy)
-
-    params = ModelParams(specs, values, names, chunk_of, config.train.seed)
     reduction_groups = [
         with_all_reduce_algorithm(config.comm.algorithm, groups[name]) for name in GRADIENT_GROUPS if name in groups
     ]
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
         parameters, comm = named_parameters(model), config.comm
         return make_reducer(comm.gradients, parameters, specs, reduction_groups, comm.bucket_mib)
-    return make_zero_reducer(model, params, groups, reduction_groups, config, dtypes)
+    return ZeroReducerBuilder(model, specs, values, names, chunk_of, groups, reduction_groups, config, dtypes).build()
 
 
 def _spec(
@@ -160,7 +158,6 @@ def _spec(
 ) -> ParamSpec:
     """Build the spec of a parameter that is held by `stages` and, in each, by the tp ranks of `held`."""
     home = mesh.coords(rank)
-
     replicas = ranks_with(mesh, stages, held.holders)
     contributors = ranks_with(mesh, stages, held.holders if held.partial else (home["tp"],))
     return ParamSpec(name, shape, (held.box,), replicas, contributors=contributors)

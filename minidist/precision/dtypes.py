@@ -22,17 +22,8 @@ class PrecisionDtypes:
     @classmethod
     def from_policy(cls, policy: Policy) -> "PrecisionDtypes":
         """Return the torch dtypes of `policy`."""
-
-        def dtype(name: str | None) -> torch.dtype | None:
-            return None if name is None else getattr(torch, TORCH_NAMES[name])
-
-        return cls(
-            dtype(policy.parameter),
-            dtype(policy.accumulate),
-            dtype(policy.reduce),
-            dtype(policy.state),
-            dtype(policy.master),
-        )
+        names = {f.name: getattr(policy, f.name) for f in fields(cls)}
+        return cls(**{kind: name and getattr(torch, TORCH_NAMES[name]) for kind, name in names.items()})
 
     def promoted_to(self, dtype: torch.dtype) -> "PrecisionDtypes":
         """Return these dtypes, each promoted to at least `dtype`."""

@@ -98,7 +98,7 @@ class Engine:
         self._carry_out(self.decision, lr)
         if result.update_successful:
             with self.groups.meter.span("gather"):
-                self.gather_params()
+                self.reducer.gather_params()
         self.reducer.clear_gradients()
         return result
 
@@ -185,10 +185,6 @@ class Engine:
             self.reducer.attach_grads(group)
             self.optimizer.step(**({"names": self.reducer.updated_names(group)} if self.optim.kind == "muon" else {}))
             self.reducer.copy_to_params(group, step)
-
-    def gather_params(self) -> None:
-        """Gather the updated parameters on all ranks, if each rank has updated its shards only (ZeRO 1 and 2)."""
-        self.reducer.gather_params()
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Return the mean token loss of all ranks' batches, in nats, the same on every rank; NaN without any token.

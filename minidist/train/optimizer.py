@@ -7,7 +7,7 @@ rounds vectorised elements once and the rest twice. Muon needs full matrices, an
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -31,16 +31,22 @@ def make_optimizer(
     matrix_group: the ranks over which Muon's matrices are sharded; collective over it. Every parameter group has
     `lr_ratio`, which `set_learning_rate` reads. Raises ValueError if Muon gets a shard and no `matrix_group`.
     """
-    groups = _groups(optim, masters, specs, matrix_group is not None)
-    if optim.kind == "sgd":
-        # Fused SGD with momentum raises for a parameter that gets its first gradient after the first step.
-        made = torch.optim.SGD(groups, optim.lr, optim.momentum, fused=optim.momentum == 0)
-    else:
-        adamw = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True}
-        if optim.kind == "adamw":
+    matrices = [name for name in masters if optim.kind == "muon" and is_hidden_matrix(name, len(specs[name].shape))]
+    groups = _adamw_groups(optim, {name: master for name, master in masters.items() if name not in matrices}, specs)
+    if matrices:
+        groups.append(_muon_group(optim, {name: masters[name] for name in matrices}, specs, matrix_group is not None))
+    adamw = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "fused": True}
+    match optim.kind:
+        case "sgd":
+            # Fused SGD with momentum raises for a parameter that gets its first gradient after the first step.
+            made = torch.optim.SGD(groups, optim.lr, optim.momentum, fused=optim.momentum == 0)
+        case "adamw":
             made = torch.optim.AdamW(groups, **adamw)
-        else:
-            exchange = None if matrix_group is None else _exchange(masters, specs, matrix_group)
+        case "muon":
+            exchange = None
+            if matrix_group is not None:
+                dtype = next((master.dtype for master in masters.values()), None)
+                exchange = ShardedMatrices({name: specs[name] for name in matrices}, matrix_group, dtype)
             made = Muon(groups, exchange, optim.muon_steps, **adamw)
     set_learning_rate(made, optim.lr)
     return made
@@ -52,34 +58,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_ratio"]
 
 
-def _hidden_matrices(masters: Mapping[str, Tensor], specs: ParamSpecs) -> list[str]:
-    return [name for name in masters if is_hidden_matrix(name, len(specs[name].shape))]
-
-
-def _exchange(masters: Mapping[str, Tensor], specs: ParamSpecs, group: Group) -> ShardedMatrices:
-    dtype = next((master.dtype for master in masters.values()), None)
-    return ShardedMatrices({name: specs[name] for name in _hidden_matrices(masters, specs)}, group, dtype)
-
-
-def _groups(optim: OptimConfig, masters: Mapping[str, Tensor], specs: ParamSpecs, sharded: bool) -> list[dict]:
-    """Return the parameter groups, each in the order of `masters`; one empty group if there are none."""
-    hidden = set(_hidden_matrices(masters, specs)) if optim.kind == "muon" else set()
+def _adamw_groups(optim: OptimConfig, masters: Mapping[str, Tensor], specs: ParamSpecs) -> list[dict]:
+    """Return the parameter groups with and without weight decay; one empty group if there are no masters."""
     decayed = {name for name in masters if optim.decay == "all" or len(specs[name].shape) > 1}
-    rest = [name for name in masters if name not in hidden]
     groups = []
-    for names, decay in (
-        ([name for name in rest if name in decayed], optim.weight_decay),
-        ([name for name in rest if name not in decayed], 0.0),
-    ):
-        if names or not groups:
-            groups.append({"params": _of(masters, names), "weight_decay": decay, "lr_ratio": 1.0})
-    if hidden:
-        groups.append(_muon_group(optim, {name: masters[name] for name in masters if name in hidden}, specs, sharded))
+    for is_decayed, decay in ((True, optim.weight_decay), (False, 0.0)):
+        params = [master for name, master in masters.items() if (name in decayed) == is_decayed]
+        if params or not groups:
+            groups.append({"params": params, "weight_decay": decay, "lr_ratio": 1.0})
     return groups
-
-
-def _of(masters: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
-    return [masters[name] for name in names]
 
 
 def _muon_group(optim: OptimConfig, matrices: Mapping[str, Tensor], specs: ParamSpecs, sharded: bool) -> dict:

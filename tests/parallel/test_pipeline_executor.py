@@ -13,11 +13,12 @@ from minidist.models.config import ModelConfig
 from minidist.models.transformer import Transformer
 from minidist.parallel.data.reducer import register_gradient_hooks
 from minidist.parallel.pipeline.executor import PipelineExecutor
-from minidist.parallel.pipeline.schedules import KINDS, build_schedule
+from minidist.parallel.pipeline.schedules import build_schedule
 from minidist.parallel.pipeline.split import ModuleOnOtherStage, keep_stage_modules
 from minidist.parallel.pipeline.split_backward import DeferWeightGradients, compute_weight_gradient
 from minidist.tools.deadlock.nccl_rules import find_nccl_violations
 from minidist.tools.simulate.check import peak_live_micro_batches
+from minidist.validation import SCHEDULES
 
 WIDTH, SIZES = 5, (3, 1, 0, 2, 2, 1, 3, 2)  # samples of each micro-batch, one of which is empty
 
@@ -98,7 +99,7 @@ def run_in_one_process(kind: str, stages: int, micro_batches: int) -> dict[str, 
     return {name: parameter.grad for name, parameter in parameters.items()}
 
 
-CASES = [(kind, stages, 2 * stages) for kind in KINDS for stages in (2, 4)] + [("1f1b", 3, 2), ("zb-v", 3, 7)]
+CASES = [(kind, stages, 2 * stages) for kind in SCHEDULES for stages in (2, 4)] + [("1f1b", 3, 2), ("zb-v", 3, 7)]
 
 
 @pytest.mark.parametrize(("kind", "stages", "micro_batches"), CASES)

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Action, StageAction, last_backward_index
-from minidist.parallel.pipeline.schedules import KINDS, build_schedule
+from minidist.parallel.pipeline.schedules import build_schedule
 from minidist.tools.simulate.check import check_schedule, live_micro_batches, peak_live_micro_batches
+from minidist.validation import SCHEDULES
 
 STAGES = st.integers(1, 6)
 MICRO_BATCHES = st.integers(1, 14)
@@ -82,7 +83,7 @@ def test_interleaved_takes_a_group_of_micro_batches_through_each_chunk():
     )
 
 
-@given(st.sampled_from(list(KINDS)), STAGES, MICRO_BATCHES)
+@given(st.sampled_from(SCHEDULES), STAGES, MICRO_BATCHES)
 def test_every_micro_batch_goes_once_through_every_chunk_and_nothing_deadlocks(kind, stages, micro_batches):
     made = any_schedule(kind, stages, micro_batches)
     kinds = "FBW" if kind.startswith("zb") else "FB"
@@ -91,7 +92,7 @@ def test_every_micro_batch_goes_once_through_every_chunk_and_nothing_deadlocks(k
     assert check_schedule(made) == peak_live_micro_batches(made)
 
 
-@given(st.sampled_from(list(KINDS)), STAGES, MICRO_BATCHES)
+@given(st.sampled_from(SCHEDULES), STAGES, MICRO_BATCHES)
 def test_owner_and_position_are_each_others_inverse(kind, stages, micro_batches):
     made = any_schedule(kind, stages, micro_batches)
     places = [(stage, chunk) for stage in range(stages) for chunk in range(made.chunks)]
@@ -99,7 +100,7 @@ def test_owner_and_position_are_each_others_inverse(kind, stages, micro_batches)
     assert all(made.owner(made.position(*place)) == place for place in places)
 
 
-@given(st.sampled_from(list(KINDS)), STAGES, MICRO_BATCHES)
+@given(st.sampled_from(SCHEDULES), STAGES, MICRO_BATCHES)
 def test_feeds_and_needs_are_inverse(kind, stages, micro_batches):
     made = any_schedule(kind, stages, micro_batches)
     places = [StageAction(stage, action) for stage, order in enumerate(made.orders) for action in order]
@@ -149,7 +150,7 @@ def test_a_micro_batch_is_live_until_its_last_backward_ends():
     assert live_micro_batches(build_schedule("zb-h1", 2, 2), 1) == [1, 1, 2, 2, 2, 1]
 
 
-@given(st.sampled_from(list(KINDS)), STAGES, MICRO_BATCHES)
+@given(st.sampled_from(SCHEDULES), STAGES, MICRO_BATCHES)
 def test_a_chunks_gradients_are_complete_after_its_last_backward(kind, stages, micro_batches):
     made = any_schedule(kind, stages, micro_batches)
     for stage, order in enumerate(made.orders):

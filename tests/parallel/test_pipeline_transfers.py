@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Action, StageAction
-from minidist.parallel.pipeline.schedules import KINDS, build_schedule
+from minidist.parallel.pipeline.schedules import build_schedule
 from minidist.parallel.pipeline.transfers import Transfer, build_stage_programs, insert_transfers
 from minidist.tools.simulate.check import check_rendezvous
 from minidist.tools.simulate.timeline import StageTimes, simulate_schedule
+from minidist.validation import SCHEDULES
 
 TIME = st.integers(0, 8).map(lambda quarters: quarters / 4)
 
@@ -30,7 +31,7 @@ def insert_blocking_transfers(made):
     return programs
 
 
-@given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.lists(TIME, min_size=4, max_size=4))
+@given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.lists(TIME, min_size=4, max_size=4))
 def test_programs_made_from_any_timeline_do_not_deadlock(kind, stages, times):
     made = build_schedule(kind, stages, 2 * stages)
     programs = insert_transfers(made, simulate_schedule(made, StageTimes(1.0 + times[0], *times[1:])).spans)
@@ -48,7 +49,7 @@ def test_a_transfer_follows_operations_that_started_before_it():
     )
 
 
-@given(st.sampled_from(list(KINDS)), st.integers(2, 4))
+@given(st.sampled_from(SCHEDULES), st.integers(2, 4))
 def test_sends_and_receives_are_in_the_same_order(kind, stages):
     programs = build_stage_programs(build_schedule(kind, stages, 2 * stages))
     for a in range(stages):

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minidist.parallel.pipeline.schedules import KINDS
 from minidist.tools.parity.cases import SWITCHES
 from minidist.tools.parity.cover import CaseFamily, pairwise_cover
 from minidist.tools.parity.layouts import Layout, list_layouts
 from minidist.tools.parity.plan import list_cases, plan_cases, possible_switches
+from minidist.validation import SCHEDULES
 from tests.helpers.exhaustive import exhaustive
 
 SIZES = st.lists(st.integers(1, 4), min_size=2, max_size=6)
@@ -92,7 +92,7 @@ def test_every_factorisation_and_every_way_of_its_axes_is_there_and_meets_every_
                 expected = {1}
             assert {getattr(case, name) for case in mine} == expected, (pp, dp, cp, tp, name)
     for stages in {pp for pp, *_ in axes} - {1}:
-        assert {case.mesh_layout.schedule for case in cases if case.mesh_layout.pp == stages} == set(KINDS)
+        assert {case.mesh_layout.schedule for case in cases if case.mesh_layout.pp == stages} == set(SCHEDULES)
 
 
 def test_coverage_counts_what_a_part_of_the_rows_leaves_out():

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Action, Schedule
-from minidist.parallel.pipeline.schedules import KINDS, build_schedule
+from minidist.parallel.pipeline.schedules import build_schedule
 from minidist.tools.simulate.check import check_schedule
 from minidist.tools.simulate.schedule_text import format_schedule, parse_schedule
+from minidist.validation import SCHEDULES
 from tests.helpers.pipeline_reference import Deadlock, longest_paths
 
 
@@ -40,7 +41,7 @@ def deadlocks(made):
     return False
 
 
-@given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.integers(0, 10**6), st.integers(0, 12))
+@given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(0, 10**6), st.integers(0, 12))
 def test_exactly_the_orders_that_deadlock_are_refused(kind, stages, seed, swaps):
     made = shuffled(build_schedule(kind, stages, 2 * stages), seed, swaps)
     if deadlocks(made):
@@ -50,7 +51,7 @@ def test_exactly_the_orders_that_deadlock_are_refused(kind, stages, seed, swaps)
         assert len(check_schedule(made)) == stages
 
 
-@given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.integers(0, 10**6), st.integers(1, 6))
+@given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(0, 10**6), st.integers(1, 6))
 def test_the_proposed_change_removes_the_deadlock(kind, stages, seed, swaps):
     made = shuffled(build_schedule(kind, stages, 2 * stages), seed, swaps)
     if not deadlocks(made):
@@ -132,7 +133,7 @@ def test_an_operation_of_no_micro_batch_is_refused():
             check_schedule(Schedule("by hand", 1, [[Action(word[0], int(word[1])) for word in order.split()]]))
 
 
-@given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.integers(0, 10**6))
+@given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(0, 10**6))
 def test_leaving_out_or_repeating_any_operation_is_refused(kind, stages, seed):
     made = build_schedule(kind, stages, 2 * stages)
     orders, chance = [list(order) for order in made.orders], random.Random(seed)
@@ -154,7 +155,7 @@ def test_the_right_number_of_operations_is_not_enough():
     assert "stage 1 runs B1 2 times" in error_of("F0 F1 B0 B1 \n F0 B1 F1 B1")
 
 
-@given(st.sampled_from(list(KINDS)), st.integers(1, 4), st.integers(1, 3))
+@given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 3))
 def test_a_schedule_is_equal_after_formatting_and_parsing(kind, stages, groups):
     made = build_schedule(kind, stages, stages * groups + stages)
     again = parse_schedule(format_schedule(made), kind, made.placement)

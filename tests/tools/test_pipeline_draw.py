@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
-from minidist.parallel.pipeline.schedules import KINDS, build_schedule
+from minidist.parallel.pipeline.schedules import build_schedule
 from minidist.tools.simulate.draw import COLORS, color_drawing, draw_figure, draw_text
 from minidist.tools.simulate.timeline import StageTimes, simulate_schedule
+from minidist.validation import SCHEDULES
 
 
 def timeline(kind, stages, micro_batches, *times):
@@ -65,7 +66,7 @@ def drawn(line):
     return [(m[1].upper() + m[2] + (".1" if m[1].islower() else ""), m.start(), len(m[0])) for m in found]
 
 
-@given(st.sampled_from(list(KINDS)), st.integers(1, 3), st.sampled_from([1.0, 2.0, 3.0]), st.sampled_from([0.0, 1.0]))
+@given(st.sampled_from(SCHEDULES), st.integers(1, 3), st.sampled_from([1.0, 2.0, 3.0]), st.sampled_from([0.0, 1.0]))
 def test_each_operation_stands_where_it_runs(kind, stages, b, comm):
     """At four columns for a unit of time, all names fit and all edges fall between columns."""
     made = timeline(kind, stages, 2 * stages, 1.0, b, 1.0, comm)
@@ -76,7 +77,7 @@ def test_each_operation_stands_where_it_runs(kind, stages, b, comm):
         assert drawn(line.removeprefix(line[: len("stage 0 ")])) == expected
 
 
-@given(st.sampled_from(list(KINDS)), st.integers(1, 12), st.integers(1, 3), st.integers(30, 140))
+@given(st.sampled_from(SCHEDULES), st.integers(1, 12), st.integers(1, 3), st.integers(30, 140))
 def test_no_line_of_a_stage_is_wider_than_asked(kind, stages, groups, width):
     made = timeline(kind, stages, stages * groups + stages, 1.3, 1.1, 0.7, 0.2)
     lines = draw_text(made, width).splitlines()
@@ -91,7 +92,7 @@ def test_the_share_of_dots_is_the_idle_share():
     assert rows.count(".") / len(rows) == pytest.approx(made.bubble, abs=0.01)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEDULES)
 def test_the_picture_has_a_bar_for_every_operation_in_its_colour(kind):
     made = timeline(kind, 4, 8, 1.0, 1.5, 0.5, 0.25)
     axes = draw_figure(made).axes[0]

@@ -9,8 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from minidist.errors import UserError
-from minidist.parallel.pipeline.schedules import KINDS, build_schedule
+from minidist.parallel.pipeline.schedules import build_schedule
 from minidist.tools.simulate.timeline import StageTimes, simulate_schedule
+from minidist.validation import SCHEDULES
 from tests.helpers.pipeline_reference import longest_paths, longest_stage_span
 
 PUBLISHED = json.loads((Path(__file__).resolve().parents[1] / "published" / "zero_bubble.json").read_text())["rows"]
@@ -57,7 +58,7 @@ def test_the_published_bubble_of_interleaved_leaves_out_transfers(row):
     assert ours == pytest.approx(bubble(lambda *_: True), abs=1e-12) and ours > row["interleaved"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize(("stages", "micro_batches"), [(8, 256), (16, 256), (32, 256), (32, 64)])
 def test_it_holds_for_sizes_that_are_not_published(kind, stages, micro_batches):
     made = timeline(kind, stages, micro_batches, 10.4, 10.2, 7.7, 0.408)
@@ -72,9 +73,7 @@ def test_it_holds_for_sizes_that_are_not_published(kind, stages, micro_batches):
     )
 
 
-@given(
-    st.sampled_from(list(KINDS)), st.integers(1, 4), st.integers(1, 3), st.lists(TIME, min_size=12, max_size=12), TIME
-)
+@given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 3), st.lists(TIME, min_size=12, max_size=12), TIME)
 def test_a_second_method_gives_every_start_and_end(kind, stages, groups, numbers, comm):
     """With another time for every stage; eighths add up without rounding, so they must be equal."""
     micro_batches = stages * groups if kind == "interleaved" else max(groups + 2, 2 * stages - 1)
@@ -171,7 +170,7 @@ def test_a_time_for_every_part_of_the_model():
     assert takes[0, "B0.1"] == 0.25  # half a stage
 
 
-@given(st.sampled_from(list(KINDS)), st.integers(1, 5), st.integers(1, 3), TIME)
+@given(st.sampled_from(SCHEDULES), st.integers(1, 5), st.integers(1, 3), TIME)
 @settings(max_examples=30)
 def test_nothing_runs_before_what_it_needs_nor_two_at_once(kind, stages, groups, comm):
     micro_batches = stages * groups if kind == "interleaved" else max(groups, 2 * stages - 1)

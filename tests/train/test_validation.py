@@ -8,8 +8,9 @@ import pytest
 
 from minidist.config import Config
 from minidist.errors import UserError
-from minidist.parallel.pipeline.schedules import KINDS, build_schedule, pipeline_schedule
+from minidist.parallel.pipeline.schedules import build_schedule, pipeline_schedule
 from minidist.tools.config_warnings import find_warnings, validate_options
+from minidist.tools.simulate.command import SUMMARIES
 from minidist.validation import SCHEDULES, SPLIT_BACKWARD, validate
 from tests.helpers.small_run import with_changes
 
@@ -145,7 +146,7 @@ def test_validation_does_not_import_torch():
 def test_schedules_that_split_the_backward_pass_are_known_without_building_them():
     built = {kind: build_schedule(kind, 2, 4) for kind in SCHEDULES}
     assert {kind for kind, made in built.items() if made.splits_backward} == set(SPLIT_BACKWARD)
-    assert set(SCHEDULES) == set(KINDS)
+    assert set(SCHEDULES) == set(SUMMARIES)
 
 
 def test_muon_runs_in_every_layout():

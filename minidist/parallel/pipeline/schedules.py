@@ -14,18 +14,9 @@ from minidist.mesh import Mesh
 from minidist.parallel.pipeline.actions import Action, Schedule
 from minidist.validation import validate_pipeline, validate_schedule
 
-KINDS = {
-    "gpipe": "all forwards, then all backwards",
-    "1f1b": "one forward, one backward: the memory of `stages` micro-batches at most",
-    "interleaved": "1f1b over several chunks of the model a stage: a smaller bubble, more transfers",
-    "zb-h1": "1f1b with the backward in two halves: a third of the bubble",
-    "zb-h2": "more forwards first: hardly a bubble, twice the memory",
-    "zb-v": "two chunks a stage, down and back up: hardly a bubble in the memory of 1f1b",
-}
-
 
 def build_schedule(kind: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """Build schedule `kind` (a key of KINDS) for a pipeline of `stages` ranks.
+    """Build schedule `kind` (one of `validation.SCHEDULES`) for a pipeline of `stages` ranks.
 
     chunks: parts of the model on each stage: 2 or more for interleaved (default 2), 2 for zb-v, 1 for the others.
     Raises UserError for an unknown name, or if the schedule needs more micro-batches.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from minidist.mesh import AXES, Mesh
-from minidist.parallel.pipeline.schedules import KINDS
+from minidist.validation import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def list_layouts(world: int) -> list[Layout]:
     for pp, cp, tp in product(range(1, world + 1), repeat=3):
         if world % (pp * cp * tp):
             continue
-        options = product(KINDS if pp > 1 else [None], (False, True) if tp > 1 else [None], _contexts(cp))
+        options = product(SCHEDULES if pp > 1 else [None], (False, True) if tp > 1 else [None], _contexts(cp))
         layouts += [Layout(pp, world // (pp * cp * tp), cp, tp, *values) for values in options]
     return layouts
 

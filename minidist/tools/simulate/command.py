@@ -8,12 +8,21 @@ from typing import Literal
 
 from minidist.errors import UserError
 from minidist.parallel.pipeline.actions import Schedule
-from minidist.parallel.pipeline.schedules import KINDS, build_schedule
+from minidist.parallel.pipeline.schedules import build_schedule
 from minidist.tools.simulate.draw import WIDTH, color_drawing, draw_figure, draw_text
 from minidist.tools.simulate.schedule_text import parse_schedule
 from minidist.tools.simulate.timeline import PipelineTimeline, StageTimes, simulate_schedule
 
 _DIGITS = 6
+
+SUMMARIES = {
+    "gpipe": "all forwards, then all backwards",
+    "1f1b": "one forward, one backward: the memory of `stages` micro-batches at most",
+    "interleaved": "1f1b over several chunks of the model a stage: a smaller bubble, more transfers",
+    "zb-h1": "1f1b with the backward in two halves: a third of the bubble",
+    "zb-h2": "more forwards first: hardly a bubble, twice the memory",
+    "zb-v": "two chunks a stage, down and back up: hardly a bubble in the memory of 1f1b",
+}
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,7 @@ def print_timeline(timeline: PipelineTimeline) -> None:
     """Print the drawing, in colours on a terminal, and the figures below it."""
     from rich.console import Console
 
-    description = KINDS.get(timeline.schedule.kind)
+    description = SUMMARIES.get(timeline.schedule.kind)
     unit = "" if timeline.schedule.chunks == 1 else f" (each 1/{timeline.schedule.chunks} of a stage)"
     print(f"{timeline.schedule.kind}{f': {description}' if description else ''}\n")
     Console(soft_wrap=True).print(color_drawing(draw_text(timeline)))

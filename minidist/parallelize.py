@@ -10,7 +10,6 @@ from minidist.comm import Group, Groups
 from minidist.comm.algorithms import ALGORITHMS, DeferredAllReduce
 from minidist.compile import compile_layers
 from minidist.config import Config
-from minidist.mesh import Mesh
 from minidist.parallel.context.split import apply_context_parallel
 from minidist.parallel.data.reducer import GradientReducer
 from minidist.parallel.data.replicate import broadcast_model, make_reducer
@@ -104,7 +103,12 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     if config.compile:
         compile_layers(model)
     apply_recomputation(model, config.recompute)  # around the compiled layers, which it runs again
-    specs = {name: _spec(name, shapes[name], held[name], stages[name], mesh, groups.world.rank) for name in held}
+    specs = {}
+    tp_rank = mesh.coords(groups.world.rank)["tp"]
+    for name, shard in held.items():
+        replicas = ranks_with(mesh, stages[name], shard.holders)
+        contributors = replicas if shard.partial else ranks_with(mesh, stages[name], (tp_rank,))
+        specs[name] = ParamSpec(name, shapes[name], (shard.box,), replicas, contributors)
     check_specs_cover(model, specs)
     policy = resolve_policy(config.precision)
     chunk_of = {} if schedule is None else _completing_chunks(schedule, groups["activations"].rank, used_by)
@@ -146,21 +150,6 @@ def _reducer(
         parameters, comm = named_parameters(model), config.comm
         return make_reducer(comm.gradients, parameters, specs, reduction_groups, comm.bucket_mib)
     return ZeroReducerBuilder(model, specs, values, names, chunk_of, groups, reduction_groups, config, dtypes).build()
-
-
-def _spec(
-    name: str,
-    shape: tuple[int, ...],
-    held: ParamShard,
-    stages: Sequence[int],
-    mesh: Mesh,
-    rank: int,
-) -> ParamSpec:
-    """Build the spec of a parameter that is held by `stages` and, in each, by the tp ranks of `held`."""
-    home = mesh.coords(rank)
-    replicas = ranks_with(mesh, stages, held.holders)
-    contributors = ranks_with(mesh, stages, held.holders if held.partial else (home["tp"],))
-    return ParamSpec(name, shape, (held.box,), replicas, contributors=contributors)
 
 
 def with_all_reduce_algorithm(algorithm: str, group: Group) -> Group:

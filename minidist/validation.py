@@ -22,49 +22,20 @@ SCHEDULES: tuple[str, ...] = typing.get_args(ScheduleKind)
 # Schedules that compute the gradients of a stage's input and of its weights separately.
 SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v")
 
-# Smallest and largest value of each option that is a number.
-_RANGES: dict[str, tuple[float, float]] = {
-    "train.steps": (1, math.inf),
-    "train.global-batch": (1, math.inf),
-    "train.micro-batches": (1, math.inf),
-    "train.seed": (0, 2**63 - 1),
-    "train.max-skipped-steps": (0, math.inf),
-    "train.straggler-threshold": (0, math.inf),
-    "train.log-every": (1, math.inf),
-    "train.eval-every": (0, math.inf),
-    "train.eval-samples": (1, math.inf),
-    "train.sample-tokens": (0, math.inf),
-    "checkpoint.every": (0, math.inf),
-    "checkpoint.keep": (1, math.inf),
-    "checkpoint.keep-every": (0, math.inf),
-    "fault.digest-every": (0, math.inf),
-    "fault.max-restarts": (0, math.inf),
-    "fault.memory-every": (0, math.inf),
-    "precision.initial-scale": (1e-30, 1e30),  # float32 can represent the scales around these bounds too
-    "precision.growth-interval": (1, math.inf),
-    "precision.max-overflows": (1, math.inf),
-    "zero.shard": (1, math.inf),
-    "trace.first": (1, math.inf),
-    "trace.steps": (1, math.inf),
-    "memory.step": (1, math.inf),
-    "data.seq-len": (1, math.inf),
-    "optim.lr": (0, math.inf),
-    "optim.weight-decay": (0, math.inf),
-    "optim.momentum": (0, 1),
-    "optim.muon-momentum": (0, 1),
-    "optim.muon-steps": (1, 20),
-    "optim.warmup-steps": (0, math.inf),
-    "optim.min-lr-fraction": (0, 1),
-    "optim.decay-fraction": (0, 1),
+# The options that are numbers, by their smallest and largest value.
+_RANGES: dict[tuple[float, float], str] = {
+    (0, math.inf): "train.max-skipped-steps train.straggler-threshold train.eval-every train.sample-tokens "
+    "checkpoint.every checkpoint.keep-every fault.digest-every fault.max-restarts fault.memory-every "
+    "optim.lr optim.weight-decay optim.warmup-steps",
+    (1, math.inf): "train.steps train.global-batch train.micro-batches train.log-every train.eval-samples "
+    "checkpoint.keep precision.growth-interval precision.max-overflows zero.shard trace.first trace.steps memory.step "
+    "data.seq-len",
+    (0, 1): "optim.momentum optim.muon-momentum optim.min-lr-fraction optim.decay-fraction",
+    (0, 2**63 - 1): "train.seed",
+    (1, 20): "optim.muon-steps",
+    (1e-30, 1e30): "precision.initial-scale",  # float32 can represent the scales around these bounds too
 }
-_POSITIVE = (
-    "optim.eps",
-    "optim.clip-norm",
-    "optim.muon-lr-ratio",
-    "comm.bucket-mib",
-    "comm.timeout-s",
-    "comm.hang-limit-s",
-)
+_POSITIVE = "optim.eps optim.clip-norm optim.muon-lr-ratio comm.bucket-mib comm.timeout-s comm.hang-limit-s"
 
 
 def validate(config: Config, world_size: int) -> Mesh:
@@ -101,12 +72,13 @@ def validate_model(model: ModelConfig) -> None:
 
 def validate_numbers(config: Config) -> None:
     """Raise UserError for an option whose number is outside its range, and for an unknown device."""
-    for name, (least, most) in _RANGES.items():
-        value = option_value(config, name)
-        if value is not None and not (least <= value <= most and abs(value) < math.inf):
-            needed = f"from {least} to {most}" if most < math.inf else f"{least} or more"
-            raise UserError(f"{name} is {value}; it must be {needed}: change --{name}.")
-    for name in _POSITIVE:
+    for (least, most), names in _RANGES.items():
+        for name in names.split():
+            value = option_value(config, name)
+            if value is not None and not (least <= value <= most and abs(value) < math.inf):
+                needed = f"from {least} to {most}" if most < math.inf else f"{least} or more"
+                raise UserError(f"{name} is {value}; it must be {needed}: change --{name}.")
+    for name in _POSITIVE.split():
         value = option_value(config, name)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{name} is {value}; it must be above 0: change --{name}.")

@@ -9,6 +9,7 @@ In a group of one rank an operation does its local part, and the meter counts no
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,10 +38,7 @@ REDUCE_OPS = {
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-
-def _op_label(op: str) -> str:
-    """How `op` appears in messages: sums are the default and stay unnamed."""
-    return "" if op == "sum" else op
+# In the names of operations "sum", the default reduction, is left out: op.removeprefix("sum").
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Handle | None:
@@ -49,11 +47,8 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = F
         return completed_handle(group, async_op)
     if group.algorithm is not None:
         return group.algorithm(tensor, group, op, async_op)
-
-    def start():
-        return dist.all_reduce(tensor, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
-
-    return launch(group, "all_reduce", tensor, start, [tensor], detail=_op_label(op), async_op=async_op)
+    start = partial(dist.all_reduce, tensor, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
+    return launch(group, "all_reduce", tensor, start, [tensor], detail=op.removeprefix("sum"), async_op=async_op)
 
 
 def reduce_scatter(
@@ -65,12 +60,11 @@ def reduce_scatter(
         output.copy_(input)
         return completed_handle(group, async_op)
     if direct_exchange.is_supported(input, group):
-        return direct_exchange.reduce_scatter(output, input, group, op, _op_label(op), async_op)
-
-    def start():
-        return _reduce_scatter(output, input, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
-
-    return launch(group, "reduce_scatter", input, start, [output, input], detail=_op_label(op), async_op=async_op)
+        return direct_exchange.reduce_scatter(output, input, group, op, async_op)
+    start = partial(_reduce_scatter, output, input, op=REDUCE_OPS[op], group=group.process_group, async_op=True)
+    return launch(
+        group, "reduce_scatter", input, start, [output, input], detail=op.removeprefix("sum"), async_op=async_op
+    )
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = False) -> Handle | None:
@@ -81,10 +75,7 @@ def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = Fal
         return completed_handle(group, async_op)
     if direct_exchange.is_supported(input, group):
         return direct_exchange.all_gather(output, input, group, async_op)
-
-    def start():
-        return _all_gather(output, input, group=group.process_group, async_op=True)
-
+    start = partial(_all_gather, output, input, group=group.process_group, async_op=True)
     return launch(group, "all_gather", output, start, [output, input], async_op=async_op)
 
 
@@ -92,10 +83,7 @@ def broadcast(tensor: Tensor, src: int, group: Group, async_op: bool = False) ->
     """Overwrite `tensor` on every rank with the tensor of group rank `src` (a rank's number within `group`)."""
     if group.size == 1:
         return completed_handle(group, async_op)
-
-    def start():
-        return dist.broadcast(tensor, src=group.ranks[src], group=group.process_group, async_op=True)
-
+    start = partial(dist.broadcast, tensor, src=group.ranks[src], group=group.process_group, async_op=True)
     detail = f"root {group.ranks[src]}"
     return launch(group, "broadcast", tensor, start, [tensor], detail=detail, root=src, async_op=async_op)
 
@@ -118,42 +106,25 @@ def all_to_all(
         return completed_handle(group, async_op)
     width = input[0].numel() if input.shape[0] else 0
     splits = None if input_splits is None else [length * width for length in input_splits]
-
-    def start():
-        return dist.all_to_all_single(
-            output,
-            input,
-            None if output_splits is None else list(output_splits),
-            None if input_splits is None else list(input_splits),
-            group=group.process_group,
-            async_op=True,
-        )
-
+    lengths = [None if given is None else list(given) for given in (output_splits, input_splits)]
+    start = partial(dist.all_to_all_single, output, input, *lengths, group=group.process_group, async_op=True)
     return launch(group, "all_to_all", input, start, [output, input], splits=splits, async_op=async_op)
 
 
 def send(tensor: Tensor, dst: int, group: Group, tag: int = 0, async_op: bool = False) -> Handle | None:
     """Send `tensor` to group rank `dst`, which must `recv` a tensor of this shape and dtype with the same tag."""
     _check_peer("send", dst, group)
-
-    def start():
-        return dist.isend(tensor, dst=group.ranks[dst], group=group.process_group, tag=tag)
-
-    return launch(
-        group, "send", tensor, start, [tensor], channel=group.transfer_channel("send", dst, tag), async_op=async_op
-    )
+    start = partial(dist.isend, tensor, dst=group.ranks[dst], group=group.process_group, tag=tag)
+    channel = group.transfer_channel("send", dst, tag)
+    return launch(group, "send", tensor, start, [tensor], channel=channel, async_op=async_op)
 
 
 def recv(tensor: Tensor, src: int, group: Group, tag: int = 0, async_op: bool = False) -> Handle | None:
     """Overwrite `tensor` with the tensor that group rank `src` sends to this rank with the same tag."""
     _check_peer("recv", src, group)
-
-    def start():
-        return dist.irecv(tensor, src=group.ranks[src], group=group.process_group, tag=tag)
-
-    return launch(
-        group, "recv", tensor, start, [tensor], channel=group.transfer_channel("recv", src, tag), async_op=async_op
-    )
+    start = partial(dist.irecv, tensor, src=group.ranks[src], group=group.process_group, tag=tag)
+    channel = group.transfer_channel("recv", src, tag)
+    return launch(group, "recv", tensor, start, [tensor], channel=channel, async_op=async_op)
 
 
 @dataclass(frozen=True)
@@ -199,10 +170,7 @@ def barrier(group: Group, async_op: bool = False) -> Handle | None:
     if group.size == 1:
         return completed_handle(group, async_op)
     nothing = torch.empty(0, device=group.world.control_device)
-
-    def start():
-        return dist.barrier(group=group.process_group, async_op=True)
-
+    start = partial(dist.barrier, group=group.process_group, async_op=True)
     return launch(group, "barrier", nothing, start, [], async_op=async_op)
 
 

@@ -24,10 +24,10 @@ def is_supported(tensor: Tensor, group: Group) -> bool:
     return group.uses_gloo and tensor.device.type == "cpu" and tensor.numel() > 0
 
 
-def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str, detail: str, async_op: bool) -> Handle | None:
+def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str, async_op: bool) -> Handle | None:
     """Do `collectives.reduce_scatter`, which has checked the sizes. `output` may be a view of a shard of `input`.
 
-    op: "sum", "max", "min" or "product". detail: the reduction as rank status shows it; empty for a sum.
+    op: "sum", "max", "min" or "product".
     """
     parts = input.view(-1).split(output.numel())
     arrived = {rank: torch.empty_like(parts[rank]) for rank in range(group.size) if rank != group.rank}
@@ -49,7 +49,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str, detail:
         input,
         start,
         owned,
-        detail=detail,
+        detail=op.removeprefix("sum"),
         async_op=async_op,
         on_complete=reduce,
         algorithm="direct",

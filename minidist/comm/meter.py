@@ -5,6 +5,7 @@ writes the same type of record for everything else that is built on torch.distri
 """
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -80,20 +81,15 @@ class Meter:
         *,
         root: int = 0,
         splits: list[int] | None = None,
-        device: str = "cpu",
-        peer: int | None = None,
-        tag: int = 0,
-        batch: int | None = None,
         algorithm: str | None = None,
+        **more,
     ) -> Record:
         """Count one launched operation of group rank `rank` and return its record.
 
         root, splits: as in `wire_bytes.sent_elements`. algorithm: the algorithm that is known to run; None: the one
-        that `wire_bytes` assumes for the backend. The other arguments are fields of the record.
+        that `wire_bytes` assumes for the backend. The other arguments, also in `more`, are fields of the record.
         """
-        numel = 1
-        for size in shape:
-            numel *= size
+        numel = math.prod(shape)
         sent = sent_elements(name, numel, len(ranks), rank, root=root, splits=splits)
         record = Record(
             name=name,
@@ -106,11 +102,8 @@ class Meter:
             wire_bytes=sent * dtype.itemsize,
             algorithm=algorithm or ASSUMED_ALGORITHMS[name],
             modelled=algorithm is None and name not in COUNTED_OPERATIONS,
-            device=device,
-            peer=peer,
-            tag=tag,
-            batch=batch,
             launched=self._tick(),
+            **more,
         )
         self.operations[group_name, name] += 1
         self.wire_bytes[group_name] += record.wire_bytes

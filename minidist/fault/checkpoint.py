@@ -100,7 +100,7 @@ class CheckpointSaver:
         """
         if self._save is not None:
             raise RuntimeError(f"the checkpoint of step {self._save.step} is still in flight: call finish_save() first")
-        local_shards, folder = list(local_shards), folders.partial_checkpoint_folder(self.root, step)
+        local_shards, folder = list(local_shards), folders.checkpoint_folder(self.root, step, ".partial")
         plan: shards.Plan
 
         def describe():
@@ -136,7 +136,7 @@ class CheckpointSaver:
         """
         if (save := self._save) is None:
             return None
-        folder, self._save = folders.partial_checkpoint_folder(self.root, save.step), None
+        folder, self._save = folders.checkpoint_folder(self.root, save.step, ".partial"), None
         entry: FileEntry | None = None
 
         def wait():
@@ -163,7 +163,7 @@ class CheckpointSaver:
             run_on_all_ranks(self.all_gather_object, commit)
         except CollectiveError as failure:
             raise self._make_error(save.step, failure) from failure.__cause__
-        return folders.complete_checkpoint_folder(self.root, save.step)
+        return folders.checkpoint_folder(self.root, save.step)
 
     def close(self) -> None:
         """Wait for this rank's thread and end it. A save in flight never becomes a complete checkpoint."""
@@ -171,7 +171,7 @@ class CheckpointSaver:
 
     def _start_writing(self, step: int, tensors: dict[str, Tensor], copy: bool) -> "Future[FileEntry | None]":
         """Copy this rank's tensors, if asked, and let the thread write them. An error is the future's outcome."""
-        file = folders.partial_checkpoint_folder(self.root, step) / _file(self._rank)
+        file = folders.checkpoint_folder(self.root, step, ".partial") / _file(self._rank)
         try:
             self.on_phase("copy", step)
             tensors, ready = self._copy_to_host(tensors) if copy else (tensors, None)
@@ -198,7 +198,7 @@ class CheckpointSaver:
     def _make_error(self, step: int, failure: CollectiveError) -> RunError:
         """Remove the files of a failed save and return the error that reports it."""
         if self._rank == 0:
-            shutil.rmtree(folders.partial_checkpoint_folder(self.root, step), ignore_errors=True)
+            shutil.rmtree(folders.checkpoint_folder(self.root, step, ".partial"), ignore_errors=True)
         complete = folders.complete_checkpoints(self.root)
         last = f"the last complete one is {complete[max(complete)]}" if complete else "there is no earlier one"
         return RunError(

@@ -20,9 +20,13 @@ _COMPLETE = re.compile(r"step-(\d{8,})(\.replaced)?")
 _PARTIAL = re.compile(r"step-\d{8,}(\.replaced)?\.partial")
 
 
-def complete_checkpoint_folder(root: Path, step: int) -> Path:
-    """Return the path of the folder of a step's complete checkpoint; the folder need not exist."""
-    return root / f"step-{step:08d}"
+def checkpoint_folder(root: Path, step: int, suffix: str = "") -> Path:
+    """Return the path of the folder of a step's checkpoint, which need not exist.
+
+    suffix: empty once it is complete; ".partial" while it is written; ".replaced" for an old one that a new one of this
+    step replaces.
+    """
+    return root / f"step-{step:08d}{suffix}"
 
 
 def parse_step(folder: Path) -> int:
@@ -30,16 +34,6 @@ def parse_step(folder: Path) -> int:
     if (match := _COMPLETE.fullmatch(folder.name)) is None:
         raise ValueError(f"{folder} is not the folder of a complete checkpoint")
     return int(match[1])
-
-
-def partial_checkpoint_folder(root: Path, step: int) -> Path:
-    """Return the path of the folder into which a step's checkpoint is written before it is complete."""
-    return root / f"step-{step:08d}.partial"
-
-
-def replaced_checkpoint_folder(root: Path, step: int) -> Path:
-    """Return the path to which a step's old checkpoint is moved while a new checkpoint of that step replaces it."""
-    return root / f"step-{step:08d}.replaced"
 
 
 def complete_checkpoints(root: str | Path) -> dict[int, Path]:
@@ -121,13 +115,13 @@ def create_partial_folder(folder: Path) -> None:
 
 def commit_checkpoint(root: Path, step: int) -> Path:
     """Rename a step's partial folder, whose files are on disk, to its complete name, and return that."""
-    new, old = complete_checkpoint_folder(root, step), replaced_checkpoint_folder(root, step)
-    fsync_path(partial_checkpoint_folder(root, step))
+    new, old = checkpoint_folder(root, step), checkpoint_folder(root, step, ".replaced")
+    fsync_path(checkpoint_folder(root, step, ".partial"))
     if new.exists():
         if old.exists():
             delete_checkpoint(old)
         os.rename(new, old)
-    os.rename(partial_checkpoint_folder(root, step), new)
+    os.rename(checkpoint_folder(root, step, ".partial"), new)
     fsync_path(root)
     if old.exists():
         with contextlib.suppress(OSError):  # the new one is in place; a leftover does no harm

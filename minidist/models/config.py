@@ -1,6 +1,6 @@
 """The shape of a model and its parameter count."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,9 @@ class ModelConfig:
 
     def validate(self) -> None:
         """Raise ValueError if the fields contradict each other; the message lists the possible values."""
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "max_seq_len",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
+        for field in fields(self):
+            if field.type is int and getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name}={getattr(self, field.name)}: it must be at least 1")
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "

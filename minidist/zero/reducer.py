@@ -130,7 +130,6 @@ class ZeroReducer(GradientReducer):
         self._member_of[name].gradients.add(name, grad)
 
     def mark_ready(self, name: str) -> None:
-        """Declare that all gradients of `name` for its next reduction have been accumulated."""
         self._order_of[name].mark_ready(name)
 
     def on_block_done(self, flat_params: Sequence[FlatParam]) -> None:
@@ -169,7 +168,6 @@ class ZeroReducer(GradientReducer):
         return [float(name in self._used) for name in self._names]
 
     def mark_unused(self, use_counts: Sequence[float]) -> None:
-        """Mark the parameters that no rank used: they get no gradient. use_counts: sums of all ranks' `used_flags`."""
         self._unused = {name for name, count in zip(self._names, use_counts, strict=True) if not count}
 
     def gradients(self) -> dict[str, Tensor | None]:
@@ -181,7 +179,6 @@ class ZeroReducer(GradientReducer):
         return grads
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply every reduced gradient by `factor`."""
         for member in self.members:
             member.gradients.result.mul_(factor)
 
@@ -198,7 +195,6 @@ class ZeroReducer(GradientReducer):
         return [combined] * bool(combined) + [[member] for member in separate]
 
     def updated_names(self, group: Sequence[ReducedFlatParam]) -> list[str]:
-        """Return the names of an update group's parameters that some rank used, with or without elements here."""
         return [name for member in group for name in member.flat_param.parameters if name not in self._unused]
 
     def attach_grads(self, group: Sequence[ReducedFlatParam]) -> None:
@@ -247,7 +243,6 @@ class ZeroReducer(GradientReducer):
         }
 
     def after_load(self) -> None:
-        """Update the parameters of all ranks after a checkpoint has been loaded into the `checkpoint_tensors`."""
         for member in self.members:
             if member.flat_param.masters.persistent:
                 member.flat_param.masters.copy_to_params()

@@ -82,7 +82,7 @@ class Minidist:
         engine, self.steps = self.engine, self.steps + 1
         inspect_full = None if inspect is None else lambda: inspect(self.gradients())
         if self.full:
-            result = engine.step(self.steps, [batch.batch], engine.optim.lr, inspect=inspect_full)
+            result = engine.step(self.steps, [batch.batch], engine.optim.lr, on_gradients_reduced=inspect_full)
             return result.loss, result.grad_norm
         engine.forward_backward.run_micro_batches(self.steps, [batch.batch], 1.0, _KnownCount(batch.global_token_count))
         engine.finish_reduction()

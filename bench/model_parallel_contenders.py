@@ -198,7 +198,7 @@ class TorchPipeline:
         )
         plan, model = pipeline_schedule(config, Mesh(pp=world.size)), work.build_model()
         layers = assign_layers(work.model, plan, work.seq_len)
-        positions = [plan.position(world.rank, chunk) for chunk in range(plan.chunks)]
+        positions = [plan.position(world.rank, chunk) for chunk in range(plan.num_chunks)]
         self.modules = [_StageModule(model, layers[position], work.seq_len) for position in positions]
         stages = [
             PipelineStage(module, position, plan.positions, torch.device("cpu"))
@@ -207,7 +207,7 @@ class TorchPipeline:
         self.work, self.rank, self.count = work, world.rank, 1
         self.first, self.last = 0 in positions, plan.positions - 1 in positions
         self.schedule = self.SCHEDULES[schedule](
-            stages if plan.chunks > 1 else stages[0], micro_batches, loss_fn=self._loss, scale_grads=False
+            stages if plan.num_chunks > 1 else stages[0], micro_batches, loss_fn=self._loss, scale_grads=False
         )
         self.parameters = [p for module in self.modules for p in module.parameters()]
         self.optimizer = work.build_adamw(self.parameters)

@@ -93,7 +93,7 @@ def assign_layers(model: ModelConfig, schedule: Schedule, seq_len: int) -> list[
     """
     flops = forward_flops(model, seq_len)
     layers = [flops.layer_weights + flops.layer_attention] * model.num_layers
-    return balance_layers(layers, schedule.stages, schedule.chunks, head=flops.head)
+    return balance_layers(layers, schedule.num_stages, schedule.num_chunks, head=flops.head)
 
 
 class ForwardFlops(NamedTuple):

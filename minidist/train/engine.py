@@ -71,30 +71,32 @@ class Engine:
         micro_batches: Sequence[Batch],
         lr: float,
         *,
-        weight: float = 1.0,
+        data_weight: float = 1.0,
         stop_requested: bool = False,
         checkpoint_written: bool = True,
         regroup_requested: bool = False,
-        inspect: Callable[[], None] | None = None,
+        on_gradients_reduced: Callable[[], None] | None = None,
     ) -> StepResult:
         """Train on this rank's part of the global batch of step number `step`.
 
-        step: from 0. micro_batches: of this rank. lr: the learning rate. weight: the weight of this rank's data in the
-        loss. stop_requested: whether this rank asks for the end of the run. checkpoint_written: whether this rank has
-        written its file of the checkpoint in flight. regroup_requested: whether this rank asks to continue with other
-        ranks. inspect: called when the gradients are reduced, before they are clipped. Raises CommError if a collective
+        step: from 0. micro_batches: of this rank. lr: the learning rate. data_weight: the weight of this rank's data in
+        the loss. stop_requested: whether this rank asks for the end of the run. checkpoint_written: whether this rank
+        has written its file of the checkpoint in flight. regroup_requested: whether this rank asks to continue with
+        other ranks. on_gradients_reduced: called before the gradients are clipped. Raises CommError if a collective
         failed; before the agreement no rank has updated anything then.
         """
         self.model.train()
         micro_batches = self.forward_backward.shard_sequences(micro_batches)
-        count = all_reduce_token_count([batch.num_loss_tokens for batch in micro_batches], weight, self.groups["loss"])
-        loss = self.forward_backward.run_micro_batches(step, micro_batches, weight, count)
+        count = all_reduce_token_count(
+            [batch.num_loss_tokens for batch in micro_batches], data_weight, self.groups["loss"]
+        )
+        loss = self.forward_backward.run_micro_batches(step, micro_batches, data_weight, count)
         with self.groups.meter.span("reduce"):
             self.finish_reduction()
         self._awaited_decision = step, lr
         result = self.agree_on_step(loss, count.value, stop_requested, checkpoint_written, regroup_requested, step)
-        if inspect is not None:
-            inspect()
+        if on_gradients_reduced is not None:
+            on_gradients_reduced()
         self._carry_out(self.decision, lr)
         if result.update_successful:
             with self.groups.meter.span("gather"):
@@ -193,7 +195,7 @@ class Engine:
         Leaves the model in evaluation mode. Collective.
         """
         self.model.eval()
-        sums = self.forward_backward.evaluate(batches)
+        sums = self.forward_backward.sum_losses(batches)
         total = torch.tensor(sums, dtype=torch.float64, device=self.groups.world.control_device)
         all_reduce(total, self.groups["control"], async_op=True).wait(host=True)
         loss_sum, count = total.tolist()

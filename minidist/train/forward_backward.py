@@ -139,7 +139,7 @@ class ForwardBackward:
     # -- without gradients --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> list[float]:
+    def sum_losses(self, batches: Sequence[Batch]) -> list[float]:
         """Return [sum of the token losses in nats, number of these tokens] of this rank, without gradients.
 
         batches: of this rank, with full sequences. Returns [0.0, 0.0] unless `is_loss_counted`.
@@ -156,7 +156,7 @@ class ForwardBackward:
             return out if isinstance(out, Tensor) else record(*out)
 
         if self.pipeline is not None:
-            self.pipeline.evaluate(part, lambda i: self._empty_hidden(addressed[i][0]), len(addressed))
+            self.pipeline.run_forward(part, lambda i: self._empty_hidden(addressed[i][0]), len(addressed))
         else:
             for batch, address in addressed:
                 record(*self.model(batch.tokens, batch.labels, positions=address.positions))

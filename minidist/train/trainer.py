@@ -237,7 +237,7 @@ class Trainer:
                 step,
                 batches,
                 lr,
-                weight=weight,
+                data_weight=weight,
                 stop_requested=stop_requested,
                 checkpoint_written=self.saver.is_local_file_written,
                 regroup_requested=self.recovery is not None and self.recovery.is_regroup_requested,

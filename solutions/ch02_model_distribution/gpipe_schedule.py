@@ -29,5 +29,5 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
     All micro-batches are in flight when the first backward begins.
     Huang et al. 2019, section 2.2 and figure 2.
     """
-    turns = micro_batch_order(micro_batches)
-    return expand_phases([("F", micro_batches), ("B", micro_batches)], F=turns, B=turns)
+    queue = micro_batch_order(micro_batches)
+    return expand_phases([("F", micro_batches), ("B", micro_batches)], F=queue, B=queue)

@@ -35,5 +35,5 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
     Stage s has at most min(stages - s, micro_batches) micro-batches in flight.
     Narayanan et al. 2019, section 3.2; with a flush at the end of a step: Narayanan et al. 2021, section 2.2.1.
     """
-    turns = micro_batch_order(micro_batches)
-    return expand_phases([("F", stages - 1 - stage), ("F B", micro_batches)], F=turns, B=turns)
+    queue = micro_batch_order(micro_batches)
+    return expand_phases([("F", stages - 1 - stage), ("F B", micro_batches)], F=queue, B=queue)

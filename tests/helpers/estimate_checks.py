@@ -50,7 +50,7 @@ def measure_steps(world: World, configs: list[Config]) -> list[dict]:
             0,
             batches,
             lr=0.1,
-            inspect=lambda engine=engine, measured=measured: measured.update(model_state_bytes(engine)),
+            on_gradients_reduced=lambda engine=engine, measured=measured: measured.update(model_state_bytes(engine)),
         )
         states = [
             tensor for state in engine.optimizer.state.values() for tensor in state.values() if tensor is not None

@@ -128,7 +128,7 @@ def gradients_with_frozen_weights(world: World, config: Config) -> dict:
     def look():
         grads.update({name: p.grad.clone() for name, p in engine.parameters.items() if p.grad is not None})
 
-    engine.step(0, Loader(generate_text(2000), 16, 1).micro_batches(0, 6, 0, 1, 3), 0.1, inspect=look)
+    engine.step(0, Loader(generate_text(2000), 16, 1).micro_batches(0, 6, 0, 1, 3), 0.1, on_gradients_reduced=look)
     return grads
 
 

@@ -65,7 +65,7 @@ def run_pipeline(world: World, kind: str, micro_batches: int) -> tuple:
     made = build_schedule(kind, world.size, micro_batches)
     uses = [GroupSpec("activations", ("pp",)), GroupSpec("gradients", ("pp",))]
     groups = bind(world, Mesh(pp=world.size), uses, meter=Meter())
-    chunk_of = {made.position(world.rank, chunk): chunk for chunk in range(made.chunks)}
+    chunk_of = {made.position(world.rank, chunk): chunk for chunk in range(made.num_chunks)}
     parameters, reducer, end = make_parameters(list(chunk_of)), RecordingReducer(), made.positions - 1
     used_by = {name: (chunk_of[int(name.removeprefix("scale").removeprefix("w"))],) for name in parameters}
     shared = ["scale0"] if 0 in chunk_of else []
@@ -112,7 +112,7 @@ def test_gradients_match_one_process_in_schedule_order_within_peak_memory(ranks,
         for name, grad in sums.items():
             # A sum of some ten products in another order, in float64.
             torch.testing.assert_close(grad, expected[name], rtol=1e-13, atol=1e-13)
-        parts = {made.position(stage, chunk) for chunk in range(made.chunks)}
+        parts = {made.position(stage, chunk) for chunk in range(made.num_chunks)}
         assert sums.keys() == {f"{what}{position}" for what in ("w", "scale") for position in parts}
         order = made.orders[stage]
         assert computed == [

@@ -87,7 +87,7 @@ def test_interleaved_takes_a_group_of_micro_batches_through_each_chunk():
 def test_every_micro_batch_goes_once_through_every_chunk_and_nothing_deadlocks(kind, stages, micro_batches):
     made = any_schedule(kind, stages, micro_batches)
     kinds = "FBW" if kind.startswith("zb") else "FB"
-    due = Counter((k, m, c) for k in kinds for m in range(made.micro_batches) for c in range(made.chunks))
+    due = Counter((k, m, c) for k in kinds for m in range(made.micro_batches) for c in range(made.num_chunks))
     assert [Counter(map(tuple, order)) for order in made.orders] == [due] * stages
     assert check_schedule(made) == peak_live_micro_batches(made)
 
@@ -95,7 +95,7 @@ def test_every_micro_batch_goes_once_through_every_chunk_and_nothing_deadlocks(k
 @given(st.sampled_from(SCHEDULES), STAGES, MICRO_BATCHES)
 def test_owner_and_position_are_each_others_inverse(kind, stages, micro_batches):
     made = any_schedule(kind, stages, micro_batches)
-    places = [(stage, chunk) for stage in range(stages) for chunk in range(made.chunks)]
+    places = [(stage, chunk) for stage in range(stages) for chunk in range(made.num_chunks)]
     assert sorted(made.position(*place) for place in places) == list(range(made.positions))
     assert all(made.owner(made.position(*place)) == place for place in places)
 

@@ -65,7 +65,7 @@ def run_step(world: World, config: Config) -> tuple:
         grads.update({name: grad.clone() for name, grad in engine.reducer.gradients().items() if grad is not None})
 
     before = counters["stats"]["unique_graphs"]
-    result = engine.step(0, batches, lr=0.1, inspect=look)
+    result = engine.step(0, batches, lr=0.1, on_gradients_reduced=look)
     sent = dict(groups.meter.wire_bytes)
     engine.model.eval()
     next_token_logits(engine, torch.zeros((1, 3), dtype=torch.int64))  # another shape, for which nothing is compiled

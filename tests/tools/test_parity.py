@@ -18,7 +18,14 @@ from minidist.errors import UserError
 from minidist.models.dropout import DropoutAddress
 from minidist.tools.parity import command
 from minidist.tools.parity.cases import GLOBAL_BATCH, HALF, SEED, TOLERANCES
-from minidist.tools.parity.command import ParityOptions, choose_cases, describe_plan, format_row, main, parity_json
+from minidist.tools.parity.command import (
+    ParityOptions,
+    choose_cases,
+    describe_plan,
+    format_result_row,
+    main,
+    parity_json,
+)
 from minidist.tools.parity.plan import list_cases, plan_cases
 from minidist.tools.parity.run import run
 
@@ -216,7 +223,7 @@ def test_the_table_fits_100_columns(ranks):
     cases = list_cases(plan_cases(ranks))
     options = ParityOptions(ranks=ranks)
     rows = [BAD | {"layout": case.description, "dtype": case.dtype, "optimizer": case.optimizer} for case in cases]
-    lines = [line for row in rows for line in format_row(row)] + describe_plan(options, cases)
+    lines = [line for row in rows for line in format_result_row(row)] + describe_plan(options, cases)
     assert max(map(len, lines)) <= 100
 
 

@@ -29,7 +29,7 @@ def shuffled(made, seed, swaps):
         order = chance.choice(orders)
         i = chance.randrange(len(order) - 1)
         order[i], order[i + 1] = order[i + 1], order[i]
-    return Schedule(made.kind, made.micro_batches, orders, made.chunks, made.placement)
+    return Schedule(made.kind, made.micro_batches, orders, made.num_chunks, made.placement)
 
 
 def deadlocks(made):
@@ -146,7 +146,7 @@ def test_leaving_out_or_repeating_any_operation_is_refused(kind, stages, seed):
         order.append(action)
         message = f"runs {action} 2 times"
     with pytest.raises(UserError) as error:
-        check_schedule(Schedule(kind, made.micro_batches, orders, made.chunks, made.placement))
+        check_schedule(Schedule(kind, made.micro_batches, orders, made.num_chunks, made.placement))
     assert message in str(error.value)
 
 
@@ -160,7 +160,7 @@ def test_a_schedule_is_equal_after_formatting_and_parsing(kind, stages, groups):
     made = build_schedule(kind, stages, stages * groups + stages)
     again = parse_schedule(format_schedule(made), kind, made.placement)
     assert [list(order) for order in made.orders] == again.orders
-    assert (again.micro_batches, again.chunks) == (made.micro_batches, made.chunks)
+    assert (again.micro_batches, again.num_chunks) == (made.micro_batches, made.num_chunks)
 
 
 def test_comments_and_empty_lines_are_ignored():

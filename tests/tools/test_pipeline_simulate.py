@@ -66,10 +66,10 @@ def test_it_holds_for_sizes_that_are_not_published(kind, stages, micro_batches):
     assert made.step_time == pytest.approx(ideal / (1 - made.bubble)) and ideal < made.step_time <= made.makespan
     assert made.busy_times == pytest.approx([ideal] * stages)
     # No schedule is worse than the textbook's with everything that it moves on the way in and out besides.
-    textbook = (stages - 1) * (10.4 + 10.2 + 7.7) + 2 * (stages + micro_batches) * 0.408 * (made.schedule.chunks)
+    textbook = (stages - 1) * (10.4 + 10.2 + 7.7) + 2 * (stages + micro_batches) * 0.408 * (made.schedule.num_chunks)
     assert 0 < made.step_time - ideal <= textbook
     assert max(made.peak_live_micro_batches) <= {"gpipe": micro_batches, "zb-h2": 2 * stages - 1}.get(
-        kind, stages * made.schedule.chunks + stages
+        kind, stages * made.schedule.num_chunks + stages
     )
 
 
@@ -83,7 +83,9 @@ def test_a_second_method_gives_every_start_and_end(kind, stages, groups, numbers
     splits = kind.startswith("zb")
     by_stage = {"F": f, "B": b if splits else [x + y for x, y in zip(b, w, strict=True)], "W": w}
     stage_of = {p: made.owner(p)[0] for p in range(made.positions)}
-    known = longest_paths(made.orders, lambda kind, p: by_stage[kind][stage_of[p]] / made.chunks, comm, made.placement)
+    known = longest_paths(
+        made.orders, lambda kind, p: by_stage[kind][stage_of[p]] / made.num_chunks, comm, made.placement
+    )
     got = simulate_schedule(made, StageTimes(f, b, w, comm))
     for stage, spans in enumerate(got.spans):
         for span in spans:

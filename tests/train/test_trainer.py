@@ -101,7 +101,7 @@ def weighted_update(world, weights, optim):
     groups = bind(world, Mesh(dp=world.size), DEFAULT_GROUP_SPECS)
     engine = Engine(parallelize(model, groups, config), groups, optim, SEED)
     batches = LOADER.micro_batches(0, 7, world.rank, world.size, 2)
-    result = engine.step(0, batches, 0.1, weight=weights[world.rank])
+    result = engine.step(0, batches, 0.1, data_weight=weights[world.rank])
     return result.loss, result.num_tokens, {name: p.detach().clone() for name, p in engine.parameters.items()}
 
 

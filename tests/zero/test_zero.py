@@ -53,7 +53,7 @@ def measure_model_states(world, configs) -> list[dict]:
         def look(summed=summed, gradients=gradients) -> None:
             summed.append(gradients())
 
-        engine.step(0, local_micro_batches(world, config), 0.1, inspect=look)
+        engine.step(0, local_micro_batches(world, config), 0.1, on_gradients_reduced=look)
         flat_params = [member.flat_param for member in members]
         parameters = [*(p for p in engine.parameters.values()), *(flat_param.shard for flat_param in flat_params)]
         masters = [flat_param.masters.tensor for flat_param in flat_params if flat_param.masters.separate]

@@ -1,9 +1,9 @@
 """Pipeline schedules as data: for each stage its actions, in execution order.
 
-The model is split into `stages * chunks` parts; a part's position is its number, counted from the input. A stage (one
-rank of the mesh's pp axis) holds `chunks` parts, given by `placement`:
+The model is split into `num_stages * num_chunks` parts; a part's position is its number, counted from the input. A
+stage (one rank of the mesh's pp axis) holds `num_chunks` parts, given by `placement`:
 
-    loop   chunk c of stage s is part c * stages + s (Narayanan et al. 2021, section 2.2: interleaved)
+    loop   chunk c of stage s is part c * num_stages + s (Narayanan et al. 2021, section 2.2: interleaved)
     v      chunk 0 goes down the stages and chunk 1 back up, so stage 0 holds the first and the last part
            (Qi et al. 2023, section 6: ZB-V)
 """
@@ -45,25 +45,25 @@ class Schedule:
     """A pipeline schedule: the order of each stage's actions.
 
     kind: the schedule's name. micro_batches: their number in a step. orders: for each stage its actions, in execution
-    order. chunks: number of parts of the model on each stage. placement: which parts these are, "loop" or "v" (see the
-    module).
+    order. num_chunks: number of parts of the model on each stage. placement: which parts these are, "loop" or "v" (see
+    the module).
     """
 
     kind: str
     micro_batches: int
     orders: Sequence[Sequence[Action]]
-    chunks: int = 1
+    num_chunks: int = 1
     placement: Literal["loop", "v"] = "loop"
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """Number of pipeline stages."""
         return len(self.orders)
 
     @property
     def positions(self) -> int:
-        """Number of parts of the model, `stages * chunks`."""
-        return self.stages * self.chunks
+        """Number of parts of the model, `num_stages * num_chunks`."""
+        return self.num_stages * self.num_chunks
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -78,13 +78,13 @@ class Schedule:
     def position(self, stage: int, chunk: int) -> int:
         """Return the position, counted from the input, of the part of the model that is this chunk of a stage."""
         if self.placement == "v" and chunk % 2:
-            return (chunk + 1) * self.stages - 1 - stage
-        return chunk * self.stages + stage
+            return (chunk + 1) * self.num_stages - 1 - stage
+        return chunk * self.num_stages + stage
 
     def owner(self, position: int) -> tuple[int, int]:
         """Return the (stage, chunk) that is the part of the model at `position`. The inverse of `position()`."""
-        chunk, stage = divmod(position, self.stages)
-        return (self.stages - 1 - stage if self.placement == "v" and chunk % 2 else stage), chunk
+        chunk, stage = divmod(position, self.num_stages)
+        return (self.num_stages - 1 - stage if self.placement == "v" and chunk % 2 else stage), chunk
 
     def dependencies(self, stage: int, action: Action) -> list[StageAction]:
         """Return the actions whose results a stage needs to run `action`.
@@ -123,9 +123,9 @@ def execution_order(schedule: Schedule) -> tuple[list[StageAction], Mapping[int,
     that cannot finish, the missing action that it waits for: {stage: StageAction}. It is empty without a deadlock.
     """
     done: dict[StageAction, None] = {}
-    at = [0] * schedule.stages
+    at = [0] * schedule.num_stages
     waiting: dict[StageAction, list[int]] = {}
-    awake = list(range(schedule.stages))
+    awake = list(range(schedule.num_stages))
     while awake:
         stage = awake.pop()
         order = schedule.orders[stage]

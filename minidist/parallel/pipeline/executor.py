@@ -121,7 +121,7 @@ class PipelineExecutor:
             return
         tensor, _ = self._arrived.pop(place)
         self._sends.append(send(tensor, transfer.peer, group, async_op=True))
-        if len(self._sends) > self.schedule.stages:  # bounds the sends in flight, each of which keeps its tensor
+        if len(self._sends) > self.schedule.num_stages:  # bounds the sends in flight, each of which keeps its tensor
             self._sends.popleft().wait()
 
     def _forward(self, action: Action, part: Part) -> None:
@@ -170,14 +170,14 @@ class PipelineExecutor:
             self._arrived[StageAction(self.stage, action)] = tensor.contiguous(), None
 
     @torch.no_grad()
-    def evaluate(self, part: Part, empty: Callable[[int], Tensor], micro_batches: int) -> None:
+    def run_forward(self, part: Part, empty: Callable[[int], Tensor], micro_batches: int) -> None:
         """Run forward of `micro_batches` non-empty micro-batches, one after another through all parts of the model.
 
         part, empty: as in `run`. The results reach the caller only through `part`.
         """
         self._begin()
         for micro_batch in range(micro_batches):
-            for chunk in range(self.schedule.chunks):
+            for chunk in range(self.schedule.num_chunks):
                 action = Action("F", micro_batch, chunk)
                 for need in self.schedule.dependencies(self.stage, action):
                     if need.stage != self.stage:

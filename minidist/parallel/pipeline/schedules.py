@@ -26,7 +26,7 @@ def build_schedule(kind: str, stages: int, micro_batches: int, chunks: int | Non
         kind=kind,
         micro_batches=micro_batches,
         orders=tuple(tuple(_order(kind, stage, stages, micro_batches, chunks)) for stage in range(stages)),
-        chunks=chunks,
+        num_chunks=chunks,
         placement="v" if kind == "zb-v" else "loop",
     )
 
@@ -62,14 +62,14 @@ def _order(kind: str, stage: int, stages: int, micro_batches: int, chunks: int) 
 Phases = Sequence[tuple[str, int]]
 
 
-def expand_phases(phases: Phases, **turns: Sequence[tuple[int, int]]) -> list[Action]:
+def expand_phases(phases: Phases, **queues: Sequence[tuple[int, int]]) -> list[Action]:
     """Expand phases to actions.
 
-    A phase is (pattern, repeats); a pattern is words separated by spaces, such as ("F B", 3) for F B F B F B. turns:
+    A phase is (pattern, repeats); a pattern is words separated by spaces, such as ("F B", 3) for F B F B F B. queues:
     for each word except W, the (micro-batch, chunk) pairs that its occurrences take, in order; an occurrence without a
     pair left is skipped. A W takes the pair of the earliest B that has no W yet.
     """
-    waiting = {word: deque(pairs) for word, pairs in turns.items()} | {"W": deque()}
+    waiting = {word: deque(pairs) for word, pairs in queues.items()} | {"W": deque()}
     actions = []
     for word in (word for pattern, repeats in phases for word in pattern.split() * repeats):
         if waiting[word]:
@@ -91,8 +91,8 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
     All micro-batches are in flight when the first backward begins.
     Huang et al. 2019, section 2.2 and figure 2.
     """
-    turns = micro_batch_order(micro_batches)
-    return expand_phases([("F", micro_batches), ("B", micro_batches)], F=turns, B=turns)
+    queue = micro_batch_order(micro_batches)
+    return expand_phases([("F", micro_batches), ("B", micro_batches)], F=queue, B=queue)
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
@@ -101,8 +101,8 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
     Stage s has at most min(stages - s, micro_batches) micro-batches in flight.
     Narayanan et al. 2019, section 3.2; with a flush at the end of a step: Narayanan et al. 2021, section 2.2.1.
     """
-    turns = micro_batch_order(micro_batches)
-    return expand_phases([("F", stages - 1 - stage), ("F B", micro_batches)], F=turns, B=turns)
+    queue = micro_batch_order(micro_batches)
+    return expand_phases([("F", stages - 1 - stage), ("F B", micro_batches)], F=queue, B=queue)
 
 
 def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
@@ -125,10 +125,10 @@ def zb_h(stage: int, stages: int, micro_batches: int, depth: int) -> list[Action
     stages have the same number of micro-batches in flight: `stages` in ZB-H1, `2 * stages - 1` in ZB-H2.
     Qi et al. 2023, sections 2.1 and 2.2, figure 3; remaining bubbles: table 2.
     """
-    turns = micro_batch_order(micro_batches)
+    queue = micro_batch_order(micro_batches)
     early, late = depth * (stages - 1 - stage), depth * stage
     phases = [("F", early), ("F B", late), ("F B W", micro_batches), ("W", late)]
-    return expand_phases(phases, F=turns, B=turns)
+    return expand_phases(phases, F=queue, B=queue)
 
 
 def zb_v(stage: int, stages: int, micro_batches: int) -> list[Action]:

@@ -37,7 +37,7 @@ def keep_stage_modules(
     embedding's name; the gradients of the two must be summed.
     """
     tied, end = model.config.tie_embeddings, schedule.positions - 1
-    chunks = {schedule.position(stage, chunk): chunk for chunk in range(schedule.chunks)}
+    chunks = {schedule.position(stage, chunk): chunk for chunk in range(schedule.num_chunks)}
     part_of = {index: position for position in chunks for index in parts[position]}
     layers = model.model.layers
     for index in range(len(layers)):

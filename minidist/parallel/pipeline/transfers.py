@@ -52,7 +52,7 @@ def compute_spans(
     if stuck:
         raise ValueError(f"schedule {schedule.kind} deadlocks: stages {sorted(stuck)} wait for each other")
     ends: dict[StageAction, float] = {}
-    spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
+    spans: list[list[Span]] = [[] for _ in range(schedule.num_stages)]
     for place in order:
         stage, action = place
         start = spans[stage][-1].end if spans[stage] else 0.0
@@ -77,7 +77,7 @@ def insert_transfers(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> lis
     The programs do not deadlock even if every transfer blocks until its peer arrives. With asynchronous transfers a
     stage posts each at its place and waits where it needs the tensor.
     """
-    programs: list[list[Action | Transfer]] = [[] for _ in range(schedule.stages)]
+    programs: list[list[Action | Transfer]] = [[] for _ in range(schedule.num_stages)]
     position = {place: number for number, place in enumerate(execution_order(schedule)[0])}
     # Actions are ordered by their start, transfers by the end of the action whose result they carry.
     events: list[tuple[float, int, int, StageAction]] = []

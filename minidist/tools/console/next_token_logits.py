@@ -34,7 +34,7 @@ def next_token_logits(engine: Engine, tokens: Tensor) -> Tensor:
 
     with _unsharded_attention(model):
         if pipeline is not None:
-            pipeline.evaluate(part, lambda _: parallel.empty_hidden(samples, padded.shape[1], tp), 1)
+            pipeline.run_forward(part, lambda _: parallel.empty_hidden(samples, padded.shape[1], tp), 1)
         else:
             outputs.append(model(padded))
     logits = next(model.parameters()).new_empty(samples, model.config.vocab_size)

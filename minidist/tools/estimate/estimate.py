@@ -142,6 +142,6 @@ def _estimate_rank(layout: Layout, stages: Sequence[_Stage], traffic: Traffic, r
         buffer_bytes=peak.buffers,
         shared_segment_bytes=shared_segment_bytes(traffic, rank),
         checkpoint_copy_bytes=checkpoint_copy_bytes(layout, traffic, rank),
-        peak_breakdown={kind: (constant | peak.total._asdict())[kind] for kind in MEMORY_KINDS.values()},
+        peak_breakdown={kind: (constant | peak.at_peak._asdict())[kind] for kind in MEMORY_KINDS.values()},
         wire_bytes=traffic.wire_bytes(rank),
     )

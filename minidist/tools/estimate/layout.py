@@ -59,7 +59,7 @@ class Layout:
         """The chunks of one pipeline stage, by chunk number."""
         if self.schedule is None:
             return self.model_chunks
-        return [self.model_chunks[self.schedule.position(stage, chunk)] for chunk in range(self.schedule.chunks)]
+        return [self.model_chunks[self.schedule.position(stage, chunk)] for chunk in range(self.schedule.num_chunks)]
 
     def micro_batch_sizes(self, dp_rank: int) -> list[int]:
         """The number of samples in each micro-batch of a step on the ranks at data-parallel coordinate `dp_rank`."""

@@ -30,11 +30,11 @@ class LiveBytes(NamedTuple):
 class PeakBytes(NamedTuple):
     """The peak bytes of a step.
 
-    total: the breakdown when all tensors together peak; activations, buffers: the own peak of each, which may occur at
-    another time.
+    at_peak: the breakdown when all tensors together peak; activations, buffers: the own peak of each, which may occur
+    at another time.
     """
 
-    total: LiveBytes
+    at_peak: LiveBytes
     activations: int
     buffers: int
 
@@ -80,7 +80,7 @@ class StepMemory:
         after = max(self.temporary.wire_copy_bytes_after_backward(), self.temporary.optimizer_temporary_bytes())
         update = LiveBytes(0, self.temporary.gradient_bytes, after)
         peaks = [PeakBytes(update, 0, after), *self._action_peaks()]
-        total = max((peak.total for peak in peaks), key=sum)
+        total = max((peak.at_peak for peak in peaks), key=sum)
         return PeakBytes(
             total._replace(activations=total.activations + tables),
             max(peak.activations for peak in peaks) + tables,
@@ -103,7 +103,7 @@ class StepMemory:
             boundary = self._size([_BOUNDARY], count)
             # Where the first norm upcasts its input, the received tensor itself is kept too.
             received = 0 if chunk.has_embedding or layout.dtype == layout.compute_dtype else boundary
-            buffers = received_in_flight + min(sent, schedule.stages) * boundary
+            buffers = received_in_flight + min(sent, schedule.num_stages) * boundary
             if action.kind == "F":
                 yield _add(self._forward_peak(action.chunk, count), others, buffers + received)
                 received_in_flight += received
@@ -222,6 +222,6 @@ def _peak_of(candidates: Iterable[LiveBytes]) -> PeakBytes:
 
 def _add(peak: PeakBytes, activation_bytes: int, buffer_bytes: int) -> PeakBytes:
     """The same peak with the activations and buffers of other micro-batches added."""
-    total = peak.total
+    total = peak.at_peak
     total = total._replace(activations=total.activations + activation_bytes, buffers=total.buffers + buffer_bytes)
     return PeakBytes(total, peak.activations + activation_bytes, peak.buffers + buffer_bytes)

@@ -32,7 +32,7 @@ _RANK_MODULES = (
 
 def main(fd: int, method: str, preload: Sequence[str]) -> None:
     """Serve the client at the other end of socket `fd` until it is gone; the arguments are those of `RankServer`."""
-    server = Server(MessageSocket(socket.socket(fileno=fd)), method)
+    server = ServerProcess(MessageSocket(socket.socket(fileno=fd)), method)
     if method == "fork":
         for name in (*_RANK_MODULES, *preload):
             importlib.import_module(name)
@@ -46,7 +46,7 @@ def main(fd: int, method: str, preload: Sequence[str]) -> None:
     server.serve()
 
 
-class Server:
+class ServerProcess:
     """Starts, signals and reaps the rank processes of one client."""
 
     def __init__(self, connection: MessageSocket, method: str):

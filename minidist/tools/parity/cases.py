@@ -24,7 +24,7 @@ from minidist.data.synthetic import generate_text
 from minidist.models.config import ModelConfig
 from minidist.models.init import init_parameters
 from minidist.tools.parity.layouts import Layout
-from minidist.tools.parity.probe import ProbeModel
+from minidist.tools.parity.probe import EdgeCaseTransformer
 
 STEPS = 5
 GLOBAL_BATCH = 29  # a prime: no number of ranks or micro-batches divides it
@@ -185,9 +185,9 @@ class Case:
         """
         return (0.2 / self.layers if self.optimizer == "sgd" else 1e-3) / (1 + 0.2 * step)
 
-    def make_model(self, seed: int = SEED) -> ProbeModel:
+    def make_model(self, seed: int = SEED) -> EdgeCaseTransformer:
         """A new model with initial values, in the dtype of the case."""
-        model = ProbeModel(self.model_config)
+        model = EdgeCaseTransformer(self.model_config)
         init_parameters(model, seed)
         return model.to(torch.float64 if self.dtype == "float64" else torch.float32)
 

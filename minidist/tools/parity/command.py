@@ -53,7 +53,7 @@ def main(options: ParityOptions) -> int:
         for case, outcome in run(server, cases):
             if isinstance(outcome, dict):
                 rows.append(outcome)
-                _say(*format_row(outcome))
+                _say(*format_result_row(outcome))
             else:
                 not_run.append({"what": case.name, "why": outcome})
                 _say(*_not_run_lines(case, outcome))
@@ -146,7 +146,7 @@ def _line(name: str, dtype: str, optimizer: str, *rest: str) -> str:
     return f"{name:<{_NAME_WIDTH}} {dtype:<7} {optimizer:<5}{numbers} {rest[4]}".rstrip()
 
 
-def format_row(row: dict) -> list[str]:
+def format_result_row(row: dict) -> list[str]:
     """One row of the table, with long descriptions wrapped; a row that differs names its first difference."""
     name, *more = textwrap.wrap(row["layout"], _NAME_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     numbers = [f"{row[key]:.1e}" for key in _DIFFERENCES]

@@ -12,7 +12,7 @@ from minidist.models.transformer import IGNORE_INDEX, Transformer
 RARE_EVERY, RARE_AT = 40, 35
 
 
-class ProbeModel(Transformer):
+class EdgeCaseTransformer(Transformer):
     """A transformer with three more parameters and a buffer.
 
     All sizes of the transformer are multiples of the number of ranks. `rare`, `frozen` and `offset` are not: they have

@@ -115,7 +115,7 @@ def _between_norms(case: Case, batches: Sequence) -> float:
     return sum(norms[-2:]) / 2
 
 
-def read_reference(file: str) -> tuple[list[tuple[float | None, float, int]], dict[str, Tensor], float]:
+def read_reference_run(file: str) -> tuple[list[tuple[float | None, float, int]], dict[str, Tensor], float]:
     """(loss, norm, tokens) of each step, the tensors (gradients `STEP/NAME`, parameters and buffers `end/NAME`), and
     the norm to clip to."""
     with safe_open(file, framework="pt") as stream:
@@ -150,7 +150,7 @@ def run_case(groups: Groups, case: Case, file: str, on_first: Callable[[FirstWro
     file: the `reference_file` of its reference. on_first: called with the first difference beyond its tolerance as
     soon as it is found.
     """
-    scalars, expected, clip_norm = read_reference(file)
+    scalars, expected, clip_norm = read_reference_run(file)
     comparison, loader, scalars_seen = Comparison(case.tolerance, on_first=on_first), case.make_loader(), []
     engine = _make_engine(groups, case, clip_norm)
     rank, mesh = groups.world.rank, groups.mesh
@@ -178,7 +178,7 @@ def run_case(groups: Groups, case: Case, file: str, on_first: Callable[[FirstWro
                 if not parameter.requires_grad:
                     comparison.compare_tensor("grad", step, name, parameter.grad, None, engine.specs[name])
 
-        result = engine.step(step, batches, case.lr(step), inspect=compare_gradients)
+        result = engine.step(step, batches, case.lr(step), on_gradients_reduced=compare_gradients)
         if len(calls) != 1:
             comparison.record_failure(step, "grad", f"inspect was called {len(calls)} times, not once")
         scalars_seen.append((result.loss, result.grad_norm))

@@ -23,7 +23,7 @@ def check_schedule(schedule: Schedule) -> list[int]:
     Returns `peak_live_micro_batches`. Raises UserError, which names the stages and actions and, if there is one, a
     single change that repairs the schedule.
     """
-    for stage in range(schedule.stages):
+    for stage in range(schedule.num_stages):
         _check_complete(schedule, stage)
     places, stuck = execution_order(schedule)
     if stuck:
@@ -38,7 +38,7 @@ def peak_live_micro_batches(schedule: Schedule) -> list[int]:
     split, else B). The count depends only on the order of actions. With c chunks on a stage, c in-flight chunks hold
     as many activations as one micro-batch through the whole stage.
     """
-    return [max(live_micro_batches(schedule, stage), default=0) for stage in range(schedule.stages)]
+    return [max(live_micro_batches(schedule, stage), default=0) for stage in range(schedule.num_stages)]
 
 
 def live_micro_batches(schedule: Schedule, stage: int) -> list[int]:
@@ -87,13 +87,15 @@ def _check_complete(schedule: Schedule, stage: int) -> None:
     order = schedule.orders[stage]
     kinds = "FBW" if schedule.splits_backward else "FB"
     # A generator: a schedule with F0 and F999999999 must not build a huge set.
-    due = (Action(k, m, c) for m in range(schedule.micro_batches) for c in range(schedule.chunks) for k in kinds)
-    size = schedule.micro_batches * schedule.chunks * len(kinds)
+    due = (Action(k, m, c) for m in range(schedule.micro_batches) for c in range(schedule.num_chunks) for k in kinds)
+    size = schedule.micro_batches * schedule.num_chunks * len(kinds)
     count = Counter(order)
     strange = [action for action in order if not _exists(action, schedule, kinds)]
     if not strange and len(count) == len(order) == size:
         return
-    of = f"{schedule.micro_batches} micro-batches" + (f" in {schedule.chunks} chunks" if schedule.chunks > 1 else "")
+    of = f"{schedule.micro_batches} micro-batches" + (
+        f" in {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
+    )
     if strange:
         raise UserError(
             f"stage {stage} has {strange[0]}{_more(strange)}, but the schedule is one of {of}, counted from 0, "
@@ -115,7 +117,7 @@ def _check_complete(schedule: Schedule, stage: int) -> None:
 
 
 def _exists(action: Action, schedule: Schedule, kinds: str) -> bool:
-    in_range = 0 <= action.micro_batch < schedule.micro_batches and 0 <= action.chunk < schedule.chunks
+    in_range = 0 <= action.micro_batch < schedule.micro_batches and 0 <= action.chunk < schedule.num_chunks
     return action.kind in kinds and in_range
 
 

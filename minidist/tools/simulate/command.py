@@ -100,9 +100,9 @@ def timeline_json(timeline: PipelineTimeline) -> dict:
     """The figures of a timeline: the bubble to four decimals, as in the papers, times to six."""
     return {
         "kind": timeline.schedule.kind,
-        "stages": timeline.schedule.stages,
+        "stages": timeline.schedule.num_stages,
         "micro_batches": timeline.schedule.micro_batches,
-        "chunks": timeline.schedule.chunks,
+        "chunks": timeline.schedule.num_chunks,
         "total": round(timeline.step_time, _DIGITS),
         "makespan": round(timeline.makespan, _DIGITS),
         "bubble": round(timeline.bubble, 4),
@@ -116,7 +116,7 @@ def print_timeline(timeline: PipelineTimeline) -> None:
     from rich.console import Console
 
     description = SUMMARIES.get(timeline.schedule.kind)
-    unit = "" if timeline.schedule.chunks == 1 else f" (each 1/{timeline.schedule.chunks} of a stage)"
+    unit = "" if timeline.schedule.num_chunks == 1 else f" (each 1/{timeline.schedule.num_chunks} of a stage)"
     print(f"{timeline.schedule.kind}{f': {description}' if description else ''}\n")
     Console(soft_wrap=True).print(color_drawing(draw_text(timeline)))
     print(f"\ntotal      {timeline.step_time:.6g}, the longest time of any stage from its first action to its last")

@@ -28,7 +28,7 @@ def draw_text(timeline: PipelineTimeline, width: int = WIDTH) -> str:
     Actions show their names (F12) or, if the shortest is less than two columns wide, their letters (F-). Where even
     that is too wide, each column shows the letter of the action at its middle. Later chunks are in lower case.
     """
-    labels = [f"stage {stage} " for stage in range(timeline.schedule.stages)]
+    labels = [f"stage {stage} " for stage in range(timeline.schedule.num_stages)]
     edge = len(labels[-1])
     step, shortest = _scale(timeline, width - edge)
     lines = [
@@ -36,7 +36,7 @@ def draw_text(timeline: PipelineTimeline, width: int = WIDTH) -> str:
         for label, spans in zip(labels, timeline.spans, strict=True)
     ]
     letters = "F forward, B input gradient, W weight gradient" if _splits(timeline) else "F forward, B backward"
-    lower = "; lower case: chunks after the first" if timeline.schedule.chunks > 1 else ""
+    lower = "; lower case: chunks after the first" if timeline.schedule.num_chunks > 1 else ""
     return "\n".join([*lines, f"{letters}{lower}; . idle; a column is {step:.4g}"])
 
 
@@ -93,7 +93,7 @@ def draw_figure(timeline: PipelineTimeline, title: str | None = None) -> "Figure
     from matplotlib.patches import Patch
 
     schedule = timeline.schedule
-    figure = Figure(figsize=(11, 1.2 + 0.36 * schedule.stages), dpi=150, layout="constrained")
+    figure = Figure(figsize=(11, 1.2 + 0.36 * schedule.num_stages), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for stage, spans in enumerate(timeline.spans):
         bars = [(span.start, span.end - span.start) for span in spans]
@@ -102,12 +102,12 @@ def draw_figure(timeline: PipelineTimeline, title: str | None = None) -> "Figure
         )
         for span in spans:
             _number(axes, stage, span, timeline)
-    axes.set(xlabel="time", ylabel="stage", yticks=range(schedule.stages), title=title or _title(timeline))
+    axes.set(xlabel="time", ylabel="stage", yticks=range(schedule.num_stages), title=title or _title(timeline))
     axes.set_xlim(0, timeline.makespan)
-    axes.set_ylim(schedule.stages - 0.45, -0.55)
+    axes.set_ylim(schedule.num_stages - 0.45, -0.55)
     axes.spines[["top", "right", "left"]].set_visible(False)
     kinds = "FBW" if _splits(timeline) else "FB"
-    shades = [(kind, chunk) for kind in kinds for chunk in range(min(2, schedule.chunks))]
+    shades = [(kind, chunk) for kind in kinds for chunk in range(min(2, schedule.num_chunks))]
     handles = [Patch(color=COLORS[kind][chunk], label=_label(kind, chunk, timeline)) for kind, chunk in shades]
     figure.legend(handles=handles, loc="outside lower right", ncols=len(kinds), frameon=False, fontsize=8)
     return figure
@@ -129,13 +129,13 @@ def _number(axes, stage: int, span: Span, timeline: PipelineTimeline) -> None:
 
 def _title(timeline: PipelineTimeline) -> str:
     schedule = timeline.schedule
-    size = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
-    chunks = f", {schedule.chunks} chunks a stage" if schedule.chunks > 1 else ""
+    size = f"{schedule.num_stages} stages, {schedule.micro_batches} micro-batches"
+    chunks = f", {schedule.num_chunks} chunks a stage" if schedule.num_chunks > 1 else ""
     peak = max(timeline.peak_live_micro_batches)
     return f"{schedule.kind}, {size}{chunks}: bubble {timeline.bubble:.4f}, peak {peak} in flight"
 
 
 def _label(kind: str, chunk: int, timeline: PipelineTimeline) -> str:
     name = "input gradient" if kind == "B" and _splits(timeline) else _NAMES[kind]
-    later = f"chunk {chunk}" if timeline.schedule.chunks <= 2 else ("chunk 0", "later chunks")[chunk]
-    return f"{kind} {name}" + (f", {later}" if timeline.schedule.chunks > 1 else "")
+    later = f"chunk {chunk}" if timeline.schedule.num_chunks <= 2 else ("chunk 0", "later chunks")[chunk]
+    return f"{kind} {name}" + (f", {later}" if timeline.schedule.num_chunks > 1 else "")

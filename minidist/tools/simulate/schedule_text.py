@@ -29,7 +29,7 @@ def parse_schedule(text: str, name: str = "by hand", placement: Literal["loop", 
         kind=name,
         micro_batches=1 + max(action.micro_batch for action in actions),
         orders=orders,
-        chunks=1 + max(action.chunk for action in actions),
+        num_chunks=1 + max(action.chunk for action in actions),
         placement=placement,
     )
 

@@ -51,14 +51,14 @@ class StageTimes:
             raise UserError(f"t-{kind} is {invalid[0]}; a time is a number, 0 or more.")
         if len(times) == schedule.positions:
             return times
-        if len(times) not in (1, schedule.stages):
-            per_chunk = f", or {schedule.positions} for the model chunks" if schedule.chunks > 1 else ""
+        if len(times) not in (1, schedule.num_stages):
+            per_chunk = f", or {schedule.positions} for the model chunks" if schedule.num_chunks > 1 else ""
             raise UserError(
-                f"t-{kind} has {len(times)} times for {schedule.stages} stages: give 1 for all of them, or "
-                f"{schedule.stages}{per_chunk}."
+                f"t-{kind} has {len(times)} times for {schedule.num_stages} stages: give 1 for all of them, or "
+                f"{schedule.num_stages}{per_chunk}."
             )
         owners = [schedule.owner(position)[0] for position in range(schedule.positions)]
-        return [times[stage if len(times) > 1 else 0] / schedule.chunks for stage in owners]
+        return [times[stage if len(times) > 1 else 0] / schedule.num_chunks for stage in owners]
 
 
 @dataclass(frozen=True)

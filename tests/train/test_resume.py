@@ -120,7 +120,7 @@ def test_a_resumed_run_writes_to_its_run_folder(tmp_path, monkeypatch):
         ({"model__hidden_size": 32}, r"does not fit this run:\n.* has shape \(\d+,.*\) in the checkpoint, \(\d+"),
         ({"optim__kind": "adamw"}, "was trained with --optim.kind sgd, this run has adamw"),
         ({"train__seed": 2}, "was trained with --train.seed 1234, this run has 2"),
-        ({"data__min_length": 3}, "was trained with --data.min-length None, this run has 3"),
+        ({"data__min_length": 3}, "was trained with --data.min-length none, this run has 3"),
         ({"train__steps": 2}, "is at step 2, and the run ends at step 2: nothing is left to do"),
     ],
 )

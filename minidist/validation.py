@@ -41,33 +41,25 @@ _POSITIVE = "optim.eps optim.clip-norm optim.muon-lr-ratio comm.bucket-mib comm.
 def validate(config: Config, world_size: int) -> Mesh:
     """Raise UserError if `config` cannot run on `world_size` ranks; return the mesh of the run."""
     mesh = config.mesh_of(world_size)
-    validate_model(config.model)
-    validate_numbers(config)
-    validate_data(config, mesh)
-    validate_pipeline(config, mesh)
-    validate_compile(config, mesh)
-    validate_zero(config, mesh)
     how = config.parallel
     try:
+        config.model.validate()
+        validate_numbers(config)
+        validate_data(config, mesh)
+        validate_pipeline(config, mesh)
+        validate_compile(config, mesh)
+        validate_zero(config, mesh)
         validate_tensor_parallel(config.model, mesh.tp)
         validate_context_parallel(
             config.model, config.data.seq_len, mesh.cp, how.context, tp=mesh.tp, sequence_parallel=how.sequence
         )
-    except ValueError as error:
+    except ValueError as error:  # its message begins with the name of an option
         section = "data" if str(error).startswith("seq_len") else "model"
         raise UserError(f"{section}.{error}.") from None
     return mesh
 
 
 # -- numbers and data ------------------------------------------------------------------------------------------------
-
-
-def validate_model(model: ModelConfig) -> None:
-    """Raise UserError if the sizes of the model contradict each other, or one is not positive."""
-    try:
-        model.validate()
-    except ValueError as error:
-        raise UserError(f"model.{error}.") from None
 
 
 def validate_numbers(config: Config) -> None:

@@ -62,6 +62,7 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
     return result
 
 
+@all_to_all.register_fake
 @all_reduce_max.register_fake
 @all_reduce.register_fake
 def _(x, group):
@@ -76,11 +77,6 @@ def _(x, group, size):
 @reduce_scatter.register_fake
 def _(x, group, size):
     return x.new_empty((x.shape[0] // size, *x.shape[1:]))
-
-
-@all_to_all.register_fake
-def _(x, group):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _keep_arguments(ctx, inputs, output):

@@ -62,19 +62,11 @@ def latest_checkpoint(root: str | Path, purpose: str = "resume from") -> Path:
     if found := complete_checkpoints(root):
         return found[max(found)]
     names = sorted(_entries(root))
-    unfinished = [name for name in names if _PARTIAL.fullmatch(name)]
-    other = [name for name in names if name not in unfinished]
-    holds = [
-        f"{len(unfinished)} that {'was' if len(unfinished) == 1 else 'were'} never finished ({_some(unfinished)})",
-        f"{len(other)} {'entry' if len(other) == 1 else 'entries'} that {'is' if len(other) == 1 else 'are'} "
-        f"no checkpoint ({_some(other)})",
-    ]
-    holds = [text for text, some in zip(holds, (unfinished, other), strict=True) if some]
-    below = [root / name for name in other if complete_checkpoints(root / name)]
-    raise UserError(
-        f"no checkpoint to {purpose}: {root} {'holds ' + ' and '.join(holds) if holds else 'is empty'}. "
-        + (_offer(below[0]) if below else "A checkpoint is a folder like step-00000100. " + _ADVICE)
-    )
+    holds = f"holds no complete one, only {_some(names)}" if names else "is empty"
+    never_finished = ", of which .partial was never finished" if any(map(_PARTIAL.fullmatch, names)) else ""
+    below = [root / name for name in names if complete_checkpoints(root / name)]
+    advice = _offer(below[0]) if below else f"A checkpoint is a folder like step-00000100. {_ADVICE}"
+    raise UserError(f"no checkpoint to {purpose}: {root} {holds}{never_finished}. {advice}")
 
 
 def prune_checkpoints(

@@ -94,7 +94,7 @@ class Engine:
         with self.groups.meter.span("reduce"):
             self.finish_reduction()
         self._awaited_decision = step, lr
-        result = self.agree_on_step(loss, count.value, stop_requested, checkpoint_written, regroup_requested, step)
+        result = self._agree(step, loss, count.value, stop_requested, checkpoint_written, regroup_requested)
         if on_gradients_reduced is not None:
             on_gradients_reduced()
         self._carry_out(self.decision, lr)
@@ -132,19 +132,18 @@ class Engine:
         if self.scaler is not None:
             self.reducer.scale_gradients(1 / self.scaler.scale)
 
-    def agree_on_step(
+    def _agree(
         self,
+        step: int,
         loss: float | Tensor,
         tokens: float,
         stop_requested: bool,
-        checkpoint_written: bool = True,
-        regroup_requested: bool = False,
-        step: int = 0,
+        checkpoint_written: bool,
+        regroup_requested: bool,
     ) -> StepResult:
-        """Make one decision for all ranks: step, skip or stop; find out if the checkpoint in flight is written.
+        """Compute the gradient norm, and make one decision for all ranks: step, skip or stop. Collective.
 
-        loss: of this rank, in nats. tokens: number of tokens in the global batch. The others are of this rank, as in
-        `step`. Computes the gradient norm. Collective.
+        loss: of this rank, in nats. tokens: number of tokens in the global batch. The others as in `step`.
         """
         loss = float(loss) if self.forward_backward.is_loss_counted else 0.0
         with self.groups.meter.span("gradient norm"):

@@ -46,14 +46,11 @@ def assign_matrix_owners(shards: Sequence[Mapping[str, MatrixShard]]) -> MatrixP
     for rank, held in enumerate(shards):
         for name, shard in held.items():
             holders.setdefault(name, {})[rank] = shard
-    sizes = {name: sum(set_of.values()) for name, set_of in _distinct(holders).items()}
+    sizes = {}
+    for name, of_ranks in holders.items():  # ranks with equal keys hold the same elements
+        sizes[name] = sum({shard.key: shard.numel for shard in of_ranks.values()}.values())
     owned, owner = [0] * len(shards), {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         owner[name] = owned.index(min(owned))
         owned[owner[name]] += sizes[name]
     return MatrixPlan(dict(sorted(holders.items())), owner)
-
-
-def _distinct(holders: Mapping[str, Mapping[int, MatrixShard]]) -> dict[str, dict[Hashable, int]]:
-    """The number of elements of each distinct shard, by matrix and key."""
-    return {name: {shard.key: shard.numel for shard in of.values()} for name, of in holders.items()}

@@ -146,7 +146,7 @@ def test_empty_foreign_and_damaged_folders_are_refused(place, capsys, finished):
     assert "empty is empty" in refused(capsys, "train", "--checkpoint.resume", "empty")
     Path("foreign").mkdir()
     Path("foreign/notes.txt").touch()
-    assert "1 entry that is no checkpoint (notes.txt)" in refused(capsys, "train", "--checkpoint.resume", "foreign")
+    assert "holds no complete one, only notes.txt" in refused(capsys, "train", "--checkpoint.resume", "foreign")
     train_small(World.single(), small_config(Path("hurt"), finished[1]))
     capsys.readouterr()
     index = Path("hurt/checkpoints/step-00000006/checkpoint.json")

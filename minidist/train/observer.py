@@ -8,9 +8,8 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minidist.train.agree import StepResult
-
 if TYPE_CHECKING:
+    from minidist.train.agree import StepResult
     from minidist.train.trainer import Trainer
 
 
@@ -33,7 +32,7 @@ class Observer:
         """Return a context manager inside which the trainer runs `Engine.step`, once per step."""
         return contextlib.nullcontext()
 
-    def on_step(self, trainer: "Trainer", result: StepResult) -> None:
+    def on_step(self, trainer: "Trainer", result: "StepResult") -> None:
         """Called after each step, with its outcome."""
 
     def on_evaluation(self, step: int, loss: float) -> None:

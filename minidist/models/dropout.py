@@ -35,14 +35,12 @@ class DropoutAddress:
     step: number of the step.
     samples: (b,) int64, global numbers of the samples.
     positions: (s,) int64, positions of this rank's tokens in the unsplit sequence.
-    features: (h,) int64, indices of this rank's features in the unsplit hidden state; None if it holds all of them.
     """
 
     seed: int
     step: int
     samples: Tensor
     positions: Tensor
-    features: Tensor | None = None
 
     @cached_property
     def token_hashes(self) -> Tensor:
@@ -55,14 +53,9 @@ class DropoutAddress:
     def site_keys(self, site: int, num_features: int) -> DropoutKeys:
         """Return the keys of one dropout site, for `keep_mask`.
 
-        site: from `dropout_site_index`; 0 for the embedding. num_features: of this rank's hidden state. Raises
-        ValueError if `features` is given and has a different length.
+        site: from `dropout_site_index`; 0 for the embedding. num_features: of the hidden state.
         """
-        features = self.features
-        if features is None:
-            features = torch.arange(num_features, device=self.token_hashes.device)
-        elif len(features) != num_features:
-            raise ValueError(f"the dropout address names {len(features)} features, the hidden state has {num_features}")
+        features = torch.arange(num_features, device=self.token_hashes.device)
         rows = mix(self.token_hashes ^ signed(mix_int(site)))
         return DropoutKeys(_low(rows), _high(rows), _high(mix(features)))
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "minidist"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LAUNCH = PACKAGE / "tools" / "launch"
-CORE_LINES = 12_320  # 400 above what it has, while chapter 04 is written
+CORE_LINES = 12_310  # 400 above what it has, while chapter 04 is written
 
 # From the bottom up; a module imports its own layer and lower ones.
 LAYERS = (

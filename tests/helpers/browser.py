@@ -16,6 +16,7 @@ from tests.helpers.processes import wait_until
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 START_S = 240.0
 WAIT_MS = 200_000
+_POLL_MS = 200  # by default playwright asks in every frame, which costs more CPU time than most cells
 _CELLS = ".jp-Notebook .jp-Cell"
 
 # In the page. A cell's number changes when it has run; -1 stands for all code cells that there are now.
@@ -118,7 +119,7 @@ class Notebook:
         self.page.evaluate(_MARK, [_CELLS, -1])
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-        self.page.wait_for_function(_RAN, arg=[_CELLS, -1], timeout=timeout_ms)
+        self.page.wait_for_function(_RAN, arg=[_CELLS, -1], timeout=timeout_ms, polling=_POLL_MS)
         self.idle()
 
     def write(self, index: int, text: str) -> None:
@@ -147,7 +148,7 @@ class Notebook:
 
     def ended(self, index: int, timeout_ms: float = WAIT_MS) -> str:
         """Wait until a started cell has ended; return its output."""
-        self.page.wait_for_function(_RAN, arg=[_CELLS, index], timeout=timeout_ms)
+        self.page.wait_for_function(_RAN, arg=[_CELLS, index], timeout=timeout_ms, polling=_POLL_MS)
         self.idle()
         return self.output(index)
 

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import json
 import math
 import subprocess
@@ -28,6 +29,7 @@ from minidist.tools.parity.command import (
 )
 from minidist.tools.parity.plan import list_cases, plan_cases
 from minidist.tools.parity.run import run
+from tests.helpers.exhaustive import exhaustive
 
 KEYS = (
     *("layout", "dtype", "optimizer", "loss_diff", "grad_diff", "grad_norm_diff", "param_diff"),
@@ -58,10 +60,11 @@ def one_thread():
 # The rows
 
 
-@pytest.mark.deadline(1800)  # a hundred rows in one test
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_row_equals_one_process(server, world):
-    cases = [case for case in list_cases(plan_cases(world)) if case.world_size == world]
+def cases_of(world):
+    return [case for case in list_cases(plan_cases(world)) if case.world_size == world]
+
+
+def assert_rows_are_ok(server, cases):
     outcomes = list(run(server, cases))
     assert [case for case, _ in outcomes] == cases
     for _, row in outcomes:
@@ -69,6 +72,24 @@ def test_every_row_equals_one_process(server, world):
         assert row["ok"] and row["first_wrong"] is None, row
         assert all(row[f"{kind}_diff"] <= limit for kind, limit in row["tolerance"].items())
         assert row["worst_tensor"]
+
+
+@pytest.mark.deadline(1800)  # a hundred rows in one test
+@pytest.mark.parametrize("world", [1, 2, *exhaustive(3)])
+def test_every_row_equals_one_process(server, world):
+    assert_rows_are_ok(server, cases_of(world))
+
+
+def test_every_layout_and_switch_of_three_ranks_equals_one_process(server):
+    """Each value once; the quick suite takes their pairs from two ranks, and `make test-all` those of three too."""
+    seen, cases = set(), []
+    for case in cases_of(3):
+        values = {(field.name, getattr(case, field.name)) for field in dataclasses.fields(case)}
+        if values - seen:
+            cases.append(case)
+        seen |= values
+    assert len(cases) > 14 and len({case.mesh_layout for case in cases}) > 5
+    assert_rows_are_ok(server, cases)
 
 
 @pytest.mark.exhaustive

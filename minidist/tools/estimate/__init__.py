@@ -10,5 +10,6 @@ Read in this order:
   segments of the shm backend.
 * `flops`: FLOPs, utilisation (MFU, HFU) and the pipeline's bubble.
 * `estimate` puts it all together; `command` prints it. `parameter_count` (model states from a parameter count alone)
-  and `gpt` (the published GPT block) are the command's other two modes.
+  and `gpt` (the published GPT block) are the command's other two modes. `goodput`: how often to save; `failures`: its
+  options.
 """

@@ -6,7 +6,8 @@ Reading order: `client` (the public interface) and `job`; `server` and `rank`, w
 and `function_reference`, what they exchange; `rank_handle`, `failure` and `failure_report`, what the client learns of a
 rank; `live_job` and `rank_worker`, ranks that stay alive for notebooks; `start`, `torchrun`, `device` and
 `environment`, how `minidist train` runs on this machine or under torchrun; `resume`, checks before a run is resumed;
-`threads`, `memory_limit` and `parent_death`, limits of a rank; `startup_time`, a measurement.
+`run_folder_guard`, one run per folder; `threads`, `memory_limit` and `parent_death`, limits of a rank; `startup_time`,
+a measurement.
 """
 
 from minidist.tools.launch.client import RankServer, forward_signals, launch

@@ -23,7 +23,7 @@ def read_stored_config(index: "Index") -> dict[str, Any]:
         raise UserError(f"{index.path} is a checkpoint, but not of a run of this trainer: its state has no config.")
     try:
         return tomllib.loads(index.state["config"])
-    except (TypeError, tomllib.TOMLDecodeError):
+    except (AttributeError, TypeError, tomllib.TOMLDecodeError):  # the first two if it is not text
         raise DamagedError(f"{index.path} is damaged: the configuration in its state is not TOML text.") from None
 
 

@@ -78,10 +78,10 @@ SINGLE = [make_config({})]
 PAIRS = [
     make_config({"tp": 2}, {"sequence": True}, "block"),
     make_config({"dp": 2}, stage=3, recompute="block"),
-    make_config({"cp": 2}),
 ]
 MORE_PAIRS = [
     make_config({"tp": 2}),
+    make_config({"cp": 2}),  # its compiled layers also in tests/parallel/test_context_parallel.py
     make_config({"cp": 2}, {"context": "ulysses"}),
     make_config({"pp": 2}, recompute="block"),
     make_config({"pp": 2}, {"schedule": "interleaved"}),

@@ -12,8 +12,8 @@ from minidist.tools.estimate.shapes import Dimensions
 
 
 class LocalTensor(NamedTuple):
-    """A saved tensor as one rank stores it. formula: its shape as a formula (`shapes.Dimensions`); shape: in elements;
-    dtype: a key of DTYPE_BYTES."""
+    """A saved tensor as one rank stores it. formula: its shape as a formula, such as "b s/cp h" (`shapes.Dimensions`);
+    shape: its local shape, in elements; dtype: a key of DTYPE_BYTES, such as "bfloat16"."""
 
     name: str
     formula: str
@@ -41,7 +41,7 @@ def local_tensor_bytes(layout: Layout, tensors: Iterable[SavedTensor], num_sampl
 
 
 def saved_by_chunk(layout: Layout, chunk: ModelChunk) -> list[SavedTensor]:
-    """The tensors that the forward of one chunk saves for backward, the rotary tables first."""
+    """The tensors that the forward of one chunk saves for backward, the tables of the rotary embedding first."""
     start = saved_tensors.rotary_tables(layout) + (
         saved_tensors.saved_by_embedding(layout) if chunk.has_embedding else []
     )
@@ -50,8 +50,9 @@ def saved_by_chunk(layout: Layout, chunk: ModelChunk) -> list[SavedTensor]:
 
 
 class MicroBatchActivationBytes(NamedTuple):
-    """Activation bytes of one micro-batch in one chunk. saved: from forward to backward; backward_peak: while backward
-    runs, including what it recomputes; for_weight_gradients: from B to W of a split backward."""
+    """Activation bytes of one micro-batch in one chunk. saved: kept from forward to backward; backward_peak: the peak
+    while backward runs, recomputed tensors included; for_weight_gradients: kept between the two actions of a split
+    backward, input gradients (B) and weight gradients (W)."""
 
     saved: int
     backward_peak: int
@@ -63,12 +64,13 @@ def micro_batch_activation_bytes(
 ) -> MicroBatchActivationBytes:
     """Activation bytes of a micro-batch of `num_samples` samples in one chunk, on one rank.
 
-    split_backward: the pipeline schedule computes weight gradients (W) after input gradients (B).
+    split_backward: whether the pipeline schedule splits backward into input gradients (B) and, later, weight gradients
+    (W).
 
-    Full recomputation restores one layer at a time in backward, while the inputs of the layers before it, and what the
-    layers after it keep for their weight gradients, are live. The tensors of head and loss are freed by then. Core
-    attention saves less than the feed-forward layer, which is freed before core attention is recomputed, so selective
-    recomputation has no peak of its own.
+    Full recomputation restores one layer at a time in backward, while the inputs of the layers before it, and the
+    tensors that the layers after it keep for their weight gradients, are live. The tensors of head and loss are freed
+    by then. Core attention saves less than the feed-forward layer, which is freed before core attention is recomputed,
+    so selective recomputation has no peak of its own.
     """
     if num_samples == 0:
         return MicroBatchActivationBytes(0, 0, 0)  # the chunk does not run
@@ -91,10 +93,10 @@ def micro_batch_activation_bytes(
 
 
 class ActionActivationBytes(NamedTuple):
-    """The activation bytes on a pipeline stage during one action of its schedule.
+    """The activation bytes on a pipeline stage during one action (F, B or W) of its schedule.
 
-    model_chunk: the chunk that runs; micro_batch: the bytes of the action's micro-batch in that chunk; others: of all
-    other micro-batches in flight on the stage.
+    model_chunk: the chunk that runs; micro_batch: the bytes of the action's micro-batch in that chunk; others: the
+    bytes of all other micro-batches in flight on the stage.
     """
 
     action: Action
@@ -126,8 +128,8 @@ def peak_activation_bytes(layout: Layout, stage: int, micro_batch_sizes: Sequenc
     """The peak bytes of live activations on a rank of a stage during a step.
 
     micro_batch_sizes: the number of samples in each micro-batch. With a pipeline every chunk keeps each micro-batch
-    from its forward to its backward: for equal micro-batches, no split backward and no recomputation the peak is
-    `peak_live_micro_batches` times the bytes of one. Without a pipeline one micro-batch is live at a time.
+    from its forward to its backward: for equal micro-batches, no split backward and no recomputation the peak is the
+    peak number of live micro-batches times the bytes of one. Without a pipeline one micro-batch is live at a time.
     """
     tables = local_tensor_bytes(layout, saved_tensors.rotary_tables(layout), 1)  # shared by all micro-batches
     if layout.schedule is None:

@@ -38,7 +38,7 @@ class BackwardEvent(NamedTuple):
 def layer_backward_events(layout: Layout, split_backward: bool) -> list[BackwardEvent]:
     """The events in the backward of one layer, in order.
 
-    split_backward: weight gradients are computed later, so their inputs stay live.
+    split_backward: whether weight gradients are computed later, so that the tensors they need stay live.
     """
     names = [tensor.name for tensor in saved_tensors.saved_by_layer_without_recompute(layout)]
     attention, feed_forward = (i for i, name in enumerate(names) if name == "input of norm")
@@ -101,7 +101,10 @@ def _core_gradients(layout: Layout) -> list[SavedTensor]:
 
 
 def layer_forward_temporaries(layout: Layout) -> list[SavedTensor]:
-    """The live tensors at the peak of a layer's forward when it saves none of them: in its feed-forward product."""
+    """The temporary tensors at the peak of a layer's forward if the layer saves no tensors (full recomputation).
+
+    The peak is in the feed-forward layer, where the outputs of gate and up projection are multiplied.
+    """
     return [
         *3 * [SavedTensor("inside feed-forward", FEATURES)],
         *3 * [SavedTensor("between attention and feed-forward", HIDDEN)],
@@ -109,7 +112,7 @@ def layer_forward_temporaries(layout: Layout) -> list[SavedTensor]:
 
 
 def loss_temporaries(layout: Layout) -> list[SavedTensor]:
-    """The temporaries at the end of forward, when the loss has saved its last tensor."""
+    """The temporary tensors at the end of forward, when the loss has saved its last tensor."""
     upcast = [SavedTensor("logits, upcast", LOGITS, COMPUTE)] if layout.dtype != layout.compute_dtype else []
     shard = [SavedTensor("shard of hidden state", SHARDED_HIDDEN)] if layout.sequence_parallel_size > 1 else []
     return [SavedTensor("logits", LOGITS), *upcast, *shard]
@@ -137,7 +140,8 @@ def head_backward_events(layout: Layout, split_backward: bool) -> list[BackwardE
 
 
 def embedding_backward_events(layout: Layout, tied: bool) -> list[BackwardEvent]:
-    """The events in the backward of the embedding. tied: the head has the same parameter, and its gradient is added."""
+    """The events in the backward of the embedding. tied: whether the head has the same parameter, so that the head's
+    gradient is live and the embedding's is added to it."""
     saved = len(saved_tensors.saved_by_embedding(layout))
     lookup = [SavedTensor("gradient", HIDDEN), *VOCABULARY_GRADIENT * (1 + tied)]
     events = [BackwardEvent("embedding", saved, 0, lookup)]

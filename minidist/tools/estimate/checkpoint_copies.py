@@ -12,10 +12,11 @@ from minidist.tools.estimate.traffic import Traffic
 
 
 def checkpoint_copy_bytes(layout: Layout, traffic: Traffic, rank: int) -> int:
-    """The bytes that `CheckpointSaver` keeps in host memory on this rank between saves; 0 if it waits for the disk.
+    """Host memory, in bytes, of the copies that `CheckpointSaver` keeps on this rank between saves in the background.
 
-    Of replicas one rank saves a tensor, the owner (`ParamSpec.owner`): parameters or masters, moments, and AdamW's step
-    count, which goes with the first elements of a parameter.
+    0 without `checkpoint.background`: training then waits until the files are written. A rank copies the tensors that
+    it saves: parameters or master weights, moments, and AdamW's step count, which is saved with a parameter's first
+    elements. Of the ranks that have replicas of a tensor only its owner saves it (`ParamSpec.owner`).
     """
     if not layout.config.checkpoint.background:
         return 0

@@ -30,10 +30,10 @@ def main(
     measured: MeasuredStep | None = None,
     failures: FailureModel | None = None,
 ) -> int:
-    """Estimate a step and print the result; returns the exit code.
+    """Estimate a step, print the result as a table or (`as_json`) as JSON, and return the exit code.
 
-    t_comm: as in `estimate`. measured: if given, MFU and HFU are printed too. failures: if given, so
-    is the best time between saves. Raises UserError for a run that `minidist train` would refuse.
+    t_comm: as in `estimate`. measured: if given, also print MFU and HFU. failures: if given, also print the best time
+    between saves. Raises UserError for a run that `minidist train` would refuse.
     """
     result = estimate(config, ranks, t_comm=t_comm)
     if as_json:
@@ -45,7 +45,8 @@ def main(
 
 
 def estimate_json(result: Estimate, measured: MeasuredStep | None = None) -> dict:
-    """The whole estimate for `--json`: the model, the step, the pipeline and every rank."""
+    """Return the document that `--json` prints: the model, the step, the pipeline and every rank. measured: a measured
+    step, from which MFU and HFU are computed; both are None without one."""
     layout, config = result.layout, result.layout.config
     seq_len, (model_flops, hardware_flops) = config.data.seq_len, flops.step_flops(layout)
     return {
@@ -82,7 +83,8 @@ def _layer_saved_tensors(layout: Layout) -> list[dict]:
 
 
 def print_estimate(result: Estimate, measured: MeasuredStep | None = None) -> None:
-    """Print the figures of the whole run, a table with a column per pipeline stage, and notes on the figures."""
+    """Print the figures of the whole run, a table with a column per pipeline stage, and notes on the figures. measured:
+    if given, also print MFU and HFU."""
     layout, config = result.layout, result.layout.config
     world, batch, seq_len = layout.mesh.world_size, config.train.global_batch, config.data.seq_len
     per_token, (model_flops, hardware_flops) = flops.flops_per_token(config.model, seq_len), flops.step_flops(layout)

@@ -67,8 +67,8 @@ class RankCost:
 
     @property
     def model_state_bytes(self) -> int:
-        """Bytes of parameters, gradients, masters and optimizer states before the update, which frees the gradients in
-        stages 2 and 3."""
+        """Bytes of parameters, gradients, masters and optimizer states just before the update. (In ZeRO stages 2 and 3
+        the update frees the gradients.)"""
         return self.parameter_bytes + self.gradient_bytes + self.master_bytes + self.optimizer_bytes
 
     @property
@@ -81,7 +81,8 @@ class RankCost:
 class Estimate:
     """The estimated costs of a step.
 
-    ranks: of each rank, in order; pipeline: the simulated schedule, None with a single stage.
+    ranks: the cost on each rank, in rank order; pipeline: the timeline of the simulated pipeline schedule, None with a
+    single stage.
     """
 
     layout: Layout

@@ -5,7 +5,8 @@ from minidist.tools.estimate.goodput import FailureModel
 
 
 def parse_failure_model(mtbf_s: float | None, save_s: float | None, restart_s: float | None) -> FailureModel | None:
-    """Return the model that the options describe; None if none of them is given. Raises UserError for a part of one."""
+    """Return the failure model that `--mtbf-s`, `--save-s` and `--restart-s` describe; None if none of them is given.
+    Raises UserError if only some are given (`--restart-s` alone is optional) or a value is out of range."""
     options = {"--mtbf-s": mtbf_s, "--save-s": save_s, "--restart-s": restart_s}
     if all(value is None for value in options.values()):
         return None
@@ -23,10 +24,11 @@ def parse_failure_model(mtbf_s: float | None, save_s: float | None, restart_s: f
 
 
 def failures_json(model: FailureModel | None) -> dict[str, float]:
-    """The figures for `--json`, modelled; empty without a model.
+    """Return the entries of the `--json` document about failures, all modelled; an empty dict if `model` is None.
 
-    interval_..._s: useful seconds between two saves, by Young, by Daly, and the exact minimum. waste_first_order: at
-    Young's interval. goodput: the useful fraction of time at the exact interval.
+    interval_young_s, interval_daly_s, interval_exact_s: the best time between two saves, in useful seconds, by each
+    formula. waste_first_order: the wasted fraction of time at Young's interval, to first order. goodput: the useful
+    fraction of time at the exact interval.
     """
     if model is None:
         return {}
@@ -40,7 +42,7 @@ def failures_json(model: FailureModel | None) -> dict[str, float]:
 
 
 def print_failures(model: FailureModel | None) -> None:
-    """Print the same figures for a person; nothing without a model."""
+    """Print the figures of `failures_json` as text; print nothing if `model` is None."""
     if model is None:
         return
     young, daly, exact = model.young_interval_s(), model.daly_interval_s(), model.exact_interval_s()

@@ -64,7 +64,8 @@ def stage_recompute_flops(layout: Layout, stage: int) -> int:
 
 
 class StepFlops(NamedTuple):
-    """FLOPs of one step on all ranks together. model: of forward and backward; hardware: with recomputation."""
+    """FLOPs of one step on all ranks together. model: FLOPs of forward and backward; hardware: these and the FLOPs of
+    recomputation."""
 
     model: int
     hardware: int
@@ -102,7 +103,7 @@ def simulate_pipeline(layout: Layout, t_comm: float = 0.0) -> PipelineTimeline |
 class MeasuredStep:
     """A measured step, from which to compute MFU and HFU.
 
-    step_time_s: its time in seconds; peak_tflops: the peak of one accelerator without sparsity, in TFLOP/s.
+    step_time_s: the duration of the step in seconds; peak_tflops: the dense peak of one accelerator, in TFLOP/s.
     """
 
     step_time_s: float

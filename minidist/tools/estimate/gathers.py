@@ -1,4 +1,4 @@
-"""How often ZeRO stage 3 gathers each block in a step. Needs no torch."""
+"""How often ZeRO stage 3 gathers each block (each layer of the model) in a step. Needs no torch."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -76,9 +76,10 @@ class GptEstimate:
 
 
 def estimate_gpt(config: Config, ranks: int) -> GptEstimate:
-    """Estimate the GPT model of these sizes on `ranks` ranks.
+    """Estimate a GPT model with the sizes of `config.model` on `ranks` ranks.
 
-    Raises UserError for a run that `minidist train` would refuse, and for context parallelism."""
+    Raises UserError for a run that `minidist train` would refuse, and if `config.mesh.cp` is above 1.
+    """
     if config.mesh.cp > 1:
         raise UserError(
             f"--mesh.cp is {config.mesh.cp}, and the figures of --block gpt are published without context parallelism: "
@@ -93,7 +94,11 @@ def estimate_gpt(config: Config, ranks: int) -> GptEstimate:
 def main(
     config: Config, ranks: int, as_json: bool, measured: MeasuredStep | None, failures: FailureModel | None
 ) -> int:
-    """Estimate and print; returns the exit code. Raises UserError as `estimate_gpt` does."""
+    """Estimate a GPT model, print the result as text or (`as_json`) as JSON, and return the exit code.
+
+    measured: if given, also print MFU and HFU. failures: if given, also print the best time between saves. Raises
+    UserError for a run that `minidist train` would refuse, and for context parallelism.
+    """
     result = estimate_gpt(config, ranks)
     document = gpt_json(result, measured)
     if as_json:
@@ -115,7 +120,8 @@ def main(
 
 
 def gpt_json(result: GptEstimate, measured: MeasuredStep | None) -> dict:
-    """The whole estimate as the document that `--json` prints. measured: adds MFU and HFU."""
+    """Return the document that `--json` prints. measured: a measured step, from which MFU and HFU are computed; both
+    are None without one."""
     layout, saved = result.layout, result.layer_saved_tensors
     tokens, world = layout.config.train.global_batch * layout.config.data.seq_len, layout.mesh.world_size
     model_flops, hardware_flops = result.flops_per_token * tokens, result.hardware_flops_per_token * tokens

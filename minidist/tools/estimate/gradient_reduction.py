@@ -14,7 +14,8 @@ RanksByGroup = Mapping[str, Mapping[int, Sequence[int]]]
 
 
 class GradientAllReduce(NamedTuple):
-    """One all-reduce of gradients. group: the name of its group spec; numel: the number of elements."""
+    """One all-reduce of gradients. group: the name of its group spec (the declaration of its process groups); numel:
+    the number of elements; element_bytes: the bytes of one element."""
 
     group: str
     numel: int
@@ -42,10 +43,10 @@ def contributing_ranks(tp_sum_rule: TPSumRule, stages: Sequence[int], layout: La
 def find_reduction_group(
     tp_sum_rule: TPSumRule, stages: Sequence[int], layout: Layout, ranks_by_group: RanksByGroup, rank: int
 ) -> str:
-    """Return the name of the group spec over which a parameter's gradient is summed.
+    """Return the name of the group spec over which a parameter's gradient is summed on `rank`.
 
-    Its process group of `rank` has exactly the `contributing_ranks`, from which the arguments tp_sum_rule and stages
-    are. ranks_by_group: the process groups of every group spec.
+    It is the group spec whose process group of `rank` has exactly the ranks that `contributing_ranks` returns for
+    tp_sum_rule and stages. ranks_by_group: the process groups of every group spec (`RanksByGroup`).
     """
     ranks = contributing_ranks(tp_sum_rule, stages, layout, rank)
     return next(spec for spec in GRADIENT_GROUPS if spec in ranks_by_group and ranks_by_group[spec].get(rank) == ranks)
@@ -54,9 +55,9 @@ def find_reduction_group(
 def list_gradient_all_reduces(layout: Layout, ranks_by_group: RanksByGroup, rank: int) -> list[GradientAllReduce]:
     """List the all-reduces of a step's gradients on `rank`, without ZeRO.
 
-    Bucketed: one per bucket; the last bucket of a group ends with one element per parameter, which counts the ranks
-    that used the parameter. Naive: one per parameter, and for that count one of a single float32 element per parameter.
-    ranks_by_group: the process groups of every group spec.
+    `comm.gradients` "bucketed": one all-reduce per bucket; the last bucket of a process group ends with one element per
+    parameter, which counts the ranks that used the parameter. "naive": one per parameter for the gradient, and one of a
+    single float32 element for that count. ranks_by_group: the process groups of every group spec (`RanksByGroup`).
     """
     comm, element_bytes = layout.config.comm, DTYPE_BYTES[layout.dtype]
     group_of = cache(
@@ -81,5 +82,6 @@ def list_gradient_all_reduces(layout: Layout, ranks_by_group: RanksByGroup, rank
 
 
 def map_ranks_to_groups(rank_groups: Iterable[Sequence[int]]) -> dict[int, Sequence[int]]:
-    """Map each rank to its group, given the ranks of each group; ranks in no group are left out."""
+    """Map each rank to the ranks of its process group, given the ranks of every group; ranks in no group are left
+    out."""
     return {rank: group for group in rank_groups for rank in group}

@@ -31,7 +31,8 @@ class ModelChunk:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is laid out on its ranks. schedule: of the pipeline, None with a single stage; policy: the dtypes."""
+    """How a run is laid out on its ranks. schedule: the pipeline schedule, None with a single stage; policy: the dtype
+    of each kind of tensor."""
 
     config: Config
     mesh: Mesh

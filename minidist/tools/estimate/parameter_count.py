@@ -29,9 +29,10 @@ _NOTE = (
 class ParameterCountEstimate:
     """Model states of each rank, computed from a parameter count.
 
-    num_parameters: of the model; num_local_parameters: of a rank's tensor- and pipeline-parallel shard of it;
-    num_zero_shards: the number of ranks over which ZeRO shards those, 1 without ZeRO; padding_numel: elements added so
-    that its shards are equal; states: bytes on each rank.
+    num_parameters: the parameters of the model. num_local_parameters: the parameters of one rank's tensor- and
+    pipeline-parallel shard of the model. num_zero_shards: the number of ranks over which ZeRO shards the local
+    parameters, 1 without ZeRO. padding_numel: the elements added so that ZeRO's shards are equal. states: bytes on each
+    rank.
     """
 
     mesh: Mesh
@@ -44,8 +45,11 @@ class ParameterCountEstimate:
 
 
 def estimate_from_parameter_count(config: Config, world_size: int, num_parameters: float) -> ParameterCountEstimate:
-    """Estimate the model states of each rank, with the model divided evenly over tp and pp. Raises UserError for an
-    invalid configuration or count, and where the count alone does not determine the states."""
+    """Estimate the model states of each rank, with the model divided evenly over tp and pp.
+
+    Raises UserError for an invalid configuration or count, and where the count alone does not determine the states
+    (Muon, `--model` options).
+    """
     mesh = config.mesh_of(world_size)
     validate_numbers(config)
     if not (1 <= num_parameters < math.inf and num_parameters == int(num_parameters)):
@@ -70,7 +74,11 @@ def estimate_from_parameter_count(config: Config, world_size: int, num_parameter
 
 
 def main(config: Config, ranks: int, parameters: float, as_json: bool, failures: FailureModel | None) -> int:
-    """Estimate and print; returns the exit code. Raises UserError as `estimate_from_parameter_count` does."""
+    """Estimate model states, print them as a table or (`as_json`) as JSON, and return the exit code.
+
+    parameters: the parameter count of the model. failures: if given, also print the best time between saves. Raises
+    UserError for an invalid configuration or count, and where the count alone does not determine the states.
+    """
     result = estimate_from_parameter_count(config, ranks, parameters)
     if as_json:
         print(json.dumps(parameter_count_json(result, config) | failures_json(failures)))
@@ -81,7 +89,7 @@ def main(config: Config, ranks: int, parameters: float, as_json: bool, failures:
 
 
 def parameter_count_json(result: ParameterCountEstimate, config: Config) -> dict:
-    """The whole estimate as the document that `--json` prints."""
+    """Return the document that `--json` prints."""
     return {
         "world_size": result.mesh.world_size,
         "mesh": result.mesh.sizes,

@@ -30,8 +30,8 @@ class LiveBytes(NamedTuple):
 class PeakBytes(NamedTuple):
     """The peak bytes of a step.
 
-    at_peak: the breakdown when all tensors together peak; activations, buffers: the own peak of each, which may occur
-    at another time.
+    at_peak: the breakdown when all tensors together peak; activations, buffers: the separate peak of each kind, which
+    may occur at another time of the step.
     """
 
     at_peak: LiveBytes
@@ -55,8 +55,8 @@ class _Point(NamedTuple):
 class StepMemory:
     """Computes the peak memory of a step on the ranks of one pipeline stage, without parameters and optimizer states.
 
-    flat_params: as in `GradientAndBufferSizes`. gradient_bytes: of the gradients just before the update.
-    micro_batch_sizes: the number of samples in each micro-batch.
+    flat_params: a rank's flat parameters, in the order in which backward completes their gradients. gradient_bytes:
+    bytes of the gradients just before the update. micro_batch_sizes: the number of samples in each micro-batch.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class StepMemory:
         self._weight_gradient_peak = cache(self._weight_gradient_peak)
 
     def compute_peak(self) -> PeakBytes:
-        """Compute the peak of activations, gradients and buffers together, and the own peaks of two of them."""
+        """Compute the peak of activations, gradients and buffers together, and the separate peaks of activations and of
+        buffers."""
         tables = self._size(saved_tensors.rotary_tables(self.layout), 1)  # shared by all micro-batches
         after = max(self.temporary.wire_copy_bytes_after_backward(), self.temporary.optimizer_temporary_bytes())
         update = LiveBytes(0, self.temporary.gradient_bytes, after)

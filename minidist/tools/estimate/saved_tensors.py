@@ -31,12 +31,13 @@ class SavedTensor(NamedTuple):
 
 
 def rotary_tables(layout: Layout) -> list[SavedTensor]:
-    """The rotary position embedding's tables, which all micro-batches share."""
+    """The tables of the rotary position embedding, which all micro-batches share."""
     return [SavedTensor("cos", "s/cp 1 d", COMPUTE), SavedTensor("sin", "s/cp 1 d", COMPUTE)]
 
 
 def saved_by_embedding(layout: Layout) -> list[SavedTensor]:
-    """The token ids; with a vocabulary sharded over tp also the mask of tokens that other ranks look up."""
+    """The tensors that the embedding saves: token ids, a mask of the ids that other ranks look up (if the vocabulary is
+    sharded over tp), and the tensors of its dropout."""
     mask = [SavedTensor("mask of other ranks' tokens", TOKENS, "bool")] if layout.mesh.tp > 1 else []
     return [SavedTensor("tokens", TOKENS, "int64"), *mask, *_dropout_mask(layout)]
 
@@ -71,7 +72,7 @@ def saved_for_weight_gradients() -> list[SavedTensor]:
 
 
 def saved_for_head_weight_gradient() -> list[SavedTensor]:
-    """The tensors that the head keeps between B and W."""
+    """The tensors that the head keeps between input gradient (B) and weight gradient (W) of a split backward."""
     return [SavedTensor("input of head", HIDDEN), SavedTensor("gradient of logits", f"{TOKENS} vocab/tp")]
 
 
@@ -173,8 +174,8 @@ GPT_BLOCK: Sequence[SavedTensor] = (
 
 
 def drop_recomputed(tensors: Sequence[SavedTensor], recomputed: str) -> list[SavedTensor]:
-    """The tensors that a layer still saves when backward recomputes "core" attention, the whole "layer" (all but its
-    input), or nothing ("")."""
+    """The tensors that a layer still saves in forward. recomputed: what backward recomputes: "core" (core attention),
+    "layer" (the layer, of which only the input is saved) or "" (nothing)."""
     if recomputed == "layer":
         return list(tensors[:1])
     return [tensor for tensor in tensors if not (recomputed and tensor.core)]

@@ -42,9 +42,10 @@ class Dimensions:
         return dimensions
 
     def local_shape(self, formula: str) -> tuple[int, ...]:
-        """The shape on one rank that a formula such as "b s/cp h" stands for.
+        """The shape, in elements, on one rank that a formula such as "b s/cp h" stands for.
 
-        Dimensions divide evenly (`validate`), except that a head is never cut.
+        `minidist.validation` has checked that dimensions divide evenly. Only key-value heads may be fewer than tp
+        ranks: each rank then has one whole head, so a size is rounded up.
         """
         return tuple(self._local_size(word) for word in formula.split())
 

@@ -1,6 +1,7 @@
 """The flat parameters of a layout, for ZeRO or for master weights, and the collectives that reduce and gather them.
 
-`zero.plan` lays them out, for the trainer and for the estimate.
+A flat parameter is one buffer in which the parameters of a layer are concatenated, so that ZeRO can cut it into equal
+shards. `zero.plan` plans the flat parameters, for the trainer and for the estimate.
 """
 
 import dataclasses
@@ -26,9 +27,10 @@ Operation = tuple[str, str, int, int]
 class LocalFlatParam:
     """One flat parameter of a rank.
 
-    layout: its parameters and shards (`zero.plan`). replica_group: the group spec over which the gradients of a shard's
-    replicas are summed; None without replicas. chunk: the number of the model chunk, within the pipeline stage, whose
-    backward completes the gradients. block: the number of the layer with which stage 3 gathers it, or ROOT.
+    layout: its parameters and shards (`zero.plan`). replica_group: the name of the group spec over which ranks that
+    have the same shard sum its gradient; None if no other rank has the shard. chunk: the number of the model chunk,
+    within the pipeline stage, whose backward completes the gradients. block: the number of the layer with which stage 3
+    gathers the flat parameter, or ROOT.
     """
 
     layout: FlatLayout
@@ -92,9 +94,10 @@ def _completing_chunk(layout: Layout, stage: int, parameter: LocalParameter) -> 
 def local_model_states(
     layout: Layout, stage: int, flat_params: Sequence[LocalFlatParam], shard_index: int
 ) -> states.ModelStates:
-    """Compute the bytes of the model states before an update, on the ranks of a stage with this ZeRO shard.
+    """Compute the bytes of the model states just before an update, on a rank of a pipeline stage.
 
-    Moments have no padding. AdamW counts its steps for every parameter, in float32.
+    shard_index: the index of the ZeRO shard that the rank owns. Moments have no padding. AdamW has a step counter per
+    parameter, in float32.
     """
     optim, policy, parameters = layout.config.optim, layout.policy, local_parameters(layout, stage)
     dimensions = {parameter.name: parameter.dimensions for parameter in parameters}
@@ -121,7 +124,10 @@ def local_model_states(
 
 
 def flat_param_operations(layout: Layout, flat_params: Sequence[LocalFlatParam], stage: int) -> Counter[Operation]:
-    """Count the collectives of a step that reduce flat gradients and gather flat parameters, on a rank of a stage."""
+    """Count the collectives of a step that reduce flat gradients and gather flat parameters, on a rank of a stage.
+
+    flat_params: the rank's flat parameters. Returns how often each `Operation` runs.
+    """
     zero, policy, operations = layout.config.zero, layout.policy, Counter()
     reduce, parameter = PRECISION_BYTES[policy.reduce], PRECISION_BYTES[policy.parameter]
     reductions = layout.config.train.micro_batches if zero.shards_gradients else 1

@@ -1,10 +1,11 @@
 """Bytes of the shared-memory segments through which ranks of one machine communicate with the shm backend.
 
 A page that several processes have touched counts for each of them in equal parts (PSS, as Linux reports it), so the sum
-over all ranks is the machine's total. A process group has slots on every rank, three for small tensors and three for
-large ones, each touched up to the end of its largest message; a transfer has two buffers. The figures follow
-`tools/shm/collectives` and `tools/shm/transfer` once every slot has been used, which takes a few steps. They are within
-10 % unless one rank waits long for another; a group that is created while little memory is free maps less.
+over all ranks is the machine's total. Every rank of a process group has slots (buffers into which it writes its
+messages), three for small tensors and three for large ones, each touched up to the end of its largest message; a
+transfer (send and receive) has two buffers. The figures follow `tools/shm/collectives` and `tools/shm/transfer` once
+every slot has been used, which takes a few steps. They are within 10 % unless one rank waits long for another; a group
+that is created while little memory is free maps less.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ _BROADCAST_AT_START = ("grads", "replicas", "tensor", "activations")  # group sp
 class TouchedSlots:
     """Counts the bytes that the ranks of a process group touch in its shared-memory slots of one size.
 
-    slot_bytes: the size of a slot.
+    group_size: the number of ranks in the group. slot_bytes: the size of a slot.
     """
 
     def __init__(self, group_size: int, slot_bytes: int):
@@ -38,18 +39,19 @@ class TouchedSlots:
         self.full_message_pss = self.full_message_end = self.part_bytes = 0
 
     def add_full_message(self, end_byte: int, pss_bytes: float) -> None:
-        """Add a message that other ranks read in full and that fills slots up to `end_byte`.
+        """Count a message that other ranks read in full.
 
-        pss_bytes: the bytes that count for this rank (PSS), over the slots of all ranks.
+        end_byte: the message touches a slot from its begin to this byte. pss_bytes: this rank's part (PSS) of the bytes
+        that the message touches, summed over the slots of all ranks.
         """
         self.full_message_end = max(self.full_message_end, end_byte)
         self.full_message_pss = max(self.full_message_pss, pss_bytes)
 
     def pss_bytes(self, group_rank: int) -> float:
-        """The bytes of all slots that count for the rank with this index in the group (PSS).
+        """Return this rank's part (PSS) of the bytes touched in all slots. group_rank: the rank's index in the group.
 
-        A rank writes a partitioned message's parts for all other ranks into its own slot, and reads one part from each
-        of theirs. The bytes of a part that full messages touch too are counted already.
+        A partitioned message has a different part for each other rank: a rank writes these parts into its own slot, and
+        reads one part from the slot of each other rank. Bytes that full messages touch too are counted once.
         """
         size = self.group_size
         section = self.slot_bytes // size // ALIGN * ALIGN

@@ -36,8 +36,8 @@ HEAD_PARAMETERS = (("model.norm.weight", "h", "sequence_parallel"), ("lm_head.we
 class LocalParameter:
     """A parameter as one tensor-parallel rank of a pipeline stage has it, before ZeRO shards it.
 
-    numel: elements of the local shard; dimensions: 1 or 2; tp_sum_rule: over which tensor-parallel ranks its gradient
-    is summed; stages: the pipeline stages that have the parameter.
+    numel: elements of the local shard; dimensions: 1 for a vector, 2 for a matrix; tp_sum_rule: over which
+    tensor-parallel ranks its gradient is summed (`TPSumRule`); stages: the pipeline stages that have the parameter.
     """
 
     name: str
@@ -89,7 +89,8 @@ class FlatParamSize(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes of the model states on one rank. masters: 0 where the optimizer updates the parameters themselves."""
+    """Bytes of the model states on one rank. masters: master weights, 0 where the optimizer updates the parameters
+    themselves; moments: optimizer states without step counters."""
 
     parameters: int
     gradients: int
@@ -109,8 +110,8 @@ def pad_to_shards(numel: int, shards: int, moments: int) -> FlatParamSize:
 
 
 def moments_per_element(optim: OptimConfig, *, hidden_matrix: bool) -> int:
-    """Numbers that the optimizer keeps per element. hidden_matrix: whether the parameter is a weight matrix of a layer,
-    which Muon updates with one moment."""
+    """How many numbers the optimizer keeps per element. hidden_matrix: whether the parameter is a weight matrix of a
+    layer, for which Muon keeps one moment."""
     if optim.kind == "sgd":
         return 1 if optim.momentum else 0
     return 1 if optim.kind == "muon" and hidden_matrix else 2

@@ -12,7 +12,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def format_si(number: float, unit: str = "") -> str:
-    """Three significant digits and a decimal prefix: 1.23 MB."""
+    """Format a number with three significant digits and a decimal prefix: "1.23 MB" for 1234567 and the unit "B"."""
     for prefix in ("", "k", "M", "G", "T"):
         if number < 999.5:
             return f"{number:.3g} {prefix}{unit}".rstrip()

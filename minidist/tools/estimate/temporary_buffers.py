@@ -24,8 +24,8 @@ MAX_IN_FLIGHT = 2  # flat gradients
 class GradientAndBufferBytes(NamedTuple):
     """Bytes at one time of a backward.
 
-    gradients: of the accumulated gradients that are allocated by then; buffers: of computed gradients whose flat
-    gradient is not complete yet, and of flat gradients in flight.
+    gradients: bytes of the accumulated gradients that are allocated by then; buffers: bytes of computed gradients that
+    wait until their flat gradient is complete, and of flat gradients in flight.
     """
 
     gradients: int
@@ -113,7 +113,11 @@ class GradientAndBufferSizes:
     def bytes_while_filling_flat_gradient(
         self, chunk: int, flat_param_index: int, place: int | str, num_ready: int
     ) -> GradientAndBufferBytes:
-        """Bytes while a flat gradient of the chunk, number `flat_param_index`, is filled and then sent."""
+        """Return the bytes while one flat gradient of the chunk is filled and then sent.
+
+        flat_param_index: its index among the chunk's flat parameters. chunk, place, num_ready: as in the class
+        docstring.
+        """
         flat_params, names = self._flat_params_of(chunk), self._ready_gradients(chunk, place, num_ready)
         before, flat = flat_params[:flat_param_index], flat_params[flat_param_index]
         full, shard = flat.layout.numel * self.grad_size, flat.layout.shard_numel * self.grad_size
@@ -126,10 +130,10 @@ class GradientAndBufferSizes:
         )
 
     def launched_reductions(self, chunk: int, place: int | str, num_ready: int) -> list[LocalFlatParam]:
-        """The flat parameters whose gradient reduction has been launched.
+        """Return the flat parameters whose gradient reduction has been launched at this time of the chunk's backward.
 
-        It is launched once all their gradients are ready; in stage 3, once backward has also left their layer; in
-        stages 2 and 3 under a pipeline, once the backward of the chunk has ended.
+        A reduction is launched once all gradients of the flat parameter are ready; in stage 3, once backward has also
+        left its layer; in stages 2 and 3 under a pipeline, once the backward of the chunk has ended.
         """
         flat_params, names = self._flat_params_of(chunk), self._ready_gradients(chunk, place, num_ready)
         if place == DONE:
@@ -203,16 +207,17 @@ class GradientAndBufferSizes:
     # -- after backward -----------------------------------------------------------------------------------------------
 
     def wire_copy_bytes_after_backward(self) -> int:
-        """Bytes of flat gradients still in flight, in the dtype of the reduction, when backward has ended."""
+        """Bytes of copies of flat gradients, in the dtype of the reduction, that are still in flight when backward has
+        ended."""
         copied = self.zero.stage > 0 and self.wire_size != self.grad_size and not self.zero.shards_gradients
         return sum(map(self._send_bytes, self.flat_params)) * copied
 
     def optimizer_temporary_bytes(self) -> int:
         """Bytes of the temporary tensors in the optimizer's update.
 
-        A copy of one shard at a time where gradients or masters have another dtype; for Muon's orthogonalisation, six
-        tensors of a matrix's size and a square one. Where matrices are sharded, also about four copies of this rank's
-        shards, sent and received before and after the update.
+        Where gradients or masters have another dtype, the update copies one shard at a time. Muon's orthogonalisation
+        takes six tensors of a matrix's size and a square one. Where matrices are sharded, Muon also takes about four
+        copies of this rank's shards, sent and received before and after the update.
         """
         policy, master_size = self.policy, PRECISION_BYTES[self.policy.master or self.policy.state]
         no_masters = policy.master is None and master_size != PRECISION_BYTES[policy.parameter]

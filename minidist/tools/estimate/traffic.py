@@ -1,6 +1,8 @@
-"""The collectives and transfers of one training step on each rank, and the bytes they send.
+"""The collectives and transfers of one training step on each rank, and the bytes they send (all modelled, none
+counted).
 
-Only the step itself: not the broadcast of initial parameters, log lines, evaluation or checkpoints.
+A transfer is a send from one rank to another. Only the step itself is covered: not the broadcast of initial parameters,
+log lines, evaluation or checkpoints. Process groups are named by their group spec (`process_groups`), such as "tensor".
 """
 
 from collections import Counter
@@ -35,7 +37,7 @@ class Traffic:
         self._matrix_plan = cache(self._plan_matrices)
 
     def flat_params(self, rank: int) -> list[LocalFlatParam]:
-        """The flat parameters of this rank; empty where parameters are not flattened."""
+        """The flat parameters of this rank; empty where parameters are not flattened (no sharding, one dtype)."""
         coords = self.layout.mesh.coords(rank)
         return self._flat_params(coords["pp"], coords["tp"])
 
@@ -57,13 +59,14 @@ class Traffic:
         return self._groups.get(spec, {}).get(rank, ())
 
     def operations(self, rank: int) -> Counter[Operation]:
-        """Every collective and transfer of a step on this rank -> how often it runs."""
+        """Return how often each collective and each send of a step runs on this rank, by `Operation`: (group spec,
+        operation, elements, bytes per element)."""
         coords = self.layout.mesh.coords(rank)
         model = self._model_operations(coords["pp"], tuple(self.layout.micro_batch_sizes(coords["dp"])))
         return self._reduction_operations(coords["pp"], coords["tp"]) + model + self._matrix_exchange(rank)
 
     def wire_bytes(self, rank: int) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by group spec; groups of one rank are left out."""
+        """Return the bytes that this rank sends in a step, by group spec; groups of one rank are left out."""
         sent: Counter[str] = Counter()
         for (spec, name, elements, element_bytes), times in self.operations(rank).items():
             group = self._groups[spec][rank]
@@ -205,9 +208,10 @@ class Traffic:
 
 
 def exchanged_elements(plan: MatrixPlan, rank: int) -> tuple[int, int]:
-    """Return how many elements `rank` sends to other ranks when all matrices are updated.
+    """Return how many elements `rank` sends to other ranks in one update of all matrices by Muon.
 
-    The first number is of shards, which it sends to owners, the second of updates, which it sends to holders.
+    The first number counts elements of shards, sent to the rank that updates the matrix (its owner); the second counts
+    updated elements, sent back to the ranks that store shards of the matrix (its holders).
     """
     shards = updates = 0
     for name, holders in plan.holders.items():

@@ -94,7 +94,7 @@ def _output_is_closed() -> bool:
 
 
 def format_usage(program: str, commands: dict[str, str]) -> str:
-    """Format the help of a program that has commands. commands: their descriptions, by name."""
+    """Format the help of a program with commands. program: its name. commands: the description of each, by name."""
     width = max(map(len, commands)) + 2
     lines = [f"usage: {program} COMMAND [OPTIONS]", ""]
     for name, description in commands.items():
@@ -107,9 +107,8 @@ def format_usage(program: str, commands: dict[str, str]) -> str:
 def print_error(error: UserError | RunError, name: str = "minidist") -> None:
     """Print an error on stderr. Under torchrun, rank 0 prints it; another rank does only if rank 0 cannot.
 
-    A restart under torchrun changes no impossible request: rank 0 prints a UserError in the first attempt only.
-
-    name: the program's name, which precedes the message.
+    When torchrun restarts the ranks, rank 0 does not print the same UserError again. name: the program's name, which
+    precedes the message.
     """
     from minidist.tools.launch.torchrun import (
         is_first_rank,

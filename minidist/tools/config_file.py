@@ -26,7 +26,7 @@ _TOML_NAMES = {
 
 
 def from_toml(path: Path, base: Config | None = None) -> Config:
-    """Read a configuration from a TOML file. Raises UserError for unknown keys and wrong types.
+    """Read a configuration from a TOML file. Raises UserError for an unreadable file, unknown keys and wrong types.
 
     base: the configuration whose values the file's values replace; None: the defaults.
     """
@@ -49,7 +49,10 @@ def ranks_in_toml(path: Path) -> int | None:
 
 
 def from_text(text: str, name: str, base: Config | None = None) -> Config:
-    """Read a configuration from TOML text, as `from_toml` does. name: names the source of the text in messages."""
+    """Read a configuration from TOML text. Raises UserError for invalid TOML, unknown keys and wrong types.
+
+    name: names the source of the text in messages. base: as in `from_toml`.
+    """
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -104,10 +107,10 @@ def _expected(kind: Any) -> str:
 
 
 def parse_checkpoint_config(index: "Index") -> Config:
-    """Return the configuration of the run that wrote a checkpoint. index: of the checkpoint.
+    """Return the configuration of the run that wrote a checkpoint. index: the index of the checkpoint.
 
-    Raises UserError if the state has no configuration: another program wrote the checkpoint; DamagedError if it has no
-    valid one.
+    Raises UserError if the checkpoint has no configuration, because another program wrote it; DamagedError if the
+    configuration in it is not valid.
     """
     read_stored_config(index)
     return from_text(index.state["config"], str(index.path))

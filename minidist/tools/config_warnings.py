@@ -47,9 +47,10 @@ _OPTION_RULES: tuple[OptionRule, ...] = (
 
 
 def validate_options(config: Config, world_size: int) -> Mesh:
-    """Raise UserError if the trainer cannot run `config`, or an option asks for what the run would not do.
+    """Return the mesh of a run on `world_size` ranks; raise UserError if the trainer cannot run `config`.
 
-    Returns the mesh of the run on `world_size` ranks. `minidist train` calls it before a rank starts.
+    An option that requests something the run would not do is an error too. `minidist train` calls it before ranks
+    start.
     """
     mesh = validate(config, world_size)
     _check_steps(config)
@@ -61,7 +62,7 @@ def validate_options(config: Config, world_size: int) -> Mesh:
 
 
 def find_warnings(config: Config, mesh: Mesh) -> list[str]:
-    """Warn about the settings of a run that have no effect, or hardly any."""
+    """Return warnings about the settings of a run that have no effect, or hardly any."""
     found = _find_unused_options(config, mesh, _OPTION_RULES)
     warmup, steps = config.optim.warmup_steps, config.train.steps
     if warmup > steps and config.optim.warmup_steps != Config().optim.warmup_steps:
@@ -73,7 +74,7 @@ def find_warnings(config: Config, mesh: Mesh) -> list[str]:
 
 
 def find_zero_warnings(config: Config, mesh: Mesh) -> list[str]:
-    """Warn about ZeRO stages that cost communication and save little memory on this mesh."""
+    """Return warnings about ZeRO stages that cost communication and save little memory on this mesh."""
     zero, found, ranks = config.zero, [], config.zero.shard_group_size(mesh)
     if zero.stage and ranks == 1:
         found.append(

@@ -47,7 +47,7 @@ class Finding:
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Check the machine and print the report; return the exit code."""
+    """Check the machine and print the report; return the exit code: 0 if training can run, else 1."""
     findings = [_run_check(name, check) for name, check in CHECKS.items()]
     can_train = not any(finding.blocks for finding in findings)
     if options.json:
@@ -210,7 +210,7 @@ def _disk(name: str) -> Finding:
 
 
 def all_reduce_rank_sum(world) -> float:
-    """Return the sum of (rank + 1) over all ranks, by one all-reduce: the check that each of two ranks runs."""
+    """Collective: return the sum of (rank + 1) over all ranks, by one all-reduce. The doctor runs it on two ranks."""
     import torch
 
     from minidist.comm import GroupSpec, all_reduce, bind

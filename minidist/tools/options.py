@@ -137,10 +137,11 @@ def parse_options(
 
 
 def list_options(kind: type, path: tuple[str, ...] = (), prefix: str = "", section: str = "") -> list[Option]:
-    """List the options of a dataclass in field order, those of nested dataclasses last: each of these is a section.
+    """List the options of a dataclass: those of its fields in order, then those of its nested dataclasses, the
+    sections.
 
-    A section's name is the prefix of its options, as in "train.steps". A nested dataclass marked FLAT is not one: its
-    options have no prefix and come before all sections. The other arguments describe where a nested `kind` belongs:
+    A section's name is the prefix of its options, as in "train.steps". A nested dataclass marked FLAT is not a section:
+    its options have no prefix and come before all sections. The other arguments describe where a nested `kind` belongs:
     path, the names of the fields that lead to it; prefix, of its options' names; section, its title in the help.
     """
     plain, nested = [], []

@@ -85,7 +85,7 @@ class SymbolReplacements:
 
 
 def read_symbol_source(symbol: str) -> str:
-    """Return the source of a symbol, `module:function` say, as it is in its file, dedented."""
+    """Return the source of a symbol, such as "module:function", as it is in its file, dedented."""
     _, holder, attribute = _find_symbol(symbol)
     return textwrap.dedent(inspect.getsource(_unwrap(inspect.getattr_static(holder, attribute))))
 

@@ -14,7 +14,8 @@ NAME = "progress.json"
 
 
 def find_progress_file(start: Path) -> Path | None:
-    """The progress.json of the learner's folder that contains `start`; None outside of one."""
+    """Return the path of the progress.json of the learner's folder that contains `start`; None outside such a
+    folder."""
     for folder in (start, *start.parents):
         if (folder / NAME).is_file() and (folder / "exercises").is_dir():
             return folder / NAME
@@ -22,7 +23,7 @@ def find_progress_file(start: Path) -> Path | None:
 
 
 def read_progress(file: Path) -> dict[str, Any]:
-    """The contents of the file; empty without one. Raises UserError if it is damaged."""
+    """Return the contents of the file; an empty dict if it does not exist. Raises UserError if it is damaged."""
     try:
         progress = json.loads(file.read_text())
     except FileNotFoundError:
@@ -36,9 +37,9 @@ def read_progress(file: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def edit_progress(file: Path) -> Iterator[dict[str, Any]]:
-    """A context that yields the contents to be edited in place, under a lock, and writes them at its end.
+    """Return a context manager that yields the contents as a dict to edit in place, and writes them when it exits.
 
-    Raises UserError as `read_progress` does.
+    It holds a lock on the file. Raises UserError if the file is damaged.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file.parent / ".lock", "w") as lock:

@@ -1,9 +1,10 @@
 """The recording backend of torch.distributed: a process group that records every operation and passes it on.
 
-Everything built on torch.distributed goes through it (raw `dist` calls, DDP, FSDP2, DTensor), so the meter also sees
-traffic that does not use `minidist.comm`. `register_recording_backend(meter)` registers the backend with torch as
-"recorded". Groups with `backend="recorded"` write the records of `minidist.comm` and report to the rank status, so a
-deadlock of raw calls is explained too.
+Everything built on torch.distributed goes through it (raw `dist` calls, DDP, FSDP2, DTensor), so the traffic meter
+(`comm.meter`), which counts the bytes sent, also sees traffic that does not use `minidist.comm`.
+`register_recording_backend(meter)` registers the backend with torch as "recorded". Groups with `backend="recorded"`
+write the same records as `minidist.comm` and report each operation to the rank status, from which deadlocks are
+detected, so a deadlock of raw calls is explained too.
 
 torch calls a process group through method names that differ between releases (`_allgather_base` is `all_gather_single`
 from 2.13 on); every name is overridden here, and a test compares them with torch's.
@@ -39,8 +40,9 @@ def register_recording_backend(
     """Register the backend "recorded" with torch and return its name. Call it once, before groups exist.
 
     meter: receives a record of each operation. status: receives each launch and wait; a new `OperationTracker` if None.
-    group_name: in the records, the name of every group without a description; a description is appended to it.
-    wait_function: waits for an operation, so that the caller can make a wait interruptible; None: torch's own wait.
+    group_name: the name in the records of every group without a description; a description is appended to it.
+    wait_function: called with a work handle and a timeout to wait for an operation, so that the caller can make a wait
+    interruptible; None for torch's own wait.
     """
     status = status if status is not None else OperationTracker()
 
@@ -108,8 +110,9 @@ class RecordingGroup(dist.ProcessGroup):
     """A torch process group that records every operation and passes it to the process group `inner`.
 
     torch calls its methods, whose arguments and results are those of `torch.distributed.ProcessGroup`. ranks: ascending
-    global ranks. meter, status: receive each operation. group_name: the group's name in the records. name: torch's name
-    of the group. wait: waits for an operation's work handle.
+    global ranks. meter: receives a record of each operation. status: receives each launch and wait. group_name: the
+    group's name in the records. name: torch's name of the group. wait: called with a work handle and a timeout to wait
+    for an operation.
     """
 
     def __init__(
@@ -197,11 +200,13 @@ class RecordingGroup(dist.ProcessGroup):
         )
 
     def broadcast(self, tensors, opts=c10d.BroadcastOptions()):
-        """Overwrite the tensors on every rank with those of the group rank `opts.rootRank`; record it."""
+        """Overwrite the tensors on all ranks with those of group rank `opts.rootRank`; record one "broadcast" per
+        tensor."""
         return self._run("broadcast", tensors, lambda: self._inner.broadcast(tensors, opts), **self._root(opts))
 
     def reduce(self, tensors, opts=c10d.ReduceOptions()):
-        """Reduce the tensors in place on the group rank `opts.rootRank`; record it."""
+        """Reduce the tensors over the ranks into those of group rank `opts.rootRank`; record one "reduce" per
+        tensor."""
         return self._run("reduce", tensors, lambda: self._inner.reduce(tensors, opts), **self._root(opts))
 
     def barrier(self, opts=c10d.BarrierOptions()):
@@ -227,7 +232,7 @@ class RecordingGroup(dist.ProcessGroup):
         return self._run("all_gather", [output], lambda: call(output, input, opts))
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=c10d.AllgatherOptions()):
-        """Do `all_gather_single` for several tensors in one call; record one per output."""
+        """Run `all_gather_single` on several tensors in one call; record one "all_gather" per output."""
         call = getattr(self._inner, "all_gather_single_coalesced", None) or self._inner.allgather_into_tensor_coalesced
         return self._run("all_gather", outputs, lambda: call(outputs, inputs, opts))
 
@@ -250,7 +255,7 @@ class RecordingGroup(dist.ProcessGroup):
         return self._run("reduce_scatter", [input], lambda: call(output, input, opts), detail=_reduce_op_name(opts))
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=c10d.ReduceScatterOptions()):
-        """Do `reduce_scatter_single` for several tensors in one call; record one per input."""
+        """Run `reduce_scatter_single` on several tensors in one call; record one "reduce_scatter" per input."""
         call = (
             getattr(self._inner, "reduce_scatter_single_coalesced", None) or self._inner.reduce_scatter_tensor_coalesced
         )
@@ -262,9 +267,9 @@ class RecordingGroup(dist.ProcessGroup):
     # -- all-to-all, gather and scatter --------------------------------------------------------------------------------
 
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=c10d.AllToAllOptions()):
-        """Send consecutive parts of `input` to the ranks, and fill `output` with their parts; record it.
+        """Send consecutive parts of `input` to the ranks, and fill `output` with the parts that they send; record it.
 
-        The splits are lengths along dimension 0; empty lists mean equal parts.
+        The splits are lengths along dimension 0, one per rank; empty lists mean equal parts.
         """
         call = getattr(self._inner, "all_to_all_single", None) or self._inner.alltoall_base
         row = input[0].numel() if input.dim() and input.shape[0] else 0
@@ -276,7 +281,8 @@ class RecordingGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs, inputs, opts=c10d.AllToAllOptions()):
-        """Send `inputs[i]` to rank i and receive its tensor into `outputs[i]`; record one operation for the list."""
+        """Send `inputs[i]` to rank i and receive its tensor into `outputs[i]`; record one "all_to_all" for all
+        tensors."""
         splits = [part.numel() for part in inputs]
         return self._run(
             "all_to_all", inputs[:1], lambda: self._inner.alltoall(outputs, inputs, opts),
@@ -306,7 +312,7 @@ class RecordingGroup(dist.ProcessGroup):
         return self._transfer("recv", tensors, peer, tag, lambda: self._inner.recv(tensors, peer, tag))
 
     def recv_anysource(self, tensors, tag=0):
-        """Receive the tensors from any rank; not recorded."""
+        """Receive the tensors from any rank. Not recorded: the sender is unknown, and this rank sends nothing."""
         # The peer is unknown, so there is no channel for the operation, which sends nothing.
         return self._inner.recv_anysource(tensors, tag)
 
@@ -318,7 +324,8 @@ class RecordingGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """torch's name of this group, unique in the job. torch does not set it for a group from a backend."""
+        """torch's name of this group, unique in the job. torch does not set it for a group from a registered
+        backend."""
         return self._name
 
     def _set_sequence_number_for_group(self):

@@ -1,4 +1,4 @@
-"""The process group that torch itself would create."""
+"""Creates the process group that torch itself would create, for the backends that wrap one."""
 
 from datetime import timedelta
 
@@ -7,7 +7,10 @@ import torch.distributed as dist
 
 
 def create_torch_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A plain torch group over gloo, and over nccl for CUDA tensors where there is one."""
+    """Create a plain torch group over gloo, and over nccl for CUDA tensors where torch has nccl and sees a GPU.
+
+    store: the rendezvous store of the group's ranks. rank: this rank's index in the group. timeout: of each operation.
+    """
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)

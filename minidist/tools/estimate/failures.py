@@ -6,7 +6,7 @@ from minidist.tools.estimate.goodput import FailureModel
 
 def parse_failure_model(mtbf_s: float | None, save_s: float | None, restart_s: float | None) -> FailureModel | None:
     """Return the failure model that `--mtbf-s`, `--save-s` and `--restart-s` describe; None if none of them is given.
-    Raises UserError if only some are given (`--restart-s` alone is optional) or a value is out of range."""
+    Raises UserError if one is given without both `--mtbf-s` and `--save-s`, or if a value is out of range."""
     options = {"--mtbf-s": mtbf_s, "--save-s": save_s, "--restart-s": restart_s}
     if all(value is None for value in options.values()):
         return None

@@ -64,8 +64,8 @@ def stage_recompute_flops(layout: Layout, stage: int) -> int:
 
 
 class StepFlops(NamedTuple):
-    """FLOPs of one step on all ranks together. model: FLOPs of forward and backward; hardware: these and the FLOPs of
-    recomputation."""
+    """FLOPs of one step on all ranks together. model: those of forward and backward; hardware: with recomputation
+    added."""
 
     model: int
     hardware: int

@@ -82,6 +82,5 @@ def list_gradient_all_reduces(layout: Layout, ranks_by_group: RanksByGroup, rank
 
 
 def map_ranks_to_groups(rank_groups: Iterable[Sequence[int]]) -> dict[int, Sequence[int]]:
-    """Map each rank to the ranks of its process group, given the ranks of every group; ranks in no group are left
-    out."""
+    """Map each rank to the ranks of its process group, given the ranks of every group; other ranks are left out."""
     return {rank: group for group in rank_groups for rank in group}

@@ -75,7 +75,7 @@ class StepMemory:
         self._weight_gradient_peak = cache(self._weight_gradient_peak)
 
     def compute_peak(self) -> PeakBytes:
-        """Compute the peak of activations, gradients and buffers together, and the separate peaks of activations and of
+        """Compute the peak of activations, gradients and buffers together, and separate peaks of activations and
         buffers."""
         tables = self._size(saved_tensors.rotary_tables(self.layout), 1)  # shared by all micro-batches
         after = max(self.temporary.wire_copy_bytes_after_backward(), self.temporary.optimizer_temporary_bytes())

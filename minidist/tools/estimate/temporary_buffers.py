@@ -207,8 +207,7 @@ class GradientAndBufferSizes:
     # -- after backward -----------------------------------------------------------------------------------------------
 
     def wire_copy_bytes_after_backward(self) -> int:
-        """Bytes of copies of flat gradients, in the dtype of the reduction, that are still in flight when backward has
-        ended."""
+        """Bytes of flat gradients copied to the dtype of the reduction and still in flight when backward has ended."""
         copied = self.zero.stage > 0 and self.wire_size != self.grad_size and not self.zero.shards_gradients
         return sum(map(self._send_bytes, self.flat_params)) * copied
 

@@ -1,5 +1,4 @@
-"""The collectives and transfers of one training step on each rank, and the bytes they send (all modelled, none
-counted).
+"""The collectives and transfers of one training step on each rank, and the bytes they send: modelled, not counted.
 
 A transfer is a send from one rank to another. Only the step itself is covered: not the broadcast of initial parameters,
 log lines, evaluation or checkpoints. Process groups are named by their group spec (`process_groups`), such as "tensor".

@@ -101,9 +101,9 @@ class Case:
 
     ranks: the model's sizes are multiples of this number; layers: the number of layers of the model. Cases with equal
     ranks and layers have the same model, and may share a reference. The other fields are the switches; their possible
-    values are in SWITCHES. gradients: how gradients are reduced, and the ZeRO stage; start: whether all ranks
-    start with equal parameters; shares: of the batch; padding, clip, empty_step: see `adjust_labels`; resume: continue
-    from a checkpoint before step RESUME_AFTER.
+    values are in SWITCHES. gradients: how gradients are reduced, and the ZeRO stage; start: whether all ranks start
+    with equal parameters; shares: whether the data-parallel ranks have equal shares of the batch; padding, clip,
+    empty_step: see `adjust_labels`; resume: continue from a checkpoint before step RESUME_AFTER.
     """
 
     ranks: int
@@ -158,7 +158,7 @@ class Case:
 
     @property
     def reference_case(self) -> "Case":
-        """The same case in one process, with the default of every switch that has no effect there.
+        """The same case in one process, with the default value of every switch that makes no difference there.
 
         Several cases share a reference.
         """
@@ -175,25 +175,25 @@ class Case:
 
     @property
     def tolerance(self) -> dict[str, float]:
-        """The tolerated relative difference of each kind of value that has one (`compare.KINDS`)."""
+        """The tolerated relative difference by kind of value (`compare.KINDS`); kinds without one are only reported."""
         return TOLERANCES[self.dtype, self.optimizer]
 
     def lr(self, step: int) -> float:
-        """The learning rate of a step; it decays, as under a schedule.
+        """The learning rate of a step, which decreases from step to step as under a learning-rate schedule.
 
         SGD's is smaller for deeper models: at 0.1 the rounding errors of 16 layers grew fiftyfold in five steps.
         """
         return (0.2 / self.layers if self.optimizer == "sgd" else 1e-3) / (1 + 0.2 * step)
 
     def make_model(self, seed: int = SEED) -> EdgeCaseTransformer:
-        """A new model with initial values, in the dtype of the case."""
+        """A new model with initial values: in float64 in cases of that dtype, else in float32."""
         model = EdgeCaseTransformer(self.model_config)
         init_parameters(model, seed)
         return model.to(torch.float64 if self.dtype == "float64" else torch.float32)
 
     @property
     def model_config(self) -> ModelConfig:
-        """A model that every layout of `ranks` ranks can run: its sizes are multiples of their number.
+        """The configuration of a model that every layout of `ranks` ranks can run: its sizes are multiples of `ranks`.
 
         It has fewer key-value heads than some layouts have tensor-parallel ranks.
         """
@@ -219,7 +219,8 @@ class Case:
         return _round_up(12, 2 * self.ranks)
 
     def config(self, clip_norm: float | None = None) -> Config:
-        """Make the configuration of the run. clip_norm: the norm to clip to, from the reference; None: no clipping."""
+        """Make the configuration of the run. clip_norm: the gradient norm to clip to (the reference chooses it); None
+        for no clipping."""
         # Every step overrides the learning rate. Adam's usual eps of 1e-8 is below the rounding of a float32 gradient:
         # elements that should be zero would move by whole learning rates, and later gradients would show it.
         optim = OptimConfig(kind=self.optimizer, lr=1.0, weight_decay=0.1, momentum=0.5, eps=1e-5, clip_norm=clip_norm)
@@ -242,7 +243,10 @@ class Case:
         )
 
     def batch_shares(self) -> tuple[float, ...] | None:
-        """Each data-parallel rank's share of the batch; uneven: one rank has no samples and the others differ."""
+        """The weight of each data-parallel rank's share of the batch; None if all shares are equal.
+
+        Uneven shares: one rank has no samples and the others have different numbers of samples.
+        """
         if self.shares == "equal":
             return None
         return tuple(float(rank) for rank in range(self.mesh_layout.dp))
@@ -252,10 +256,11 @@ class Case:
         return Loader(_text(), self.seq_len, SEED, min_length=1 if self.padding else None)
 
     def adjust_labels(self, step: int, batch: Batch) -> Batch:
-        """The batch with the labels of the case, which depend on the step and the sample's place in the batch.
+        """Return the batch with the labels that the case's switches require in this step.
 
-        padding: the first samples predict only two tokens, always the same, so a mean of means is far from the mean.
-        clip: in one step all labels are equal, so the gradient is large. empty_step: in one step no label counts.
+        padding: the first samples of the batch predict only two tokens, always the same ones, so a mean of the ranks'
+        mean losses is far from the mean over all tokens. clip: in step CLIPPED_STEP all labels are equal, so the
+        gradient is large. empty_step: in step EMPTY_STEP no label counts.
         """
         labels = batch.labels.clone()
         if self.padding:

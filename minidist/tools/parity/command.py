@@ -43,7 +43,10 @@ class ParityOptions:
 
 
 def main(options: ParityOptions) -> int:
-    """Run the comparison and print it; returns the exit code. Raises UserError for invalid options."""
+    """Run the comparison and print it; return the exit code, 0 if all cases agree, else 1.
+
+    Raises UserError for invalid options.
+    """
     cases = choose_cases(options)
     start_s = time.monotonic()
     rows: list[dict] = []
@@ -70,7 +73,8 @@ def main(options: ParityOptions) -> int:
 
 
 def choose_cases(options: ParityOptions) -> list[Case]:
-    """The cases that the options select. Raises UserError if there are none, or if the JSON file cannot be written."""
+    """Return the cases that the options select. Raises UserError if there are none or the JSON file cannot be
+    written."""
     if options.ranks < 1:
         raise UserError(f"--ranks is {options.ranks}; parity needs at least 1 rank. Give --ranks 2.")
     if options.json is not None and not options.json.absolute().parent.is_dir():
@@ -102,7 +106,7 @@ def _select_cases(only: str, options: ParityOptions) -> list[Case]:
 
 
 def describe_plan(options: ParityOptions, cases: Sequence[Case]) -> list[str]:
-    """The lines that describe the plan: rows per group of layouts, and the pairs of switch values they cover."""
+    """Return the lines that describe the plan: rows per group of layouts, and the pairs of switch values they cover."""
     lines = [f"parity: {len(cases)} rows, each {STEPS} steps of {GLOBAL_BATCH} samples against one process"]
     for part in plan_cases(options.ranks, options.full):
         selected = part.select(cases)
@@ -120,7 +124,10 @@ def describe_plan(options: ParityOptions, cases: Sequence[Case]) -> list[str]:
 
 
 def list_refused_combinations(options: ParityOptions) -> dict[str, str]:
-    """Return combinations that cannot run on that many ranks -> the reason; each reason once, for its first layout."""
+    """Return the combinations of layout and switch value that cannot run, each with the reason: {combination: reason}.
+
+    Of all combinations with the same reason only the first is listed.
+    """
     layout_by_reason: dict[str, str] = {}
     for part in plan_cases(options.ranks, options.full):
         for name, why in part.refused.items():
@@ -129,7 +136,10 @@ def list_refused_combinations(options: ParityOptions) -> dict[str, str]:
 
 
 def describe_left_out_combinations(options: ParityOptions, cases: Sequence[Case]) -> dict[str, str]:
-    """Return a phrase with the number of combinations that the options leave out -> the reason; empty if none are."""
+    """Return {"N more combinations of layouts and switches": the reason}; an empty dict if no combination is left out.
+
+    N counts the combinations that could run and that the options do not select.
+    """
     everything = sum(part.product for part in plan_cases(options.ranks, options.full))
     if len(cases) >= everything:
         return {}
@@ -147,7 +157,7 @@ def _line(name: str, dtype: str, optimizer: str, *rest: str) -> str:
 
 
 def format_result_row(row: dict) -> list[str]:
-    """One row of the table, with long descriptions wrapped; a row that differs names its first difference."""
+    """Return the lines of one row of the table, with the first difference and the worst tensor if the row is not ok."""
     name, *more = textwrap.wrap(row["layout"], _NAME_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     numbers = [f"{row[key]:.1e}" for key in _DIFFERENCES]
     lines = [_line(name, row["dtype"], row["optimizer"], *numbers, "ok" if row["ok"] else "WRONG"), *more]
@@ -172,7 +182,7 @@ def _format_failures(different: int, not_run: int, start_s: float) -> str:
 def parity_json(
     rows: Sequence[dict], not_run: Sequence[dict], refused: Mapping[str, str], left_out: Mapping[str, str]
 ) -> str:
-    """The rows as JSON, and, each with its reason, the refused, failed and left-out combinations.
+    """Return the JSON document: the rows, and each refused, failed or left-out combination with the reason.
 
     JSON has no infinity. An infinite difference (a missing tensor or a non-finite number) is written as the largest
     double, 1.8e308, so that comparing it with the tolerance gives the right verdict.

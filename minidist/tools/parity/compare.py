@@ -20,10 +20,11 @@ KINDS = ("grad", "loss", "grad_norm", "param")
 
 
 def relative_difference(local: Tensor, reference: Tensor, spec: ParamSpec) -> float:
-    """max|a - b| / max|b|: this rank's shard `a` against the same box of the reference `b`, over b's global maximum.
+    """max|a - b| / max|b|: compare this rank's shard `a` with the same elements of the full reference tensor `b`.
 
-    local: of the shape of the spec's only box, or all boxes concatenated in one dimension. The difference is absolute
-    where the reference is all zeros, and 0 where this rank has no elements of the tensor.
+    max|b| is taken over all of `b`; the difference is absolute where `b` is all zeros, and 0 where this rank has no
+    elements of the tensor. spec: its boxes are the index ranges of the tensor that this rank has. local: the shard, in
+    the shape of the spec's only box, or with the elements of all boxes concatenated in one dimension.
     """
     has_box_shape = len(spec.boxes) == 1 and local.shape == spec.boxes[0].shape
     if reference.shape != spec.shape or not (has_box_shape or local.shape == (spec.numel,)):
@@ -51,11 +52,12 @@ def relative_scalar_difference(local: float | None, reference: float) -> float:
 class Comparison:
     """Collects the differences between one rank and the reference, and finds the first that exceeds its tolerance.
 
-    tolerance: of each kind of value (KINDS); differences of kinds without one are only reported.
+    tolerance: the tolerated relative difference by kind of value (KINDS); a kind without an entry is only reported.
     largest: the largest difference of each kind.
     worst: (difference / tolerance, name) of the tensor where that ratio is largest.
-    first: the first difference beyond its tolerance: (step, kind, order) and text, "step 0 grad model.norm.weight".
-    on_first: called as soon as `first` is known, since a run that differs may not reach its end.
+    first: the first difference beyond its tolerance, as ((step, kind, order), "step 0 grad model.norm.weight"); the
+    numbers order the differences of all ranks. None if there is none.
+    on_first: called with `first` as soon as it is known, since a run that differs may not reach its end.
     """
 
     tolerance: Mapping[str, float]
@@ -66,7 +68,7 @@ class Comparison:
     _seen: int = 0
 
     def add_difference(self, kind: str, step: int, name: str | None, diff: float) -> None:
-        """Add a relative difference of this kind (one of KINDS) in a step; name: of the tensor, None for a scalar."""
+        """Add a relative difference of this kind (one of KINDS) in a step. name: of the tensor; None for a scalar."""
         self._seen += 1
         diff = math.inf if math.isnan(diff) else diff  # max() would ignore a NaN
         self.largest[kind] = max(self.largest[kind], diff)
@@ -92,7 +94,7 @@ class Comparison:
             self.add_difference(kind, step, name, 0.0 if local is reference else math.inf)
 
     def record_failure(self, step: int, kind: str, what: str) -> None:
-        """Record a failure without a numerical difference, described by `what` (an infinite difference of its kind)."""
+        """Record a failure without a numerical difference as an infinite difference of its kind. what: describes it."""
         self.largest[kind] = math.inf
         self._record_first(step, kind, f"step {step} {what}")
 
@@ -103,12 +105,15 @@ class Comparison:
             self.on_first(self.first)
 
     def compare_scalar(self, kind: str, step: int, local: float | None, reference: float) -> None:
-        """Compare a scalar, such as the loss, with that of the reference (`relative_scalar_difference`)."""
+        """Add the difference between a scalar of this rank, such as the loss, and that of the reference."""
         self.add_difference(kind, step, None, relative_scalar_difference(local, reference))
 
 
 def has_uncovered_elements(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
-    """Return whether some element of a tensor is in none of these boxes (those of all ranks)."""
+    """Return whether some element of a tensor is in none of the boxes (index ranges) that the ranks have of it.
+
+    boxes: the boxes of all ranks together.
+    """
     covered = torch.zeros(shape, dtype=torch.bool)
     for box in boxes:
         covered[box.slices] = True

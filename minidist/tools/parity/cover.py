@@ -1,7 +1,8 @@
 """Pairwise covers: few cases in which every value of a switch occurs with every value of every other switch.
 
-Most configuration bugs depend on one or two switches (Kuhn, Wallace and Gallo 2004), so a pairwise cover finds nearly
-as many as the whole product, and its size grows with the logarithm of the product.
+A switch is an option of a case, such as the optimizer. Most configuration bugs depend on one or two switches (Kuhn,
+Wallace and Gallo 2004), so a pairwise cover finds nearly as many as the whole product, and its size grows with the
+logarithm of the product.
 """
 
 import random
@@ -16,9 +17,9 @@ Switches = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class CaseFamily:
-    """A family of cases with fixed features, which may restrict the values of the switches.
+    """Cases with the same features (properties of their layout, such as the mesh) and the same possible switch values.
 
-    fixed: the features, by name; switches: the possible values of each switch.
+    fixed: the value of each feature, by name; switches: the possible values of each switch, by name.
     """
 
     switches: Switches
@@ -33,7 +34,7 @@ class CaseFamily:
 def value_pairs(choices: Switches, apart: Sequence[frozenset[str]] = ()) -> set[Pair]:
     """Return every pair of values of two different switches.
 
-    choices: the values of each switch, by name. apart: pairs of switch names that are left out.
+    choices: the possible values of each switch, by name. apart: pairs of switch names that are left out.
     """
     names = [pair for pair in combinations(choices, 2) if frozenset(pair) not in apart]
     return {((a, x), (b, y)) for a, b in names for x in choices[a] for y in choices[b]}
@@ -47,10 +48,11 @@ def value_pairs_in_case(case: Mapping[str, Any], apart: Sequence[frozenset[str]]
 def pairwise_cover(
     families: Sequence[CaseFamily], seed: int = 0, candidates: int = 30, apart: Sequence[frozenset[str]] = ()
 ) -> list[dict[str, Any]]:
-    """Cases that together contain every pair of every family; deterministic for a seed.
+    """Return cases that together contain every pair of values that a family allows; the same seed gives the same cases.
 
     Greedy, as in AETG (Cohen et al. 1997): each case is the best of several candidates, each grown value by value from
-    a missing pair. apart: pairs of switches whose values need not be combined.
+    a missing pair. candidates: how many are tried per case. apart: pairs of switch names whose values need not be
+    combined.
     """
     draw = random.Random(seed)
     choices = [family.choices for family in families]

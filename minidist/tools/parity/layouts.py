@@ -40,7 +40,10 @@ class Layout:
 
 
 def list_layouts(world: int) -> list[Layout]:
-    """Every factorisation of `world` over the axes with every option of its axes; pure data parallelism first."""
+    """Return every factorisation of `world` ranks over the mesh axes, each with every variant of its axes.
+
+    Pure data parallelism comes first.
+    """
     layouts = []
     for pp, cp, tp in product(range(1, world + 1), repeat=3):
         if world % (pp * cp * tp):

@@ -19,7 +19,7 @@ class ReferenceMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every matrix with its gradient."""
+        """Update every matrix; each must have a gradient."""
         (group,) = self.param_groups
         beta, lr = group["momentum"], group["lr"]
         for matrix in group["params"]:

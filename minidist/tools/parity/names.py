@@ -11,7 +11,7 @@ from minidist.validation import validate
 
 
 def parse_case_name(name: str, ranks: int) -> Case:
-    """The case of `ranks` ranks, or of one, whose `Case.name` is `name`.
+    """Return the case of `ranks` ranks, or of one rank, whose `Case.name` is `name`.
 
     Raises UserError, which names the wrong word, if no case of `--full` has this name.
     """

@@ -22,9 +22,9 @@ class PlanPart:
     """Some of the layouts, and a selection of cases that covers every possible pair of switch values on them.
 
     A switch is an option of a case, such as the optimizer (SWITCHES).
-    layouts: in the order in which their cases run. families: the possible switch values of the layouts. ranks: of all
-    layouts. full: whether every combination is a case. refused: the reason why a combination of layout and switch value
-    cannot run, by the combination's description.
+    title: the part's title in the printed plan. layouts: in the order in which their cases run. families: the possible
+    switch values of each layout. ranks: the number of ranks of every layout. full: whether every combination is a case.
+    refused: the reason why a combination of layout and switch value cannot run, by the combination's description.
     """
 
     title: str
@@ -36,7 +36,7 @@ class PlanPart:
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
-        """The selected cases, which are run, mesh by mesh. Choosing them takes seconds, hence on first use."""
+        """The selected cases, mesh by mesh. Choosing them takes seconds, so they are computed on first use."""
         if self.full:
             chosen = [choice for family in self.families for choice in _product(family)]
         else:
@@ -55,7 +55,7 @@ class PlanPart:
         return sum(math.prod(map(len, family.switches.values())) for family in self.families)
 
     def coverage(self, cases: Iterable[Case]) -> tuple[int, int]:
-        """Count pairs of switch values: (those that occur in these cases, all possible ones)."""
+        """Return how many pairs of switch values occur in these cases, and how many are possible in this part."""
         pairs = set().union(*(value_pairs(family.choices, _APART) for family in self.families))
         selected = self.select(cases)
         if len(selected) == self.product:  # every combination, so every pair
@@ -64,7 +64,7 @@ class PlanPart:
         return len(pairs & covered), len(pairs)
 
     def select(self, cases: Iterable[Case]) -> list[Case]:
-        """Return those of the given cases whose layout belongs to this part, whether or not they are in the plan."""
+        """Return those of the given cases whose layout belongs to this part, even if `self.cases` lacks them."""
         return [case for case in cases if case.mesh_layout in self.layouts]
 
 
@@ -129,7 +129,7 @@ def _choice(case: Case) -> dict[str, Any]:
 
 
 def make_case(layout: Layout, values: Mapping[str, Any]) -> Case:
-    """The case of a layout with the given switch values; its model has a layer per model chunk, and at least two."""
+    """The case of a layout with the given switch values. Its model has one layer per model chunk, but at least two."""
     return Case(layout.mesh.world_size, max(2, layout.pp * layout.chunks), layout, **values)
 
 

@@ -34,9 +34,10 @@ class EdgeCaseTransformer(Transformer):
         self.register_buffer("offset", torch.ones(size))
 
     def forward(self, tokens: Tensor, labels: Tensor, *, address: DropoutAddress, **options) -> Tensor | tuple:
-        """The transformer's loss sum and token count; each counted token of the rare samples adds a term to the sum.
+        """Return the transformer's (loss sum, token count), with a term for each counted token of the rare samples.
 
-        The term depends only on parameters that every layout has, unsharded, on the ranks that compute the loss.
+        A pipeline stage that is not the last returns its hidden state. The term depends on `rare`, `frozen` and
+        `offset`, which every layout has unsharded on the ranks that compute the loss.
         """
         out = super().forward(tokens, labels, address=address, **options)
         if isinstance(out, Tensor):  # not the last pipeline stage

@@ -33,9 +33,10 @@ from minidist.train.engine import Engine
 class RankReport:
     """The result of one case on one rank.
 
-    largest, worst, first: as in `Comparison`. shapes: of every parameter and buffer of the reference; boxes: of this
-    rank's shard of each. digests: hashes of this rank's parameters and buffers at the end. scalars: (loss, gradient
-    norm) that each step returned. clipped_steps: the number of steps that the reference clipped.
+    largest, worst, first: as in `Comparison`. shapes: the unsharded shape of every parameter and buffer, by name;
+    boxes: the index ranges of each that this rank has. digests: hashes of this rank's parameters and buffers at the
+    end. scalars: (loss, gradient norm) that each step returned. clipped_steps: the number of steps in which the
+    reference clipped.
     """
 
     largest: dict[str, float]
@@ -49,17 +50,17 @@ class RankReport:
 
 
 def report_file(folder: str, number: int, rank: int) -> Path:
-    """The file for a rank's report of case `number`."""
+    """The path of the `RankReport` of case `number` by rank `rank`."""
     return Path(folder, f"record-{number}-{rank}.pickle")
 
 
 def first_wrong_file(folder: str, number: int, rank: int) -> Path:
-    """The file for the first difference in case `number`, written as soon as a rank finds it."""
+    """The path of the first difference that rank `rank` found in case `number`; written as soon as it is found."""
     return Path(folder, f"first-{number}-{rank}.pickle")
 
 
 def reference_file(folder: str, number: int) -> str:
-    """The file with gradients, parameters, losses and norms of reference `number`."""
+    """The path of the gradients, parameters, losses and norms of reference `number`."""
     return f"{folder}/reference-{number}.safetensors"
 
 
@@ -116,17 +117,19 @@ def _between_norms(case: Case, batches: Sequence) -> float:
 
 
 def read_reference_run(file: str) -> tuple[list[tuple[float | None, float, int]], dict[str, Tensor], float]:
-    """(loss, norm, tokens) of each step, the tensors (gradients `STEP/NAME`, parameters and buffers `end/NAME`), and
-    the norm to clip to."""
+    """Read a `reference_file`: (loss, norm, tokens) of each step, the tensors by name, and the norm to clip to.
+
+    The tensors are gradients, named `STEP/NAME`, and parameters and buffers at the end, named `end/NAME`.
+    """
     with safe_open(file, framework="pt") as stream:
         about = {key: json.loads(text) for key, text in stream.metadata().items()}
     return [tuple(row) for row in about["scalars"]], load_file(file), about["clip_norm"]
 
 
 def run_cases(world: World, cases: Sequence[tuple[int, Case, int]], folder: str) -> None:
-    """Run cases on these ranks, one after the other, and write this rank's report of each.
+    """Collective: run cases on these ranks, one after the other, and write this rank's report of each.
 
-    cases: (number, case, number of its reference). folder: that of the references and the reports.
+    cases: (number, case, number of its reference). folder: where the references are and the reports are written.
     """
     groups: Groups | None = None
     for number, case, reference_number in cases:
@@ -145,10 +148,10 @@ def _write_pickle(file: Path, what: object) -> None:
 
 
 def run_case(groups: Groups, case: Case, file: str, on_first: Callable[[FirstWrong], None]) -> RankReport:
-    """Train a case and compare every gradient, loss and norm, and finally every parameter, of this rank.
+    """Collective: train a case; compare every gradient, loss and norm, and finally every parameter, of this rank.
 
-    file: the `reference_file` of its reference. on_first: called with the first difference beyond its tolerance as
-    soon as it is found.
+    file: the `reference_file` of the case's reference. on_first: called with the first difference beyond its tolerance
+    as soon as it is found.
     """
     scalars, expected, clip_norm = read_reference_run(file)
     comparison, loader, scalars_seen = Comparison(case.tolerance, on_first=on_first), case.make_loader(), []

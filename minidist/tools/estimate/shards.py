@@ -96,8 +96,8 @@ def local_model_states(
 ) -> states.ModelStates:
     """Compute the bytes of the model states just before an update, on a rank of a pipeline stage.
 
-    shard_index: the index of the ZeRO shard that the rank owns. Moments have no padding. AdamW has a step counter per
-    parameter, in float32.
+    shard_index: the index of the ZeRO shard that the rank owns. The moments have no padding, and include AdamW's step
+    counters, one float32 number per parameter.
     """
     optim, policy, parameters = layout.config.optim, layout.policy, local_parameters(layout, stage)
     dimensions = {parameter.name: parameter.dimensions for parameter in parameters}

@@ -90,7 +90,7 @@ class FlatParamSize(NamedTuple):
 @dataclass(frozen=True)
 class ModelStates:
     """Bytes of the model states on one rank. masters: master weights, 0 where the optimizer updates the parameters
-    themselves; moments: optimizer states without step counters."""
+    themselves; moments: the optimizer states."""
 
     parameters: int
     gradients: int
@@ -104,7 +104,8 @@ class ModelStates:
 
 
 def pad_to_shards(numel: int, shards: int, moments: int) -> FlatParamSize:
-    """The size of a flat parameter of `numel` elements, padded so that its `shards` shards are equal."""
+    """The size of a flat parameter of `numel` elements, padded so that its `shards` shards are equal. moments: how many
+    numbers the optimizer keeps per element."""
     shard_numel = -(-numel // shards)
     return FlatParamSize(shard_numel * shards, shard_numel, moments)
 
@@ -119,6 +120,8 @@ def moments_per_element(optim: OptimConfig, *, hidden_matrix: bool) -> int:
 
 def model_states(flat_params: Iterable[FlatParamSize], zero: ZeroConfig, policy: Policy) -> ModelStates:
     """Bytes of the model states on one rank: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), section 3 and table 1.
+
+    flat_params: the sizes of the rank's flat parameters; policy: the dtype of each kind of tensor.
 
     In bytes per element, with N shards: stage 0 `p + a + m + s`; stage 1 `p + a + (m + s)/N`; stage 2
     `p + (a + m + s)/N`, or as stage 1 if gradients stay unsharded; stage 3 `(p + a + m + s)/N`. p, a, m and s are the

@@ -33,9 +33,12 @@ _BASE_MODULES = (
 )
 PRELOAD = (*_BASE_MODULES, "torch._dynamo")
 _PROGRAMS = ("script", "debug")  # kinds whose answers are programs for torchrun
-# Pieces that use our custom operators, or count torch's, import torch._dynamo. It writes a file, for which the answer
-# would be blamed.
-_OPERATORS = ("minidist.parallel.tensor.", "minidist.parallel.pipeline.split_backward", "minidist.fault.simple")
+# Pieces that use our custom operators or torch's optimizers, or count operators, import torch._dynamo. It writes a
+# file, for which the answer would be blamed.
+_OPERATORS = (
+    *("minidist.parallel.tensor.", "minidist.parallel.pipeline.split_backward"),
+    *("minidist.fault.simple.run:", "minidist.fault.simple.agreement:agreed", "minidist.fault.simple.recovery:"),
+)
 # After these findings the other tests would fail in the same way.
 _STOPS_CHECK = ("syntax", "missing", "hang", "printing", "memory", "exit")
 _NOT_RUN = "not run, because of how another test ended"

@@ -19,7 +19,7 @@ class ExerciseDisplay:
         return "\n".join([self._title(), self._facts(), "", *self._task_lines(), "", f"Your file: {self._file()}"])
 
     def _repr_markdown_(self) -> str:
-        task = "\n".join(self._task_lines())
+        task = _as_markdown(self._task_lines())
         link = f"Your file: [{self._file()}]({self._link()})"
         return f"**{self._title()}**\n\n{self._facts()}\n\n{task}\n\n{link}"
 
@@ -47,3 +47,13 @@ class ExerciseDisplay:
         if self._work is None:
             return f"../../exercises/{self._exercise.chapter}/{self._exercise.stub.name}"
         return os.path.relpath(self._work.file(self._exercise), Path.cwd())
+
+
+def _as_markdown(lines: list[str]) -> str:
+    """Return the lines of a task with a blank line before indented ones, which markdown would join to the paragraph."""
+    result = []
+    for line in lines:
+        if line.startswith("    ") and result and result[-1] and not result[-1].startswith("    "):
+            result.append("")
+        result.append(line)
+    return "\n".join(result)

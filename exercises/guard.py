@@ -9,6 +9,7 @@ import functools
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -137,9 +138,19 @@ class Guard:
         if flags & _WRITES:
             self._tried(f"opens {path} for writing", "an answer must not write files")
         elif any(real == secret or real.startswith(secret + os.sep) for secret in self._secret):
-            self._tried(f"reads {Path(path).name}", "write the answer yourself")
+            if not _is_stack_formatted(real):
+                self._tried(f"reads {Path(path).name}", "write the answer yourself")
         elif os.path.isdir(real):  # would allow relative names
             self._tried(f"opens the folder {path}", "an answer must not open folders")
+
+
+def _is_stack_formatted(path: str) -> bool:
+    """Whether the call stack is being formatted, and `path` is a file on it: torch.manual_seed does so, for CUDA."""
+    frame, files = sys._getframe(1), set()
+    while frame is not None:
+        files.add(os.path.realpath(frame.f_code.co_filename))
+        frame = frame.f_back
+    return {path, os.path.realpath(traceback.__file__)} <= files
 
 
 def _owner(name: str) -> tuple[Any, str]:

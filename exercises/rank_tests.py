@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from exercises.guard import ForbiddenAction, Guard
-from exercises.testing import Answer, Finding, RunningCall, Wrong
+from exercises.testing import Answer, Finding, ProcessFailed, RunningCall, Wrong
 
 PASSED = "passed"
 _MODULE = "answer"
@@ -70,7 +70,7 @@ def run_tests(world, request: Request) -> str:
                 test(**{key: offered[key] for key in parameters[name]})
                 finding = None
         except BaseException as error:
-            finding = _finding(error, request.answer)
+            finding = finding_of(error, request.answer)
         if guard.caught:
             finding = Finding("forbidden", guard.caught[0], line=guard.caught[1])
         if finding is not None:
@@ -82,7 +82,8 @@ def run_tests(world, request: Request) -> str:
 def _leave(finding: Finding, note: RunningCall, world, request: Request) -> None:
     """Store the finding for the parent and end the job."""
     finding.test, finding.call = note.test, finding.call or note.text
-    finding.rank, finding.size = world.rank, world.size
+    if finding.size == 1:  # else it is that of a process which the test has started
+        finding.rank, finding.size = world.rank, world.size
     finding.source = _source_line(request.answer, finding.line)
     file = Path(f"{request.folder}/finding-{world.rank}")
     written = file.with_suffix(".part")
@@ -128,7 +129,10 @@ def _mapped_bytes() -> int | None:
         return None
 
 
-def _finding(error: BaseException, answer: str) -> Finding:
+def finding_of(error: BaseException, answer: str) -> Finding:
+    """Return the finding that an error in a test is, in the learner's terms. answer: the learner's file."""
+    if isinstance(error, ProcessFailed):
+        return error.finding
     line = _line(error, answer)
     kind, text = type(error).__name__, _text(error)
     if isinstance(error, Wrong):

@@ -60,7 +60,7 @@ def generate_solution(exercise: Exercise) -> str:
     usual = [each for each in read_answers(exercise).wrong if not each.name.startswith("wrong_cheat_")]
     wrong = [f"* {each.note}" for each in usual if each.note]
     docstring = [
-        f"{exercise.title}: the solution{where}.",
+        *_wrapped(f"{exercise.title}: the solution{where}."),
         "",
         *_wrapped(exercise.why),
         "",

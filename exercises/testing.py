@@ -55,6 +55,14 @@ class Wrong(Exception):
         self.kind, self.expected, self.got, self.case = kind, expected, got, case
 
 
+class ProcessFailed(Exception):
+    """Raised by a test when another process, which the test has started, made a finding."""
+
+    def __init__(self, finding: Finding):
+        super().__init__(finding.what)
+        self.finding = finding
+
+
 def test(points: int, ranks: Sequence[int] = (1,)) -> Callable:
     """Mark a function as a test worth `points`, to run on each number of ranks in `ranks`."""
     return lambda function: function

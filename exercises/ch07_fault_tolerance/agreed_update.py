@@ -21,7 +21,7 @@ You may call:
 
 Check it with: python -m exercises check agreed_update
 
-Stub 45678f76.
+Stub 5552d7bb.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from minidist.comm import Group, all_reduce
-from minidist.fault.simple import Run
+from minidist.fault.simple.run import Run
 
 
 def agreed_update(run: Run, gradients: Sequence[Tensor], is_usable: bool, group: Group) -> bool:

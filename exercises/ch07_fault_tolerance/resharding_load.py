@@ -3,15 +3,18 @@
 A checkpoint holds boxes of named global tensors; the new ranks hold other boxes of them. Copy from each saved box the
 part that overlaps a shard of this rank, after everything has been verified.
 
-disk, shards: as for `save`; the docstring of minidist.fault.simple.save describes index.json. A Box has start, stop,
-shape and numel, and both box.intersect(other), a global box or None, and box.within(outer), its index in a tensor that
-holds exactly the box `outer`. Example: rows 0 to 3 and 4 to 6 of a tensor of shape (7, 5) were saved, and this rank
-holds the columns 2 and 3, a box from (0, 2) to (7, 4). The first saved box, (0, 0) to (4, 5), overlaps it in the box
-from (0, 2) to (4, 4): rows 0 to 3 of both, columns 2 and 3 of the saved tensor, columns 0 and 1 of the shard.
+disk, folder: as for `save`. shards: TensorShards of this rank, each with name, shape (of the global tensor), box,
+tensor (in the shape of the box) and dtype_name. read_index returns a dict like
+    {"state": {"step": 7}, "files": {"rank-00000.safetensors": SHA-256, ...}, "tensors": {"params/w": {"dtype":
+     "float32", "shape": [7, 5], "boxes": [{"start": [0, 0], "stop": [4, 5], "file": "rank-00000.safetensors",
+                                            "key": the tensor's key in the file}, ...]}}}
+Example: rows 0 to 3 and 4 to 6 of a tensor of shape (7, 5) were saved, and this rank holds the columns 2 and 3, a box
+from (0, 2) to (7, 4). The first saved box, (0, 0) to (4, 5), overlaps it in the box from (0, 2) to (4, 4): rows 0 to 3
+of both, columns 2 and 3 of the saved tensor, columns 0 and 1 of the shard.
 
 Checked: checkpoints of 1 to 4 ranks in rows, columns and blocks, loaded by 1 to 4 ranks into other boxes, also of
 sizes that do not divide; the files that are read; and damaged files and wrong shapes, with which all ranks must raise
-CollectiveError and no element of any tensor on any rank may change.
+CollectiveError, whose message names the tensor or the file, and no element of any tensor on any rank may change.
 
 You may call:
     read_index(disk, folder) -> dict   verified; read_tensors(disk, file, sha256) -> {key: tensor}   verified
@@ -22,7 +25,7 @@ You may call:
 
 Check it with: python -m exercises check resharding_load
 
-Stub 0b82286a.
+Stub a910d9ed.
 """
 
 from collections.abc import Sequence
@@ -34,7 +37,7 @@ from minidist.errors import UserError
 from minidist.fault.agree import run_on_all_ranks
 from minidist.fault.disk import Disk
 from minidist.fault.shards import TensorShard, shard_key
-from minidist.fault.simple import read_index, read_tensors
+from minidist.fault.simple.checkpoint import read_index, read_tensors
 from minidist.parameters import Box
 
 

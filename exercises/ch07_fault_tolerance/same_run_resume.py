@@ -3,7 +3,7 @@
 A resumed run must take the same steps as a run that was never interrupted, bit by bit. Collect everything that decides
 the next step, as tensors and as a JSON object, and continue from the newest checkpoint that is intact.
 
-run: see Run in minidist/fault/simple.py: model, optimizer, seed, scaler, step and position change during training. A
+run: a Run (minidist/fault/simple/run.py); model, optimizer, scaler, step, position and seed belong to its state. A
 parameter's optimizer states are run.optimizer.state[parameter], a dict like {"step": scalar tensor, "exp_avg": tensor},
 empty before the first step. Example: a model with one parameter "w" of shape (3,) and AdamW, after 5 steps of 4
 samples: run_shards has params/w, optimizer.step/w, optimizer.exp_avg/w and optimizer.exp_avg_sq/w, each one full
@@ -18,11 +18,11 @@ You may call:
     create_optimizer_states(run, {name: (shape, dtype name)})   zeros for all optimizer states among the names
     run_on_all_ranks(gather, action), bind_all_gather_object(group), all_gather_object(value, group) -> list
     TensorShard(name, shape, box, tensor, is_saved_here), Box.whole(shape)
-    disk.names(), disk.rename(old, new), _COMPLETE.fullmatch(name), CollectiveError.found_damage, warnings.warn
+    disk.names(), disk.rename(old, new), complete_checkpoints(disk) -> list, CollectiveError.found_damage, warnings.warn
 
 Check it with: python -m exercises check same_run_resume
 
-Stub 6b40622a.
+Stub 06b74eb6.
 """
 
 import warnings
@@ -31,7 +31,8 @@ from minidist.comm import Group, all_gather_object, bind_all_gather_object
 from minidist.fault.agree import CollectiveError, run_on_all_ranks
 from minidist.fault.disk import Disk
 from minidist.fault.shards import TensorShard
-from minidist.fault.simple import _COMPLETE, Run, create_optimizer_states, load, read_index
+from minidist.fault.simple.checkpoint import complete_checkpoints, load, read_index
+from minidist.fault.simple.run import Run, create_optimizer_states
 from minidist.parameters import Box
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from exercises.testing import expect, expect_raises, test
 from minidist.comm import CommError, all_gather_object
 from minidist.config import PrecisionConfig
-from minidist.fault.simple import Run
+from minidist.fault.simple.run import Run
 from minidist.precision.scaler import LossScaler
 
 SHAPES = ((2, 3), (3,), ())

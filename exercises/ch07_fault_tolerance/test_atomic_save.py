@@ -140,3 +140,6 @@ def earlier_attempt_leaves_nothing(answer, world, network):
     [(_, files, _), *_] = crash_states(EARLIER | left, changes)
     expect("the checkpoint", describe_checkpoint(files, set(), NEW, TENSORS), "whole")
     expect("files of the earlier attempt", [name for name, data in files.items() if data == b"old"], [])
+    removed = [arguments[0] for name, arguments in changes if name == "remove"]
+    case = "two ranks that remove one folder disturb each other"
+    expect("the folders that are removed, by all ranks together", removed, [f"{NEW}.partial"], case=case)

@@ -1,11 +1,12 @@
 """Tests of replica_digest: the test changes one bit on a rank, and knows where."""
 
 import torch
+from torch import nn
 
 from exercises.testing import Wrong, expect, test
 from minidist.comm import all_gather_object
 
-NAMES = ("weight", "bias", "half", "count", "mask", "step", "empty")
+NAMES = ("weight", "bias", "half", "count", "mask", "step", "trained", "empty")
 
 
 def replica():
@@ -17,6 +18,7 @@ def replica():
         "count": torch.arange(5),
         "mask": torch.tensor([True, False, True]),
         "step": torch.tensor(3.0),
+        "trained": nn.Parameter(torch.tensor([0.25, 3.0])),
         "empty": torch.zeros(0),
     }
 
@@ -40,6 +42,10 @@ def equal_replicas_differ_nowhere(answer, world, network):
     expect("the result", differing(answer, network, tensors), {}, case="equal tensors on all ranks")
     for name, tensor in replica().items():
         expect(f"the tensor {name} afterwards", tensors[name], tensor)
+    if world.rank == 0:
+        tensors["weight"] = tensors["weight"].contiguous()
+    case = "equal tensors, of which rank 0 holds one contiguously and the others transposed"
+    expect("the result", differing(answer, network, tensors), {}, case=case)
 
 
 @test(points=4, ranks=(2, 3, 4))
@@ -50,7 +56,8 @@ def each_rank_and_tensor(answer, world, network):
             tensors = replica()
             if world.rank == rank:
                 tensor = tensors[name].view(-1) if tensors[name].is_contiguous() else tensors[name][-1]
-                tensor[-1] = not tensor[-1] if tensor.dtype == torch.bool else tensor[-1] + 1
+                with torch.no_grad():
+                    tensor[-1] = not tensor[-1] if tensor.dtype == torch.bool else tensor[-1] + 1
             got = differing(answer, network, tensors)
             expect("the result", got, {name: named(world.size, [rank])}, case=f"rank {rank} has another {name}")
 

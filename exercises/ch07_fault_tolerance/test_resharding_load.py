@@ -171,11 +171,13 @@ def what_does_not_fit_is_refused(answer, world, network):
         shards = shards_of(world.rank, world.size) + ([shard] if world.rank == 1 else [])
         error = expect_refused(answer, network, disk_with("2 ranks, along the first axis"), shards, f"rank 1: {case}")
         expect("found_damage of the error", error.found_damage, False, case=case)
+        expect("whether the error names the tensor", shard.name in str(error), True, case=case)
     boxes = layouts()["3 ranks, along the first axis"]
     boxes["params/b"] = [box for box in boxes["params/b"] if box[0] != 1]
     disk = RecordedDisk(checkpoint_files(FOLDER, TENSORS, boxes, STATE))
     shards = shards_of(world.rank, world.size)
-    expect_refused(answer, network, disk, shards, "the elements 3 to 7 of params/b were not saved")
+    error = expect_refused(answer, network, disk, shards, "the elements 3 to 7 of params/b were not saved")
+    expect("whether the error names the tensor", "params/b" in str(error), True, case="missing elements of params/b")
 
 
 @test(points=2, ranks=(3,))

@@ -3,7 +3,7 @@
 Public: `checkpoint.save_checkpoint` and `checkpoint.load_checkpoint`, `folders.latest_checkpoint`,
 `signals.StopRequest`. Read in this order:
 
-simple      the whole idea in one file: data parallelism, saves that block, recovery without a restart
+simple      the whole idea in five short files: data parallelism, saves that block, recovery without a restart
 disk        the folder on disk as the few operations whose order decides what survives a crash
 shards      shards of global tensors, and which saved boxes a rank must read
 index       checkpoint.json: the contents of a checkpoint, and the checksums of its files

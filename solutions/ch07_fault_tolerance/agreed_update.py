@@ -1,4 +1,4 @@
-"""All ranks update, or none: the solution, as it stands in minidist.fault.simple.
+"""All ranks update, or none: the solution, as it stands in minidist.fault.simple.agreement.
 
 An update that only some ranks make cannot be undone: from then on the replicas are different models. So each rank
 decides from sums only, which are equal on all ranks. The all-reduce of the gradients is needed anyway; one more
@@ -16,8 +16,13 @@ Usual wrong answers:
 * goes on after an error with what the broken sum left behind
 * leaves the gradients in .grad, to which the next backward would add
 * averages over the ranks what is already divided by the size of the global batch
+* an unusable rank sends NaN and no flag: the others take it for an overflow
+* takes an overflow for a rank without gradients: the scaler never learns of it
 * each rank decides by its own flag
 * each rank tests its own gradients for infinities
+* returns whether the gradients were usable, and not whether the ranks updated
+* does not divide by the loss scale
+* the scaler learns of good steps only
 * divides by the scale after the scaler has changed it
 * the scaler learns of the step before all ranks have agreed
 * the scaler learns of steps in which a rank had no gradients
@@ -32,7 +37,7 @@ import torch
 from torch import Tensor
 
 from minidist.comm import Group, all_reduce
-from minidist.fault.simple import Run
+from minidist.fault.simple.run import Run
 
 
 def agreed_update(run: Run, gradients: Sequence[Tensor], is_usable: bool, group: Group) -> bool:

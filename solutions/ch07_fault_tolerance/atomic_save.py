@@ -1,4 +1,4 @@
-"""A checkpoint that is whole or absent: the solution, as it stands in minidist.fault.simple.
+"""A checkpoint that is whole or absent: the solution, as it stands in minidist.fault.simple.checkpoint.
 
 A rename is the one operation of a file system that happens entirely or not at all. So everything is written under a
 name that does not count, and given the name that counts when every byte is on disk. "Written" is not "on disk":
@@ -13,7 +13,9 @@ disk.
 Usual wrong answers:
 * the rank whose disk is full raises alone; the others wait for it for ever
 * the package's own
+* the SHA-256 of the tensors' bytes, and not of the file
 * writes nothing, and returns a name
+* makes room by removing the earlier checkpoint first: a crash leaves none
 * does not sync the files of the ranks: the rename may reach the disk before their bytes
 * does not sync the partial folder: files may lose their names
 * writes into the final folder: it counts as a checkpoint from its first file on
@@ -21,9 +23,12 @@ Usual wrong answers:
 * leaves the files of an earlier attempt where they are
 * saves the shapes of the shards instead of the global ones
 * the other ranks do not learn that rank 0 has failed
+* every rank removes the partial folder, while another one removes the same files
+* removes the partial folder after the save, when it is no longer there
 * returns before the rename is on disk
 * renames, and then writes the index
 * saves all shards, also those that another rank saves
+* syncs the root before the rename, which is then not on disk
 * saves what the other ranks have written
 * saves zeros
 """

@@ -1,4 +1,4 @@
-"""Which replica differs, and in which tensor: the solution, as it stands in minidist.fault.simple.
+"""Which replica differs, and in which tensor: the solution, as it stands in minidist.fault.simple.agreement.
 
 The tensors themselves would be gigabytes; a digest of 8 bytes misses a difference once in 2^64. It must be computed
 from the bytes: a sum does not see exchanged elements, and comparing numbers does not see the sign of a zero or the
@@ -12,14 +12,19 @@ Usual wrong answers:
 * the package's own
 * names rank 3 only, in every tensor that differs
 * the first 8 bytes of the tensor instead of a digest of all its bytes
+* compares floating-point tensors only: counters and masks may differ
 * takes half of the ranks for a majority
+* hashes the memory as it lies: equal tensors of which one is transposed seem to differ
 * takes the most frequent value as right, even if only half of the ranks have it
 * adds 0 first, which turns -0.0 into 0.0: compares numbers and not bits
+* one digest of all tensors: it finds the rank and cannot name the tensor
 * one message per tensor
 * each rank reports whether it differs itself, and knows nothing of the others
 * compares with rank 0: a fault of rank 0 accuses all others
 * converts to float32 first: the last bits of float64 are lost
 * a sum as digest: it does not see exchanged elements
+* hashes the numbers as text: all NaNs are one word
+* sends all 32 bytes of each SHA-256
 * sends the pickled contents of all tensors
 * finds nothing anywhere
 """

@@ -1,4 +1,4 @@
-"""A checkpoint that any layout loads: the solution, as it stands in minidist.fault.simple.
+"""A checkpoint that any layout loads: the solution, as it stands in minidist.fault.simple.checkpoint.
 
 The layout of the run that saved does not matter, because neither side knows the other: both describe what they hold
 as boxes of global tensors. PyTorch's distributed checkpoint does the same. Every combination of data, tensor and
@@ -12,6 +12,7 @@ checkpoint a thousand times.
 
 Usual wrong answers:
 * each rank plans alone: one raises, the others load
+* requires some overlap instead of all elements
 * converts another dtype silently
 * the package's own
 * loads nothing, and returns the state
@@ -19,10 +20,14 @@ Usual wrong answers:
 * reads all files on all ranks
 * stops at the first box that overlaps
 * indexes the saved box with the coordinates of the global tensor
+* gives a view new memory instead of filling that of the shard
 * does not notice that elements are missing
 * reads the files without comparing their SHA-256
+* a rank without shards returns no state
 * reads a file again for each shard
 * loads only boxes that are saved as they are
+* does not compare the global shapes: a tensor of 12 elements takes the first of 11
+* verifies before it copies, but on each rank alone: the others load while one raises
 * fills everything with zeros
 """
 
@@ -35,7 +40,7 @@ from minidist.errors import UserError
 from minidist.fault.agree import run_on_all_ranks
 from minidist.fault.disk import Disk
 from minidist.fault.shards import TensorShard, shard_key
-from minidist.fault.simple import read_index, read_tensors
+from minidist.fault.simple.checkpoint import read_index, read_tensors
 from minidist.parameters import Box
 
 

@@ -12,11 +12,16 @@ checkpoint holds: no counter may begin with the process.
 Usual wrong answers:
 * uses the same order in every epoch, so that a resume cannot be told from the run without a stop
 * names the start as the invariant
+* divides the step by the number of samples, and not by that of batches
 * names the repaired line instead of the original one
 * repaired, but without the moments of the optimizer
 * names the fault, and does not repair it
+* seeds by the step instead of the epoch: epochs no longer see every sample once
 * begins the next epoch: the rest of the interrupted one is never seen
+* skips a step after the resume
 * names the line that counts the place in the epoch, which is right
+* only rank 0 restores the parameters
+* repairs the seed, and counts the place in the epoch from the first step of the process
 * repaired on rank 0 only: the other ranks take other samples
 * counts from the steps of this process, and saves the wrong number at the second stop
 * mistakes other samples for another learning rate

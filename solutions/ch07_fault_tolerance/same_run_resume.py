@@ -1,4 +1,4 @@
-"""The resumed run is the same run: the solution, as it stands in minidist.fault.simple.
+"""The resumed run is the same run: the solution, as it stands in minidist.fault.simple.run.
 
 The loss goes on falling after almost any resume, so a loss curve proves nothing. What decides the next step is a
 list: parameters, buffers, optimizer states (moments and Adam's step count), the position in the data and the number
@@ -14,15 +14,20 @@ Usual wrong answers:
 * the package's own
 * says that it has resumed, and begins anew
 * copies the tensors, so that the copies are loaded
+* deletes the damaged checkpoint, at which nobody can look any more
+* every rank renames the damaged folder, which only the first of them still finds
 * ends with an error if the newest checkpoint is damaged
 * saves no buffers
 * treats a checkpoint that does not fit as damaged, and begins anew without a word
 * takes the oldest checkpoint
+* each rank follows its own list of folders: a rank that sees an older list resumes from another step
 * saves no optimizer states
 * begins the data anew
 * leaves out scalars, among them Adam's step count
 * restores the loss scale, but not the count of good steps
 * keeps the seed of the new run
+* takes over step and position from the index before the files are verified
+* loads into the optimizer states that a new optimizer has, which are none
 * counts steps from 0: the learning rate and the dropout masks are those of the first steps
 * knows the states of AdamW, and loses the momentum of SGD
 * saves no tensor
@@ -34,7 +39,8 @@ from minidist.comm import Group, all_gather_object, bind_all_gather_object
 from minidist.fault.agree import CollectiveError, run_on_all_ranks
 from minidist.fault.disk import Disk
 from minidist.fault.shards import TensorShard
-from minidist.fault.simple import _COMPLETE, Run, create_optimizer_states, load, read_index
+from minidist.fault.simple.checkpoint import complete_checkpoints, load, read_index
+from minidist.fault.simple.run import Run, create_optimizer_states
 from minidist.parameters import Box
 
 
@@ -71,8 +77,7 @@ def resume(run: Run, disk: Disk, group: Group) -> bool:
     Parameters, buffers, optimizer states, step, position, seed and loss scale all become those of the checkpoint. A
     damaged checkpoint is renamed to `.damaged`, and the one before it is tried. Returns whether there was one.
     """
-    folders = all_gather_object([name for name in disk.names() if _COMPLETE.fullmatch(name)], group)[0]
-    for folder in reversed(folders):
+    for folder in reversed(all_gather_object(complete_checkpoints(disk), group)[0]):
         try:
             [index, *_] = run_on_all_ranks(bind_all_gather_object(group), lambda at=folder: read_index(disk, at))
             create_optimizer_states(run, {name: (t["shape"], t["dtype"]) for name, t in index["tensors"].items()})

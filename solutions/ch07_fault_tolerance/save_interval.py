@@ -1,4 +1,4 @@
-"""How often to save: the solution, as it stands in minidist.fault.simple.
+"""How often to save: the solution, as it stands in minidist.fault.simple.interval.
 
 Work without saves is lost with probability 1 - exp(-t / M), so the expected time grows exponentially with the
 interval; a save costs the same whatever the interval. The best interval balances the two: to first order it is sqrt(2
@@ -13,12 +13,17 @@ Usual wrong answers:
 * exp(x) - 1, which has no correct digit left for tiny x
 * the package's own
 * the same number, whatever is asked
+* Daly's higher-order approximation, which differs in the fourth digit, and fails where saves are long
+* counts one failure at most per interval
 * adds the save as if no failure could interrupt it
 * lets the restart change the interval, as in sqrt(2 D (M + R))
 * adds one restart per interval, whether it failed or not
 * counts a restart per failure, but none that fails itself
+* the time from the begin of one interval to the next, with the save in it
 * searches up to a tenth of the time between failures only
 * minimises the time of an interval instead of the time per second of work: the shortest interval
+* stops when the range is a thousandth of the time between failures, which may be months
+* tries whole seconds only
 * Young's approximation, which is wrong by more than a per cent unless failures are rare
 * zeros
 """

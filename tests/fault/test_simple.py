@@ -2,25 +2,34 @@
 
 import itertools
 import math
+import signal
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from minidist.comm import CommError, GroupSpec, all_gather_object, bind, bind_all_gather_object
+from minidist.comm import CommError, GroupSpec, all_gather_object, all_reduce, bind, bind_all_gather_object
 from minidist.config import PrecisionConfig
-from minidist.fault import checkpoint, simple
 from minidist.fault.agree import CollectiveError
+from minidist.fault.checkpoint import load_checkpoint, save_checkpoint
 from minidist.fault.disk import Disk
 from minidist.fault.shards import TensorShard
+from minidist.fault.simple import agreement
+from minidist.fault.simple.agreement import differing_replicas, train_step
+from minidist.fault.simple.checkpoint import complete_checkpoints, load, save
+from minidist.fault.simple.interval import best_interval_s, expected_time_s
+from minidist.fault.simple.recovery import train as train_until_done
+from minidist.fault.simple.run import Run, resume, run_shards, run_state
 from minidist.mesh import Mesh
 from minidist.parameters import Box
 from minidist.precision.scaler import LossScaler
 from minidist.tools.estimate.goodput import FailureModel
+from minidist.tools.launch.elastic import ElasticRanks
 
 SAMPLES = 23
+DEADLINE_S = 60.0  # for processes of which some die
 
 
 class Died(Exception):
@@ -44,11 +53,11 @@ def make_run(seed_of_values, dtype=torch.float64, before_sample=lambda sample: N
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, foreach=False)
     scaler = LossScaler(PrecisionConfig(initial_scale=8.0, growth_interval=3)) if scaler else None
-    return simple.Run(model, optimizer, sample_loss, SAMPLES, 7, lambda step: 0.02 / (1 + step), seed=5, scaler=scaler)
+    return Run(model, optimizer, sample_loss, SAMPLES, 7, lambda step: 0.02 / (1 + step), seed=5, scaler=scaler)
 
 
 def tensors_of(run):
-    return {shard.name: shard.tensor.detach().clone() for shard in simple.run_shards(run, True)}
+    return {shard.name: shard.tensor.detach().clone() for shard in run_shards(run, True)}
 
 
 def distance(one, other):
@@ -61,7 +70,7 @@ def trained(steps, **options):
     run, group = make_run(1, **options), _single_group()
     history = []
     for _ in range(steps):
-        simple.train_step(run, group)
+        train_step(run, group)
         history.append(tensors_of(run))
     return run, history
 
@@ -99,8 +108,8 @@ def _shards(rank, size, columns, filled):
 def _save(world, root):
     group = group_of(world)
     state = {"step": 7, "rank": world.rank}
-    folder = simple.save(Disk(root), 7, _shards(world.rank, world.size, False, True), state, group)
-    own = checkpoint.save_checkpoint(
+    folder = save(Disk(root), 7, _shards(world.rank, world.size, False, True), state, group)
+    own = save_checkpoint(
         f"{root}-fast",
         7,
         _shards(world.rank, world.size, False, True),
@@ -115,8 +124,8 @@ def _load(world, root, fast):
     group = group_of(world)
     simple_shards = _shards(world.rank, world.size, True, False)
     fast_shards = _shards(world.rank, world.size, True, False)
-    state = simple.load(Disk(root), "step-00000007", simple_shards, group)
-    index = checkpoint.load_checkpoint(fast, fast_shards, bind_all_gather_object(group), world.rank)
+    state = load(Disk(root), "step-00000007", simple_shards, group)
+    index = load_checkpoint(fast, fast_shards, bind_all_gather_object(group), world.rank)
     expected = _shards(world.rank, world.size, True, True)
     for one, other, wanted in zip(simple_shards, fast_shards, expected, strict=True):
         assert torch.equal(one.tensor, wanted.tensor) and torch.equal(other.tensor, wanted.tensor), one.name
@@ -133,7 +142,7 @@ def test_any_layout_loads_what_another_saved_like_the_fast_version(ranks, tmp_pa
 def _load_damaged(world, root):
     group, shards = group_of(world), _shards(world.rank, world.size, True, False)
     with pytest.raises(CollectiveError) as caught:
-        simple.load(Disk(root), "step-00000007", shards, group)
+        load(Disk(root), "step-00000007", shards, group)
     assert all((shard.tensor == -1).all() for shard in shards), "a tensor was written"
     return caught.value.found_damage, str(caught.value)
 
@@ -162,14 +171,13 @@ def _save_to_full_disk(world, root):
     group = group_of(world)
     disk = FullDisk(root) if world.rank == world.size - 1 else Disk(root)
     with pytest.raises(CollectiveError, match="no space left"):
-        simple.save(disk, 8, _shards(world.rank, world.size, False, True), {}, group)
+        save(disk, 8, _shards(world.rank, world.size, False, True), {}, group)
 
 
 def test_no_rank_saves_if_one_cannot(ranks, tmp_path):
     ranks(_save, 2, str(tmp_path / "run"))
     ranks(_save_to_full_disk, 3, str(tmp_path / "run"))
-    assert simple._COMPLETE.fullmatch("step-00000008")
-    assert [name for name in Disk(tmp_path / "run").names() if not name.endswith(".partial")] == ["step-00000007"]
+    assert complete_checkpoints(Disk(tmp_path / "run")) == ["step-00000007"]
 
 
 class CrashingDisk(Disk):
@@ -207,22 +215,22 @@ def test_a_crash_leaves_the_earlier_checkpoint_or_the_new_one(tmp_path):
     group, survived = _single_group(), []
     for changes in itertools.count():
         run, root = make_run(1), tmp_path / str(changes)
-        simple.train_step(run, group)
-        simple.save(Disk(root), 1, simple.run_shards(run, True), simple.run_state(run), group)
+        train_step(run, group)
+        save(Disk(root), 1, run_shards(run, True), run_state(run), group)
         states = {1: tensors_of(run)}
-        simple.train_step(run, group)
+        train_step(run, group)
         states[2] = tensors_of(run)
         try:
-            simple.save(CrashingDisk(root, changes), 2, simple.run_shards(run, True), simple.run_state(run), group)
+            save(CrashingDisk(root, changes), 2, run_shards(run, True), run_state(run), group)
             completed = True
         except CollectiveError as failure:
             assert isinstance(failure.__cause__, Died)
             completed = False
         fresh = make_run(2)
-        assert simple.resume(fresh, Disk(root), group)
+        assert resume(fresh, Disk(root), group)
         assert distance(tensors_of(fresh), states[fresh.step]) == 0
         survived.append(fresh.step)
-        simple.save(Disk(root), 3, simple.run_shards(fresh, True), simple.run_state(fresh), group)
+        save(Disk(root), 3, run_shards(fresh, True), run_state(fresh), group)
         if completed:
             break
     assert survived[0] == 1 and survived[-1] == 2 and survived == sorted(survived) and len(survived) > 7
@@ -234,34 +242,34 @@ def test_a_resumed_run_is_the_same_run(tmp_path, scaler):
     group, run = _single_group(), make_run(1, scaler=scaler)
     for until in (2, 5, 9):
         while run.step < until:
-            simple.train_step(run, group)
+            train_step(run, group)
         assert distance(tensors_of(run), history[until - 1]) == 0
-        simple.save(Disk(tmp_path), run.step, simple.run_shards(run, True), simple.run_state(run), group)
+        save(Disk(tmp_path), run.step, run_shards(run, True), run_state(run), group)
         run = make_run(until + 1, scaler=scaler)
         run.seed = 77
-        assert simple.resume(run, Disk(tmp_path), group)
+        assert resume(run, Disk(tmp_path), group)
     assert distance(tensors_of(run), tensors_of(whole)) == 0
-    assert simple.run_state(run) == simple.run_state(whole)
+    assert run_state(run) == run_state(whole)
 
 
 def test_a_resume_falls_back_to_the_checkpoint_before_a_damaged_one(tmp_path):
     group, run, disk = _single_group(), make_run(1), Disk(tmp_path)
     for _ in range(3):
-        simple.train_step(run, group)
-        simple.save(disk, run.step, simple.run_shards(run, True), simple.run_state(run), group)
+        train_step(run, group)
+        save(disk, run.step, run_shards(run, True), run_state(run), group)
     (tmp_path / "step-00000003" / "index.json").write_text("nothing")
     (tmp_path / "step-00000002" / "rank-00000.safetensors").unlink()
     fresh = make_run(2)
     with pytest.warns(UserWarning, match="is not used"):
-        assert simple.resume(fresh, disk, group)
+        assert resume(fresh, disk, group)
     assert fresh.step == 1
-    assert not simple.resume(make_run(2), Disk(tmp_path / "nothing"), group)
+    assert not resume(make_run(2), Disk(tmp_path / "nothing"), group)
 
 
 def _train(world, steps):
     run, group = make_run(1), group_of(world)
     for _ in range(steps):
-        assert simple.train_step(run, group)
+        assert train_step(run, group)
     return tensors_of(run)
 
 
@@ -291,9 +299,9 @@ def _spoiled(world, kind):
         before = tensors_of(run)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            updates.append(simple.train_step(run, group))
+            updates.append(train_step(run, group))
         assert updates[-1] == (distance(tensors_of(run), before) > 0 if step else True)
-    return updates, run.scaler.scale, simple.differing_replicas(tensors_of(run), group)
+    return updates, run.scaler.scale, differing_replicas(tensors_of(run), group)
 
 
 @pytest.mark.parametrize(("kind", "scale"), [("unusable", 16.0), ("NaN", 4.0)])
@@ -301,66 +309,74 @@ def test_all_ranks_update_or_none(ranks, kind, scale):
     assert ranks(_spoiled, 3, kind) == [([True, True, False, True, True], scale, {})] * 3
 
 
-class PlannedRendezvous:
-    """Groups made in advance for a planned sequence of members; closing a group ends its connections."""
+def _train_with_a_death(world, root, size, dying, when):
+    """Process `dying` is killed in step 4; a new one joins after the next save. Returns what each process returns."""
 
-    def __init__(self, world, members):
-        specs = [GroupSpec(f"group {i}", ("dp",), (("dp", (ranks,)),)) for i, ranks in enumerate(members)]
-        self.groups = bind(world, Mesh(dp=world.size), specs, backend="gloo")
-        self.at = -1
+    def train(number, rendezvous):
+        def die(sample):
+            if number == dying and run.step == (4 if when == "before the update" else 5):
+                signal.raise_signal(signal.SIGKILL)
 
-    def __call__(self, group):
-        if group is not None:
-            self.close(group)
-        self.at += 1
-        return self.groups[f"group {self.at}"]
+        run = make_run(9 if number == size else 1, before_sample=die)
+        run.seed = 1234 if number == size else run.seed
+        last = train_until_done(run, Disk(root), rendezvous, 11, 3, join=number == size)
+        return tensors_of(run), run_state(run), last.size, differing_replicas(tensors_of(run), last)
 
-    def close(self, group):
-        if group.process_group is not None:
-            dist.destroy_process_group(group.process_group)
-            group.process_group = None
+    def add_one(members):
+        if ranks.dead and len(ranks.pids) < size:
+            ranks.start()
 
-
-def _lose_a_rank(world, root, dying, at_step, when):
-    """Rank `dying` dies in a step, and joins again after the next save."""
-    everyone = tuple(range(world.size))
-    survivors = tuple(rank for rank in everyone if rank != dying)
-    # The first group, the survivors, and from the save of step 6 on everyone again.
-    rendezvous = PlannedRendezvous(world, [everyone, *[everyone] * (at_step // 3), survivors, *[everyone] * 9])
-    update = simple.agreed_update
-
-    def die(*arguments):
-        if run.step == at_step and world.rank == dying and when == "after the update":
-            update(*arguments)
-        if run.step == at_step and world.rank == dying:
-            raise Died
-        return update(*arguments)
-
-    run, disk = make_run(1), Disk(root)
-    if world.rank == dying:
-        simple.agreed_update = die
-        try:
-            with pytest.raises(Died):
-                simple.train(run, disk, rendezvous, 11, 3)
-        finally:
-            simple.agreed_update = update
-        rendezvous.close(rendezvous.groups[f"group {rendezvous.at}"])
-        rendezvous.at += 1  # the group of the survivors
-        run = make_run(9)
-        run.seed = 1234
-        last = simple.train(run, disk, rendezvous, 11, 3, join=True)
-    else:
-        last = simple.train(run, disk, rendezvous, 11, 3)
-    return tensors_of(run), simple.run_state(run), last.size, simple.differing_replicas(tensors_of(run), last)
+    with ElasticRanks(train, size, on_group=add_one) as ranks:
+        return dict(ranks.serve(DEADLINE_S)), ranks.groups
 
 
 @pytest.mark.parametrize("when", ["before the update", "after the update"])
 @pytest.mark.parametrize(("size", "dying"), [(2, 0), (3, 1), (4, 3)])
-def test_the_survivors_go_on_and_the_dead_rank_joins_again(ranks, tmp_path, size, dying, when):
+def test_the_survivors_go_on_and_a_new_rank_joins(ranks, tmp_path, size, dying, when):
     whole, _ = trained(11)
-    for tensors, state, last, differing in ranks(_lose_a_rank, size, str(tmp_path), dying, 4, when):
+    [(values, groups)] = ranks(_train_with_a_death, 1, str(tmp_path), size, dying, when)
+    everyone = list(range(size))
+    survivors = [number for number in everyone if number != dying]
+    # The first group, the group after the save of step 3, the survivors, and with the new one from step 6 on.
+    assert groups == [everyone, everyone, survivors, [*survivors, size], [*survivors, size]]
+    assert sorted(values) == [*survivors, size]
+    for tensors, state, last, differing in values.values():
         assert distance(tensors, tensors_of(whole)) < 1e-12
-        assert (state, last, differing) == (simple.run_state(whole), size, {})
+        assert (state, last, differing) == (run_state(whole), size, {})
+
+
+def _one_rank_is_ahead(world, root):
+    """In step 4 process 2 dies after its update, and process 1 loses the connection before its own."""
+
+    def train(number, rendezvous):
+        def die(sample):
+            if number == 2 and run.step == 5:
+                signal.raise_signal(signal.SIGKILL)
+
+        def breaking(group):
+            return replace(rendezvous(group), algorithm=break_after_sum) if number == 1 else rendezvous(group)
+
+        def break_after_sum(tensor, group, op, async_op):
+            handle = all_reduce(tensor, replace(group, algorithm=None), op, async_op=async_op)
+            if run.step == 4 and not broken:
+                broken.append(True)
+                raise CommError("all_reduce failed: Connection closed by peer")
+            return handle
+
+        run, broken = make_run(1, before_sample=die), []
+        train_until_done(run, Disk(root), breaking, 7, 7)
+        return tensors_of(run), run_state(run)
+
+    with ElasticRanks(train, 3) as ranks:
+        return dict(ranks.serve(DEADLINE_S)), ranks.groups
+
+
+def test_the_survivors_take_the_state_of_the_rank_that_is_ahead(ranks, tmp_path):
+    whole, _ = trained(7)
+    [(values, groups)] = ranks(_one_rank_is_ahead, 1, str(tmp_path))
+    assert groups == [[0, 1, 2], [0, 1], [0, 1]] and sorted(values) == [0, 1]
+    for tensors, state in values.values():
+        assert distance(tensors, tensors_of(whole)) < 1e-12 and state == run_state(whole)
 
 
 def _digest(world):
@@ -369,7 +385,7 @@ def _digest(world):
         tensors = {"weight": torch.ones(5, 3), "bias": torch.zeros(7, dtype=torch.bfloat16), "step": torch.tensor(1)}
         if world.rank == rank:
             tensors["bias"][3] = -0.0
-        found.append(simple.differing_replicas(tensors, group))
+        found.append(differing_replicas(tensors, group))
     return found
 
 
@@ -382,23 +398,23 @@ def test_a_flipped_sign_of_zero_is_found(ranks, size):
 @pytest.mark.parametrize("model", [(10800.0, 30.0, 60.0), (500.0, 100.0, 0.0), (1e6, 0.5, 300.0), (60.0, 90.0, 5.0)])
 def test_the_best_interval_is_that_of_the_fast_version(model):
     exact = FailureModel(*model)
-    assert math.isclose(simple.best_interval_s(*model), exact.exact_interval_s(), rel_tol=1e-5)
-    assert math.isclose(simple.expected_time_s(100.0, *model), exact.expected_time_s(100.0), rel_tol=1e-12)
+    assert math.isclose(best_interval_s(*model), exact.exact_interval_s(), rel_tol=1e-5)
+    assert math.isclose(expected_time_s(100.0, *model), exact.expected_time_s(100.0), rel_tol=1e-12)
 
 
 def test_a_communication_error_leaves_the_run_as_it_was():
     run, group = make_run(1), _single_group()
-    simple.train_step(run, group)
-    before, state = tensors_of(run), simple.run_state(run)
+    train_step(run, group)
+    before, state = tensors_of(run), run_state(run)
 
     def broken(tensor, group):
         raise CommError("the peer is gone")
 
-    all_reduce, simple.all_reduce = simple.all_reduce, broken
+    all_reduce, agreement.all_reduce = agreement.all_reduce, broken
     try:
         with pytest.raises(CommError):
-            simple.train_step(run, group)
+            train_step(run, group)
     finally:
-        simple.all_reduce = all_reduce
-    assert distance(tensors_of(run), before) == 0 and simple.run_state(run) == state
+        agreement.all_reduce = all_reduce
+    assert distance(tensors_of(run), before) == 0 and run_state(run) == state
     assert all_gather_object(1, group) == [1]

@@ -1,0 +1,163 @@
+"""Processes that train together although any of them may die: the rendezvous in which the living ones meet.
+
+For programs that recover by themselves, such as `minidist.fault.simple.recovery`: here a process that dies ends no
+other. The processes are forks of this one, so nothing is pickled and nothing is imported twice.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minidist.comm import Group, Meter, World
+from minidist.comm.status import OperationTracker
+from minidist.tools.launch.device import init_default_process_group, prefer_gloo_loopback
+from minidist.tools.launch.parent_death import die_with_parent
+
+_HOST = "127.0.0.1"
+_TIMEOUT_S = 60.0  # of an operation between two living ranks
+_POLL_S = 0.05  # after which a process that another thread has started is served as well
+Rendezvous = Callable[[Group | None], Group]
+
+
+class ElasticRanks:
+    """Processes numbered from 0 that form groups again and again; one that dies is missing in the next group.
+
+    function: called in each process as `function(number, rendezvous)`. rendezvous(group) closes the connections of
+    `group`, unless it is None, waits until every living process has called it, and returns the group of all of them:
+    gloo on this machine, ranks in the order of their numbers. on_group: called in this process with the numbers of the
+    members of each new group, before they learn of it; processes that it starts meet in the next group.
+
+    pids: of the living processes, by number. groups: the members of all groups so far. values: what the processes that
+    have ended have returned, by number. dead: the numbers of those that ended without returning.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[int, Rendezvous], Any],
+        size: int,
+        on_group: Callable[[list[int]], None] | None = None,
+    ):
+        self._function, self._on_group = function, on_group
+        self._processes: dict[int, multiprocessing.Process] = {}
+        self._pipes: dict[int, Connection] = {}
+        self._waiting: set[int] = set()
+        self._store: dist.Store | None = None
+        self.groups: list[list[int]] = []
+        self.values: dict[int, Any] = {}
+        self.dead: list[int] = []
+        for _ in range(size):
+            self.start()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {number: self._processes[number].pid for number in list(self._pipes)}
+
+    @property
+    def waiting(self) -> list[int]:
+        """The numbers of the processes that wait in the rendezvous."""
+        return sorted(self._waiting)
+
+    def start(self) -> int:
+        """Start one more process; return its number."""
+        number = len(self._processes)
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("fork").Process(
+            target=_run, args=(self._function, number, theirs), daemon=True
+        )
+        process.start()
+        theirs.close()  # so that the pipe ends when the process does
+        self._processes[number], self._pipes[number] = process, ours
+        return number
+
+    def serve(self, quiet_s: float = 60.0) -> Iterator[tuple[int, Any]]:
+        """Serve the rendezvous until all processes have ended or died; yield the number and value of each that returns.
+
+        Raises TimeoutError if for `quiet_s` seconds no process has met, ended or died.
+        """
+        quiet_for = 0.0
+        while self._pipes:
+            ready = wait(list(self._pipes.values()), _POLL_S)
+            quiet_for = 0.0 if ready else quiet_for + _POLL_S
+            if quiet_for > quiet_s:
+                raise TimeoutError(f"processes {sorted(self._pipes)} do not end; {self.waiting} wait in the rendezvous")
+            for number, pipe in list(self._pipes.items()):
+                if pipe in ready and self._receive(number, pipe):
+                    yield number, self.values[number]
+            if self._pipes and self._waiting == self._pipes.keys():
+                self._form_group()
+        self._store = None
+
+    def kill(self, number: int) -> None:
+        """Kill a process, as `kill -9` does."""
+        os.kill(self._processes[number].pid, signal.SIGKILL)
+
+    def __enter__(self) -> "ElasticRanks":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Kill the processes that are left."""
+        for process in self._processes.values():
+            process.kill()
+            process.join()
+        self._store = None  # a later fork would abort when it collects a store whose thread it does not have
+
+    def _receive(self, number: int, pipe: Connection) -> bool:
+        """Receive what a process has sent; return whether it was its value."""
+        try:
+            kind, value = pipe.recv()
+        except EOFError:  # the process has ended
+            pipe.close()
+            del self._pipes[number]
+            self._waiting.discard(number)
+            if number not in self.values:
+                self.dead.append(number)
+            return False
+        if kind == "meet":
+            self._waiting.add(number)
+        else:
+            self.values[number] = pickle.loads(value)
+        return kind != "meet"
+
+    def _form_group(self) -> None:
+        if self._store is None:
+            self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        members = self.waiting
+        self.groups.append(members)
+        self._waiting.clear()
+        pipes = [self._pipes[number] for number in members]
+        if self._on_group:
+            self._on_group(members)
+        for rank, pipe in enumerate(pipes):
+            pipe.send((len(self.groups), rank, len(members), self._store.port))
+
+
+def _run(function: Callable, number: int, pipe: Connection) -> None:
+    die_with_parent(os.getppid())
+    prefer_gloo_loopback()
+
+    def rendezvous(group: Group | None) -> Group:
+        if group is not None and group.process_group is not None:
+            group.process_group = None
+            dist.destroy_process_group()
+        pipe.send(("meet", None))
+        return _connect(*pipe.recv())
+
+    # Plain pickle copies the elements of a tensor; the pipe itself would send a file that ends with this process.
+    pipe.send(("end", pickle.dumps(function(number, rendezvous))))
+
+
+def _connect(group_number: int, rank: int, size: int, port: int) -> Group:
+    """Connect with the other members of a group."""
+    world = World(rank, size, rank, size, torch.device("cpu"), "gloo" if size > 1 else None, OperationTracker())
+    if size > 1:
+        store = dist.PrefixStore(f"group {group_number}", dist.TCPStore(_HOST, port, is_master=False))
+        init_default_process_group("gloo", store, rank, size, world.device, _TIMEOUT_S)
+    process_group = dist.group.WORLD if size > 1 else None
+    return Group("data", tuple(range(size)), rank, process_group, world, Meter())

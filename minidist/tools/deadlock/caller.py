@@ -21,7 +21,7 @@ def find_user_code_line(frame: FrameType | None = None) -> str:
     """Return the line of the user's program that is running now, as "file:line".
 
     The line is that of the innermost stack frame outside `minidist.comm`, `minidist.tools` and torch. frame: the
-    innermost frame of the thread in question; None for that of the caller.
+    innermost frame of the thread in question; None: the frame of the caller.
     """
     frame, internal = frame or sys._getframe(1), _internal_folders()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(internal):

@@ -29,7 +29,7 @@ _JOIN_S = 1.0
 
 
 class Status(Protocol):
-    """What detection needs to know of a rank; fields and methods as in `Snapshot`."""
+    """The interface through which detection reads one rank's status, implemented by `Snapshot` and `RankFacts`."""
 
     state: str
     wait_channel: Channel | None
@@ -38,11 +38,12 @@ class Status(Protocol):
     wait_location: str
     progress_by_channel: Mapping[Channel, ChannelProgress]
 
-    def progress_on(self, channel: Channel) -> ChannelProgress | None: ...
+    def progress_on(self, channel: Channel) -> ChannelProgress | None:
+        """Return which operations the rank has launched on `channel`; None if it has not used the channel."""
 
 
 class Wait(NamedTuple):
-    """An operation that ranks wait for. rank: of a transfer, the rank that waits; None for collectives."""
+    """Operation `seq` of a channel, which ranks wait for. rank: for a send or receive, the waiting rank; else None."""
 
     channel: Channel
     seq: int
@@ -53,9 +54,9 @@ class Wait(NamedTuple):
 class Verdict:
     """The finding that some ranks can never proceed, and the explanation.
 
-    kind: "deadlock", or "mismatch" if two ranks launched different operations. ranks: the global ranks that are stuck,
-    or the two whose operations differ. text: the explanation for the user, under 15 lines. involved_ranks: of a
-    deadlock, those and the ranks that they wait for.
+    kind: "deadlock"; "mismatch" if two ranks launched different operations; "hang" if a killed rank does not end.
+    ranks: the global ranks that are stuck or hang, or the two ranks whose operations differ. text: the explanation for
+    the user, under 15 lines. involved_ranks: for a deadlock, the stuck ranks and the ranks that they wait for.
     """
 
     kind: str
@@ -72,7 +73,7 @@ def detect_deadlock(snapshots: Mapping[int, Status]) -> Verdict | None:
 
     snapshots: by global rank, for each rank whose status was equal in two consecutive readings. All first readings must
     precede all second readings, so that all ranks were in these states at one time. A missing rank counts as running.
-    The time grows with the number of ranks and of distinct operations waited for, not with its square.
+    The running time is linear in the number of ranks and of distinct operations that they wait for.
     """
     if verdict := find_operation_mismatch(snapshots):
         return verdict
@@ -105,9 +106,9 @@ def detect_deadlock(snapshots: Mapping[int, Status]) -> Verdict | None:
 
 
 def find_awaited_ranks(snapshots: Mapping[int, Status]) -> dict[int, dict[Wait, list[int]]]:
-    """Return the running ranks that others wait for: by rank, the operations it has not launched, and who waits.
+    """Return the running ranks that others wait for: {awaited rank: {operation it has not launched: waiting ranks}}.
 
-    snapshots: by global rank; a rank without one counts as running.
+    snapshots: by global rank; a rank without a snapshot counts as running.
     """
     awaited: dict[int, dict[Wait, list[int]]] = {}
     for wait, ranks in _group_by_wait(snapshots).items():
@@ -120,9 +121,9 @@ def find_awaited_ranks(snapshots: Mapping[int, Status]) -> dict[int, dict[Wait, 
 def find_operation_mismatch(snapshots: Mapping[int, Status]) -> Verdict | None:
     """Find two ranks that launched different operations under the same sequence number of a channel.
 
-    Return None if there are no such ranks. A waiting rank is compared with its peers only on the channel on which it
-    waits, a rank that has ended on all its channels; a running rank starts no comparison.
-    snapshots: by global rank.
+    Return None if there are no such ranks. Each waiting rank is compared with the other ranks of the channel on which
+    it waits, and each rank that has ended with the other ranks of every channel that it has used. Two running ranks are
+    not compared. snapshots: by global rank.
     """
     first_ranks: dict[Channel, dict[int, dict[int, int]]] = {}
     for rank, snapshot in sorted(snapshots.items()):
@@ -163,10 +164,11 @@ class ReportDelay:
     def release_if_due(
         self, verdict: Verdict | None, snapshots: Mapping[int, Snapshot], all_ranks: Iterable[int], now_s: float
     ) -> Verdict | None:
-        """Return `verdict` if it may be reported now, else None. Call it again after every reading.
+        """Return `verdict` if it may be reported now, else None. Call this method after every reading.
 
-        snapshots: those that the verdict is based on, by rank. all_ranks: the ranks of the run; those without a
-        snapshot count as running. now_s: of `time.monotonic`.
+        Verdicts of other kinds than "deadlock" are returned at once. snapshots: the snapshots from which the verdict
+        follows, by rank. all_ranks: the ranks of the run; a rank without a snapshot counts as running. now_s: the time
+        in seconds, from `time.monotonic`.
         """
         if verdict is None or verdict.kind != "deadlock":
             self._first_found_s = None
@@ -181,7 +183,7 @@ class ReportDelay:
 class DeadlockDetector:
     """Detects a deadlock from repeated readings of the status of all ranks.
 
-    interval_s: the least time between two readings.
+    interval_s: the least time in seconds between two readings, which the caller keeps: `seconds_until_next_reading`.
     """
 
     def __init__(self, interval_s: float = 0.06):
@@ -191,13 +193,14 @@ class DeadlockDetector:
         self._report_delay = ReportDelay()
 
     def seconds_until_next_reading(self, now_s: float) -> float:
-        """Return how long to wait before the next call of `update`; `now_s` is of `time.monotonic`."""
+        """Return how many seconds to wait before the next call of `update`. now_s: the time from `time.monotonic`."""
         return max(0.0, self._last_reading_s + self.interval_s - now_s)
 
     def update(self, snapshots: Mapping[int, Snapshot | None], now_s: float) -> Verdict | None:
-        """Compare this reading of all ranks with the previous one; return the verdict to report now, or None.
+        """Compare this reading of all ranks with the previous one; return a verdict that is to be reported now, or None.
 
-        snapshots: by rank, read at `now_s`; None for a rank whose status could not be read.
+        snapshots: by rank, read at `now_s` (seconds of `time.monotonic`); None for a rank whose status could not be
+        read.
         """
         same = {rank: s for rank, s in snapshots.items() if s is not None and self._previous.get(rank) == s}
         self._previous, self._last_reading_s = snapshots, now_s
@@ -245,7 +248,10 @@ def _blocks(rank: int, wait: Wait, stuck: set[int], snapshots: Mapping[int, Stat
 
 
 def matching_channel(rank: int, channel: Channel) -> Channel:
-    """Return the channel on which other ranks launch what matches `rank`'s operations: the same, or recv for send."""
+    """Return the channel on which other ranks launch the counterparts of `rank`'s operations on `channel`.
+
+    For a collective it is the same channel; for a send, the peer's recv channel from `rank`; for a recv, the reverse.
+    """
     if channel.peer is None:
         return channel
     return channel._replace(kind="recv" if channel.kind == "send" else "send", peer=rank)

@@ -1,7 +1,8 @@
-"""Rank facts: what deadlock detection needs to know of a rank's status, in some hundred bytes.
+"""Rank facts: the part of a rank's status that deadlock detection needs, encoded in some hundred bytes.
 
-A channel travels as a hash of its name, an operation as the crc of its sequence; only the channel on which the rank
-waits has its name. The texts that a report needs are fetched from few ranks, once there is something to report.
+A channel (an ordered sequence of operations, see `comm.status`) is encoded as a hash of its name, an operation as a crc
+of all operations of its channel up to this one. Only the channel on which the rank waits is encoded by name. The texts
+that a report needs are fetched from few ranks, once there is something to report.
 
     request, version u64; node, process id u32      what differs between ranks in the same state
     state u8, seq u64, hash of operation and line u64, name of the channel waited on (length u16 and text)
@@ -35,8 +36,9 @@ class Place(NamedTuple):
 class RankFacts:
     """The status of one rank without texts; detection reads it like a `Snapshot`.
 
-    request: number of the latest request that the rank has answered. version, state, wait_seq, wait_channel: as in
-    `Snapshot`. text_hash: equal for ranks that wait in the same operation, on tensors of one shape, at the same line.
+    request: number of the leader's latest request (`leader.py`) that the rank has answered. version, state, wait_seq,
+    wait_channel: as in `Snapshot`. text_hash: equal for ranks that wait in the same operation, on tensors of one shape,
+    at the same line.
     """
 
     request: int
@@ -56,12 +58,12 @@ class RankFacts:
         return {}
 
     def progress_on(self, channel: Channel) -> ChannelProgress | None:
-        """Return how many operations the rank has launched on `channel`, and their crcs; None if it has not used it."""
+        """Return how many operations the rank has launched on `channel`, and their crcs; None for an unused channel."""
         return self._progress.get(_hash_channel(channel))
 
 
 def encode_facts(snapshot: Snapshot, place: Place, request: int) -> bytes:
-    """Return the facts of a rank's status as bytes. request: the latest request that they answer."""
+    """Return the facts of a rank's status as bytes. request: number of the leader's latest request that they answer."""
     channel = snapshot.wait_channel if snapshot.state in ("waiting", "pending") else None
     name = b"" if channel is None else format_channel(channel).encode()
     text_hash = _hash(f"{snapshot.wait_operation}\n{snapshot.wait_location}".encode())
@@ -78,7 +80,7 @@ def encode_facts(snapshot: Snapshot, place: Place, request: int) -> bytes:
 
 
 def decode_facts(data: bytes) -> RankFacts:
-    """Return the facts that `encode_facts` has written."""
+    """Return the facts that `encode_facts` has encoded as `data`."""
     request, version, node, pid = _HEAD.unpack_from(data)
     return RankFacts(request, version, Place(node, pid), *_decode_state(data[_HEAD.size :]))
 

@@ -1,7 +1,8 @@
-"""Hung ranks: those that are stopped or go on computing while others wait for them.
+"""Hung ranks: ranks that are stopped or go on computing while other ranks wait for them.
 
 The state of a process comes from /proc. A rank that computes may merely be slow (a first compilation, an evaluation),
-so it is only named; it is killed after the hang limit.
+so it is only named at first, and killed only after
+others have waited for it for the hang limit, a number of seconds.
 """
 
 import sys
@@ -13,8 +14,8 @@ from minidist.tools.deadlock.caller import find_user_code_line
 from minidist.tools.deadlock.detector import Wait
 from minidist.tools.deadlock.status_report import shorten_location
 
-ASK_S = 2.0  # after which a rank that others wait for is asked what it does
-NOTICE_S = 10.0  # after which it is named; at once if it is stopped
+ASK_S = 2.0  # seconds of waiting after which the awaited rank is asked which line it runs
+NOTICE_S = 10.0  # seconds of waiting after which the awaited rank is named; a stopped rank is named after ASK_S
 STOPPED = "stopped by a signal (SIGSTOP or SIGTSTP)"
 _STATES = {"T": STOPPED, "t": "stopped by a debugger", "R": "running", "S": "sleeping", "D": "blocked in the system"}
 
@@ -36,15 +37,15 @@ def find_main_thread_line() -> str:
 
 
 class HangTracker:
-    """Measures for how long others have waited for each running rank."""
+    """Measures for how long other ranks have waited for each running rank."""
 
     def __init__(self):
         self._since_s: dict[tuple[int, Wait], float] = {}
 
     def update(self, awaited: Mapping[int, Mapping[Wait, list[int]]], now_s: float) -> dict[int, float]:
-        """Return, for each running rank that others wait for, the seconds since that began.
+        """Return, for each running rank that others wait for, the seconds for which they have waited, by rank.
 
-        awaited: from `find_awaited_ranks`, of statuses read at `now_s`.
+        awaited: from `find_awaited_ranks`, of statuses read at `now_s` (seconds of `time.monotonic`).
         """
         keys = [(rank, wait) for rank, waits in awaited.items() for wait in waits]
         self._since_s = {key: self._since_s.get(key, now_s) for key in keys}
@@ -55,15 +56,15 @@ class HangTracker:
 
 
 def default_hang_limit_s(timeout_s: float) -> float:
-    """Return the hang limit for operations that may take `timeout_s`: it ends the hung rank before they all fail."""
+    """Return the default hang limit, nine tenths of `timeout_s` seconds, after which the waiting operations fail."""
     return 0.9 * timeout_s
 
 
 def describe_hang(rank: int, process: str | None, line: str | None, waited_s: float, waiting: list[int]) -> str:
-    """Return the line of text that names a hung rank.
+    """Return a line of text that names a hung rank, why it hangs, and the ranks that wait for it.
 
-    process: the state of its process, None if unknown. line: what its main thread runs, None if it did not answer.
-    waited_s: for how long the ranks `waiting` have waited for it.
+    process: the state of its process (`describe_process`), None if unknown. line: the "file:line" that its main thread
+    runs, None if the rank did not answer. waited_s: seconds for which the ranks `waiting` have waited for it.
     """
     what = process if process == STOPPED or line is None else f"running at {shorten_location(line)}"
     what = what or "it does not answer"
@@ -71,11 +72,11 @@ def describe_hang(rank: int, process: str | None, line: str | None, waited_s: fl
 
 
 def waiting_ranks(waits: Mapping[Wait, list[int]]) -> list[int]:
-    """Return the ranks that wait in any of these operations, ascending."""
+    """Return all ranks that wait, ascending. waits: for each operation, the ranks that wait for it."""
     return sorted({rank for ranks in waits.values() for rank in ranks})
 
 
 def describe_wait(waited_s: float, waiting: list[int]) -> str:
-    """Return in words for how long which ranks have waited."""
+    """Return a text such as "ranks 0-2 have waited for it for 12 s"."""
     verb = "has" if len(waiting) == 1 else "have"
     return f"{format_ranks(waiting)} {verb} waited for it for {waited_s:.0f} s"

@@ -1,10 +1,10 @@
-"""The leader: the one waiting rank that reads the facts of all ranks from the store, and decides.
+"""The leader: the one waiting rank that reads the facts of all ranks from the store and detects deadlocks.
 
 Ranks and leader exchange one record, which every waiting rank reads about once a second or more often:
 
 * the leader suspects a deadlock from facts that may be out of date, and makes a request with the next number;
 * every waiting rank posts its facts again with that number, and the few ranks named in `pages` their status pages;
-* a status that is the same in both readings was true when the request was made, and counts.
+* a status that is the same in both readings was true when the request was made; the verdict uses only such statuses.
 
 A running rank that others have waited for is asked for the line that it runs, and the ranks of its machine for the
 state of its process: a stopped process cannot answer. After the hang limit the ranks of its machine kill it.
@@ -44,11 +44,12 @@ CHANGES = "changes"  # counts the posts of all ranks
 
 
 class WatchRecord(NamedTuple):
-    """What the leader tells all ranks.
+    """The record in the store through which the leader sends requests and questions to all ranks.
 
-    leader: its rank, None if there is none; beat: grows while the leader lives. request: number of the latest request;
-    pages: the ranks that answer it with their status page, too. question: number of the latest question; asked: the
-    ranks that it is about, killed: those to kill, each as (rank, machine, process id).
+    leader: the leader's rank, None if there is none. beat: a number that grows while the leader lives. request: number
+    of the latest request. pages: the ranks that answer the request with their status page, too. question: number of the
+    latest question. asked: the ranks that the question is about; killed: the ranks that the ranks of their machine
+    kill; both as (rank, machine, process id).
     """
 
     leader: int | None = None
@@ -65,15 +66,15 @@ class WatchRecord(NamedTuple):
 
     @classmethod
     def from_text(cls, text: bytes | str) -> "WatchRecord":
-        """Return the record that `to_text` has written."""
+        """Return the record that `to_text` has converted to `text`."""
         return cls(*json.loads(text))
 
 
 class Leader:
     """Finds deadlocks and hung ranks; exists on one rank at a time.
 
-    rank, size: of this rank. store: as for `Watchdog`. hang_limit_s: kill a rank that others have waited for this long.
-    notes: receives lines of text about hung ranks.
+    rank: this rank. size: the number of ranks. store: as for `Watchdog`. hang_limit_s: a rank that others have waited
+    for this many seconds is killed. notes: lines of text about hung ranks, which the caller takes out.
     """
 
     def __init__(self, rank: int, size: int, store, hang_limit_s: float):
@@ -92,9 +93,9 @@ class Leader:
         self.notes: list[str] = []
 
     def update(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
-        """Read what has changed; return the next record and the verdict to report now, or None.
+        """Read the facts that have changed; return the next record, and a verdict that is to be reported now, or None.
 
-        now_s: of `time.monotonic`.
+        record: the present record in the store. now_s: the time in seconds, from `time.monotonic`.
         """
         record = record._replace(beat=record.beat + 1)
         changes = self._store.add(CHANGES, 0)
@@ -205,20 +206,20 @@ class Leader:
 
 
 def status_key(rank: int) -> str:
-    """The store's key of a rank's facts."""
+    """Return the store's key of a rank's facts."""
     return f"status/{rank}"
 
 
 def page_key(rank: int) -> str:
-    """The store's key of a rank's status page, written on request."""
+    """Return the store's key of a rank's status page, which the rank writes on request."""
     return f"page/{rank}"
 
 
 def process_key(rank: int) -> str:
-    """The store's key of the state of a rank's process, written on request by the ranks of its machine."""
+    """Return the store's key of the state of a rank's process, which the ranks of its machine write on request."""
     return f"process/{rank}"
 
 
 def line_key(rank: int) -> str:
-    """The store's key of the line that a rank's main thread runs, written by that rank on request."""
+    """Return the store's key of the line that a rank's main thread runs, which the rank writes on request."""
     return f"line/{rank}"

@@ -1,12 +1,13 @@
-"""The rules that NCCL demands of a program, checked on the meters' logs of a run on any backend.
+"""The rules that NCCL demands of a program, checked on the logs of a run on any backend.
 
-gloo runs many programs with which NCCL hangs, so a layout that ran on a laptop proves nothing for GPUs until its log
-obeys these rules (NCCL user guide: "Using multiple NCCL communicators concurrently", "Point-to-point communication",
-and one communicator rank per device):
+The log of a rank is the records of its traffic meter, which writes one record per communication operation. gloo runs
+many programs with which NCCL hangs, so a layout that ran on a laptop proves nothing for GPUs until its log obeys these
+rules (NCCL user guide: "Using multiple NCCL communicators concurrently", "Point-to-point communication", and one
+communicator rank per device):
 
 * order: an operation on a GPU may keep those that were launched after it from running until it ends, whatever their
-  group. So the run must come to its end even if every rank launches its next operation only when the one before has
-  ended on all its ranks. Transfers that were launched together, in one batch, count as one operation;
+  group. So the run must come to its end even if every rank launches its next operation only when its previous one has
+  ended on all ranks of that operation. Transfers that were launched together, in one batch, count as one operation;
 * device: all tensors of a rank are on one device, and no two ranks of a machine share a CUDA device.
 """
 

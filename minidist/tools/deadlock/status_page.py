@@ -1,6 +1,7 @@
 """The status page: rank status in memory that another process can read.
 
-A rank writes before it launches an operation, before it waits for one and after the wait. The page has a fixed layout
+A rank writes to its page before it launches an operation, before it waits for one and after the wait. Operations are
+numbered by channel: an ordered sequence of operations, such as all collectives of a group. The page has a fixed layout
 (little-endian), so a process that shares the memory reads it without stopping the rank, even one that hangs inside C++.
 
     0    version, odd while the rank is writing              u64
@@ -75,11 +76,11 @@ class Snapshot:
     # Most readings are only compared with the one before: the channels are parsed on first use.
     @cached_property
     def progress_by_channel(self) -> Mapping[Channel, ChannelProgress]:
-        """How many operations the rank has launched, and which, for each channel that it has used."""
+        """How many operations the rank has launched, and the last four of them, for each channel that it has used."""
         return dict(_read_entry(self._page, at) for at in range(_CHANNELS_AT, len(self._page), _ENTRY_BYTES))
 
     def progress_on(self, channel: Channel) -> ChannelProgress | None:
-        """Return how many operations the rank has launched on `channel`, and which; None if it has not used it."""
+        """Return how many operations the rank has launched on `channel`, and the last four; None for an unused channel."""
         return self.progress_by_channel.get(channel)
 
     @cached_property
@@ -160,7 +161,7 @@ class StatusPage(OperationTracker):
         self._end_write()
 
     def on_pending(self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, work) -> None:
-        """Record that the wait has returned, but `work` may still be pending on the GPU; arguments as in `on_wait`."""
+        """Record that the wait has returned, but `work`, torch's handle, may be pending on the GPU; else as `on_wait`."""
         if self._pending is not None and self._channels[channel][0] >= 0:
             text, _ = self._signature(channel.kind, name, shape, dtype)
             self._pending.append(_PendingOperation(channel, seq, text, self._location, work))
@@ -174,7 +175,7 @@ class StatusPage(OperationTracker):
         self._set_state(state)
 
     def reset_channels(self) -> None:
-        """Remove all channels and the latest wait, so the operations of new groups are numbered from 1."""
+        """Remove all channels and the latest wait, so that the operations of new groups are numbered from 1."""
         self._begin_write()
         end = _CHANNELS_AT + self._listed * _ENTRY_BYTES
         self._page[_HEADER_AT:end] = bytes(end - _HEADER_AT)
@@ -183,7 +184,7 @@ class StatusPage(OperationTracker):
         self._channels.clear()
 
     def take_snapshot(self) -> Snapshot | None:
-        """Return the present status of this rank, with its oldest pending operation; None as in `read_snapshot`."""
+        """Return the present status of this rank, with its oldest pending operation; None while this rank is writing it."""
         snapshot = StatusPage.read_snapshot(self._page)
         pending = [operation for operation in self._pending or () if not operation.is_completed()]
         if snapshot is None or not pending or snapshot.state not in ("running", "waiting"):
@@ -205,7 +206,7 @@ class StatusPage(OperationTracker):
         return StatusPage.read_snapshot(page)
 
     def to_bytes(self) -> bytes:
-        """Return the status as bytes, from which `read_snapshot` can read it elsewhere."""
+        """Return the status as bytes, which another process can pass to `read_snapshot`."""
         while (snapshot := self.take_snapshot()) is None:  # this rank is writing, in another thread
             time.sleep(1e-3)
         return snapshot._page
@@ -232,7 +233,7 @@ class StatusPage(OperationTracker):
         return state == "waiting" or (bool(self._pending) and state == "running")
 
     def poll(self) -> int:
-        """Return a number that is new whenever the status has changed, as `version`; drop completed operations."""
+        """Remove completed pending operations; return a number that changes with the status, like `Snapshot.version`."""
         while self._pending and self._pending[0].is_completed():
             self._pending.popleft()
             self._num_completed += 1
@@ -307,7 +308,7 @@ def _decode_text(padded: bytes) -> str:
 
 
 def format_channel(channel: Channel) -> str:
-    """Return the channel as text; ranks in steps are written as a range, so that large groups fit."""
+    """Return the channel as text: "collective|0-6:2||0|grads" for ranks 0, 2, 4, 6 (a range, so that large groups fit)."""
     ranks = channel.ranks
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     even = step > 0 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step))
@@ -318,7 +319,7 @@ def format_channel(channel: Channel) -> str:
 
 @lru_cache(4096)
 def parse_channel(name: str) -> Channel:
-    """Return the channel that `format_channel` has written; one object for equal texts, which compares fast."""
+    """Return the channel that `format_channel` has formatted; equal texts give the same object, which compares fast."""
     kind, listed, peer, tag, group_name = name.split("|", 4)
     if ":" in listed:
         first, last, step = map(int, listed.replace("-", ":").split(":"))

@@ -48,5 +48,5 @@ def shorten_location(location: str) -> str:
 
 
 def format_group(channel: Channel) -> str:
-    """Return the name and the ranks of a channel's group as text: `'grads' (ranks 0-3)`."""
+    """Return the name and ranks of the group that a channel belongs to as text: `'grads' (ranks 0-3)`."""
     return f"'{channel.group_name}' ({format_ranks(channel.ranks)})"

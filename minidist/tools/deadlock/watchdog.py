@@ -1,10 +1,10 @@
 """Deadlock detection for ranks that no parent process watches.
 
-A thread per rank exchanges facts through torch's store. While its rank runs, it reads one record every second or less
-often. Once its rank has waited for half a second it posts the rank's facts, and again only when they have changed; one
-of the waiting ranks is the leader (`leader.py`). So a rank's cost does not depend on the number of ranks, and the
-store's work grows linearly with it: the time between two readings grows, too, which keeps the store at a tenth of one
-core. `python -m bench watch` measures both.
+A thread per rank exchanges facts (the rank's status in a compact encoding, see `facts.py`) through torch's store. While
+its rank runs, it reads one record every second or less often. Once its rank has waited for half a second it posts the
+rank's facts, and again only when they have changed; one of the waiting ranks is the leader (`leader.py`). So a rank's
+cost does not depend on the number of ranks, and the store's work grows linearly with it: the time between two readings
+grows, too, which keeps the store at a tenth of one core. `python -m bench watch` measures both.
 """
 
 import os
@@ -37,9 +37,10 @@ _RECORD = "record"
 
 
 class WatchParticipant:
-    """One rank's part in the exchange, without a thread: `tick` does what is due.
+    """One rank's part in the exchange of facts, without a thread: call `tick` every TICK_S seconds.
 
-    The arguments are those of `Watchdog`.
+    Arguments as for `Watchdog`, but `hang_limit_s` is not None. period_s: seconds between two readings of the store.
+    notes: lines of text about ranks that keep others waiting; the caller takes them out.
     """
 
     def __init__(
@@ -60,7 +61,10 @@ class WatchParticipant:
         self.post()
 
     def tick(self, now_s: float) -> str | None:
-        """Post and read what is due; return a report if the run can never proceed. now_s: of `time.monotonic`."""
+        """Post facts and read the store if it is time; return a report as text if the run can never proceed, else None.
+
+        now_s: the time in seconds, from `time.monotonic`.
+        """
         version = self._status.poll()
         if version != self._version:
             self._version, self._since_s = version, now_s
@@ -89,7 +93,7 @@ class WatchParticipant:
         return self._lead_or_elect(record, now_s) if is_blocked else None
 
     def post(self, is_change: bool = True) -> None:
-        """Post this rank's facts. is_change: whether the leader shall read the facts of all ranks again."""
+        """Write this rank's facts to the store. is_change: whether the leader must read the facts of all ranks again."""
         while (snapshot := self._status.take_snapshot()) is None:  # the rank is writing
             time.sleep(1e-3)
         facts = encode_facts(snapshot, self._place, self._answered)
@@ -145,13 +149,14 @@ class WatchParticipant:
 
 
 class Watchdog:
-    """A thread that watches this rank together with those of the other ranks, for ranks that torchrun has started.
+    """A thread that detects deadlocks and hung ranks with the watchdogs of the other ranks, under torchrun.
 
-    status: of this rank. store: a connection to the store for this thread alone, because a blocking call on a shared
-    connection would block the rank as well. node: number of this machine. timeout_s: also report a rank that has been
-    in one wait for that long. hang_limit_s: kill a rank that runs, or is stopped, while others wait for it that long;
-    None: nine tenths of timeout_s.
-    on_report: called once, with the report as text; None: print the report and end the process with exit code 1.
+    status: the status page of this rank. store: a connection to torch's store for this thread alone, because a blocking
+    call on a shared connection would block the rank as well. node: index of this machine. timeout_s: after that many
+    seconds in one wait, this rank is reported even if no deadlock is detected. hang_limit_s: a rank that runs, or is
+    stopped, while others wait for it for that many seconds is killed; None: nine tenths of timeout_s.
+    on_report: called once if the run can never proceed, with the report as text; None: print the report and end the
+    process with exit code 1.
     on_note: called with each line of text about a rank that keeps others waiting; None: print it to stderr.
     """
 
@@ -177,7 +182,7 @@ class Watchdog:
         self._thread.start()
 
     def wait_until_all_ranks_end(self) -> None:
-        """Stop the thread, post the final status of this rank, and wait until all other ranks have ended too.
+        """Collective: stop the thread, post the final status of this rank, and wait until all other ranks call this, too.
 
         If this rank closed its connections at once, a rank that still waits for it would report a network error.
         """

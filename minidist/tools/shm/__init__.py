@@ -4,6 +4,10 @@
     import torch.distributed as dist
     dist.init_process_group("shm")          # everything built on torch.distributed then runs on it
 
+**Terms.** A *group* is a process group of torch; a *group rank* is a rank's index in it. An *operation* is a collective
+or a *transfer*: one send or one receive. Its *signature* is the operation, dtype and size as text, which the ranks
+compare before they exchange data.
+
 **Memory.** Every process makes one *arena* of 8 MiB: anonymous shared memory, which disappears with the last process
 that maps it. Its file descriptor travels over a socket, so all processes of a job can map all arenas. A group leases
 three *slots* in the arena of each of its ranks; larger tensors stream through the slots in chunks that fit the cache. A
@@ -38,8 +42,8 @@ if it is the next of its queue, else in a worker thread.
 **Sums** are taken in rank order for every element, whatever the chunks.
 
 Reading order: `register` (torch learns of the backend), `group_creation` (ranks connect, or fall back to gloo), `group`
-(torch's interface), `work` and `operation_queue` (order and threads), `group_resources` (what a group holds),
-`collectives` and `slots` (the algorithms), `transfer` (send and receive), `barrier` (message exchange and error
+(torch's interface), `work` and `operation_queue` (order and threads), `group_resources` (connections and memory of a
+group), `collectives` and `slots` (the algorithms), `transfer` (send and receive), `barrier` (message exchange and error
 messages), `process_context` (sockets, and peers that end), `arena` (the memory), `gpu` and `host_staging` (tensors on
 GPUs).
 """

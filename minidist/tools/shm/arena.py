@@ -1,4 +1,4 @@
-"""The arena: memory of one process that the other ranks of its job map.
+"""The arena: the shared memory of one process, which the other ranks of its job map into their address space.
 
 `memfd_create` makes memory without a name, so nothing is left behind however a process ends, and /dev/shm with its
 size limit is not used. Without that call the arena is a temporary file that is unlinked before anything is written.
@@ -45,8 +45,9 @@ def map_shared_memory(fd: int) -> Tensor:
 class Arena:
     """An allocator over the shared memory of this process: blocks for process groups, buffers for transfers.
 
-    num_bytes: of the memory in all. transfer_bytes: how much of it, at the end, is reserved for transfers. Thread-safe.
-    fd: the file descriptor of the memory, -1 once closed. memory: all of it, (num_bytes,) uint8.
+    num_bytes: total size in bytes. transfer_bytes: the part of it, at the end, that is reserved for transfers (sends
+    and receives). Thread-safe. fd: the file descriptor of the memory, -1 once closed. memory: all of it, (num_bytes,)
+    uint8.
     """
 
     def __init__(self, num_bytes: int = ARENA_BYTES, transfer_bytes: int = TRANSFER_BYTES):
@@ -57,7 +58,7 @@ class Arena:
         self._freed = threading.Condition()
 
     def lease_block(self, num_bytes: int) -> int:
-        """Reserve a block for a process group; return its offset in bytes. Raises ArenaFullError."""
+        """Reserve a block for a process group; return its offset in bytes. Raises ArenaFullError if none fits."""
         with self._freed:
             return self._leases.take(num_bytes)
 
@@ -72,7 +73,7 @@ class Arena:
             self._leases.give(offset, num_bytes)
 
     def allocate_transfer_buffer(self, num_bytes: int) -> int:
-        """Reserve a buffer for a transfer; return its offset in bytes. Blocks until so much memory is free.
+        """Reserve a buffer for a transfer; return its offset in bytes. Blocks until `num_bytes` are free.
 
         Call it only once the receiver has answered: then every transfer ends and frees its buffer, and no call blocks
         forever.
@@ -83,7 +84,7 @@ class Arena:
             return self._transfers.take(num_bytes)
 
     def free_transfer_buffer(self, offset: int, num_bytes: int) -> None:
-        """Free the buffer of a transfer, and wake the transfers that wait for memory."""
+        """Free a buffer that `allocate_transfer_buffer` has reserved, and wake the transfers that wait for memory."""
         with self._freed:
             self._transfers.give(offset, num_bytes)
             self._freed.notify_all()

@@ -1,7 +1,8 @@
 """The barrier of a group: every rank sends a message to every other rank and receives one from each.
 
-Each operation begins with a barrier whose messages carry the operation's signature. So a mismatch between ranks is
-reported on all of them, with who does what, before any data is touched; and a rank that has gone is noticed there.
+Each operation begins with a barrier whose messages carry the operation's signature: its name, dtype and size as text.
+If the signatures differ, every rank reports which rank does which operation, before any data is touched. The barrier
+also notices that a rank has ended or left the group.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ class GroupBarrier:
     """The barrier of a process group: this rank's connections to the other ranks, and the message exchange over them.
 
     ranks: the global rank of each group rank. rank: this rank's group rank. socks: the connected socket to each group
-    rank, None for this rank. name: of the group, for messages. timeout_s: as in `set_timeout`.
+    rank, None for this rank. name: the group's name in error messages. timeout_s: as in `set_timeout`.
     failure: why no operation is possible any more, None while the group works. departure_reasons: by group rank, how
     each rank that is no longer in the group left: "rank 1 has ended".
     """
@@ -49,7 +50,7 @@ class GroupBarrier:
         return f"group '{self.name}' (ranks {ranks})"
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long one operation may wait for a rank before it raises ShmError."""
+        """Set how many seconds one operation may wait for a rank before it raises ShmError."""
         self.timeout_s = seconds
         for _, sock in self.peers:
             set_socket_timeout(sock, seconds, receive_s=min(seconds, _CHECK_GONE_S))
@@ -57,10 +58,11 @@ class GroupBarrier:
     # -- exchange of messages -----------------------------------------------------------------------------------------
 
     def begin_operation(self, signature: str, shape: str = "", payload: bytes = b"") -> list[bytes]:
-        """Wait until all ranks have begun the same operation; return the `payload` of every rank, by group rank.
+        """Collective: wait until all ranks have begun the same operation; return every rank's `payload`, by group rank.
 
-        signature: operation, dtype and size as text, which must be equal on all ranks. shape: of this rank's tensor,
-        only for the error message. Raises ShmError on a mismatch.
+        signature: operation, dtype and size as text. shape: the shape of this rank's tensor as text, only for the error
+        message. Raises ShmError if the signatures of the ranks differ, or a rank has aborted, left the group or ended,
+        or is late.
         """
         own_signature = f"{self.count} {signature}".encode()
         whole = b"\0".join([own_signature, shape.encode(), payload])
@@ -75,7 +77,7 @@ class GroupBarrier:
         return [part[2] for part in parts]
 
     def exchange(self, message: bytes = b"") -> list[bytes]:
-        """Send `message` to every other rank; return the messages of all ranks, by group rank.
+        """Collective: send `message` to every other rank; return the messages of all ranks, by group rank.
 
         This is a barrier: when it returns, all ranks have called it. Raises ShmError if a rank has aborted, left the
         group or ended, or does not call it within the timeout.
@@ -141,9 +143,10 @@ class GroupBarrier:
                 self._read(other, first)
 
     def monitored_barrier(self, timeout_s: float, all_missing: bool) -> None:
-        """Wait for all ranks; after `timeout_s`, which rank 0 measures, raise an ShmError that names the late ranks.
+        """Collective: wait for all ranks; after `timeout_s` seconds, raise ShmError, which names the late ranks.
 
-        all_missing: name all late ranks, not only the first. The error is raised on rank 0 and on the ranks in time.
+        all_missing: name all late ranks, not only the first. Rank 0 measures the time. The error is raised on rank 0
+        and on the ranks that are in time.
         """
         signature = _PLAIN + f"{self.count} monitored_barrier".encode()
         if self.rank:
@@ -205,7 +208,7 @@ class GroupBarrier:
                     sock.send(_ABORTED + reason.encode()[:1000], socket.MSG_DONTWAIT)
 
     def interrupt_operations(self) -> None:
-        """Make the operations of this process that wait in the barrier fail, because the group is being destroyed."""
+        """Make this rank's operations that wait in the barrier fail: the group is being destroyed."""
         self.failure = self.failure or "the group was destroyed"
         for _, sock in self.peers:
             with contextlib.suppress(OSError):
@@ -215,8 +218,8 @@ class GroupBarrier:
 def receive_after_connection_reset(sock: socket.socket, flags: int = 0) -> bytes:
     """Return the next message that the peer sent before it closed the connection, b"" if there is none.
 
-    To be called after `recv` raised ConnectionResetError: the peer closed without reading all its messages. flags: of
-    `socket.recv`.
+    To be called after `recv` raised ConnectionResetError: the peer closed without reading all its messages. flags:
+    passed to `socket.recv`.
     """
     try:
         return sock.recv(EAGER_MESSAGE_BYTES, flags)

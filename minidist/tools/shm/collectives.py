@@ -19,16 +19,16 @@ from minidist.tools.shm.reduce import Reduction
 from minidist.tools.shm.sizes import SINGLE_BARRIER_BYTES, SMALL_BYTES, even_chunk_length
 from minidist.tools.shm.slots import Slots, TemporarySlots, view_slot_section
 
-Fill = Callable[[list[Tensor], int, int], None]  # (slot of every rank, begin, end)
+Fill = Callable[[list[Tensor], int, int], None]  # (slot of every rank, begin and end of the chunk in elements)
 
 
 class Collectives:
-    """The collectives of one group on flat tensors.
+    """The collectives of one group on flat tensors. Ranks and roots are group ranks.
 
-    Every method takes a `signature`: operation, dtype and size as text, which must be equal on all ranks, else ShmError
-    is raised. shape: of the tensor, only for that error message. Ranks and roots are group ranks.
+    Arguments of the methods: signature: operation, dtype and size as text; ShmError is raised if it is not equal on all
+    ranks. shape: the shape of the tensor as text, only for that error message.
 
-    memories: the arena of each group rank, (bytes,) uint8.
+    memories: the arena (shared memory) of each group rank, (bytes,) uint8.
     """
 
     def __init__(self, context: ProcessContext, barrier: GroupBarrier, memories: list[Tensor]):
@@ -43,7 +43,7 @@ class Collectives:
         return [slots.lease for slots in (self._small, self._large, self._temporary) if slots.lease]
 
     def run_barrier(self) -> None:
-        """Block until all ranks of the group have called this method."""
+        """Collective: block until all ranks of the group have called this method."""
         self.barrier.begin_operation("barrier")
 
     # -- reductions ---------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Collectives:
     def all_reduce(
         self, flat: Tensor, reduction: Reduction, signature: str, shape: str, root: int | None = None
     ) -> None:
-        """Reduce `flat` (n,) over the ranks, in place: on every rank, or only on `root` unless it is None."""
+        """Collective: reduce `flat` (n,) over the ranks, in place on every rank; or only on `root`, if given."""
         slots = self._slots_for(flat.nbytes, signature, shape)
         if self.size == 1 or (flat.nbytes * self.size <= SINGLE_BARRIER_BYTES and flat.nbytes <= slots.bytes):
             n = flat.nbytes
@@ -97,7 +97,7 @@ class Collectives:
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction, signature: str, shape: str
     ) -> None:
-        """Reduce `inputs[i]` (n,) of all ranks into `output` (n,) of rank i."""
+        """Collective: reduce `inputs[i]` (n,) of all ranks into `output` (n,) of rank i."""
         dtype, own = output.dtype, inputs[self.rank]
         aliased = own.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
         overwritten = aliased and self.rank > 1  # partial sums are in the output before this rank's part is read
@@ -119,7 +119,7 @@ class Collectives:
     # -- copies; all tensors are bytes --------------------------------------------------------------------------------
 
     def broadcast(self, flat: Tensor, root: int, signature: str, shape: str) -> None:
-        """Copy `flat` (n,) uint8 of `root` into `flat` of all other ranks."""
+        """Collective: copy `flat` (n,) uint8 of `root` into `flat` of all other ranks."""
 
         def fill(slots: list[Tensor], begin: int, end: int) -> None:
             if self.rank == root:
@@ -135,9 +135,9 @@ class Collectives:
     def all_gather(
         self, outputs: Sequence[Tensor] | None, own: Tensor, signature: str, shape: str, root: int | None = None
     ) -> None:
-        """Copy `own` (n,) uint8 of rank i to `outputs[i]` of every rank, or of `root` only unless it is None.
+        """Collective: copy `own` (n,) uint8 of rank i to `outputs[i]` of every rank; or only of `root`, if given.
 
-        outputs: one (n,) tensor per rank; None on a rank that receives nothing.
+        outputs: one (n,) tensor for each rank; None on a rank that receives nothing.
         """
 
         def fill(slots: list[Tensor], begin: int, end: int) -> None:
@@ -153,7 +153,10 @@ class Collectives:
         self._stream(slots, own.numel(), slots.bytes, fill, drain, signature, shape)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor] | None, root: int, signature: str, shape: str) -> None:
-        """Copy `inputs[i]` (n,) uint8 of `root` to `output` (n,) of rank i. inputs: None on the other ranks."""
+        """Collective: copy `inputs[i]` (n,) uint8 of `root` to `output` (n,) of rank i.
+
+        Others pass None as `inputs`.
+        """
 
         def fill(slots: list[Tensor], begin: int, end: int) -> None:
             for i, part in enumerate(inputs) if self.rank == root else ():
@@ -173,7 +176,7 @@ class Collectives:
         self._stream(slots, output.numel(), size, fill, drain, signature, shape)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], signature: str) -> None:
-        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j: flat uint8 tensors, whose lengths may all differ."""
+        """Collective: copy `inputs[j]` of rank i to `outputs[i]` of rank j: flat uint8 tensors of any lengths."""
         sizes = b"".join(part.numel().to_bytes(8, "little") for part in inputs)
         received = self.barrier.begin_operation(signature, "", sizes)
         table = [[int.from_bytes(row[8 * i : 8 * i + 8], "little") for i in range(self.size)] for row in received]
@@ -235,16 +238,16 @@ class _Chunk(NamedTuple):
     """The part of a tensor that goes through a slot at once."""
 
     whole: Tensor
-    own: Tensor  # the slice of it that this rank reduces
-    peers: Sequence[Tensor]  # what lies before and behind that, where there is anything
+    own: Tensor  # the slice that this rank reduces
+    peers: Sequence[Tensor]  # the parts before and behind `own` that are not empty
 
 
 class _SlotViews(NamedTuple):
     """Views of the slots that a `_Chunk` goes through."""
 
-    whole: Tensor  # in the slot of rank 0
-    slices: list[Tensor]  # this rank's slice in the slot of each rank
-    peers: Sequence[Tensor]  # in this rank's slot
+    whole: Tensor  # the whole chunk, in the slot of rank 0
+    slices: list[Tensor]  # this rank's slice, in the slot of each rank
+    peers: Sequence[Tensor]  # the other ranks' slices, in this rank's slot
 
 
 def _chunks(flat: Tensor, length: int, size: int, rank: int) -> Iterator[_Chunk]:

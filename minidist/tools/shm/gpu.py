@@ -33,10 +33,11 @@ def describe_local_gpu() -> dict:
 def make_gpu_group(
     gpu_infos: Sequence[Mapping], rank: int, cpu_group: dist.ProcessGroup, make_nccl: Callable[[], dist.ProcessGroup]
 ) -> "dist.ProcessGroup | HostStagedGroup":
-    """Make the group for tensors on GPUs: nccl, or host staging where several ranks share a GPU and nccl refuses that.
+    """Collective: make the group for tensors on GPUs, over nccl, or host staging if ranks share a GPU and nccl refuses.
 
-    gpu_infos: `describe_local_gpu` of every group rank, so all ranks make the same decision. rank: this group rank;
-    rank 0 prints a line if tensors are staged. cpu_group: carries the staged copies. make_nccl: creates the nccl group.
+    gpu_infos: `describe_local_gpu` of every group rank, so all ranks make the same decision. rank: this rank's group
+    rank; rank 0 prints a line if tensors are staged. cpu_group: carries the staged copies. make_nccl: takes nothing and
+    returns the nccl group.
     """
     oldest = min(tuple(info["nccl"]) for info in gpu_infos)
     shared = len({info["gpu"] for info in gpu_infos}) < len(gpu_infos)
@@ -65,7 +66,7 @@ def _reason(oldest: tuple[int, ...]) -> str:
 def route_by_device(*names_in_torch_2_11: str):
     """Decorate a method of `ShmGroup`: calls with a tensor on a GPU go to the same method of `get_cuda_group()`.
 
-    names_in_torch_2_11: the method's names there, if they differ; used if the inner group lacks the new name.
+    names_in_torch_2_11: other names of the method in torch 2.11; used if the inner group lacks the new name.
     """
 
     def wrap(method):
@@ -84,7 +85,7 @@ def route_by_device(*names_in_torch_2_11: str):
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """Return whether the tensor is on a GPU. Tests replace this function to run without one."""
+    """Return whether the tensor is on a GPU. Tests replace this function to run without a GPU."""
     return tensor.is_cuda
 
 

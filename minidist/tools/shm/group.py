@@ -1,7 +1,7 @@
 """The process group of the backend shm: every method that torch 2.11 to 2.13 calls, on shared memory.
 
-Tensors on CUDA go to an inner group, over nccl or staged through the host (`gpu`), which is made when the first one
-arrives. So one group serves both devices (torch gives a group that is written in Python all devices).
+Tensors on CUDA go to an inner group, over nccl or staged through the host (`gpu`); the first operation on such a tensor
+creates the inner group. So one group serves both devices (torch gives a group that is written in Python all devices).
 """
 
 import functools
@@ -44,12 +44,14 @@ _SCATTER = c10d.ScatterOptions()
 
 @reject_unsupported_methods
 class ShmGroup(dist.ProcessGroup):
-    """A `dist.ProcessGroup` over shared memory; torch.distributed calls its methods. Operations return a `Work`.
+    """A `dist.ProcessGroup` over shared memory; torch.distributed calls its methods.
 
-    Without async_op an operation runs in the calling thread if the group has no other operation in flight.
+    The methods for collectives and transfers (sends and receives) return a `Work`. Ranks, roots and peers are group
+    ranks; `opts` are torch's options of the operation, such as its root. Without async_op a collective runs in the
+    calling thread if the group has no other operation in flight.
 
-    resources: connections and memory of the group. name: of the group. make_cuda_group: called with this group, makes
-    the inner group for tensors on GPUs.
+    resources: connections and memory of the group. name: the group's name in torch. make_cuda_group: takes this group
+    and returns the inner group for tensors on GPUs.
     """
 
     def __init__(
@@ -62,13 +64,13 @@ class ShmGroup(dist.ProcessGroup):
         self._coalesced: list[dist.Work] | None = None
 
     def get_cuda_group(self) -> dist.ProcessGroup:
-        """Return the inner group for tensors on GPUs; the first call creates it, on all ranks together."""
+        """Return the inner group for tensors on GPUs. Collective in the first call, which creates the inner group."""
         if self._cuda is None:
             self._cuda = self._make_cuda(self)
         return self._cuda
 
     def replace_last_coalesced_work(self, work: dist.Work) -> None:
-        """Within a coalescing block, replace the work of the last operation by `work`, which wraps that one."""
+        """Within a coalescing block, replace the last operation's work by `work`, which wraps it."""
         if self._coalesced:
             self._coalesced[-1] = work
 
@@ -88,7 +90,7 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def allreduce(self, tensors, opts=_ALLREDUCE):
-        """Reduce each tensor over the ranks, in place; sums are taken in rank order, so they are reproducible."""
+        """Collective: reduce each of `tensors` over the ranks, in place. Sums are reproducible: in rank order."""
         reduction = Reduction(opts.reduceOp)
         todo = [
             (
@@ -106,12 +108,12 @@ class ShmGroup(dist.ProcessGroup):
         return self._run(opts, call, tensors)
 
     def allreduce_coalesced(self, tensors, opts=_ALLREDUCECOALESCED):
-        """Like `allreduce`: reduce each of the tensors in place, one after the other."""
+        """Collective: reduce each of `tensors` in place, one after the other, as `allreduce` does."""
         return self.allreduce(tensors, opts)
 
     @route_by_device()
     def broadcast(self, tensors, opts=_BROADCAST):
-        """Copy the tensor of `opts.rootRank` to all ranks, in place."""
+        """Collective: copy the tensor of rank `opts.rootRank` to all ranks, in place."""
         root, tensor = opts.rootRank, tensors[opts.rootTensor]
         signature, whole = self._root_signature("broadcast", root, tensor), byte_view(tensor)
         call = functools.partial(self._resources.collectives.broadcast, whole, root, signature, describe_shape(tensor))
@@ -119,7 +121,7 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def reduce(self, tensors, opts=_REDUCE):
-        """Reduce the tensor over the ranks in rank order, in place on `opts.rootRank`; the others keep theirs."""
+        """Collective: reduce the tensor, in rank order, in place on rank `opts.rootRank`; other ranks keep theirs."""
         root, tensor, reduction = opts.rootRank, tensors[opts.rootTensor], Reduction(opts.reduceOp)
         signature, whole = self._root_signature(f"reduce {reduction.name}", root, tensor), memory_order_view(tensor)
         call = functools.partial(
@@ -128,11 +130,15 @@ class ShmGroup(dist.ProcessGroup):
         return self._run(opts, call, tensors)
 
     def barrier(self, opts=_BARRIER):
-        """Return a work that ends once all ranks of the group have called this method."""
+        """Collective: return a work that completes once all ranks of the group have called this method."""
         return self._run(opts, self._resources.collectives.run_barrier)
 
     def monitored_barrier(self, timeout=timedelta(seconds=300), wait_all_ranks=False):
-        """Block until all ranks have called; name the late ranks in the error. Does not return a work."""
+        """Collective: block until all ranks have called this method; returns None, not a work.
+
+        Raises ShmError after `timeout` (None: the group's timeout), which names the first late rank, or all late ranks
+        if `wait_all_ranks`.
+        """
         limit_s = timeout.total_seconds() if timeout is not None else self._resources.barrier.timeout_s
         call = functools.partial(self._resources.barrier.monitored_barrier, limit_s, wait_all_ranks)
         work = Work(self._resources.queue, functools.partial(self._resources.run_collective, call))
@@ -142,23 +148,23 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def allgather(self, outputs, inputs, opts=_ALLGATHER):
-        """Copy `inputs[k]` of rank i to `outputs[k][i]` of every rank."""
+        """Collective: copy `inputs[k]` of rank i to `outputs[k][i]` of every rank."""
         return self._all_gather_pairs(list(zip(outputs, inputs, strict=True)), opts)
 
     @route_by_device()
     def allgather_coalesced(self, outputs, inputs, opts=_ALLGATHER):
-        """Copy `inputs[k]` of rank i to `outputs[i][k]` of every rank: the lists are nested by rank first."""
+        """Collective: copy `inputs[k]` of rank i to `outputs[i][k]` of every rank; `outputs` is nested by rank first."""
         # torch gives one list of outputs per rank, each as long as the list of inputs.
         return self._all_gather_pairs([([out[i] for out in outputs], part) for i, part in enumerate(inputs)], opts)
 
     @route_by_device("_allgather_base")
     def all_gather_single(self, output, input, opts=_ALLGATHER):
-        """Concatenate `input` of all ranks, in rank order, into `output`; `all_gather_into_tensor` calls this."""
+        """Collective: concatenate `input` of all ranks, in rank order, into `output` of every rank."""
         return self._all_gather_pairs([(split_evenly_by_rank(output, input, self._size), input)], opts, [output])
 
     @route_by_device("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs, inputs, opts=_ALLGATHER):
-        """Like `all_gather_single`, for each pair of `outputs` and `inputs`."""
+        """Collective: apply `all_gather_single` to each pair of `outputs` and `inputs`."""
         pairs = [(split_evenly_by_rank(o, i, self._size), i) for o, i in zip(outputs, inputs, strict=True)]
         return self._all_gather_pairs(pairs, opts, outputs)
 
@@ -180,7 +186,7 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def gather(self, outputs, inputs, opts=_GATHER):
-        """Copy `inputs[0]` of rank i to `outputs[0][i]` of `opts.rootRank`; `outputs` is empty elsewhere."""
+        """Collective: copy `inputs[0]` of rank i to `outputs[0][i]` of rank `opts.rootRank`. Others pass no outputs."""
         root, tensor = opts.rootRank, inputs[0]
         signature, at_root = self._root_signature("gather", root, tensor), self._resources.rank == root
         if at_root:
@@ -195,17 +201,17 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def reduce_scatter(self, outputs, inputs, opts=_REDUCESCATTER):
-        """Reduce `inputs[k][i]` of all ranks, in rank order, into `outputs[k]` of rank i."""
+        """Collective: reduce `inputs[k][i]` of all ranks, in rank order, into `outputs[k]` of rank i."""
         return self._reduce_scatter_pairs(list(zip(outputs, inputs, strict=True)), opts)
 
     @route_by_device("_reduce_scatter_base")
     def reduce_scatter_single(self, output, input, opts=_REDUCESCATTER):
-        """Reduce part i of `input` over the ranks, in rank order, into `output` of rank i; the parts are equal."""
+        """Collective: cut `input` into equal parts, one per rank; reduce part i in rank order into `output` of rank i."""
         return self._reduce_scatter_pairs([(output, split_evenly_by_rank(input, output, self._size))], opts)
 
     @route_by_device("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=_REDUCESCATTER):
-        """Like `reduce_scatter_single`, for each pair of `outputs` and `inputs`."""
+        """Collective: apply `reduce_scatter_single` to each pair of `outputs` and `inputs`."""
         return self._reduce_scatter_pairs(
             [(o, split_evenly_by_rank(i, o, self._size)) for o, i in zip(outputs, inputs, strict=True)], opts
         )
@@ -236,7 +242,7 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def scatter(self, outputs, inputs, opts=_SCATTER):
-        """Copy `inputs[0][i]` of `opts.rootRank` to `outputs[0]` of rank i; `inputs` is empty elsewhere."""
+        """Collective: copy `inputs[0][i]` of rank `opts.rootRank` to `outputs[0]` of rank i. Others pass no inputs."""
         root, output = opts.rootRank, outputs[0]
         signature, at_root = self._root_signature("scatter", root, output), self._resources.rank == root
         if at_root:
@@ -251,9 +257,10 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device("alltoall_base")
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=_ALLTOALL):
-        """Send the j-th part of `input` to rank j; write the part from rank i as the i-th part of `output`.
+        """Collective: send the j-th part of `input` to rank j; write the part from rank i as the i-th part of `output`.
 
-        output_splits, input_splits: rows (of dimension 0) in each part; empty for equal parts.
+        output_splits, input_splits: number of rows (slices of dimension 0) in each part, by rank; empty for equal
+        parts.
         """
         parts = [
             split_rows_by_rank(tensor, splits, self._size)
@@ -265,7 +272,7 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def alltoall(self, outputs, inputs, opts=_ALLTOALL):
-        """Copy `inputs[j]` of rank i to `outputs[i]` of rank j; the sizes may differ."""
+        """Collective: copy `inputs[j]` of rank i to `outputs[i]` of rank j. The sizes of the tensors may differ."""
         for tensors in (outputs, inputs):
             if len(tensors) != self._size:
                 raise ValueError(f"all_to_all takes a tensor per rank: {self._size}, not {len(tensors)}")
@@ -283,7 +290,7 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def send(self, tensors, peer, tag=0):
-        """Send `tensors[0]` to group rank `peer`. The work ends once the receiver has posted its receive."""
+        """Send `tensors[0]` to group rank `peer`. The work completes once the receiver has received the tensor."""
         return self._transfer("send", tensors, peer, tag)
 
     @route_by_device()
@@ -343,17 +350,17 @@ class ShmGroup(dist.ProcessGroup):
         return self._resources.barrier.count
 
     def set_timeout(self, timeout):
-        """Set how long an operation may wait for another rank; a timedelta, for all later operations."""
+        """Set how long an operation may wait for another rank, for all later operations. timeout: a timedelta."""
         self._resources.set_timeout(timeout.total_seconds())
 
     def shutdown(self):
-        """Leave the group; operations in flight get two seconds to end. `destroy_process_group` calls this."""
+        """Leave the group on this rank, for `destroy_process_group`. Operations in flight get two seconds to end."""
         if self._cuda is not None:
             self._cuda.shutdown()
         self._resources.close()
 
     def abort(self):
-        """Leave the group at once; operations in flight fail with ShmError."""
+        """Leave the group on this rank at once; operations in flight fail with ShmError."""
         if self._cuda is not None:
             self._cuda.abort()
         self._resources.close(patience_s=0.0)

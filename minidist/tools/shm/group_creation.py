@@ -19,7 +19,7 @@ _CONTEXT: list[ProcessContext] = []  # the one context of this process, while it
 
 
 def create_group(options, _backend_options) -> dist.ProcessGroup:
-    """Create a process group of the backend shm; torch calls this on each of the group's ranks.
+    """Collective: create a process group of the backend shm. torch calls this on every rank of the group.
 
     options: torch's `_DistributedBackendOptions`: the group's store, ranks, timeout and name. _backend_options: unused.
     Returns a gloo group if the ranks cannot share memory: they are on several hosts, belong to several users, or do not

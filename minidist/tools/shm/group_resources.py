@@ -21,7 +21,7 @@ class GroupResources:
     each group rank. name: a unique name that all ranks of the group know. on_close: called once the group is closed,
     with True if it was the last group of this process.
 
-    queue: runs the collectives. Transfers have one queue per (direction, peer, tag).
+    queue: runs the collectives. Transfers (sends and receives) have one queue per (direction, peer, tag).
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class GroupResources:
             )
 
     def run_collective(self, call: Callable[[], None]) -> None:
-        """Run one collective in the calling thread. An error is raised again and makes the group unusable on all ranks.
+        """Run one collective, `call`, in the calling thread.
 
-        After an error the ranks are no longer at the same operation.
+        If `call` raises, its error is raised again, and the group is unusable on all ranks from then on, because the
+        ranks are no longer at the same operation: later calls raise ShmError.
         """
         self.barrier.count += 1
         if self.barrier.failure:
@@ -65,7 +66,7 @@ class GroupResources:
     def get_transfer_queue(self, direction: str, peer: int, tag: int) -> OperationQueue:
         """Return the queue of the transfers with group rank `peer` under one tag; create it at the first call.
 
-        direction: "send" or "recv". Raises ValueError if `peer` is this rank or no rank of the group.
+        direction: "send" or "recv". Raises ValueError if `peer` is this rank or not in the group.
         """
         if not 0 <= peer < self.size or peer == self.rank:
             raise ValueError(f"{direction}: rank {self.rank} of {self.barrier} has no peer {peer}")
@@ -77,7 +78,7 @@ class GroupResources:
             raise ShmError(f"{self.barrier} was destroyed")
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long one operation may wait for another rank before it raises ShmError."""
+        """Set how many seconds one operation may wait for another rank before it raises ShmError."""
         self.barrier.set_timeout(seconds)
 
     def _on_hangup(self, other: int, how: str) -> None:
@@ -88,7 +89,7 @@ class GroupResources:
         self.transfers.disconnect_peer(other)
 
     def close(self, patience_s: float = _LINGER_S) -> None:
-        """Leave the group and release its resources. Operations in flight get `patience_s` to end, then fail.
+        """Leave the group and release its resources. Operations in flight get `patience_s` seconds to end, then fail.
 
         Does nothing if the group is closed already.
         """

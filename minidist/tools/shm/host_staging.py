@@ -16,7 +16,8 @@ from torch import Tensor
 class HostStagedGroup:
     """A stand-in for a process group on GPU tensors, which runs each operation of `group` on copies in host memory.
 
-    Any method of `group` may be called. Its first argument holds the tensors that receive the results.
+    Any operation of `group` may be called; it returns a `HostStagedWork`. Its first argument is the tensors that
+    receive the results, which are copied back to the GPU (for `send`: the tensors to send).
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -87,7 +88,7 @@ class HostStagedWork(dist.Work):
         return self._inner.is_success()
 
     def exception(self):
-        """Return the error of the operation, None if it has none or has not ended."""
+        """Return the exception that the operation raised; None if it raised none or has not ended."""
         return self._inner.exception()
 
     def result(self) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """Queues of operations and the threads that run them: one queue runs in order, different queues run concurrently.
 
-A thread that waits for the next operation of a queue runs it itself, so a synchronous call on an empty queue never
-leaves its thread. Worker threads run all other operations; they are reused and sleep in between.
+An operation is a call that performs one collective, send or receive. A thread that waits for the next operation of a
+queue runs it itself, so a synchronous call on an empty queue never leaves its thread. Worker threads run all other
+operations; they are reused and sleep in between.
 """
 
 import queue
@@ -70,7 +71,7 @@ class OperationQueue:
         self._running = self._worker_assigned = False
 
     def submit(self, operation: "Operation", run_in_caller: bool) -> None:
-        """Queue the operation. run_in_caller: run it in this thread instead, to its end, if the queue is idle."""
+        """Queue the operation. run_in_caller: run it to its end in the calling thread instead, if the queue is idle."""
         with self._lock:
             if run_in_caller and not self._queue and not self._running:
                 self._running = True
@@ -163,14 +164,14 @@ class Operation:
         self._ended_lock.acquire()
 
     def wait_until_ended(self, timeout_s: float | None) -> bool:
-        """Block until the operation has ended or `timeout_s` (None: no limit) is over; return whether it has ended."""
+        """Block until the operation has ended, for at most `timeout_s` (None: no limit); return whether it has."""
         if not self._ended_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return False
         self._ended_lock.release()
         return True
 
     def run(self) -> None:
-        """Run the call in this thread and store its outcome. An error is stored, KeyboardInterrupt also raised."""
+        """Run the call in this thread and store its outcome: an error is stored, a KeyboardInterrupt also raised."""
         try:
             self._call()
         except Exception as error:
@@ -182,7 +183,7 @@ class Operation:
             self.complete(None)
 
     def complete(self, error: Exception | None) -> None:
-        """Store the outcome (None: success), then wake the waiting threads. Does nothing if it is known already."""
+        """Store the outcome (None: success), then wake the waiting threads. Does nothing if the operation has ended."""
         with self._guard:
             if self.ended:
                 return

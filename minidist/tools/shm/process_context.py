@@ -1,7 +1,8 @@
 """The resources that all groups of one process share: arena, listening socket, worker threads and watch thread.
 
-The watch thread accepts connections and notices peers that end; it never waits for a group. It learns of a process's
-end from the process descriptor (pidfd): unlike a socket, no forked child can hold that open.
+The arena is the shared memory of the process, which other ranks map (`arena`). The watch thread accepts connections and
+notices peers that end; it never waits for a group. It learns of a process's end from the process descriptor (pidfd):
+unlike a socket, no forked child can hold that open.
 """
 
 import contextlib
@@ -69,8 +70,9 @@ class ProcessContext:
     def connect(self, token: str, connection_name: tuple) -> tuple[socket.socket, int]:
         """Connect to the process with this token; return the connected socket and the id of that process.
 
-        That process gets the connection by `wait_for_connection(connection_name)`. Both processes map each other's
-        arena. Raises ConnectionError if the process does not answer or belongs to another user.
+        connection_name: under which that process accepts it, with `wait_for_connection(connection_name)`. Both
+        processes map each other's arena, the memory that a process shares. Raises ConnectionError if the process does
+        not answer or belongs to another user.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.connect("\0minidist-" + token)
@@ -88,14 +90,15 @@ class ProcessContext:
     ) -> tuple[socket.socket, int] | None:
         """Wait until another process connects under this name; return the socket and the id of that process.
 
-        Returns None after `timeout_s`, or once `still_wanted()` is False; whoever makes it False notifies `changed`.
+        still_wanted: takes nothing, returns whether to wait on; code that makes it return False must notify `changed`.
+        Returns None after `timeout_s` seconds, or once `still_wanted()` is False.
         """
         with self.changed:
             self.changed.wait_for(lambda: connection_name in self._connections or not still_wanted(), timeout_s)
             return self._connections.pop(connection_name, None)
 
     def get_arena(self, token: str) -> Tensor:
-        """Return the arena of a connected process, or of this one: (bytes,) uint8. token: of that process."""
+        """Return the arena, (bytes,) uint8, of the process with this token: a connected process or this process."""
         return self._arenas[token]
 
     def _accept(self) -> None:
@@ -147,7 +150,7 @@ class ProcessContext:
         return process
 
     def unwatch_socket(self, fd: int) -> None:
-        """Stop watching a socket, given by its file descriptor."""
+        """Stop watching a socket, given by its file descriptor. Does nothing if the socket is not watched."""
         with self.changed:
             if self._watched.pop(fd, None) is not None:
                 self._poll.unregister(fd)
@@ -191,7 +194,7 @@ class ProcessContext:
     def retire_group(self, socks: list[socket.socket], blocks: list[tuple[int, int]]) -> None:
         """Close a destroyed group's connections for sending; free its memory once no other rank can still read it.
 
-        socks: the connections. blocks: (offset, size) in bytes of each block that the group holds in the arena.
+        socks: the group's connections. blocks: (offset, size) in bytes of each block that it leased from the arena.
         """
         for sock in socks:
             with contextlib.suppress(OSError):
@@ -201,7 +204,7 @@ class ProcessContext:
         self.reclaim_memory()
 
     def reclaim_memory(self) -> None:
-        """Free the arena's blocks of the retired groups that all other ranks have left too."""
+        """Free the arena blocks of every group passed to `retire_group` that all its other ranks have left, too."""
         with self.changed:
             retired, self._retired_groups = self._retired_groups, []
             for socks, blocks in retired:
@@ -254,7 +257,9 @@ def _peer_pid(sock: socket.socket) -> int:
 
 
 def receive_message(sock: socket.socket, max_bytes: int) -> bytes:
-    """Wait for the next message and return it: b"" if the peer has closed. Raises what `socket.recv` raises.
+    """Wait for the next message of at most `max_bytes` and return it: b"" if the peer has closed the connection.
+
+    Raises BlockingIOError after the socket's timeout, ConnectionResetError if the peer closed with messages unread.
 
     The ranks of a group arrive microseconds apart, while sleeping and waking takes tens of microseconds. So the
     waiting thread first polls for 0.1 ms and yields its core to other ranks in between; then it sleeps in `recv`.
@@ -272,7 +277,7 @@ def receive_message(sock: socket.socket, max_bytes: int) -> bytes:
 def set_socket_timeout(sock: socket.socket, seconds: float, receive_s: float | None = None) -> None:
     """Limit how long a blocking send or receive on this socket may take; after that it raises BlockingIOError.
 
-    receive_s: the limit for receives; None: `seconds`, as for sends.
+    receive_s: the limit in seconds for receives; None: `seconds`, as for sends.
 
     Python's own `settimeout` would cost a second system call per message.
     """

@@ -32,7 +32,7 @@ class Reduction:
         self.name, self._combine = _PAIRWISE[kind]
 
     def reduce_into(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Reduce `parts`, of equal shape, from left to right into `out`.
+        """Reduce `parts`, one tensor of equal shape per rank, from left to right into `out`.
 
         out: may be the same memory as parts[0] or parts[1], but not as a later part.
         """

@@ -1,4 +1,4 @@
-"""The slots of a group: three blocks in the arena of each of its ranks, used in turn.
+"""The slots of a group: three buffers, used in turn, in the arena (the shared memory) of each of the group's ranks.
 
 One barrier separates filling a slot from reading it. While other ranks still read slot k, slots k+1 and k+2 are filled:
 with three slots one barrier per chunk is enough, also for an all-reduce, whose slots are read twice. Each operation
@@ -32,7 +32,7 @@ _PLACE = struct.Struct("<QQ")
 class Slots:
     """Three equal buffers ("slots") in the arena of every rank of a group, leased at the first collective.
 
-    memories: the arena of each group rank, (bytes,) uint8. small: lease slots for small tensors only.
+    memories: the arena (shared memory) of each group rank, (bytes,) uint8. small: lease slots for small tensors only.
     bytes: the size of one slot, equal on all ranks; 0 before the lease. lease: (offset, size) in bytes of this rank's
     three slots in its arena, None before the lease.
     """
@@ -46,10 +46,10 @@ class Slots:
         self._views: dict[tuple, Any] = {}
 
     def lease_slots(self, signature: str, shape: str) -> None:
-        """Lease slots in this rank's arena and exchange the offsets; all ranks use the smallest slot size of any.
+        """Collective: lease slots in this rank's arena, exchange offsets, and use the smallest slot size of all ranks.
 
-        All ranks call this together. signature, shape: of the operation that needs the slots, as in
-        `GroupBarrier.begin_operation`. Raises ShmError if no shared memory is left.
+        signature, shape: of the operation that needs the slots, as in `GroupBarrier.begin_operation`. Raises ShmError
+        if no shared memory is left.
         """
         if self.lease is None:
             self.lease = self._lease_from_arena()
@@ -64,7 +64,7 @@ class Slots:
             self._views.clear()
 
     def finish(self) -> None:
-        """Hook for the end of an operation. Does nothing here: the group keeps these slots for the next operation."""
+        """Do nothing at the end of an operation: the group keeps these slots for the next operation."""
 
     def _lease_from_arena(self) -> tuple[int, int]:
         arena = self._context.arena
@@ -82,10 +82,11 @@ class Slots:
             ) from None
 
     def next_slot_views(self, key: tuple, make_views: Callable[[list[Tensor]], Any]) -> Any:
-        """Advance to the next of the three slots; return `make_views` of this slot of every rank.
+        """Advance to the next of the three slots; return what `make_views` makes of it.
 
-        make_views: gets a list with one (bytes,) uint8 tensor per group rank. Its result is cached under `key` and
-        returned again for an equal key: a training step repeats a few shapes, and making a view takes microseconds.
+        make_views: takes a list with this slot of every group rank, each (bytes,) uint8, and returns views of them. Its
+        result is cached under `key` and returned again for an equal key: a training step repeats a few shapes, and
+        making a view takes microseconds.
         """
         key = (self._next, *key)
         if key not in self._views:
@@ -98,12 +99,12 @@ class Slots:
         return self._views[key]
 
     def section_bytes_per_rank(self) -> int:
-        """Return the size in bytes of a section if a slot is divided into one equal section per rank."""
+        """Return the size in bytes of one section when a slot is divided into one equal section per rank."""
         return self.bytes // self._barrier.size // ALIGN * ALIGN
 
 
 class TemporarySlots(Slots):
-    """Larger slots, which this rank leases from the free part of its own arena for a single operation.
+    """Larger slots, which every rank leases from the free part of its own arena for a single operation.
 
     If no larger block is free, the operation uses `kept`, the slots that the group leases permanently. The lease never
     waits for memory: two groups that wait for each other's memory would deadlock.
@@ -114,11 +115,11 @@ class TemporarySlots(Slots):
         self._kept = kept
 
     def is_worthwhile(self, message_bytes: int) -> bool:
-        """Return whether larger slots would make a message of this size faster; the result is equal on all ranks."""
+        """Return whether larger slots would make a message of this size faster; equal on all ranks."""
         return self._kept.bytes < LARGE_BYTES and message_bytes > _MIN_CHUNKS_FOR_TEMPORARY * self._kept.bytes
 
     def lease_slots(self, signature: str, shape: str) -> None:
-        """Lease larger slots if memory is free, and exchange the offsets; all ranks use the smallest slot size of any.
+        """Collective: lease larger slots if memory is free, exchange offsets, and use the smallest size of all ranks.
 
         signature, shape: as in `Slots.lease_slots`.
         """
@@ -130,7 +131,10 @@ class TemporarySlots(Slots):
         self._publish_lease(*(self.lease or self._kept.lease), signature, shape)
 
     def finish(self) -> None:
-        """Wait until all ranks have read the slots, then release them. After an error the group keeps the lease."""
+        """Collective: wait until all ranks have read the slots, then release them.
+
+        After an error the group keeps the lease.
+        """
         self._barrier.exchange()
         if self.lease is not None:
             self._context.arena.release_block(*self.lease)
@@ -145,6 +149,6 @@ def _slot_bytes(part: int) -> int:
 def view_slot_section(
     slot: Tensor, index: int, section_bytes: int, numel: int, dtype: torch.dtype = torch.uint8
 ) -> Tensor:
-    """Return a view (numel,) of the first elements of section `index` of a slot, whose sections are equally long."""
+    """Return a view (numel,) of the first elements of section `index` of a slot; sections are `section_bytes` long."""
     begin = index * section_bytes
     return slot[begin : begin + numel * dtype.itemsize].view(dtype)

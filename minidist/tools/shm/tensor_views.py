@@ -25,17 +25,17 @@ def memory_order_view(tensor: Tensor) -> Tensor:
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """Return the bytes of all elements in memory order, as a uint8 view; raises like `memory_order_view`."""
+    """Return the bytes of all elements as a uint8 view. Raises ValueError unless the tensor is dense and on the CPU."""
     return memory_order_view(tensor).view(torch.uint8)
 
 
 def describe_dtype_and_numel(tensor: Tensor) -> str:
-    """Return the dtype and the number of elements as text, "float32 1024": ranks must agree on both."""
+    """Return the dtype and number of elements as text, such as "float32 1024", for signatures that ranks compare."""
     return _describe(tensor.dtype, tensor.shape)[0]
 
 
 def describe_shape(tensor: Tensor) -> str:
-    """Return the shape as text, "[4, 8]", for error messages."""
+    """Return the shape as text, such as "[4, 8]", for error messages."""
     return _describe(tensor.dtype, tensor.shape)[1]
 
 
@@ -77,8 +77,8 @@ def check_part_sizes(operation: str, parts: Sequence[Tensor], like: Tensor, grou
 def split_rows_by_rank(tensor: Tensor, row_counts: Sequence[int], group_size: int) -> list[Tensor]:
     """Split along dimension 0 into one part per rank; return the parts as flat uint8 views.
 
-    row_counts: the number of rows for each rank; empty for equal parts. Raises ValueError if the rows cannot be split
-    like that.
+    row_counts: the number of rows for each rank; empty for equal parts. Raises ValueError if there is not one count per
+    rank, the counts do not add up to dimension 0, or equal parts are impossible.
     """
     count = tensor.shape[0] if tensor.dim() else 1
     if not row_counts and count % group_size:

@@ -1,9 +1,9 @@
 """Send and receive: one connection per (peer, direction, tag), which the sender opens at its first send.
 
-A send completes when it is matched, as with gloo and nccl, so a program that deadlocks there deadlocks here. A small
-tensor is part of the first message. For a larger one the first message carries the size; once the receiver has
-answered, the sender allocates memory for two chunks and fills one while the receiver reads the other. So a transfer
-holds memory only while it makes progress, never while it waits for its receiver.
+A send completes only after the receiver has posted its receive, as with gloo and nccl, so a program that deadlocks with
+them deadlocks here. A small tensor is part of the first message. For a larger one the first message carries the size;
+once the receiver has answered, the sender allocates memory for two chunks and fills one while the receiver reads the
+other. So a transfer holds memory only while it makes progress, never while it waits for its receiver.
 """
 
 import contextlib
@@ -36,7 +36,8 @@ class Transfers:
     def send(self, flat: Tensor, signature: str, peer: int, tag: int) -> None:
         """Send `flat` (n,) uint8 to group rank `peer`; return when the peer has received all of it.
 
-        signature: dtype and shape of the tensor as text. Raises ShmError if the receiver expects another size or dtype.
+        signature: dtype and shape of the tensor as text. Raises ShmError if the receiver expects another size or dtype,
+        or the peer leaves or does not answer within the group's timeout.
         """
         sock = self._connection("send", peer, tag)
         small = flat.numel() <= EAGER_BYTES
@@ -70,7 +71,8 @@ class Transfers:
     def recv(self, flat: Tensor, signature: str, peer: int, tag: int) -> None:
         """Receive into `flat` (n,) uint8 from group rank `peer`; return when all of it has arrived.
 
-        signature: dtype and shape of the tensor as text. Raises ShmError if the sender sends another size or dtype.
+        signature: dtype and shape of the tensor as text. Raises ShmError if the sender sends another size or dtype, or
+        the peer leaves or sends nothing within the group's timeout.
         """
         sock = self._connection("recv", peer, tag)
         what = f"recv of {signature} from rank {self._barrier.ranks[peer]} (tag {tag})"
@@ -156,7 +158,7 @@ class Transfers:
         return received
 
     def disconnect_peer(self, peer: int) -> None:
-        """Let transfers with a peer that has left fail, once the messages that it had sent are received."""
+        """Make transfers with `peer`, which has left the group, fail once the messages that it sent are received."""
         for (_, other, _), sock in list(self._socks.items()):
             if other == peer:
                 _shut_down(sock)
@@ -164,7 +166,7 @@ class Transfers:
             self._context.changed.notify_all()
 
     def fail_all(self) -> None:
-        """Let all transfers in flight, and all later ones, fail with ShmError, because the group is being destroyed."""
+        """Make all transfers, in flight and later, fail with ShmError, because the group is being destroyed."""
         self._closed = True
         for sock in self._socks.values():
             _shut_down(sock)

@@ -13,8 +13,8 @@ from minidist.tools.shm.operation_queue import Operation, OperationQueue
 class Work(dist.Work):
     """The `dist.Work` of one operation of an `OperationQueue`.
 
-    queue: the queue in which the operation runs, once `start` is called. call: performs the operation. tensors: those
-    that receive the results. source: for a receive, the group rank of the sender; else -1.
+    queue: the queue in which the operation runs, once `start` is called. call: performs the operation. tensors: the
+    tensors that receive the results. source: for a receive, the group rank of the sender; else -1.
     """
 
     def __init__(
@@ -24,12 +24,13 @@ class Work(dist.Work):
         self._queue, self._task, self._tensors, self.source = queue, Operation(call), list(tensors), source
 
     def start(self, run_in_caller: bool) -> None:
-        """Queue the operation. run_in_caller: run it in this thread instead, to its end, if the queue is idle."""
+        """Queue the operation. run_in_caller: run it to its end in the calling thread instead, if the queue is idle."""
         self._queue.submit(self._task, run_in_caller)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the operation has ended; return True. Raises its error, or DistBackendError after `timeout`.
+        """Block until the operation has ended; return True.
 
+        Raises the operation's error, or DistBackendError after `timeout`.
         timeout: zero for no limit; then the calling thread runs the operation itself if it is the next in the queue.
         """
         if not self._task.ended:
@@ -60,7 +61,7 @@ class Work(dist.Work):
         return self._task.ended and self._task.error is None
 
     def exception(self):
-        """Return the error of the operation, None if it has none or has not ended."""
+        """Return the exception that the operation raised; None if it raised none or has not ended."""
         return self._task.error
 
     def result(self) -> list[Tensor]:

@@ -106,7 +106,7 @@ def detect_deadlock(snapshots: Mapping[int, Status]) -> Verdict | None:
 
 
 def find_awaited_ranks(snapshots: Mapping[int, Status]) -> dict[int, dict[Wait, list[int]]]:
-    """Return the running ranks that others wait for: {awaited rank: {operation it has not launched: waiting ranks}}.
+    """Return the running ranks that others wait for, as {awaited rank: {operation it has not launched: waiting ranks}}.
 
     snapshots: by global rank; a rank without a snapshot counts as running.
     """
@@ -197,7 +197,7 @@ class DeadlockDetector:
         return max(0.0, self._last_reading_s + self.interval_s - now_s)
 
     def update(self, snapshots: Mapping[int, Snapshot | None], now_s: float) -> Verdict | None:
-        """Compare this reading of all ranks with the previous one; return a verdict that is to be reported now, or None.
+        """Compare this reading of all ranks with the previous one; return the verdict if one is to be reported now.
 
         snapshots: by rank, read at `now_s` (seconds of `time.monotonic`); None for a rank whose status could not be
         read.

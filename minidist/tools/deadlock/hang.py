@@ -1,8 +1,7 @@
 """Hung ranks: ranks that are stopped or go on computing while other ranks wait for them.
 
 The state of a process comes from /proc. A rank that computes may merely be slow (a first compilation, an evaluation),
-so it is only named at first, and killed only after
-others have waited for it for the hang limit, a number of seconds.
+so it is only named at first, and killed only after others have waited for it for the hang limit, a number of seconds.
 """
 
 import sys
@@ -56,7 +55,7 @@ class HangTracker:
 
 
 def default_hang_limit_s(timeout_s: float) -> float:
-    """Return the default hang limit, nine tenths of `timeout_s` seconds, after which the waiting operations fail."""
+    """Return the default hang limit, nine tenths of `timeout_s`, the seconds after which an operation fails."""
     return 0.9 * timeout_s
 
 

@@ -93,7 +93,7 @@ class Leader:
         self.notes: list[str] = []
 
     def update(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
-        """Read the facts that have changed; return the next record, and a verdict that is to be reported now, or None.
+        """Read the facts that have changed; return the next record, and the verdict if one is to be reported now.
 
         record: the present record in the store. now_s: the time in seconds, from `time.monotonic`.
         """

@@ -80,7 +80,7 @@ class Snapshot:
         return dict(_read_entry(self._page, at) for at in range(_CHANNELS_AT, len(self._page), _ENTRY_BYTES))
 
     def progress_on(self, channel: Channel) -> ChannelProgress | None:
-        """Return how many operations the rank has launched on `channel`, and the last four; None for an unused channel."""
+        """Return how many operations the rank launched on `channel`, and the last four; None for an unused channel."""
         return self.progress_by_channel.get(channel)
 
     @cached_property
@@ -161,7 +161,10 @@ class StatusPage(OperationTracker):
         self._end_write()
 
     def on_pending(self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, work) -> None:
-        """Record that the wait has returned, but `work`, torch's handle, may be pending on the GPU; else as `on_wait`."""
+        """Record that the wait has returned although `work`, torch's handle, may be pending on the GPU.
+
+        Without `track_pending_operations` this does nothing. Other arguments as in `on_wait`.
+        """
         if self._pending is not None and self._channels[channel][0] >= 0:
             text, _ = self._signature(channel.kind, name, shape, dtype)
             self._pending.append(_PendingOperation(channel, seq, text, self._location, work))
@@ -184,7 +187,7 @@ class StatusPage(OperationTracker):
         self._channels.clear()
 
     def take_snapshot(self) -> Snapshot | None:
-        """Return the present status of this rank, with its oldest pending operation; None while this rank is writing it."""
+        """Return the present status of this rank, with its oldest pending operation; None while it is being written."""
         snapshot = StatusPage.read_snapshot(self._page)
         pending = [operation for operation in self._pending or () if not operation.is_completed()]
         if snapshot is None or not pending or snapshot.state not in ("running", "waiting"):
@@ -233,7 +236,7 @@ class StatusPage(OperationTracker):
         return state == "waiting" or (bool(self._pending) and state == "running")
 
     def poll(self) -> int:
-        """Remove completed pending operations; return a number that changes with the status, like `Snapshot.version`."""
+        """Drop completed pending operations; return a number that changes with the status, like `Snapshot.version`."""
         while self._pending and self._pending[0].is_completed():
             self._pending.popleft()
             self._num_completed += 1
@@ -308,7 +311,7 @@ def _decode_text(padded: bytes) -> str:
 
 
 def format_channel(channel: Channel) -> str:
-    """Return the channel as text: "collective|0-6:2||0|grads" for ranks 0, 2, 4, 6 (a range, so that large groups fit)."""
+    """Return the channel as text, with ranges so that large groups fit: "collective|0-6:2||0|grads" for ranks 0 2 4 6."""
     ranks = channel.ranks
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     even = step > 0 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step))

@@ -93,7 +93,7 @@ class WatchParticipant:
         return self._lead_or_elect(record, now_s) if is_blocked else None
 
     def post(self, is_change: bool = True) -> None:
-        """Write this rank's facts to the store. is_change: whether the leader must read the facts of all ranks again."""
+        """Write this rank's facts to the store. is_change: whether the leader must read all facts again."""
         while (snapshot := self._status.take_snapshot()) is None:  # the rank is writing
             time.sleep(1e-3)
         facts = encode_facts(snapshot, self._place, self._answered)
@@ -182,7 +182,7 @@ class Watchdog:
         self._thread.start()
 
     def wait_until_all_ranks_end(self) -> None:
-        """Collective: stop the thread, post the final status of this rank, and wait until all other ranks call this, too.
+        """Collective: stop the thread, post the final status of this rank, and wait until all ranks have called this.
 
         If this rank closed its connections at once, a rank that still waits for it would report a network error.
         """

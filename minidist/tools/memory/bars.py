@@ -23,10 +23,10 @@ def bar_figure_size(num_ranks: int, num_bars: int) -> tuple[float, float]:
 
 
 def draw_memory_bars(axes: "Axes", bars: Mapping[str, Sequence[Mapping[str, int]]]) -> None:
-    """Draw the bars on `axes`, with a legend to its right.
+    """Draw a stacked bar of memory for each rank on `axes`, with a legend to its right.
 
-    bars: for each name the breakdown (kind to bytes) of every rank, in rank order. The bars of a rank stand side by
-    side, those of the second name hatched; a kind has one colour.
+    bars: by name, such as "measured", the breakdown (kind to bytes) of every rank, in rank order. The bars of a rank
+    stand side by side; the bars of the second name are hatched. Each kind has one colour.
     """
     ranks, width = len(next(iter(bars.values()))), 0.7 / len(bars)
     roomy = ranks * len(bars) <= _ROOMY

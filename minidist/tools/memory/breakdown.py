@@ -72,11 +72,12 @@ def _observe_inner_hooks(report: Callable[[list[_WeakStorage]], None]) -> Iterat
 
 
 class PeakByKind(StoragePeak):
-    """Context manager that measures the peak and its breakdown by kind.
+    """Context manager that measures the peak memory of a rank's tensors and its breakdown by kind.
 
-    kinds: a function that returns the live tensors of each kind, called by `label_live_tensors`. Unlike with
-    `StoragePeak`, these tensors count even if they were allocated before the context. A storage listed under two kinds
-    counts as the first. Tensors that recomputation keeps for backward or recomputes count as activations.
+    kinds: a function that takes nothing and returns the live tensors by kind ("parameters", ...), called by
+    `label_live_tensors`. Unlike with `StoragePeak`, these tensors count even if they were allocated before the context.
+    A storage listed under two kinds counts as the first. Tensors that recomputation keeps for backward or recomputes
+    count as activations.
     """
 
     def __init__(self, kinds: TensorsByKind, device: torch.device | None = None):
@@ -101,10 +102,10 @@ class PeakByKind(StoragePeak):
         StoragePeak.__exit__(self, *exception)
 
     def label_live_tensors(self) -> None:
-        """Record the kind of every live tensor.
+        """Record the kind of every live tensor that `kinds` returns.
 
-        Runs whenever autograd saves or uses a tensor and around an optimizer step; call it where tensors change kind or
-        are freed in between.
+        The context calls this whenever autograd saves or uses a tensor and around an optimizer step; call it yourself
+        where tensors change kind or are freed in between.
         """
         self._mark(_labels(self._storages().values()))
 
@@ -138,7 +139,8 @@ def tensors_by_kind(
 ) -> TensorsByKind:
     """Return a function that returns the live tensors of a model and its optimizer by kind, for `PeakByKind`.
 
-    further_kinds: other tensors by kind, such as master weights; a storage in two kinds counts as one of these.
+    further_kinds: other tensors by kind, such as masters=[...]; a storage that is also of another kind counts as the
+    further kind.
     """
 
     def kinds() -> dict[str, Iterable[Tensor]]:
@@ -190,7 +192,11 @@ def _zero_tensors_by_kind(reducer: ZeroReducer) -> dict[str, list[Tensor | None]
 
 
 def measure_peak(step: Callable[[], object], kinds: TensorsByKind, device: torch.device | None = None) -> MemoryPeak:
-    """Run `step` and return its memory peak. Run one step beforehand, so that the optimizer states exist."""
+    """Run `step` and return its memory peak, with the tensors of `kinds` as in `PeakByKind`.
+
+    device: the device whose memory is measured; the CPU if None. Run one step beforehand, so that the optimizer states
+    exist.
+    """
     with PeakByKind(kinds, device) as measured:
         step()
     return measured.peak

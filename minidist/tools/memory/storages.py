@@ -20,8 +20,9 @@ _SEGMENTS = ("/memfd:", "/dev/shm/")
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """Peak memory of a rank, all in bytes. total: the peak of all tensors together; breakdown: this total by kind.
+    """Peak memory of a rank, all in bytes.
 
+    total: the peak of all tensors together. breakdown: this total by kind ("parameters", "activations", ...).
     peak_by_kind: each kind's own peak, which may occur at another time. shared_segments: this rank's part of the mapped
     shared memory, in addition to the tensors. allocator_peak: on CUDA, the peak that torch's allocator reports.
     """
@@ -109,7 +110,8 @@ class StoragePeak:
 class AllocationHistory:
     """The allocations and frees of a device's memory blocks in order, from which the peak is computed.
 
-    events: (1 if allocated or -1 if freed, index of the block), in order; blocks: [kind, bytes] of each block.
+    events: (1 if allocated or -1 if freed, index of the block), in order. blocks: [kind, bytes] of each block; the kind
+    is None until `label_blocks` sets it.
     """
 
     def __init__(self):
@@ -119,7 +121,7 @@ class AllocationHistory:
         self._older: dict[int, int] = {}  # the live blocks that existed before recording began
 
     def record_alloc(self, address: int, num_bytes: int) -> None:
-        """Add the allocation of a block of memory. A live block at this address counts as freed."""
+        """Record that a block of memory was allocated. A live block at this address counts as freed."""
         self.record_free(address)
         self._live[address] = len(self.blocks)
         self.events.append((1, len(self.blocks)))
@@ -132,10 +134,10 @@ class AllocationHistory:
             self.events.append((-1, self._live.pop(address)))
 
     def label_blocks(self, labels: Labels) -> None:
-        """Set the kinds of the live blocks at these addresses, unless they have a kind.
+        """Set the kinds of the live blocks at these addresses; a block that has a kind keeps it.
 
-        Storages from before the recording enter the history here. As torch does not report when they are freed, they
-        leave when they are no longer labelled or their address is allocated again.
+        labels: address to (kind, bytes). Storages from before the recording enter the history here. As torch does not
+        report when they are freed, they leave when they are no longer labelled or their address is allocated again.
         """
         for address, (kind, size) in labels.items():
             if address not in self._live:
@@ -149,7 +151,7 @@ class AllocationHistory:
                 self.record_free(address)
 
     def compute_peak(self, first_event: int) -> tuple[int, dict[str, int], dict[str, int]]:
-        """Return total, breakdown and peak_by_kind of `MemoryPeak`. first_event: number of events to skip first."""
+        """Return total, breakdown and peak_by_kind of `MemoryPeak`. first_event: how many events precede the measured ones."""
         allocated = {number for sign, number in self.events if sign > 0}
         live: dict[str, int] = {}
         total, breakdown, peak_by_kind = -1, {}, {}
@@ -166,7 +168,7 @@ class AllocationHistory:
 
 
 def shared_segment_bytes() -> int:
-    """Return the bytes (PSS) of this process's part of the shared-memory segments that it maps; 0 without /proc."""
+    """Return this process's part in bytes (PSS) of the shared-memory segments that it maps; 0 without /proc."""
     try:
         lines = (_SELF / "smaps").read_text().splitlines()
     except OSError:

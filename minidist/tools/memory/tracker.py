@@ -29,7 +29,7 @@ _ALLOCATOR = "allocator's peak"
 
 
 class MemoryTracker(Observer):
-    """Measures the memory of one step of a run on every rank."""
+    """Observer of a run that measures the peak memory of one step on every rank, for `--memory FILE`."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -37,16 +37,17 @@ class MemoryTracker(Observer):
         self._measurement: tuple[MemoryPeak | None, str | None] | None = None
 
     def check(self, folder: Path) -> None:
+        """Raise UserError if the picture of `--memory` or the file of its numbers exists or cannot be written."""
         check_memory_files(self._config)
 
     def on_start(self, trainer: Trainer) -> None:
-        """Decide which step to measure: `--memory.step`, or the second step from here."""
+        """Decide which step to measure: `--memory.step`, or without it the second step of this run."""
         self._engine, self._group, self._done = trainer.engine, trainer.control, trainer.progress.step
         self._step = self._config.memory.step or self._done + 2
 
     @contextlib.contextmanager
     def step_context(self, trainer: Trainer) -> Iterator[None]:
-        """Measure the step if `--memory.step` names it."""
+        """Measure the memory inside the context if the next step is the one to measure; else do nothing."""
         if trainer.progress.step + 1 != self._step:
             yield
             return
@@ -64,12 +65,12 @@ class MemoryTracker(Observer):
         self._measurement = (None, failure) if failure else (measured.peak, None)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Gather the measurements of all ranks after the measured step; rank 0 writes them."""
+        """Collective after the measured step: gather the measurements of all ranks; rank 0 writes them."""
         if self._measurement is not None:
             self._gather()
 
     def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
-        """Print `line`."""
+        """Send `line` to all observers as a note, which the console prints; do nothing if it is None."""
         if self.line is not None:
             trainer.send_note(self.line)
 
@@ -101,12 +102,12 @@ class MemoryTracker(Observer):
 
 
 def measured_breakdown(peak: MemoryPeak) -> dict[str, int]:
-    """Return the measured breakdown of the peak, in bytes by the estimate's kinds, and the shared-memory segments."""
+    """Return the bytes of a measured peak by kind (the kinds of `minidist estimate`), and of shared-memory segments."""
     return {kind: peak.breakdown.get(kind, 0) for kind in MEMORY_KINDS.values()} | {SHARED_MEMORY: peak.shared_segments}
 
 
 def estimated_breakdown(cost: RankCost) -> dict[str, int]:
-    """Return the estimated breakdown of the peak, in bytes by kind, and the shared-memory segments."""
+    """Return the bytes of an estimated peak by kind, and of shared-memory segments."""
     return cost.peak_breakdown | {SHARED_MEMORY: cost.shared_segment_bytes}
 
 
@@ -140,7 +141,11 @@ def _write(path: Path, step: int, device: str, peaks: Sequence[MemoryPeak], cost
 
 
 def format_memory_table(step: int, device: str, peaks: Sequence[MemoryPeak], costs: Sequence[RankCost]) -> str:
-    """Return a text table: measured and estimated memory of the rank with the highest peak, a line for each kind."""
+    """Return a text table of the rank with the highest peak: measured and estimated memory, a line for each kind.
+
+    step, device: the measured step and its device type, for the heading. peaks, costs: measurement and estimate of
+    every rank, in rank order.
+    """
     rank = max(range(len(peaks)), key=lambda rank: peaks[rank].total)
     measured, estimated = measured_breakdown(peaks[rank]), estimated_breakdown(costs[rank])
     segments = (SHARED_MEMORY, measured.pop(SHARED_MEMORY), estimated.pop(SHARED_MEMORY))
@@ -158,10 +163,10 @@ def format_memory_table(step: int, device: str, peaks: Sequence[MemoryPeak], cos
 def draw_memory_chart(
     step: int, device: str, peaks: Sequence[MemoryPeak], costs: Sequence[RankCost], file_format: str
 ) -> bytes:
-    """Return a picture file: a bar chart of every rank's measured and estimated memory.
+    """Return the bytes of a picture file: a bar chart of every rank's measured and estimated memory.
 
-    With many ranks, only the rank with the highest peak of each stage is drawn.
-        file_format: such as "png".
+    With more than 16 ranks, only the rank with the highest peak of each pipeline stage is drawn. Arguments as for
+    `format_memory_table`; file_format: such as "png".
     """
     from matplotlib.figure import Figure  # not pyplot, whose backend is the notebook user's choice
 

@@ -153,7 +153,7 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def allgather_coalesced(self, outputs, inputs, opts=_ALLGATHER):
-        """Collective: copy `inputs[k]` of rank i to `outputs[i][k]` of every rank; `outputs` is nested by rank first."""
+        """Collective: copy `inputs[k]` of rank i to `outputs[i][k]` of every rank; `outputs` is a list per rank."""
         # torch gives one list of outputs per rank, each as long as the list of inputs.
         return self._all_gather_pairs([([out[i] for out in outputs], part) for i, part in enumerate(inputs)], opts)
 
@@ -206,7 +206,7 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device("_reduce_scatter_base")
     def reduce_scatter_single(self, output, input, opts=_REDUCESCATTER):
-        """Collective: cut `input` into equal parts, one per rank; reduce part i in rank order into `output` of rank i."""
+        """Collective: cut `input` into equal parts, one per rank; reduce part i, in rank order, to `output` of rank i."""
         return self._reduce_scatter_pairs([(output, split_evenly_by_rank(input, output, self._size))], opts)
 
     @route_by_device("reduce_scatter_tensor_coalesced")

@@ -20,8 +20,8 @@ _BEFORE = {"B": "F", "W": "B"}
 def check_schedule(schedule: Schedule) -> list[int]:
     """Check that each stage runs every action exactly once, and that the schedule cannot deadlock.
 
-    Returns `peak_live_micro_batches`. Raises UserError, which names the stages and actions and, if there is one, a
-    single change that repairs the schedule.
+    Returns the peak number of in-flight micro-batches of each stage (`peak_live_micro_batches`). Raises UserError,
+    which names the stages and actions and, if there is one, a single change that repairs the schedule.
     """
     for stage in range(schedule.num_stages):
         _check_complete(schedule, stage)
@@ -35,8 +35,8 @@ def peak_live_micro_batches(schedule: Schedule) -> list[int]:
     """Return each stage's peak number of in-flight micro-batches; those in different chunks count separately.
 
     A micro-batch is in flight from the start of its F to the end of its last backward action (W if backward is
-    split, else B). The count depends only on the order of actions. With c chunks on a stage, c in-flight chunks hold
-    as many activations as one micro-batch through the whole stage.
+    split, else B). The count depends only on the order of actions. With c chunks on a stage, a micro-batch in one chunk
+    holds 1/c of the activations of a micro-batch in the whole stage.
     """
     return [max(live_micro_batches(schedule, stage), default=0) for stage in range(schedule.num_stages)]
 
@@ -51,7 +51,8 @@ def live_micro_batches(schedule: Schedule, stage: int) -> list[int]:
 def check_rendezvous(schedule: Schedule, programs: Sequence[StageProgram]) -> None:
     """Check that the programs finish even if each send and receive blocks until the other is posted.
 
-    programs: for each stage, its actions and transfers in order (`insert_transfers`). Raises UserError if stages
+    programs: for each stage, its actions and transfers (sends and receives) in order, as `insert_transfers` returns
+    them. Raises UserError if stages
     deadlock, or if a stage uses or sends a tensor that it does not have.
     """
     at = [0] * len(programs)

@@ -61,7 +61,7 @@ class SimulateOptions:
 
 
 def main(options: SimulateOptions) -> int:
-    """Simulate and print; returns the exit code. Raises UserError for invalid options and schedules that cannot run."""
+    """Simulate and print; return exit code 0. Raises UserError for invalid options and schedules that cannot run."""
     if options.picture is not None:
         _check_picture(options.picture)
     timeline = simulate_schedule(
@@ -77,7 +77,7 @@ def main(options: SimulateOptions) -> int:
 
 
 def choose_schedule(options: SimulateOptions) -> Schedule:
-    """The schedule that the options describe. Raises UserError for conflicting options and unreadable files."""
+    """Return the schedule that the options describe. Raises UserError for conflicting options and unreadable files."""
     if options.file is None:
         stages = 4 if options.stages is None else options.stages
         micro_batches = 2 * stages if options.micro_batches is None else options.micro_batches
@@ -97,7 +97,7 @@ def choose_schedule(options: SimulateOptions) -> Schedule:
 
 
 def timeline_json(timeline: PipelineTimeline) -> dict:
-    """The figures of a timeline: the bubble to four decimals, as in the papers, times to six."""
+    """Return the numbers of a timeline for `--json`: the bubble to four decimals, as in the papers, times to six."""
     return {
         "kind": timeline.schedule.kind,
         "stages": timeline.schedule.num_stages,
@@ -112,7 +112,7 @@ def timeline_json(timeline: PipelineTimeline) -> dict:
 
 
 def print_timeline(timeline: PipelineTimeline) -> None:
-    """Print the drawing, in colours on a terminal, and the figures below it."""
+    """Print the drawing, in colours on a terminal, and below it the step time, bubble and peak memory."""
     from rich.console import Console
 
     description = SUMMARIES.get(timeline.schedule.kind)

@@ -1,4 +1,4 @@
-"""How evenly the ranks of a context-parallel group share the attention scores."""
+"""How evenly the attention scores are distributed over the ranks of a context-parallel group."""
 
 from fractions import Fraction
 
@@ -6,10 +6,10 @@ from minidist.parallel.context.causal import ScoreBlock, score_block
 
 
 def scores_per_ring_step(layout: str, ring_size: int, tokens_per_rank: int) -> list[list[float]]:
-    """Count the scores that each rank computes in each ring step, per head and sequence: indexed [step][rank].
+    """Return the number of attention scores that each rank computes in each ring step, indexed [step][rank].
 
-    In ring step t rank r holds the keys of rank r - t. layout: of the sequence, "contiguous" or "zigzag"; ring_size:
-    the number of context-parallel ranks.
+    Numbers are per head and sequence. In ring step t rank r has the keys of rank (r - t) % ring_size. layout: how the
+    sequence is sharded, "contiguous" or "zigzag". ring_size: the number of context-parallel ranks.
     """
     ranks = range(ring_size)
     blocks = [
@@ -28,10 +28,11 @@ def _num_scores(block: ScoreBlock) -> float:
 
 
 def load_balance_efficiency(scores: list[list[float]]) -> Fraction:
-    """Return the mean work of a rank over the time of the ring, in which each step lasts as long as its busiest rank.
+    """Return the mean work of a rank divided by the duration of all ring steps; 1 is perfect balance.
 
-    scores: from `scores_per_ring_step`. The contiguous layout gives n / (2n - 1): the time is one triangle (half a
-    square) and n - 1 squares, the total work n triangles and n (n - 1) / 2 squares. Zig-zag gives 1.
+    scores: from `scores_per_ring_step`. A ring step lasts as long as its busiest rank computes. The contiguous layout
+    gives n / (2n - 1): the time is one triangle (half a square) and n - 1 squares, the total work n triangles and n (n
+    - 1) / 2 squares. Zig-zag gives 1.
     """
     total, lasts = sum(map(sum, scores)), sum(map(max, scores))
     return Fraction(total) / (len(scores[0]) * Fraction(lasts))

@@ -22,11 +22,11 @@ _NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 
 
 def draw_text(timeline: PipelineTimeline, width: int = WIDTH) -> str:
-    """The timeline as text: a line per stage, time from left to right, `.` where the stage is idle; no line is longer
-    than `width`.
+    """Return the timeline as text: a line per stage, time from left to right, `.` where the stage is idle.
 
-    Actions show their names (F12) or, if the shortest is less than two columns wide, their letters (F-). Where even
-    that is too wide, each column shows the letter of the action at its middle. Later chunks are in lower case.
+    width: the largest number of characters of a stage's line. Actions show their names (F12) or, if the shortest is
+    less than two columns wide, their letters (F-). Where even that is too wide, each column shows the letter of the
+    action at its middle. Later chunks are in lower case.
     """
     labels = [f"stage {stage} " for stage in range(timeline.schedule.num_stages)]
     edge = len(labels[-1])
@@ -72,7 +72,7 @@ def _cell(action: Action | None, width: int, shortest: int) -> str:
 
 
 def color_drawing(drawing: str) -> "Text":
-    """The output of `draw_text` in colours, for rich to print (which drops them where a terminal has none)."""
+    """Return the output of `draw_text` in colours, for rich to print, which drops them where a terminal has none."""
     from rich.text import Text
 
     lines = [Text(line) for line in drawing.splitlines()]
@@ -84,10 +84,10 @@ def color_drawing(drawing: str) -> "Text":
 
 
 def draw_figure(timeline: PipelineTimeline, title: str | None = None) -> "Figure":
-    """The timeline as a figure: a row of bars per stage, with micro-batch numbers where they fit.
+    """Return the timeline as a figure: a row of bars per stage, with micro-batch numbers where they fit.
 
-    Save it with `.savefig(path)`; a notebook shows it. title: by default the kind, the bubble and the peak number of
-    micro-batches in flight.
+    Save it with `.savefig(path)`; a notebook shows it. title: if None, the schedule's kind, size, bubble and peak
+    number of micro-batches in flight.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

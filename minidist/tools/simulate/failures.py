@@ -9,7 +9,7 @@ USEFUL, SAVING, LOST, RESTART = "useful work", "saving", "lost work", "restart"
 
 
 class Phase(NamedTuple):
-    """What a run or a rank does from second `start` to second `stop`; kind: a label, such as "saving"."""
+    """What a run or a rank does from time `start` to time `stop`, in seconds. kind: a label, such as "saving"."""
 
     kind: str
     start: float
@@ -17,9 +17,10 @@ class Phase(NamedTuple):
 
 
 def simulate_run(model: FailureModel, interval_s: float, intervals: int, seed: int = 0) -> list[Phase]:
-    """Simulate a run until `intervals` intervals of `interval_s` seconds of work are done and saved; return its phases.
+    """Simulate a run until `intervals` intervals of `interval_s` seconds of work are saved; return its phases in order.
 
-    Failures are a Poisson process from `seed`, as in `FailureModel`: they occur during work, saves and restarts, and
+    model: mean time between failures, and the durations of a save and a restart. Failures are a Poisson process, drawn
+    from `seed`: they occur during work, saves and restarts, and
     lose all work since the last save. The time of a save that a failure interrupts counts as lost work.
     """
     draw = random.Random(seed)
@@ -44,7 +45,7 @@ def simulate_run(model: FailureModel, interval_s: float, intervals: int, seed: i
 
 
 def time_by_kind(phases: list[Phase]) -> dict[str, float]:
-    """Return the seconds that each kind of phase takes, by kind, in order of first occurrence."""
+    """Return the total seconds of all phases of each kind, by kind, in order of first occurrence."""
     seconds: dict[str, float] = {}
     for phase in phases:
         seconds[phase.kind] = seconds.get(phase.kind, 0.0) + phase.stop - phase.start

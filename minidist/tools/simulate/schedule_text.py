@@ -17,8 +17,9 @@ _OP = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
 def parse_schedule(text: str, name: str = "by hand", placement: Literal["loop", "v"] = "loop") -> Schedule:
     """Parse the text of a schedule; empty lines and comments (#) are ignored.
 
-    The highest micro-batch and chunk number determine how many there are. `check` tells whether the schedule can run.
-    Raises UserError with the line and the word that is not an action.
+    The highest micro-batch and chunk number determine how many there are. name: becomes the schedule's kind, and names
+    the text in errors. placement: of the chunks on the stages, as in `Schedule`. `check_schedule` checks whether the
+    schedule can run. Raises UserError with the line and the word that is not an action.
     """
     lines = [(number, line.split("#")[0].split()) for number, line in enumerate(text.splitlines(), 1)]
     orders = [[_parse_action(word, name, number) for word in words] for number, words in lines if words]

@@ -18,9 +18,9 @@ from minidist.tools.simulate.check import check_schedule, peak_live_micro_batche
 class StageTimes:
     """The times of a stage's forward (F), input gradient (B) and weight gradient (W) per micro-batch, in any unit.
 
-    f, b, w: one number for all stages; or one per stage, for all of its chunks together; or one per model chunk, in the
-    order of forward. A backward that is not split takes b + w. comm: from the end of an action on one stage until its
-    result has arrived at another.
+    f, b, w: times of F, B and W: one number for all stages; or one per stage, for all of its chunks together; or one
+    per model chunk, in the order of forward. A backward that is not split takes b + w. comm: the time from the end of
+    an action on one stage until its result has arrived at another stage.
     """
 
     f: float | Sequence[float] = 1.0
@@ -29,7 +29,7 @@ class StageTimes:
     comm: float = 0.0
 
     def action_durations(self, schedule: Schedule) -> dict[str, list[float]]:
-        """The durations of the actions of one micro-batch: kind ("F", "B", "W") -> one duration per model chunk.
+        """Return the durations of the actions of one micro-batch: kind ("F", "B", "W") -> one duration per model chunk.
 
         Raises UserError for invalid times, and for a list whose length is neither the number of stages nor of chunks.
         """
@@ -82,7 +82,7 @@ class PipelineTimeline:
 
     @property
     def makespan(self) -> float:
-        """The time from the first action of any stage to the last of any: the time of a single step by itself."""
+        """The time from the start of the first action of any stage to the end of the last: the time of a single step."""
         return max(spans[-1].end for spans in self.spans) - min(spans[0].start for spans in self.spans)
 
     @property
@@ -104,7 +104,7 @@ class PipelineTimeline:
 def simulate_schedule(schedule: Schedule, times: StageTimes) -> PipelineTimeline:
     """Compute when every action of a schedule starts and ends, given the times of its stages.
 
-    Raises UserError if the schedule cannot run (its actions wait for each other in a circle), and for invalid times.
+    Raises UserError if the schedule cannot run (its actions wait for each other in a cycle), and for invalid times.
     """
     check_schedule(schedule)
     return PipelineTimeline(schedule, compute_spans(schedule, times.action_durations(schedule), times.comm))

@@ -18,7 +18,8 @@ COMPUTE, WAITING, COMMUNICATION = 1, 2, 3  # thread ids; further lanes of commun
 def make_trace_events(recordings: Sequence[RankRecording], names: Sequence[str]) -> list[dict]:
     """Return the events of a Chrome trace: metadata first, then by time, an event before the events nested in it.
 
-    recordings: of every rank, in rank order, with the times of one clock. names: the display name of each rank.
+    recordings: the recording of every rank, in rank order, with the times of one clock. names: the display name of each
+    rank.
     """
     origin = min(recording.begin for recording in recordings)
     metadata, timed = [], []

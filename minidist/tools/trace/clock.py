@@ -21,16 +21,17 @@ EXCHANGES = 16
 
 
 class ClockOffset(NamedTuple):
-    """What to add to this rank's clock to get the clock of the group's first rank, and a bound of the error."""
+    """The nanoseconds to add to this rank's clock to get the clock of the group's first rank, and a bound of the error."""
 
     offset_ns: int
     error_ns: int
 
 
 def measure_clock_offset(group: Group, now: Callable[[], int] = time.monotonic_ns) -> ClockOffset:
-    """Measure the offset of this rank's clock from that of the group's first rank; all ranks of the group call it.
+    """Collective: measure the offset of this rank's clock from the clock of the group's first rank.
 
-    now: reads this rank's clock, in nanoseconds. Returns (0, 0) on the first rank's host, whose ranks share its clock.
+    now: takes nothing and returns the time of this rank's clock in nanoseconds. Returns (0, 0) on the first rank's
+    host, whose ranks share its clock.
     """
     nodes = all_gather_object(group.world.node_rank, group)
     for rank, node in enumerate(nodes):
@@ -67,7 +68,7 @@ def _request_readings(group: Group, now: Callable[[], int]) -> ClockOffset:
 class HostClock:
     """Reads timestamps from this host's monotonic clock, in nanoseconds.
 
-    now: the function that reads the clock.
+    now: the function that reads the clock; takes nothing and returns the timestamp.
     """
 
     def __init__(self, now: Callable[[], int] = time.monotonic_ns):

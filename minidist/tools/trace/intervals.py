@@ -1,4 +1,4 @@
-"""Unions, intersections and lanes of time intervals (begin, end) on one clock."""
+"""Unions, intersections and lanes of time intervals (begin, end) on one clock, in any unit."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ def covered_time(intervals: Iterable[Interval]) -> float:
 
 
 def assign_lanes(intervals: Sequence[Interval]) -> list[int]:
-    """Return a lane number, from 0, for each interval, so that no two intervals of a lane overlap.
+    """Return a lane (a row of the drawing, numbered from 0) for each interval, so that no two of a lane overlap.
 
     intervals: (begin, end) pairs, sorted by begin.
     """

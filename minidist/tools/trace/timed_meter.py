@@ -1,8 +1,8 @@
 """A meter that also records times: of every operation, of every wait, and of what the rank computes.
 
-It is an ordinary `Meter` before `start_recording()` and after `stop_recording()`. A plain meter has the same hooks
-(`span`, `waiting`, `started`), which do nothing: the collectives call them once per operation and the step once per
-micro-batch, whether times are recorded or not.
+It is an ordinary `Meter`, which counts the bytes that the rank sends, before `start_recording()` and after
+`stop_recording()`. A plain meter has the same hooks (`span`, `waiting`, `on_launch`), which do nothing: the collectives
+call them once per operation and the step once per micro-batch, whether times are recorded or not.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from minidist.tools.trace.clock import DeviceClock, HostClock
 class TimedSpan:
     """A computation or a wait of this rank.
 
-    begin, end: timestamps of the recording clock; in a `RankRecording`, nanoseconds. attributes: of this span and of
-    the spans around it.
+    begin, end: timestamps of the recording clock; in a `RankRecording`, nanoseconds. attributes: the attributes of this
+    span and of the spans around it, such as {"step": 3, "micro_batch": 0}.
     """
 
     name: str
@@ -32,9 +32,9 @@ class TimedSpan:
 class OperationSpan:
     """A communication operation from launch to completion.
 
-    launched, reported, waited: times as in `TimedSpan`: of the launch; of the backend's report that the operation has
-    completed, None if the backend reports none; of the end of the wait for it, None without a wait. attributes: of the
-    spans in which it was launched.
+    launched: time of the launch, as in `TimedSpan`. reported: time at which the backend reported that the operation has
+    completed, None without a report. waited: time at which the wait for it ended, None without a wait. attributes: the
+    attributes of the spans in which it was launched.
     """
 
     record: Record
@@ -45,7 +45,7 @@ class OperationSpan:
 
     @property
     def completed(self) -> Any:
-        """The earlier of `reported` and `waited`, as far as they are known: the time of completion."""
+        """The time of completion: the earlier of `reported` and `waited`; None if both are unknown."""
         return min((time for time in (self.reported, self.waited) if time is not None), default=None)
 
 
@@ -53,8 +53,8 @@ class OperationSpan:
 class RankRecording:
     """The spans, waits and operations of one rank between `begin` and `end`, in nanoseconds of one clock.
 
-    spans: computation, nested, in the order of begin; waits: when the host (on CUDA: the stream) waited for
-    communication; operations: all that were launched.
+    spans: nested computations, in the order of begin. waits: when the host (on CUDA: the stream) waited for
+    communication. operations: all operations that were launched.
     """
 
     begin: int
@@ -65,7 +65,7 @@ class RankRecording:
 
 
 class TimedMeter(Meter):
-    """A `Meter` of totals that, between `start_recording` and `stop_recording`, keeps every operation with its times.
+    """A traffic `Meter` that counts totals only but, between `start_recording` and `stop_recording`, keeps every operation with its times.
 
     Memory grows with every recorded operation, so recordings should be short.
     """
@@ -82,7 +82,7 @@ class TimedMeter(Meter):
         self._begin = times.now()
 
     def stop_recording(self, offset_ns: int = 0) -> RankRecording:
-        """Stop and return the recording. offset_ns: is added to every time; from `clock.measure_clock_offset`."""
+        """Stop and return the recording. offset_ns: is added to every time; see `clock.measure_clock_offset`."""
         times, self._times = self._times, None
 
         def to_common_clock(timestamp) -> int | None:
@@ -113,6 +113,7 @@ class TimedMeter(Meter):
         return recording
 
     def record(self, *args, **kwargs) -> Record:
+        """Count an operation as `Meter.record` does; during a recording, also keep it with the time of its launch."""
         record = super().record(*args, **kwargs)
         if self._times is not None:
             # The span keeps the record alive, so that no other object gets this id.
@@ -120,7 +121,10 @@ class TimedMeter(Meter):
         return record
 
     def on_launch(self, records: Sequence[Record], works: Sequence) -> None:
-        """Register for the backend's completion reports. On CUDA the end of the stream's wait is used instead."""
+        """Ask the backend to report the completion of these operations.
+
+        On CUDA the end of the stream's wait is used.
+        """
         operations = [self._recorded[id(record)] for record in records if id(record) in self._recorded]
         if not operations or len(works) != len(operations) or not isinstance(self._times, HostClock):
             return
@@ -129,6 +133,7 @@ class TimedMeter(Meter):
                 work.get_future().add_done_callback(self._completion_callback(operation))
 
     def on_wait_end(self, record: Record) -> None:
+        """Do what `Meter.on_wait_end` does; during a recording, also keep the time at which the first wait ended."""
         super().on_wait_end(record)
         operation = self._recorded.get(id(record))
         if operation is not None and operation.waited is None:
@@ -149,11 +154,11 @@ class TimedMeter(Meter):
             span.end, self._enclosing = times.now(), enclosing
 
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager:
-        """A context for a computation of the rank, recorded under `name`."""
+        """Return a context whose duration is recorded as a computation `name` of this rank. attributes: see `TimedSpan`."""
         return self._timed(self._spans, name, attributes)
 
     def waiting(self, records: Sequence[Record]) -> contextlib.AbstractContextManager:
-        """A context in which the rank waits for these operations."""
+        """Return a context whose duration is recorded as a wait of this rank for these operations."""
         return self._timed(self._waits, records[0].name, {"of": list(records)})
 
     def _completion_callback(self, operation: OperationSpan):

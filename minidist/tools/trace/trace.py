@@ -43,7 +43,7 @@ class TimeFractions:
 
 
 def compute_time_fractions(recording: RankRecording) -> TimeFractions:
-    """Compute which fractions of its recorded time a rank computed, waited for communication and did other things."""
+    """Compute in which fractions of its recorded time a rank computed, waited for communication and did other things."""
     duration = recording.end - recording.begin
     computations = [(span.begin, span.end) for span in recording.spans if span.name in COMPUTED]
     waits = [(wait.begin, wait.end) for wait in recording.waits]
@@ -58,9 +58,9 @@ def compute_time_fractions(recording: RankRecording) -> TimeFractions:
 
 
 class TraceRecorder(Observer):
-    """Records the trace of one run. The run's meter must be a `TimedMeter`.
+    """Records the trace of one run. The run's traffic meter (`trainer.groups.meter`) must be a `TimedMeter`.
 
-    line: the line that rank 0 prints about the trace at the end of the run.
+    line: the line about the trace that `on_end` prints; None on ranks other than 0 if a trace was written.
     """
 
     def __init__(self, config: Config):
@@ -70,6 +70,7 @@ class TraceRecorder(Observer):
         self.line: str | None = None
 
     def check(self, folder: Path) -> None:
+        """Raise UserError if the file of `--trace` exists or cannot be written."""
         check_trace_file(self._whole_config)
 
     def on_start(self, trainer: Trainer) -> None:
@@ -77,7 +78,7 @@ class TraceRecorder(Observer):
         self._meter, self._group = trainer.groups.meter, trainer.control
 
     def before_step(self, trainer: Trainer) -> None:
-        """Begin or end the recording at the configured steps."""
+        """Collective: begin or end the recording if this is the configured step (`--trace.first`, `--trace.steps`)."""
         step = trainer.progress.step
         if self._ended:
             return
@@ -88,12 +89,12 @@ class TraceRecorder(Observer):
             self._finish(step)
 
     def on_last_step(self, trainer: Trainer) -> None:
-        """End the recording if it still runs, and write the file."""
+        """Collective: end the recording if it still runs, gather the recordings of all ranks, and write the file."""
         if not self._ended:
             self._finish(trainer.progress.step)
 
     def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
-        """Print `line`."""
+        """Send `line` to all observers as a note, which the console prints; do nothing if it is None."""
         if self.line is not None:
             trainer.send_note(self.line)
 
@@ -140,9 +141,9 @@ def _write(path: Path, group: Group, gathered: Sequence[tuple], steps: tuple[int
 
 
 def describe_trace(path: Path, steps: tuple[int, int], fractions: Sequence[TimeFractions]) -> str:
-    """Return the line that tells the user the trace's file and the time fractions of the first ranks.
+    """Return the line that names the trace's file and the time fractions of the first eight ranks.
 
-    steps: first and last recorded step. fractions: of every rank, in rank order.
+    steps: first and last recorded step. fractions: the time fractions of every rank, in rank order.
     """
     printed = []
     for rank, time in enumerate(fractions[:_PRINTED_RANKS]):

@@ -1,4 +1,4 @@
-"""The traffic matrix: bytes that each rank sent to each other rank, from the meters of all ranks."""
+"""The traffic matrix: bytes that each rank sent to each other rank, from the records of all ranks' traffic meters."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,8 +8,8 @@ from minidist.comm.meter import Record
 def traffic_matrix(by_rank: Sequence[Iterable[Record]]) -> list[list[int]]:
     """Compute the matrix whose entry [i][j] is the number of bytes that rank i sent to rank j.
 
-    by_rank: the records of every rank, in rank order. Transfers are counted; collectives are modelled by the algorithm
-    that the meter names (`Record.algorithm`).
+    by_rank: the traffic meter's records of every rank, in rank order. Transfers (sends) are counted; collectives are
+    modelled by the algorithm that the meter names (`Record.algorithm`).
     """
     records = [list(of_rank) for of_rank in by_rank]
     size = max([len(records), *(1 + max(record.ranks) for of_rank in records for record in of_rank)])

@@ -311,7 +311,10 @@ def _decode_text(padded: bytes) -> str:
 
 
 def format_channel(channel: Channel) -> str:
-    """Return the channel as text, with ranges so that large groups fit: "collective|0-6:2||0|grads" for ranks 0 2 4 6."""
+    """Return the channel as text: "collective|0-6:2||0|grads" for ranks 0, 2, 4, 6.
+
+    With a range, large groups fit, too.
+    """
     ranks = channel.ranks
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     even = step > 0 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step))

@@ -151,7 +151,7 @@ class AllocationHistory:
                 self.record_free(address)
 
     def compute_peak(self, first_event: int) -> tuple[int, dict[str, int], dict[str, int]]:
-        """Return total, breakdown and peak_by_kind of `MemoryPeak`. first_event: how many events precede the measured ones."""
+        """Return total, breakdown and peak_by_kind of `MemoryPeak`. first_event: number of events to ignore."""
         allocated = {number for sign, number in self.events if sign > 0}
         live: dict[str, int] = {}
         total, breakdown, peak_by_kind = -1, {}, {}

@@ -1,7 +1,7 @@
 """Live ranks in JupyterLab: `%load_ext minidist.tools.notebook`, then `%ranks 4` and `%%ranks` on top of a cell.
 
-Ranks keep their variables between cells, `%%piece` replaces a symbol of the package on all of them, `predict` asks for
-an estimate before a measurement, and the plots draw measured data.
+Ranks keep their variables between cells, `%%piece` replaces a function or class of the package on all of them,
+`predict` asks for an estimate before a measurement, and the plots draw measured data.
 
 Reading order: `magics` (the commands), `session` (live ranks, seen from the kernel), `request_watcher` and
 `blocked_in_torch` (wait for a cell, detect that it hangs), `result` (what a cell returns), `rank_session` (the rank's

@@ -29,15 +29,15 @@ _BLOCKING_FOLDERS = (
 
 
 class BlockedDetector:
-    """Detects that all ranks that have not answered are blocked in torch, once nothing has changed for `BLOCKED_S`."""
+    """Detects that all ranks that have not answered are blocked in torch, `BLOCKED_S` seconds after a change."""
 
     def __init__(self, job: LiveJob):
         self._job, self._since_s = job, 0.0
 
     def all_blocked(self, last_change_s: float) -> bool:
-        """Return whether all ranks that have not answered are blocked; checks them twice.
+        """Return whether all ranks that have not answered are blocked, in two checks in succession.
 
-        last_change_s: when a rank status last changed, in seconds of `time.monotonic`.
+        last_change_s: when a rank's status last changed, in seconds of `time.monotonic`.
         """
         now_s = time.monotonic()
         if now_s - max(last_change_s, self._since_s) < BLOCKED_S:

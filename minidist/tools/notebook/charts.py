@@ -1,6 +1,6 @@
 """Plots of memory by category, of losses, and of differences between losses, measured on the ranks.
 
-Each function returns its data, and empty data is an error, as in `pictures.py`.
+Each plot function draws unless `draw` is False, and returns its data; empty data is an error, as in `pictures.py`.
 """
 
 import math
@@ -17,8 +17,9 @@ def memory_by_category(
 ) -> dict[str, int]:
     """Return the bytes that this rank's tensors occupy, by category.
 
-    The categories are parameters, gradients and buffers of `model`, the optimizer state of `optimizer` and one for each
-    of `further`: its name and a tensor or nested lists and dicts of tensors. Categories without memory are left out.
+    The categories are parameters, gradients and buffers of `model`, optimizer state of `optimizer`, and one category
+    for each keyword of `further`: a tensor, or nested lists and dicts of tensors. Empty categories of `model` and
+    `optimizer` are left out.
     Tensors that share a storage count once, in their first category.
     """
     parts: dict[str, Iterable] = {}
@@ -37,7 +38,7 @@ def plot_memory(by_rank: Sequence[Mapping[str, int]], draw: bool = True) -> list
 
     by_rank: bytes by category for each rank, in rank order, as
     `ranks.get("memory_by_category(model, optimizer)")` gives them.
-    Raises UserError when no rank holds anything.
+    Raises UserError when the memory of all ranks is 0.
     """
     held = [dict(parts) for parts in by_rank]
     if not any(count for parts in held for count in parts.values()):
@@ -70,7 +71,7 @@ def compare_memory(
 def plot_losses(
     runs: Mapping[str, Sequence[float]], reference: Sequence[float], draw: bool = True
 ) -> dict[str, list[float]]:
-    """Plot the losses of runs over those of a reference run in one process, with which they should coincide.
+    """Plot the losses of runs over the losses of a reference run in one process, which they should equal.
 
     runs: the loss of each step, by the name of the run. reference: the loss of each step in one process.
     Returns {"one process": reference, **runs} with the losses as floats. Raises UserError when there is no run, a curve
@@ -91,12 +92,12 @@ def plot_losses(
 def plot_loss_differences(
     runs: Mapping[str, Mapping[int, float]], reference: Sequence[float], draw: bool = True
 ) -> dict[str, dict[int, float]]:
-    """Plot how far the losses of runs are from those of a reference run, on a logarithmic axis.
+    """Plot the absolute differences between the losses of runs and of a reference run, on a logarithmic axis.
 
-    runs: the losses of a run by step, by the name of the run; it need not contain every step of the reference.
-    reference: the loss of each step. Returns the absolute differences by step, by name. A run whose losses all equal
-    the reference has no logarithm: the legend says so. Raises UserError when a run is empty, has a step that the
-    reference has not, or a difference is not finite.
+    runs: by the name of the run, its losses by step (from 0); a run need not contain every step of the reference.
+    reference: the loss of each step of the reference run. Returns the absolute differences by step, by name. A run
+    whose losses all equal the reference has no logarithm: the legend says so. Raises UserError when there is no run, a
+    run is empty or has a step that the reference does not have, or a difference is not finite.
     """
     if not runs or (empty := [name for name, losses in runs.items() if not losses]):
         raise UserError(f"there are no losses to compare: {' and '.join(empty) if runs else 'no run'} has none")

@@ -1,6 +1,6 @@
 """Plots of predicted and measured curves, and of the best choice by size and number of ranks.
 
-Each function returns its data, and empty data is an error, as in `pictures.py`.
+Each function draws unless `draw` is False, and returns its data; empty data is an error, as in `pictures.py`.
 """
 
 import math
@@ -24,8 +24,8 @@ def compare_curves(
     """Plot predicted points as lines and measured ones as dots, on logarithmic axes, with one colour per name.
 
     predicted, measured: (x, y) points by name, all above 0. y, x: axis labels with units. level: y of a horizontal
-    dotted line, None for none. Returns {"predicted": ..., "measured": ...}.
-    Raises UserError when there is nothing to draw, a curve is empty, or a number has no logarithm.
+    dotted line, None for none. Returns {"predicted": ..., "measured": ...}. Raises UserError when there is nothing to
+    draw, a curve is empty, or a number is not above 0 and finite.
     """
     drawn = {
         "predicted": {name: [(float(a), float(b)) for a, b in points] for name, points in predicted.items()},
@@ -53,9 +53,9 @@ def plot_winners(
     """Plot which name is best for each number of ranks and each size in bytes, as a grid of coloured fields.
 
     best: by number of ranks, the best name for each of `sizes`. dots: by number of ranks, (bytes, name) of further
-    points, drawn as dots. names: the order of colours, as `compare_curves` uses them. Returns the best names by number
-    of ranks.
-    Raises UserError when there is no field, or a row has not a name for each size.
+    points, drawn as dots. names: names in the order of their colours, as in the curves of a `compare_curves` plot
+    beside it. Returns the best names by number of ranks. Raises UserError when there is no number of ranks or no size,
+    or `best` does not have one name for each size.
     """
     rows = {ranks: list(names) for ranks, names in best.items()}
     if not rows or not sizes:

@@ -25,6 +25,6 @@ class LiveOutput:
             self._handle.update(data, raw=True)
 
     def clear(self, wait: bool) -> None:
-        """Remove the text. wait: only when the cell shows its next output, which avoids flicker."""
+        """Remove the text. wait: remove it only when the cell shows its next output, which avoids flicker."""
         if self._handle is not None:
             clear_output(wait=wait)

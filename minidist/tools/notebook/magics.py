@@ -1,9 +1,9 @@
 """The magic commands of a notebook: `%load_ext minidist.tools.notebook` makes them known.
 
-%ranks 4                   four ranks that stay (--memory 2: GiB for each)
-%%ranks                    the cell runs on every rank (--quiet 60: it may do nothing visible for so long)
-%%piece module:symbol      the cell becomes that function or class, here and on every rank
-%piece --reset [name]      back to the original
+%ranks 4                   start four ranks, which live until %ranks --stop (--memory 2: at most 2 GiB for each)
+%%ranks                    run the cell on every rank (--quiet 60: stop it after 60 s without progress)
+%%piece module:symbol      replace that function or class by the cell's text, here and on every rank
+%piece --reset [name]      restore the original of this symbol, or of all replaced symbols
 """
 
 import atexit
@@ -26,7 +26,11 @@ _OPTIONS = {"--device": str, "--quiet": float, "--timeout": float, "--memory": f
 
 @magics_class
 class RanksMagics(Magics):
-    """The magics of one notebook, which owns its ranks and its replaced symbols."""
+    """The magics of one notebook, which owns its ranks and its replaced symbols.
+
+    server: a rank server, which starts the ranks; None: create one, and close it in `close`. pieces, sources: the
+    replaced symbols of this process, and their new sources. live: the ranks, None before `%ranks`.
+    """
 
     def __init__(self, shell, server: RankServer | None = None):
         super().__init__(shell)
@@ -116,9 +120,10 @@ class RanksMagics(Magics):
         return max(1, len(self.shell.user_ns.get("In", ())) - 1)
 
     def replace_symbol(self, name: str, source: str, also_replaced: Collection[str] = ()) -> None:
-        """Replace the symbol `name` by `source` in this process and on the ranks, and print so.
+        """Replace the symbol `name` by `source` in this process and on the ranks; print a line that says so.
 
-        also_replaced: as for `SymbolReplacements`. Raises UsageError if the symbol cannot be replaced.
+        also_replaced: names of other symbols that `source` may define, too, as for `SymbolReplacements.replace_symbol`.
+        Raises UsageError if the symbol cannot be replaced.
         """
         try:
             if self.live is not None:

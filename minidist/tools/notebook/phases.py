@@ -1,6 +1,6 @@
 """Plots of runs with failures: what happens when, what a killed save leaves, and who reads which part of a checkpoint.
 
-Each function returns its data, and empty data is an error, as in `pictures.py`.
+Each function draws unless `draw` is False, and returns its data; empty data is an error, as in `pictures.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ def plot_phases(
 ) -> dict[str, dict[str, float]]:
     """Plot the phases of runs, ranks or threads on a common time axis; return the time in each kind of phase, by row.
 
-    rows: the phases by the name of the row. x: label of the axis, with its unit; phases are in that unit. Phases of one
-    kind have one colour. Raises UserError when a row is empty.
+    rows: the phases of each row, by the row's name. x: label of the time axis, with the unit of the phases' times.
+    Phases of one kind have one colour. Raises UserError when there is no row, or a row is empty.
     """
     phases = {name: list(row) for name, row in rows.items()}
     empty = [name for name, row in phases.items() if not row]
@@ -38,11 +38,11 @@ def plot_outcomes(
     colors: Mapping[str, str] | None = None,
     draw: bool = True,
 ) -> dict[str, list[str]]:
-    """Plot a grid of outcomes with one colour for each; return the rows.
+    """Plot a grid of outcomes with one colour for each distinct outcome; return the rows.
 
-    rows: the outcomes of a row, one for each of `columns`, by its name. x: what the columns are. colors: matplotlib's
-    colours by outcome, in the order of the legend; if None, the outcomes get colours in order of first occurrence.
-    Raises UserError when there is no field, or a row has not an outcome for each column.
+    rows: by the row's name, its outcomes, one for each of `columns`. x: label of the axis of columns. colors:
+    matplotlib's colours by outcome, in the order of the legend; if None, the outcomes get colours in order of first
+    occurrence. Raises UserError when there is no row or no column, or a row does not have one outcome for each column.
     """
     grid = {name: list(row) for name, row in rows.items()}
     if not grid or not columns:
@@ -57,11 +57,12 @@ def plot_outcomes(
 def plot_resharding(
     saved: SavedTensor, loading: Sequence[TensorShard], draw: bool = True
 ) -> list[tuple[int, int, Box]]:
-    """Plot a two-dimensional tensor as a checkpoint holds it, and as other ranks load it.
+    """Plot how a two-dimensional tensor is sharded in a checkpoint, and which parts of it each rank loads.
 
-    saved: where the checkpoint stores the tensor, one file for each saving rank. loading: the shard of each loading
-    rank, in rank order. On both sides a colour is a saving rank. Returns (loading rank, saving rank, box) for every
-    slice that a loading rank reads. Raises UserError if the tensor has not two dimensions, or nothing is read.
+    saved: the boxes of the tensor (index ranges in each dimension) and the files that contain them, one file for each
+    saving rank. loading: the shard of each loading rank, in rank order. Both plots have one colour per saving rank.
+    Returns (loading rank, saving rank, box) for every box that a loading rank reads. Raises UserError if the tensor
+    does not have two dimensions, or no rank reads anything.
     """
     files = sorted({box.file for box in saved.boxes})
     reads = [

@@ -1,6 +1,8 @@
 """Plots of measured communication: the traffic matrix and the timeline of events.
 
-Each function draws into the notebook and returns its data. Empty data is an error, because an empty plot misleads.
+The data are records of the traffic meter, which writes one record per communication operation with its bytes. Each plot
+function draws into the notebook unless `draw` is False, and returns the data that it draws. Empty data is an error,
+because an empty plot misleads.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,8 +21,8 @@ Measured = CellResult | Sequence[Iterable[Record]]
 class Span(NamedTuple):
     """A communication operation of one rank, as `plot_timeline` draws it.
 
-    name: of the collective. launched, waited: positions of its launch and of the end of its wait in the rank's order of
-    events; waited is None without a wait. wire_bytes: sent by this rank.
+    name: the operation's name, such as "all_reduce". launched, waited: positions of its launch and of the end of its
+    wait in the rank's order of events; waited is None without a wait. wire_bytes: the bytes that this rank sent.
     """
 
     name: str
@@ -30,7 +32,7 @@ class Span(NamedTuple):
 
 
 def plot_traffic(measured: Measured, draw: bool = True) -> list[list[int]]:
-    """Plot the traffic matrix, the bytes that each rank sent to each other; return it, one row per sender.
+    """Plot the traffic matrix, the bytes that each rank sent to each other rank; return it, one row per sender.
 
     measured: a cell's result (`ranks.last`), or the records of every rank. Sends are counted; collectives are modelled
     by the algorithm that the meter names (`Record.algorithm`).
@@ -50,8 +52,9 @@ Marks = Sequence[Iterable[tuple[int, str]]]
 def plot_timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> list[list[Span]]:
     """Plot each rank's operations from launch to wait, in its order of events; return the spans by rank.
 
-    marks: `Meter.events` of each rank, (position in the same order, label).
-    The axis counts events, not seconds, from the first operation or mark. Raises UserError when there was no operation.
+    measured: as for `plot_traffic`. marks: `Meter.events` of each rank, (position in the order of events, label). The
+    axis counts the rank's events (launches, ends of waits, marks), not seconds. Raises UserError when there was no
+    operation.
     """
     records = _by_rank(measured)
     marks = [list(rows) for rows in marks] or [[] for _ in records]
@@ -74,7 +77,7 @@ def plot_timeline(measured: Measured, marks: Marks = (), draw: bool = True) -> l
 
 
 def assign_lanes(spans: Sequence[Span]) -> list[int]:
-    """Return a lane for each span, so that no two spans of a lane are in flight at the same time.
+    """Return a lane (a row, from 0) for each span, so that no two spans of a lane are in flight at the same time.
 
     spans: of one rank, in launch order.
     """

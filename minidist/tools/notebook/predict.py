@@ -4,8 +4,9 @@
     ...                                                           # a cell that measures
     score_prediction("ring-bytes", ranks.last)                            # or a number from the meter
 
-No answer blocks the notebook or raises. Only an answer given before the measurement is scored, also in a later session.
-Scores are stored in the learner's folder; without one they last as long as the process.
+Neither a missing nor a wrong answer stops the notebook or raises. Only an answer given before the measurement is
+scored, also in a later session. Scores are stored in the learner's folder; without one they last as long as the
+process.
 """
 
 import contextlib
@@ -31,9 +32,9 @@ _UNSAVED: dict[str, Any] = {}  # in a notebook outside any learner's folder
 class Prediction:
     """A question with its answer, measured value and score.
 
-    id: its name in `predict` and `score_prediction`. answer: given before the measurement; None if none was. value: the
-    measured value, None before the measurement. score: 1 right, 0 wrong, None not scored. late_answer: an answer given
-    or changed after the measurement, which is not scored.
+    id: the name in `predict` and `score_prediction`. answer: the answer given before the measurement, None if there was
+    none. value: the measured value, None before the measurement. score: 1 if right, 0 if wrong, None if not scored.
+    late_answer: an answer given or changed after the measurement, which is not scored.
     """
 
     id: str
@@ -88,7 +89,7 @@ def score_prediction(
     """Record a measured value and score the prediction made before it.
 
     id: as given to `predict`. value: a number, list or text, or the CellResult of a cell that never returned.
-    tolerance: relative, for numbers; 0 for exact equality.
+    tolerance: relative tolerance for numbers; 0 for exact equality. file: as for `predict`.
     Raises UserError when the question was never asked.
     """
     if isinstance(value, CellResult):

@@ -27,7 +27,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class Cell(NamedTuple):
-    """A cell's source. name: its file name in tracebacks and in the rank status."""
+    """A cell's source. name: the file name of the cell in tracebacks and in the rank status, such as "cell 7"."""
 
     name: str
     source: str
@@ -66,7 +66,9 @@ class Answer(NamedTuple):
 
 
 def serve_requests(world: World, rank_worker: RankWorker, memory_bytes: int | None = None) -> None:
-    """Answer requests until the client is gone. A request is the name of a `RankSession` method and its arguments.
+    """Answer the notebook's requests, in the rank's process, until the notebook closes the connection.
+
+    A request is a number and a tuple: the name of a `RankSession` method and its arguments.
 
     memory_bytes: how much memory cells may add to what the rank has now; this rank's share of the free memory if None.
     """
@@ -85,7 +87,8 @@ def serve_requests(world: World, rank_worker: RankWorker, memory_bytes: int | No
 class RankSession:
     """Runs the requests of a notebook in a rank's process, and keeps the cells' namespace and the replaced symbols.
 
-    names: the namespace in which cells run.
+    world: this rank's world. rank_worker: receives requests and has this rank's traffic meter. memory_bytes: as for
+    `serve_requests`. names: the namespace in which cells run.
     """
 
     def __init__(self, world: World, rank_worker: RankWorker, memory_bytes: int | None):
@@ -122,7 +125,7 @@ class RankSession:
                 self._rank_worker.close_connections()
 
     def execute_request(self, method, *arguments) -> Answer:
-        """Call `method`, a method of this session, and return its answer; an exception or Ctrl-C becomes one."""
+        """Call `method`, a method of this session, and return its answer; an exception or Ctrl-C also gives an answer."""
         del self._rank_worker.meter.records[:-_MAX_KEPT]
         status, first = self._world.status, len(self._rank_worker.meter.records)
         status.on_resume()
@@ -155,9 +158,9 @@ class RankSession:
         return fault._replace(kind="MemoryError", message=more)
 
     def recreate_process_group(self, generation: int) -> Answer:
-        """Recreate the default process group; bind it to `comm` in the cells' namespace.
+        """Collective: recreate torch's default process group; bind it to `comm` in the cells' namespace.
 
-        generation: as for `RankWorker.recreate_process_group`.
+        generation: a number that is new in each call and equal on all ranks.
         """
         self.names["comm"] = self._rank_worker.recreate_process_group(generation)
         return Answer("done")

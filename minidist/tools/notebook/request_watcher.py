@@ -21,9 +21,9 @@ _GRACE_DIED_S = 0.15  # after a death, to report others that die of the same cau
 class RequestWatcher:
     """Waits for the answers to one request; detects deadlocks, deaths, silence, floods of output and interrupts.
 
-    quiet_s: seconds without any progress after which the request counts as failed. timeout_s: limit for the whole
-    request; None for no limit.
-    show: called from time to time with what the ranks have printed so far.
+    quiet_s: seconds without output or a change of any rank's status after which the request counts as failed.
+    timeout_s: limit in seconds for the whole request; None for no limit. show: called about twice a second, if ranks
+    have printed something new, with their latest output as text.
     """
 
     def __init__(
@@ -33,9 +33,11 @@ class RequestWatcher:
         self._shown_s, self._shown = time.monotonic(), [0] * job.size
 
     def run_request(self, message: tuple, interrupts: list) -> tuple[str, str]:
-        """Send a request and wait: return ("done", ""), or the kind of failure and its explanation.
+        """Send a request to all ranks and wait: return ("done", ""), or the kind of failure and its explanation.
 
-        interrupts: a list to which Ctrl-C appends, which stops the wait.
+        message: the name of a `RankSession` method and its arguments. interrupts: a list to which the caller's signal
+        handler appends on Ctrl-C; once it is not empty, the wait ends with the kind "stopped". Other kinds as in
+        `CellResult`.
         """
         job = self._job
         job.send_request(message)
@@ -130,9 +132,9 @@ class RequestWatcher:
 
 
 def describe_unmatched_collectives(statuses: dict[int, Snapshot]) -> list[str]:
-    """Describe the collectives that some ranks have begun and other ranks of the group have not.
+    """Describe the collectives that some ranks have begun and other ranks of the group have not; [] without any.
 
-    For ranks blocked in C++, as at the end of DDP's backward, this is all that their status shows.
+    statuses: by rank. For ranks blocked in C++, as at the end of DDP's backward, this is all that their status shows.
     """
     lines = []
     for channel in dict.fromkeys(channel for status in statuses.values() for channel in status.progress_by_channel):
@@ -156,7 +158,7 @@ def describe_unmatched_collectives(statuses: dict[int, Snapshot]) -> list[str]:
 
 
 def are_groups_usable(statuses: dict[int, Snapshot]) -> bool:
-    """Return whether all partners of every launched operation launched it too, so that the groups can still be used."""
+    """Return whether every operation launched on a rank was launched by all its partners, so the groups can be used."""
     counts = {
         n: {channel: p.num_launched for channel, p in status.progress_by_channel.items()}
         for n, status in statuses.items()

@@ -1,4 +1,4 @@
-"""What became of a cell, and how it is shown: by rank, equal things once."""
+"""The result of a cell, and its text in the notebook: by rank, equal texts of several ranks once."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +22,8 @@ class CellResult:
 
     outputs: what each rank printed; shown: repr of each rank's last expression, "" for none; both by rank.
     errors: one message for every distinct error, and one that explains why the cell was stopped.
-    notes: consequences for the ranks, such as a restart. records: the communication of each rank in this cell,
-    from its meter.
+    notes: consequences for the ranks, such as a restart. records: by rank, one record of the traffic meter for each
+    communication operation in this cell.
     kind: "done"; "error" (ranks raised); "deadlock"; "mismatch" (of collectives); "quiet" (no progress); "deadline"
     (the cell's limit); "stopped" (Ctrl-C); "flood" (too much output); "died" (ranks died).
     """
@@ -68,7 +68,7 @@ def format_latest_output(outputs: Sequence[str]) -> str:
 
 
 def merge_equal(texts: Mapping[int, str]) -> list[str]:
-    """Return `ranks 0-2: text` for every distinct text, in order of the first rank; long texts are indented below."""
+    """Return `ranks 0-2: text` for every distinct text, by first rank; texts of several lines are indented below."""
     messages = []
     for text, ranks in group_by_value(texts).items():
         lines = text.splitlines()
@@ -103,7 +103,7 @@ def format_errors(faults: Mapping[int, CellError]) -> list[str]:
 
 
 def adapt_report_to_notebook(text: str) -> str:
-    """Return a report of the rank status in the words of a notebook: cells reach their end instead of returning."""
+    """Return a deadlock report or rank status in a notebook's words: "reached the end of the cell", not "returned"."""
     text = re.sub(r"\bcell (\S+):(\d+)", r"line \2 of cell \1", text)
     text = text.replace(" returned without", " reached the end of the cell without")
     text = text.replace("(returned)", "(reached the end of the cell)")

@@ -28,12 +28,12 @@ _REGROUP_S = 10.0
 class LiveRanks:
     """`n` ranks that stay alive between cells; a context manager. Not thread-safe.
 
-    device: as for `RankServer.start`. quiet_s: stop a cell after that long without output or any operation that begins
-    or ends on the ranks that still run it.
-    memory_gib: memory limit of each rank's variables, on CPU; a share of the free memory if None.
-    server: a running rank server to use; a new one if None.
-    pieces: the replacements made in this process. sources: (source, also_replaced) of each replaced symbol, by symbol;
-    the ranks replace them, too.
+    device: "cpu", or another device name as for `RankServer.start`. quiet_s: a cell is stopped after that many seconds
+    in which no rank that still runs it prints, or begins or ends a communication operation.
+    memory_gib: memory limit in GiB of each rank's variables, on CPU; an equal part of the free memory if None.
+    server: a running rank server, which starts the ranks; a new one if None.
+    pieces: the symbols replaced in this process. sources: (source, also_replaced) of each replaced symbol, by symbol;
+    the ranks replace these symbols, too.
     last: the `CellResult` of the last cell.
     Raises UserError when `n` is not a number of ranks or the device does not exist.
     """
@@ -94,9 +94,9 @@ class LiveRanks:
     ) -> CellResult:
         """Execute `source` on every rank and return the result. Never raises because of what the cell does.
 
-        name: the cell's number or name in messages, without spaces; first_line: the number of its first line there.
-        quiet_s: overrides the one of this object; timeout_s: limit for the cell, None for none.
-        show: called from time to time with the output of the ranks so far.
+        name: the cell's number or name in messages, without spaces; a running number if None. first_line: the number of
+        its first line in messages. quiet_s: overrides this object's `quiet_s`. timeout_s: time limit in seconds for the
+        cell; None for no limit. show: called about twice a second with the latest output of the ranks as text.
         """
         self._cells += 1
         cell = Cell(f"cell {self._cells if name is None else name}", "\n" * (first_line - 1) + source)
@@ -114,7 +114,7 @@ class LiveRanks:
     def get(self, expression: str) -> list[Any]:
         """Evaluate a variable or expression on every rank; return its values in rank order.
 
-        Tensors are copied to the CPU. Raises UserError if the evaluation raises on a rank.
+        Tensors are copied to the CPU. Raises UserError if the evaluation raises on a rank or does not end.
         """
         self._restart_dead_ranks()
         kind, why = RequestWatcher(self._job, self.quiet_s, None).run_request(("evaluate", expression), [])
@@ -127,7 +127,8 @@ class LiveRanks:
     def replace_symbol(self, symbol: str, source: str, also_replaced: Collection[str] = ()) -> None:
         """Replace `symbol` (`module:function`) by `source` in this process and on every rank, also on later ranks.
 
-        Arguments and errors as for `SymbolReplacements.replace_symbol`; after an error nothing has changed.
+        Arguments as for `SymbolReplacements.replace_symbol`. Raises UserError if the symbol cannot be replaced, and
+        whatever compiling or running `source` raises; then this process keeps the old definition.
         """
         self._pieces.replace_symbol(symbol, source, f"piece {symbol}", also_replaced=also_replaced)
         self._sources[symbol] = source, tuple(also_replaced)

@@ -1,5 +1,7 @@
 """Update the `%%piece` cells of notebooks from the package, and optionally execute the notebooks.
 
+A `%%piece` cell shows the source of a function or class of the package, for the learner to change.
+
 python -m minidist.tools.notebook.weave chapters          # cells that differ get the package's source
 python -m minidist.tools.notebook.weave --run chapters    # and every notebook is run and stored
 """
@@ -18,7 +20,7 @@ _CELL_S = 120
 
 
 def find_piece_cells(notebook: Any) -> Iterator[tuple[int, str, str]]:
-    """Yield (cell number, symbol, source) of every `%%piece` cell of a notebook read by nbformat."""
+    """Yield (index of the cell, symbol, source) of every `%%piece` cell of a notebook read by nbformat."""
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "code" and cell.source.startswith(_MAGIC):
             magic, _, source = cell.source.partition("\n")
@@ -26,7 +28,7 @@ def find_piece_cells(notebook: Any) -> Iterator[tuple[int, str, str]]:
 
 
 def find_stale_cells(notebook: Any) -> list[tuple[int, str, str]]:
-    """Return (cell number, symbol, package's source) of the `%%piece` cells that differ from the package.
+    """Return (index of the cell, symbol, package's source) of the `%%piece` cells that differ from the package.
 
     Raises UserError for a symbol that the package does not have.
     """
@@ -51,7 +53,7 @@ def update_cells(file: Path) -> list[str]:
 
 
 def execute_notebook(file: Path) -> None:
-    """Execute a notebook in its folder and store its outputs, without times."""
+    """Execute a notebook in its folder and store its outputs, without the times of execution."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -69,8 +71,8 @@ def execute_notebook(file: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Update the `%%piece` cells of all notebooks of a folder, and run the notebooks if `--run` is given.
 
-    argv: the command line; that of the process if None. Returns exit code 0, or 2 when a folder holds no notebook or
-    a cell names an unknown symbol.
+    argv: the arguments of the command; those of the process if None. Returns exit code 0, or 2 when a folder holds no
+    notebook or a cell names an unknown symbol.
     """
     parser = argparse.ArgumentParser(
         prog="python -m minidist.tools.notebook.weave", description=__doc__.splitlines()[0]

@@ -64,7 +64,7 @@ class ShmGroup(dist.ProcessGroup):
         self._coalesced: list[dist.Work] | None = None
 
     def get_cuda_group(self) -> dist.ProcessGroup:
-        """Return the inner group for tensors on GPUs. Collective in the first call, which creates the inner group."""
+        """Return the inner group for tensors on GPUs. Collective: the first call creates that group."""
         if self._cuda is None:
             self._cuda = self._make_cuda(self)
         return self._cuda
@@ -206,7 +206,7 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device("_reduce_scatter_base")
     def reduce_scatter_single(self, output, input, opts=_REDUCESCATTER):
-        """Collective: cut `input` into equal parts, one per rank; reduce part i, in rank order, to `output` of rank i."""
+        """Collective: cut `input` into one equal part per rank; reduce part i, in rank order, to `output` of rank i."""
         return self._reduce_scatter_pairs([(output, split_evenly_by_rank(input, output, self._size))], opts)
 
     @route_by_device("reduce_scatter_tensor_coalesced")

@@ -164,7 +164,7 @@ class Operation:
         self._ended_lock.acquire()
 
     def wait_until_ended(self, timeout_s: float | None) -> bool:
-        """Block until the operation has ended, for at most `timeout_s` (None: no limit); return whether it has."""
+        """Block until the operation has ended, at most `timeout_s` seconds (None: no limit); return whether it has."""
         if not self._ended_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return False
         self._ended_lock.release()

@@ -52,8 +52,7 @@ def check_rendezvous(schedule: Schedule, programs: Sequence[StageProgram]) -> No
     """Check that the programs finish even if each send and receive blocks until the other is posted.
 
     programs: for each stage, its actions and transfers (sends and receives) in order, as `insert_transfers` returns
-    them. Raises UserError if stages
-    deadlock, or if a stage uses or sends a tensor that it does not have.
+    them. Raises UserError if stages deadlock, or if a stage uses or sends a tensor that it does not have.
     """
     at = [0] * len(programs)
     have: list[set[StageAction]] = [set() for _ in programs]

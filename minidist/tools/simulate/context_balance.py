@@ -31,8 +31,8 @@ def load_balance_efficiency(scores: list[list[float]]) -> Fraction:
     """Return the mean work of a rank divided by the duration of all ring steps; 1 is perfect balance.
 
     scores: from `scores_per_ring_step`. A ring step lasts as long as its busiest rank computes. The contiguous layout
-    gives n / (2n - 1): the time is one triangle (half a square) and n - 1 squares, the total work n triangles and n (n
-    - 1) / 2 squares. Zig-zag gives 1.
+    gives n / (2n - 1): the time is one triangle (half a square) and n - 1 squares, the total work n triangles and
+    n (n - 1) / 2 squares. Zig-zag gives 1.
     """
     total, lasts = sum(map(sum, scores)), sum(map(max, scores))
     return Fraction(total) / (len(scores[0]) * Fraction(lasts))

@@ -20,8 +20,8 @@ def simulate_run(model: FailureModel, interval_s: float, intervals: int, seed: i
     """Simulate a run until `intervals` intervals of `interval_s` seconds of work are saved; return its phases in order.
 
     model: mean time between failures, and the durations of a save and a restart. Failures are a Poisson process, drawn
-    from `seed`: they occur during work, saves and restarts, and
-    lose all work since the last save. The time of a save that a failure interrupts counts as lost work.
+    from `seed`: they occur during work, saves and restarts, and lose all work since the last save. The time of a save
+    that a failure interrupts counts as lost work.
     """
     draw = random.Random(seed)
     now, failure, phases = 0.0, draw.expovariate(1 / model.mtbf_s), []

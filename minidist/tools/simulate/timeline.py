@@ -82,7 +82,7 @@ class PipelineTimeline:
 
     @property
     def makespan(self) -> float:
-        """The time from the start of the first action of any stage to the end of the last: the time of a single step."""
+        """The time of a single step: from the start of the first action of any stage to the end of the last action."""
         return max(spans[-1].end for spans in self.spans) - min(spans[0].start for spans in self.spans)
 
     @property

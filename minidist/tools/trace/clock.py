@@ -21,7 +21,7 @@ EXCHANGES = 16
 
 
 class ClockOffset(NamedTuple):
-    """The nanoseconds to add to this rank's clock to get the clock of the group's first rank, and a bound of the error."""
+    """The nanoseconds to add to this rank's clock to get that of the group's first rank, and a bound of the error."""
 
     offset_ns: int
     error_ns: int

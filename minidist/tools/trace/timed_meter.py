@@ -65,7 +65,7 @@ class RankRecording:
 
 
 class TimedMeter(Meter):
-    """A traffic `Meter` that counts totals only but, between `start_recording` and `stop_recording`, keeps every operation with its times.
+    """A traffic `Meter` that keeps totals, and between `start_recording` and `stop_recording` every operation's times.
 
     Memory grows with every recorded operation, so recordings should be short.
     """
@@ -123,7 +123,7 @@ class TimedMeter(Meter):
     def on_launch(self, records: Sequence[Record], works: Sequence) -> None:
         """Ask the backend to report the completion of these operations.
 
-        On CUDA the end of the stream's wait is used.
+        On CUDA, do nothing: there the end of the stream's wait counts as the completion.
         """
         operations = [self._recorded[id(record)] for record in records if id(record) in self._recorded]
         if not operations or len(works) != len(operations) or not isinstance(self._times, HostClock):
@@ -154,7 +154,7 @@ class TimedMeter(Meter):
             span.end, self._enclosing = times.now(), enclosing
 
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager:
-        """Return a context whose duration is recorded as a computation `name` of this rank. attributes: see `TimedSpan`."""
+        """Return a context whose duration is recorded as a computation `name`. attributes: see `TimedSpan`."""
         return self._timed(self._spans, name, attributes)
 
     def waiting(self, records: Sequence[Record]) -> contextlib.AbstractContextManager:

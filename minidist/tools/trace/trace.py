@@ -43,7 +43,7 @@ class TimeFractions:
 
 
 def compute_time_fractions(recording: RankRecording) -> TimeFractions:
-    """Compute in which fractions of its recorded time a rank computed, waited for communication and did other things."""
+    """Return the fractions of its recorded time in which a rank computed, waited for communication, or did the rest."""
     duration = recording.end - recording.begin
     computations = [(span.begin, span.end) for span in recording.spans if span.name in COMPUTED]
     waits = [(wait.begin, wait.end) for wait in recording.waits]

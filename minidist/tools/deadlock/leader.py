@@ -74,7 +74,7 @@ class Leader:
     """Finds deadlocks and hung ranks; exists on one rank at a time.
 
     rank: this rank. size: the number of ranks. store: as for `Watchdog`. hang_limit_s: a rank that others have waited
-    for this many seconds is killed. notes: lines of text about hung ranks, which the caller takes out.
+    for this many seconds is killed. notes: lines of text about hung ranks, which the caller reads and clears.
     """
 
     def __init__(self, rank: int, size: int, store, hang_limit_s: float):

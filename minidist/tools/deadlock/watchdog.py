@@ -40,7 +40,7 @@ class WatchParticipant:
     """One rank's part in the exchange of facts, without a thread: call `tick` every TICK_S seconds.
 
     Arguments as for `Watchdog`, but `hang_limit_s` is not None. period_s: seconds between two readings of the store.
-    notes: lines of text about ranks that keep others waiting; the caller takes them out.
+    notes: lines of text about ranks that keep others waiting, which the caller reads and clears.
     """
 
     def __init__(

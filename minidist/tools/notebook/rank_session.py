@@ -125,7 +125,7 @@ class RankSession:
                 self._rank_worker.close_connections()
 
     def execute_request(self, method, *arguments) -> Answer:
-        """Call `method`, a method of this session, and return its answer; an exception or Ctrl-C also gives an answer."""
+        """Call `method` of this session and return its answer, whose kind reports an exception or Ctrl-C."""
         del self._rank_worker.meter.records[:-_MAX_KEPT]
         status, first = self._world.status, len(self._rank_worker.meter.records)
         status.on_resume()

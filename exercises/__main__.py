@@ -23,7 +23,7 @@ from exercises.work import Work
 from minidist.errors import UserError, suggest
 from minidist.tools.cli import format_usage, run_to_exit_code
 from minidist.tools.launch import RankServer
-from minidist.tools.launch.torchrun import defer_sigterm
+from minidist.tools.launch.torchrun import defer_sigterm, end_rank
 from minidist.tools.options import HIDDEN, POSITIONAL, parse_options
 
 _PROGRAM = "python -m exercises"
@@ -308,4 +308,4 @@ COMMANDS: dict[str, tuple[type, Callable[..., int]]] = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_rank(main())

@@ -1,8 +1,7 @@
 """`python -m minidist` is the command `minidist`, and what torchrun starts."""
 
-import sys
-
 from minidist.tools.cli import main
+from minidist.tools.launch.torchrun import end_rank
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_rank(main())

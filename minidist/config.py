@@ -231,6 +231,9 @@ class CheckpointConfig:
     """Also keep the checkpoints of steps that are multiples of this; 0: none."""
     background: bool = True
     """Write checkpoints while training goes on: a step waits only until its tensors are copied to host memory."""
+    remote: str | None = None
+    """Also copy every checkpoint to this folder in the background, and resume from it if --folder has nothing newer: a
+    URL of a file system that fsspec knows, such as s3://bucket/run. Needs the extra minidist[remote]."""
     resume: Path | None = None
     """Continue from this checkpoint, or from the newest checkpoint of this run folder. auto: from the newest intact
     checkpoint in --folder, or from the start if there is none. When not given: auto under torchrun after a restart, and

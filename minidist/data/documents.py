@@ -1,5 +1,6 @@
 """Read text files as documents, in the same order on every machine, and split them into training and held-out."""
 
+import codecs
 import hashlib
 import os
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import NamedTuple
 
 from minidist.errors import UserError
 
+_BLOCK_BYTES = 1 << 20
 NOT_SOURCES = ("site-packages", "dist-packages", "__pycache__")
 _OTHERWISE = "Give a UTF-8 text file or a folder of them, or leave --data.path out to use the Python standard library."
 
@@ -94,33 +96,61 @@ def _files(root: str | Path, skip: tuple[str, ...] = ()) -> list[Path]:
 
 def _read(paths: list[Path], root: Path) -> tuple[list[Document], int]:
     """Return the readable documents, ordered by name, and the number of unreadable ones."""
-    documents, unreadable = [], 0
+    documents, unreadable, read_bytes = [], 0, 0
     for path in paths:
         try:
-            documents.append(Document(path.relative_to(root).as_posix(), path.read_bytes()))
+            content = _read_content(path, read_bytes)
         except OSError:
             unreadable += 1
+            continue
+        read_bytes += len(content)
+        documents.append(Document(path.relative_to(root).as_posix(), content))
     return sorted(documents), unreadable
+
+
+def _read_content(path: Path, read_bytes: int = 0) -> bytes:
+    """Return the content of a file; only its first block if that shows that the file is not text.
+
+    read_bytes: the number of bytes already read from other files. Raises UserError, before it reads the file, if it is
+    too large for the memory of this machine.
+    """
+    with path.open("rb") as file:
+        first = file.read(_BLOCK_BYTES)
+        if _not_text(first, is_whole=False) is not None:
+            return first
+        size = read_bytes + os.fstat(file.fileno()).st_size
+        limit = (
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        )  # each rank holds the text, twice at first
+        if size > limit:
+            raise UserError(
+                f"--data.path: with {path}, the text has at least {size:,} bytes; each rank holds all of it in memory, "
+                f"so at most a quarter of this machine's memory, {limit:,} bytes, can be used. Give less text."
+            )
+        return first + file.read()
 
 
 def _one_file(path: Path) -> Document:
     try:
-        content = path.read_bytes()
+        content = _read_content(path)
     except OSError as error:
         raise UserError(f"--data.path {path} cannot be read: {error.strerror}. {_OTHERWISE}") from error
     if not content:
         raise UserError(f"--data.path {path} is empty (0 bytes). {_OTHERWISE}")
     if (fault := _not_text(content)) is not None:
-        raise UserError(f"--data.path {path} ({len(content)} bytes) is not UTF-8 text: {fault}. {_OTHERWISE}")
+        raise UserError(f"--data.path {path} ({path.stat().st_size} bytes) is not UTF-8 text: {fault}. {_OTHERWISE}")
     return Document(path.name, content)
 
 
-def _not_text(content: bytes) -> str | None:
-    """Return why `content` is not UTF-8 text, or None if it is. Zero bytes are refused: they separate documents."""
+def _not_text(content: bytes, is_whole: bool = True) -> str | None:
+    """Return why `content` is not UTF-8 text, or None if it is. Zero bytes are refused: they separate documents.
+
+    is_whole: if False, `content` is the begin of a file, which may end within a character.
+    """
     if (zero := content.find(0)) >= 0:
         return f"byte {zero} is 0, as in a binary file"
     try:
-        content.decode("utf-8")
+        codecs.getincrementaldecoder("utf-8")().decode(content, final=is_whole)
     except UnicodeDecodeError as error:
         return f"byte {error.start} is 0x{content[error.start]:02x}"
     return None

@@ -4,14 +4,18 @@ A wrong option or an impossible request ends in one message and exit code 2, bef
 ends in one message and exit code 1. Neither shows a traceback.
 """
 
+import contextlib
 import os
 import re
 import select
+import signal
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal
 
 from minidist import __version__
@@ -66,10 +70,12 @@ def run_to_exit_code(run: Callable[[], int], name: str = "minidist") -> int:
     """Call `run` and return its exit code; print an error of this package to stderr and return the error's code.
 
     name: the program's name, which precedes the error message. If the reader of standard output has closed it, as
-    `head` does, the command ends without a message, as by SIGPIPE.
+    `head` does, the command ends without a message, as by SIGPIPE. SIGINT and SIGTERM end the command after it has
+    deleted its temporary files.
     """
     try:
-        code = run()
+        with _exceptions_from_signals():
+            code = run()
         sys.stdout.flush()
         return code
     except (UserError, RunError) as error:
@@ -81,6 +87,32 @@ def run_to_exit_code(run: Callable[[], int], name: str = "minidist") -> int:
         if not _output_is_closed():
             raise
         return _PIPE_CLOSED
+
+
+@contextlib.contextmanager
+def _exceptions_from_signals() -> Iterator[None]:
+    """Return a context manager in which SIGINT raises KeyboardInterrupt, and SIGTERM SystemExit.
+
+    A shell that starts a command in the background lets it ignore SIGINT. Other handlers than the default stay.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # or a second one would interrupt the cleaning up
+        raise SystemExit(128 + number)
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number, default, handler in (
+            (signal.SIGINT, signal.SIG_IGN, signal.default_int_handler),
+            (signal.SIGTERM, signal.SIG_DFL, end),
+        ):
+            if signal.getsignal(number) == default:
+                before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _output_is_closed() -> bool:

@@ -72,7 +72,7 @@ class Engine:
         lr: float,
         *,
         data_weight: float = 1.0,
-        stop_requested: bool = False,
+        is_stop_requested: Callable[[], bool] = lambda: False,
         checkpoint_written: bool = True,
         regroup_requested: bool = False,
         on_gradients_reduced: Callable[[], None] | None = None,
@@ -80,10 +80,11 @@ class Engine:
         """Train on this rank's part of the global batch of step number `step`.
 
         step: from 0. micro_batches: of this rank. lr: the learning rate. data_weight: the weight of this rank's data in
-        the loss. stop_requested: whether this rank asks for the end of the run. checkpoint_written: whether this rank
-        has written its file of the checkpoint in flight. regroup_requested: whether this rank asks to continue with
-        other ranks. on_gradients_reduced: called before the gradients are clipped. Raises CommError if a collective
-        failed; before the agreement no rank has updated anything then.
+        the loss. is_stop_requested: returns whether this rank asks for the end of the run; called when the gradients
+        are reduced. checkpoint_written: whether this rank has written its file of the checkpoint in flight.
+        regroup_requested: whether this rank asks to continue with other ranks. on_gradients_reduced: called before the
+        gradients are clipped. Raises CommError if a collective failed; before the agreement no rank has updated
+        anything then.
         """
         self.model.train()
         micro_batches = self.forward_backward.shard_sequences(micro_batches)
@@ -94,7 +95,7 @@ class Engine:
         with self.groups.meter.span("reduce"):
             self.finish_reduction()
         self._awaited_decision = step, lr
-        result = self._agree(step, loss, count.value, stop_requested, checkpoint_written, regroup_requested)
+        result = self._agree(step, loss, count.value, is_stop_requested(), checkpoint_written, regroup_requested)
         if on_gradients_reduced is not None:
             on_gradients_reduced()
         self._carry_out(self.decision, lr)
@@ -187,17 +188,29 @@ class Engine:
             self.optimizer.step(**({"names": self.reducer.updated_names(group)} if self.optim.kind == "muon" else {}))
             self.reducer.copy_to_params(group, step)
 
-    def evaluate(self, batches: Sequence[Batch]) -> float:
+    def evaluate(
+        self,
+        batches: Sequence[Batch],
+        batches_at_once: int | None = None,
+        is_stop_requested: Callable[[], bool] = lambda: False,
+    ) -> float | None:
         """Return the mean token loss of all ranks' batches, in nats, the same on every rank; NaN without any token.
 
         batches: of this rank; no larger than its micro-batches in training, so that evaluation needs no more memory.
-        Leaves the model in evaluation mode. Collective.
+        Returns None if any rank asks for the end of the run before the last batch: `is_stop_requested` is called after
+        every `batches_at_once` batches. Leaves the model in evaluation mode. Collective.
         """
         self.model.eval()
-        sums = self.forward_backward.sum_losses(batches)
-        total = torch.tensor(sums, dtype=torch.float64, device=self.groups.world.control_device)
-        all_reduce(total, self.groups["control"], async_op=True).wait(host=True)
-        loss_sum, count = total.tolist()
+        loss_sum = count = 0.0
+        at_once = batches_at_once or len(batches) or 1
+        for start in range(0, len(batches), at_once):
+            sums = [*self.forward_backward.sum_losses(batches[start : start + at_once]), float(is_stop_requested())]
+            total = torch.tensor(sums, dtype=torch.float64, device=self.groups.world.control_device)
+            all_reduce(total, self.groups["control"], async_op=True).wait(host=True)
+            part_sum, part_count, stops = total.tolist()
+            loss_sum, count = loss_sum + part_sum, count + part_count
+            if stops and start + at_once < len(batches):
+                return None
         return loss_sum / count if count else math.nan
 
     def find_non_finite_parameters(self) -> list[str]:

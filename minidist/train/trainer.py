@@ -136,6 +136,7 @@ class Trainer:
         self.stop_request: StopRequest | None = None
         self.interrupted_step: StepResult | None = None
         self.resumed_from: Path | None = None
+        self._saved_step: int | None = None  # of the last checkpoint that this process has completed
         if recovery is None or not recovery.restore(self):
             self.resumed_from = self._resume(checkpoints)
         self._replica_check = ReplicaCheck(self.control, self.progress.step)
@@ -208,7 +209,7 @@ class Trainer:
             for observer in self.observers:
                 observer.before_step(self)
             with meter.span("step", step=self.progress.step + 1):
-                result = self._step(stop.signal_name is not None)
+                result = self._step()
             stopped = self._report_step(result).stop_requested
             if recovery is not None:
                 recovery.on_step(self)
@@ -219,7 +220,10 @@ class Trainer:
             observer.on_last_step(self)
         return self._finish(stopped and self.progress.step < train.steps)
 
-    def _step(self, stop_requested: bool) -> StepResult:
+    def _is_stop_requested(self) -> bool:
+        return self.stop_request.signal_name is not None
+
+    def _step(self) -> StepResult:
         config, step, meter = self.config, self.progress.step, self.groups.meter
         start = time.perf_counter()
         at = self.mesh.coords(self.world.rank)["dp"]
@@ -238,7 +242,7 @@ class Trainer:
                 batches,
                 lr,
                 data_weight=weight,
-                stop_requested=stop_requested,
+                is_stop_requested=self._is_stop_requested,
                 checkpoint_written=self.saver.is_local_file_written,
                 regroup_requested=self.recovery is not None and self.recovery.is_regroup_requested,
             )
@@ -247,7 +251,10 @@ class Trainer:
         return result
 
     def _report_step(self, result: StepResult) -> StepResult:
-        """Tell the observers of the step just completed; evaluate and save if it is time to."""
+        """Tell the observers of the step just completed; evaluate and save if it is time to.
+
+        Returns the result, in which a rank may meanwhile have asked for the end of the run.
+        """
         step, train, stopped = self.progress.step, self.config.train, result.stop_requested
         if result.checkpoint_written:
             self._finish_save()
@@ -256,37 +263,47 @@ class Trainer:
         for observer in self.observers:
             observer.on_step(self, result)
         last = step == train.steps
-        if _is_due(step, train.eval_every) and not last and not stopped:
-            self._evaluate()
+        must_evaluate = _is_due(step, train.eval_every) and not last and not stopped
+        if must_evaluate:
+            stopped = self._evaluate() is None
         must_save = _is_due(step, self.config.checkpoint.every) or last or stopped
         digest_every = self.config.fault.digest_every
         if _is_due(step, digest_every) or (digest_every and must_save):
             self._check_replicas()
         if must_save:
             self._save(wait=not self.config.checkpoint.background, at_end=last or stopped)
+        if (must_evaluate or must_save) and not last and not stopped:  # these can take longer than a step
+            stopped = any(self.all_gather_object(self._is_stop_requested()))
+            if stopped:
+                self._finish_save()
+            if stopped and self._saved_step != step:
+                self._save(wait=True, at_end=True)
         self.reported_steps, self.interrupted_step = step, None
-        return result
+        return dataclasses.replace(result, stop_requested=stopped)
 
-    def _evaluate(self) -> float:
+    def _evaluate(self) -> float | None:
+        """Return the held-out loss after telling it to the observers; None if a rank asks for the end of the run."""
         at = self.mesh.coords(self.world.rank)["dp"]
         samples = self.held_out.num_samples
         micro_batch = self.config.train.global_batch // self.config.train.micro_batches  # of all dp ranks
         parts = -(-samples // micro_batch)
         with self.groups.meter.span("evaluation"):
-            loss = self.engine.evaluate(self.held_out.micro_batches(0, samples, at, self.mesh.dp, parts))
-        for observer in self.observers:
+            batches = self.held_out.micro_batches(0, samples, at, self.mesh.dp, parts)
+            loss = self.engine.evaluate(batches, self.config.train.micro_batches, self._is_stop_requested)
+        for observer in self.observers if loss is not None else ():
             observer.on_evaluation(self.progress.step, loss)
         return loss
 
     def _finish(self, stopped: bool) -> dict[str, Any]:
+        loss = None if stopped else self._evaluate()
         summary = {
             "step": self.progress.step,
-            "stopped": stopped,
+            "stopped": loss is None,
             "stop_signal": self.stop_request.signal_name,
             "folder": str(self.folder),
         }
-        if not stopped:
-            summary["held_out_loss"] = self._evaluate()
+        if loss is not None:
+            summary["held_out_loss"] = loss
         for observer in self.observers:
             observer.on_end(self, summary)
         comm.barrier(self.control)  # rank 0 may still be serving the store of the others
@@ -346,6 +363,7 @@ class Trainer:
         if self.world.rank == 0:
             how = self.config.checkpoint
             folders.prune_checkpoints(self.saver.root, how.keep, path, how.keep_every)
+        self._saved_step = folders.parse_step(path)
         for observer in self.observers:
             observer.on_checkpoint(path)
 

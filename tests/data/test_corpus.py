@@ -39,13 +39,13 @@ def stdlib():
 @pytest.fixture
 def pipe(tmp_path, monkeypatch):
     """A named pipe: reading it would wait for a writer for ever, so the test forbids it."""
-    read_bytes = Path.read_bytes
+    open_file = Path.open
 
-    def read_no_pipe(path):
+    def open_no_pipe(path, mode="r", *rest):
         assert not path.is_fifo(), "a pipe was read"
-        return read_bytes(path)
+        return open_file(path, mode, *rest)
 
-    monkeypatch.setattr(Path, "read_bytes", read_no_pipe)
+    monkeypatch.setattr(Path, "open", open_no_pipe)
     os.mkfifo(tmp_path / "pipe")
     return tmp_path / "pipe"
 
@@ -198,12 +198,36 @@ def test_a_binary_file_is_refused_with_the_place(tmp_path):
         corpus.load_text_corpus(write(tmp_path / "binary", b"abc\x00def"))
 
 
+def test_a_file_of_terabytes_is_refused_before_it_is_read(tmp_path):
+    for name, begin in (("zeros", b""), ("latin1", b"caf\xe9"), ("long.txt", "über ".encode() * 2**18)):
+        with write(tmp_path / name, begin).open("r+b") as file:
+            file.truncate(2**42)  # sparse: it has no blocks on disk
+    with refused(f"{2**42} bytes. is not UTF-8", "byte 0 is 0"):
+        corpus.load_text_corpus(tmp_path / "zeros")
+    with refused(f"{2**42} bytes. is not UTF-8", "byte 4 is 0"):
+        corpus.load_text_corpus(tmp_path / "latin1")
+    with refused("long.txt, the text has at least 4,398,046,511,104 bytes", "a quarter of this machine's memory"):
+        corpus.load_text_corpus(tmp_path / "long.txt")
+    (tmp_path / "long.txt").unlink()
+    with refused("2 files", "2 are not UTF-8 text"):  # in a folder, each is skipped after its first block
+        corpus.load_text_corpus(tmp_path)
+
+
+def test_a_character_across_the_first_block_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_BLOCK_BYTES", 3)
+    content = "xüüüüü".encode() * 40  # the third byte begins nothing
+    found = corpus.load_text_corpus(write(tmp_path / "text", content))
+    assert found.train.tobytes() + found.held_out.tobytes() == content
+    with refused(f"{len(content) + 1} bytes", f"byte {len(content)} is 0xc3"):
+        corpus.load_text_corpus(write(tmp_path / "text", content + b"\xc3"))
+
+
 def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
-    def forbidden(path):
+    def forbidden(path, *mode):
         raise PermissionError(13, "Permission denied")
 
     write(tmp_path / "secret.txt", b"text")
-    monkeypatch.setattr(Path, "read_bytes", forbidden)  # root may read anything, so no mode bits here
+    monkeypatch.setattr(Path, "open", forbidden)  # root may read anything, so no mode bits here
     with refused("secret.txt", "Permission denied"):
         corpus.load_text_corpus(tmp_path / "secret.txt")
     with refused("1 cannot be read"):

@@ -82,17 +82,14 @@ def read_curve(folder: Path) -> list[dict]:
 
 
 class Stop:
-    """A request to stop that arrives during step number `after` of this process; never if None."""
+    """A request to stop that arrives during step number `after` of this process of `trainer`; never if None."""
 
-    def __init__(self, after: int | None = None):
-        self._left = after
+    def __init__(self, after: int | None = None, trainer: Trainer | None = None):
+        self._trainer, self._at = trainer, None if after is None else trainer.reported_steps + after
 
     @property
     def signal_name(self) -> str | None:
-        if self._left is None:
-            return None
-        self._left -= 1
-        return "SIGTERM" if self._left == 0 else None
+        return "SIGTERM" if self._at is not None and self._trainer.reported_steps + 1 >= self._at else None
 
 
 def make_trainer(world, config: Config) -> Trainer:
@@ -106,7 +103,7 @@ def train_small(world, config: Config, stop_after: int | None = None) -> dict:
     torch.set_num_threads(1)  # a model this small is slower on every further thread
     try:
         with contextlib.closing(make_trainer(world, config)) as trainer:
-            return trainer.run(Stop(stop_after))
+            return trainer.run(Stop(stop_after, trainer))
     finally:
         torch.set_num_threads(threads)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,10 +13,14 @@ from pathlib import Path
 import pytest
 
 from minidist.comm import World
+from minidist.errors import RunError
 from minidist.fault.index import verify_checkpoint
 from minidist.tools.cli import main, parse_train_options
-from tests.helpers.processes import DEFAULT_CPU_BACKEND
+from minidist.tools.launch import start
+from minidist.tools.launch.run import train_and_report
+from tests.helpers.processes import DEFAULT_CPU_BACKEND, wait_until
 from tests.helpers.small_run import (
+    DEADLINE_S,
     OPTIONS,
     Command,
     descendants,
@@ -123,6 +128,62 @@ def test_a_run_folder_already_in_use_is_refused(place, capsys, finished):
     assert "notes/a.txt is a file" in refused(capsys, *train, "notes/a.txt")
     message = refused(capsys, *train, "notes/a.txt/run")
     assert "notes/a.txt/run cannot be made: Not a directory. Give --folder a place where you may write" in message
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """`mount("ro")`: a new folder on a file system that is read-only or, with "size=4k", has no free page."""
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+
+    def make(option):
+        ended = subprocess.run(["mount", "-t", "tmpfs", "-o", option, "minidist-test", folder], capture_output=True)
+        if ended.returncode:
+            pytest.skip(f"mount is not allowed here: {ended.stderr.decode().strip()}")
+        if option != "ro":
+            (folder / "filler").write_bytes(bytes(4096))
+        return folder
+
+    yield make
+    subprocess.run(["umount", folder], capture_output=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a file system of Linux")
+@pytest.mark.parametrize(
+    ("option", "reason"), [("ro", "Read-only file system"), ("size=4k", "No space left on device")]
+)
+def test_a_file_system_that_cannot_be_written_is_refused(place, capsys, monkeypatch, mount, option, reason):
+    monkeypatch.setattr(start, "RankServer", None)  # no rank is started
+    folder = mount(option) if option == "ro" else mount(option) / "run"
+    message = refused(capsys, "train", *OPTIONS, "--data.path", write_text(place), "--folder", folder)
+    assert f"the run folder {folder} cannot be written: {reason}. Give --folder a place where you may" in message
+    assert sorted(os.listdir(place / "mounted")) == ([] if option == "ro" else ["filler"])
+
+
+def test_an_error_of_the_run_folder_is_one_line_without_frames_of_libraries(server, finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "metrics.jsonl").mkdir()
+    config = small_config(tmp_path / "run", finished[1], train__steps=7, checkpoint__resume=tmp_path / "run")
+    with pytest.raises(RunError) as caught:  # rank 1 waits for rank 0, which alone writes the file
+        server.run(train_and_report, 2, (config,), deadline_s=DEADLINE_S)
+    assert str(caught.value) == (
+        f"the run folder {tmp_path / 'run'} cannot be written: Is a directory. The last checkpoint is "
+        f"{tmp_path / 'run' / 'checkpoints' / 'step-00000006'}: go on with --checkpoint.resume {tmp_path / 'run'}"
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_parity_deletes_its_folder_when_a_signal_ends_it_even_if_its_shell_ignores_sigint(place, number, code):
+    temporary = place / "temporary"
+    temporary.mkdir()
+    ignoring = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+    command = Command("parity", "--ranks", "1", folder=place, environ={"TMPDIR": str(temporary)}, prefix=ignoring)
+    with command:
+        assert wait_until(lambda: list(temporary.glob("minidist-parity-*")))
+        os.kill(command.process.pid, number)
+        assert command.end() == code
+    assert not list(temporary.iterdir()) and "Traceback" not in command.output, command.output
 
 
 def test_checkpoints_that_cannot_be_resumed_are_refused(place, capsys, finished):

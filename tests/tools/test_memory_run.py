@@ -35,7 +35,7 @@ def run_and_report(world, config, stop_after=None):
     """Train; the last line about memory, and every number of the model."""
     torch.set_num_threads(1)
     trainer = make_trainer(world, config)
-    trainer.run(Stop(stop_after))
+    trainer.run(Stop(stop_after, trainer))
     return line_of(trainer), {name: t.clone() for name, t in trainer.engine.reducer.checkpoint_tensors().items()}
 
 

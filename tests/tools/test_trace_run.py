@@ -47,7 +47,7 @@ def logged(world, config, stop_after=None):
     meter.keep, start, stop = True, meter.start_recording, meter.stop_recording
     meter.start_recording = lambda times: (places.append(len(meter.records)), start(times))
     meter.stop_recording = lambda offset: (places.append(len(meter.records)), stop(offset))[1]
-    trainer.run(Stop(stop_after))
+    trainer.run(Stop(stop_after, trainer))
     begun, ended = places or (0, 0)
     return meter.records[begun:ended], trainer.observers[0].line
 

@@ -10,6 +10,7 @@ from minidist.comm import World
 from minidist.config import OptimConfig, PrecisionConfig
 from minidist.errors import UserError
 from minidist.tools.config_warnings import describe_learning_rate_jump
+from minidist.tools.console import metrics_file
 from minidist.tools.launch.resume import resumed_config
 from minidist.tools.launch.run_folder_guard import open_checked_run_folder
 from tests.helpers.small_run import (
@@ -83,6 +84,22 @@ def test_metrics_after_the_last_checkpoint_are_written_once(tmp_path):
     rows = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(row["loss"] > 0 for row in rows)
+
+
+FOREIGN = [b"\xff\xfe\0 not ours", b"[1, 2]", b"", b'{"step": "three"}', b'{"step": 1, "time": 5}', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("is_last_line_complete", [True, False])
+def test_foreign_lines_of_the_metrics_file_stay_as_they_are(tmp_path, is_last_line_complete):
+    config = small_config(tmp_path / "run", write_text(tmp_path))
+    train_small(World.single(), config, stop_after=2)
+    file, end = tmp_path / "run" / "metrics.jsonl", b"\n" if is_last_line_complete else b""
+    rows = file.read_bytes().split(b"\n")[:-1]
+    file.write_bytes(b"\n".join([rows[0], *FOREIGN, *rows[1:], *FOREIGN]) + end)
+    train_small(World.single(), with_resume(config, tmp_path / "run"))
+    lines = file.read_bytes().split(b"\n")
+    assert [line for line in lines[:-1] if line in FOREIGN] == 2 * FOREIGN
+    assert [row["step"] for row in metrics_file.read_metrics(file) if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_resumed_run_keeps_its_options(tmp_path):

@@ -92,3 +92,15 @@ class TimeAccounts:
         useful_s = self.seconds[USEFUL]
         line = f"goodput {100 * self.goodput:.0f} %: {useful_s:.1f} s of useful steps in {self.wall_s:.1f} s"
         return f"{line}; lost: {', '.join(parts)}" if parts else line
+
+
+def has_valid_accounts(row: dict[str, Any]) -> bool:
+    """Return whether the accounts of a metrics row, if it has any, are as `TimeAccounts` writes."""
+    if _KEY not in row:
+        return True
+    accounts = row[_KEY]
+    if not isinstance(accounts, dict) or not isinstance(accounts.get("lost"), dict):
+        return False
+    numbers = [*(accounts.get(name) for name in ("at", "step", "useful_s")), *accounts["lost"].values()]
+    numbers += [row.get("useful_s")] if "saved_step" in row else []
+    return all(isinstance(number, int | float) for number in numbers)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from minidist.config import Config, to_toml
 from minidist.errors import RunError
+from minidist.tools.console.goodput import has_valid_accounts
 from minidist.tools.output_files import write_atomically
 from minidist.train.run_folder import describe_last_checkpoint
 
@@ -16,18 +17,21 @@ class MetricsFile:
 
     {"start": 0, "corpus": fingerprint, ...} when a run starts or resumes, {"step": 10, "loss": ...} per log step,
     {"step": 100, "held_out_loss": ...} per evaluation, {"saved_step": 100, ...} per checkpoint. A run that resumes at
-    step `start` keeps the lines up to that step, from this folder or the folder `source`, and drops later ones.
-    rows: the lines of the file. earlier_rows: what the attempt before has left, with those that are dropped.
-    Raises RunError if the folder is not writable.
+    step `start` keeps the rows up to that step, from this folder or the folder `source`, and drops later ones. Lines
+    that are no rows of this trainer stay in the file as they are.
+    rows: the rows of the file. earlier_rows: what the attempt before has left, with those that are dropped.
+    Raises RunError if the file cannot be read or the folder is not writable.
     """
 
     def __init__(self, folder: Path, config: Config, start: int, source: Path | None = None):
         self.path = folder / "metrics.jsonl"
-        self.earlier_rows = read_metrics((source or folder) / self.path.name)
-        self.rows = [row for row in self.earlier_rows if start and _is_kept(row, start)]
         with convert_write_errors(folder):
-            write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
+            lines = _read_lines((source or folder) / self.path.name)
+            kept = [(line, row) for line, row in lines if row is None or (start and _is_kept(row, start))]
+            write_atomically(self.path, b"".join(line + b"\n" for line, _ in kept))
             write_atomically(folder / "config.toml", to_toml(config))
+        self.earlier_rows = [row for _, row in lines if row is not None]
+        self.rows = [row for _, row in kept if row is not None]
 
     def write_row(self, row: dict) -> None:
         """Append one line. Raises RunError if the file cannot be written."""
@@ -41,14 +45,34 @@ def _is_kept(row: dict, start: int) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read the rows of a metrics file, without a last line that a crash has truncated."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    """Read the rows of a metrics file, without foreign lines and a last line that a crash has truncated."""
+    return [row for _, row in _read_lines(path) if row is not None]
+
+
+def _read_lines(path: Path) -> list[tuple[bytes, dict | None]]:
+    """Return the lines of a metrics file, each with its row; None for a line that this trainer has not written.
+
+    Leaves out a last line that a crash has truncated.
+    """
+    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    if last and (not last.startswith(b"{") or _parse_row(last) is not None):
+        lines.append(last)
+    return [(line, _parse_row(line)) for line in lines]
+
+
+def _parse_row(line: bytes) -> dict | None:
+    """Return the row in a line, or None if the line is no row of this trainer."""
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    steps = [row[name] for name in ("step", "saved_step", "start", "end") if name in row]
+    losses = [row[name] for name in ("loss", "held_out_loss") if row.get(name) is not None]
+    valid = steps and all(isinstance(step, int) for step in steps) and ("step" in row or not losses)
+    valid = valid and all(isinstance(loss, int | float) for loss in losses) and has_valid_accounts(row)
+    return row if valid else None
 
 
 @contextlib.contextmanager

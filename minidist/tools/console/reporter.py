@@ -122,8 +122,11 @@ class RunReporter(Observer):
         with convert_write_errors(trainer.folder):
             draw_loss(self._file.rows, baselines, trainer.folder / "loss.png")
         if stopped:
-            steps = f"{summary['step']} of {trainer.config.train.steps}"
-            self._view.print_note(f"stopped after step {steps}: go on with --checkpoint.resume {trainer.folder}")
+            step, last = summary["step"], trainer.config.train.steps
+            then = f"go on with --checkpoint.resume {trainer.folder}"
+            if step == last:
+                then = f"training is complete, its evaluation is not; run folder: {trainer.folder}"
+            self._view.print_note(f"stopped after step {step} of {last}: {then}")
             return
         if sample is not None:
             self._view.show_sample(*sample)

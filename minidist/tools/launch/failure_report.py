@@ -39,16 +39,17 @@ def report_deaths(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot | No
 
 
 def report_errors(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot | None]) -> Exception:
-    """Return the failure of a job in which ranks raised: their UserError or RunError if all raised the same one.
+    """Return the failure of a job in which ranks raised: their UserError or RunError if that is the only cause.
 
     Otherwise a RankFailure. ranks, snapshots: handle and status page of every rank.
     """
     errors = {n: rank.error for n, rank in enumerate(ranks) if rank.error}
-    if len({(error.kind, error.message) for error in errors.values()}) == 1:
-        first = next(iter(errors.values()))
+    causes = [error for error in errors.values() if not error.is_connection_error]
+    if len({(error.kind, error.message) for error in causes}) == 1:
+        first = causes[0]
         if first.exit_code == UserError.exit_code:
             return UserError(first.message)
-        if first.kind == RunError.__name__ and len(errors) == len(ranks):
+        if first.kind == RunError.__name__ and (len(errors) == len(ranks) or not first.where):
             return RunError(first.message)
     # A backend may refuse a mismatch before deadlock detection sees it: the status also has the groups and lines.
     verdict = find_operation_mismatch({n: s for n, s in enumerate(snapshots) if s is not None})

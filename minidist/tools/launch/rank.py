@@ -11,9 +11,11 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import traceback
 
+from minidist.errors import RunError, UserError
 from minidist.tools.launch.failure import RankError
 from minidist.tools.launch.function_reference import resolve_function
 from minidist.tools.launch.parent_death import die_with_parent
@@ -21,6 +23,7 @@ from minidist.tools.launch.protocol import receive_object, send_object
 from minidist.tools.launch.threads import threads_per_rank
 
 _LAUNCH_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_STDLIB = sysconfig.get_path("stdlib")
 
 
 def main(server: int, control_fd: int, stack_fd: int, status_fd: int, listen_fd: int = -1) -> int:
@@ -174,9 +177,12 @@ def _make_rank_error(error: BaseException) -> RankError:
 
     import minidist
 
-    package_folder, torch_folder = (os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (minidist, torch))
-    user_frames = [f for f in frames if not f.filename.startswith((package_folder, torch_folder))]
-    user_frames = user_frames or [f for f in frames if not f.filename.startswith(torch_folder)]
+    own = os.path.dirname(os.path.abspath(minidist.__file__)) + os.sep
+    libraries = (os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__))) + os.sep, _STDLIB + os.sep)
+    frames_outside = [f for f in frames if not f.filename.startswith(libraries) or f.filename.startswith(own)]
+    user_frames = [f for f in frames_outside if not f.filename.startswith(own)]
+    if not user_frames and not isinstance(error, UserError | RunError):  # their message says all
+        user_frames = frames_outside or frames
     where = f"{user_frames[-1].filename}:{user_frames[-1].lineno} in {user_frames[-1].name}" if user_frames else ""
     head = "Traceback (most recent call last):\n" if frames else ""
     text = head + "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))

@@ -5,6 +5,7 @@ torch is imported after the checkpoint has been found, so that a wrong path is r
 
 import contextlib
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,7 @@ def share_run_folder_across_restarts(world: "World", config: Config) -> Config:
     """
     if world.rank > 0:
         return config
+    fetch_remote_checkpoint(config)
     job = read_job_name()
     folder = _read_folder(world) or (job and _find_folder(job, config))
     if folder:
@@ -66,6 +68,16 @@ def share_run_folder_across_restarts(world: "World", config: Config) -> Config:
             with contextlib.suppress(OSError):
                 (config.folder / JOB).write_text(job)
     return config
+
+
+def fetch_remote_checkpoint(config: Config) -> None:
+    """Download the newest checkpoint of `--checkpoint.remote` if the run folder has no newer one, and say so."""
+    if config.checkpoint.remote is None:
+        return
+    from minidist.tools.remote import fetch_newer_checkpoint
+
+    if note := fetch_newer_checkpoint(config):
+        print(note, file=sys.stderr, flush=True)
 
 
 def _read_folder(world: "World") -> Path | None:

@@ -39,4 +39,8 @@ def make_observers_and_meter(config: Config) -> tuple[list[Observer], Meter]:
         observers.append(TraceRecorder(config))
     if config.memory.file is not None:
         observers.append(MemoryTracker(config))
+    if config.checkpoint.remote is not None:
+        from minidist.tools.remote import CheckpointUploader
+
+        observers.append(CheckpointUploader(config.checkpoint))
     return [*observers, RunReporter(), RunFolderGuard(config)], meter

@@ -86,20 +86,32 @@ class RunLock:
 
     A POSIX record lock (fcntl(2)): it also works between the nodes of a network file system, a child process does not
     inherit it, and it is released when the process ends. Raises UserError, which names the owner, if another process
-    holds the lock.
+    holds the lock, or if the folder cannot be written: its file system is read-only, full or gone.
     """
 
     def __init__(self, folder: Path):
         self._path = folder / _LOCK
+        try:
+            self._file = self._acquire()
+            try:
+                os.truncate(self._file.fileno(), 0)
+                os.write(self._file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            except OSError:
+                self.release()
+                raise
+        except OSError as error:
+            raise UserError(
+                f"the run folder {folder} cannot be written: {error.strerror}. Give --folder a place where you may "
+                "write, with free space."
+            ) from None
+
+    def _acquire(self) -> IO[str]:
         while True:
-            self._file = self._lock()
+            file = self._lock()
             # The owner before may have deleted the file between our open and our lock.
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
-                    break
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
+                if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                    return file
 
     def _lock(self) -> IO[str]:
         file = self._path.open("a+")

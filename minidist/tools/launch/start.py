@@ -18,8 +18,8 @@ from minidist.errors import RunError, UserError
 from minidist.tools.config_warnings import validate_options
 from minidist.tools.launch import RankFailure, RankServer
 from minidist.tools.launch.gpus import count_gpus, format_too_few_gpus_message, has_own_gpu
-from minidist.tools.launch.resume import check_resume, share_run_folder_across_restarts
-from minidist.tools.launch.run_folder_guard import open_checked_run_folder
+from minidist.tools.launch.resume import check_resume, fetch_remote_checkpoint, share_run_folder_across_restarts
+from minidist.tools.launch.run_folder_guard import RunLock, open_checked_run_folder
 from minidist.tools.launch.torchrun import (
     is_restarted,
     is_under_torchrun,
@@ -118,12 +118,14 @@ def train_on_new_ranks(config: Config, ranks: int, program: Callable | None = No
     device = resolve_device(config, ranks)
     check_output_files(config)
     corpus = open_corpus(config.data.source, config.data.path, config.data.seq_len)
+    fetch_remote_checkpoint(config)
     run = open_checked_run_folder(config)
     folder = run.path
     if device == "cpu" and config.device != "cpu" and (gpus := count_gpus()):
         print(f"{ranks} ranks and {gpus} GPU{'s' * (gpus > 1)}: running on the CPU", file=sys.stderr, flush=True)
     preload = ("torch._dynamo", "minidist.tools.launch.run")
     try:
+        RunLock(folder).release()  # refuses a folder that another run uses, or that cannot be written
         check_resume(run, config, corpus)
         with (
             RankServer(method=None if device == "cpu" else "spawn", preload=preload) as server,

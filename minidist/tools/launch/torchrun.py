@@ -1,19 +1,22 @@
 """Ranks started by torchrun, which passes each its rank and world size in environment variables."""
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
 import json
 import os
 import signal
+import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from minidist.errors import RunError, UserError
-from minidist.tools.launch.attempt import OWN_STORE_HINT, agree_on_attempt
+from minidist.tools.launch.attempt import OWN_STORE_HINT, agree_on_attempt, check_same_world_size
 from minidist.tools.launch.environment import rank_and_world, read_integer
 from minidist.tools.launch.parent_death import die_with_parent
 from minidist.tools.launch.threads import threads_per_rank
@@ -24,7 +27,9 @@ if TYPE_CHECKING:
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")
 _FIRST_RANK_REPORT_S = 5.0
+_AGENT_SIGTERM_S = 30.0
 _AGENT_STORE_S = 60.0
+_RETRY_S = 0.05
 
 
 def is_under_torchrun() -> bool:
@@ -58,7 +63,23 @@ def read_rendezvous_port() -> int:
             f"MASTER_PORT is 0, so the {read_world_size()} ranks cannot find each other: start torchrun with "
             "--standalone, which takes a free port, or with --master-port and a number from 1024 to 65535."
         )
+    if port > 65535:
+        raise UserError(f"MASTER_PORT is {port}; ports are numbers up to 65535. Give all ranks the port of rank 0.")
     return port
+
+
+def end_rank(code: int) -> NoReturn:
+    """End this process with exit code `code`; at once if it is a failed rank under torchrun.
+
+    The interpreter's own end takes seconds, in which C++ destructors wait for the other ranks. These cannot tell a rank
+    that has reported the failure from one that has not (`wait_for_first_rank_report`), and torchrun waits as well.
+    """
+    if code and is_under_torchrun():
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def read_job_name() -> str | None:
@@ -91,12 +112,13 @@ def defer_sigterm() -> None:
 
 
 def wait_for_first_rank_report() -> bool:
-    """Give rank 0 a few seconds to report an error that this rank may share with it; return whether rank 0 has ended.
+    """Give rank 0 some seconds to report an error that this rank may share with it; return whether rank 0 has ended.
 
     torchrun sends SIGTERM to the other ranks when rank 0 ends.
     """
     handler = signal.getsignal(signal.SIGTERM)
-    end_s = time.monotonic() + _FIRST_RANK_REPORT_S
+    has_agent = "TORCHELASTIC_RUN_ID" in os.environ  # which certainly sends it, but rank 0 may start much later
+    end_s = time.monotonic() + (_AGENT_SIGTERM_S if has_agent else _FIRST_RANK_REPORT_S)
     while isinstance(handler, SigtermRecorder) and not handler.is_received and time.monotonic() < end_s:
         time.sleep(0.02)
     return isinstance(handler, SigtermRecorder) and handler.is_received
@@ -180,11 +202,20 @@ def torchrun_world(
         return
     if local_size == size and address in _LOOPBACK_ADDRESSES:
         prefer_gloo_loopback()
-    store = _open_store(rank, size, address, port, timeout_s)
-    attempt = agree_on_attempt(store, rank, size, timeout_s)
-    init_default_process_group(backend_name, dist.PrefixStore(attempt, store), rank, size, chosen, timeout_s)
-    wait_limit = timedelta(seconds=timeout_s)
-    status_store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait_limit)
+    try:
+        store = _open_store(rank, size, address, port, timeout_s)
+        hint = OWN_STORE_HINT
+        if not _has_agent_store():
+            hint = f"All ranks need MASTER_ADDR {address}, an address of the machine of rank 0, and MASTER_PORT {port}."
+            check_same_world_size(store, rank, size, timeout_s)
+        attempt = agree_on_attempt(store, rank, size, timeout_s, hint)
+        init_default_process_group(backend_name, dist.PrefixStore(attempt, store), rank, size, chosen, timeout_s)
+        status_store = _connect(rank, address, port, timeout_s)
+    except dist.DistError as error:
+        raise RunError(
+            f"rank {rank} could not form a group with the other {size - 1} ranks through {address}, port {port}: one "
+            f"of them has ended, and its own message says why ({str(error).splitlines()[0]})."
+        ) from None
     world.store = dist.PrefixStore("minidist", status_store)
     watchdog = Watchdog(
         rank,
@@ -229,26 +260,57 @@ def _keep_groups_until_exit() -> None:
 
 def _open_store(rank: int, size: int, address: str, port: int, timeout_s: float):
     """Return torch's rendezvous store: that of torchrun's agent, else one that rank 0 serves."""
-    from torch.distributed import DistNetworkError
+    from torch.distributed import DistNetworkError, TCPStore
     from torch.distributed.rendezvous import rendezvous
 
-    # The agent's store is there before its ranks are.
-    limit = timedelta(seconds=min(timeout_s, _AGENT_STORE_S) if _has_agent_store() else timeout_s)
-    try:
+    limit = timedelta(seconds=timeout_s)
+    if _has_agent_store():  # it is there before its ranks are
+        _wait_for_server(address, port, min(timeout_s, _AGENT_STORE_S), OWN_STORE_HINT)
         store, _, _ = next(iter(rendezvous("env://", rank, size, timeout=limit)))
+        store.set_timeout(limit)
+        return store
+    if rank > 0:
+        _wait_for_server(address, port, timeout_s, "Give all ranks the address and port of rank 0, and start it.")
+        return _connect(rank, address, port, timeout_s)
+    try:
+        return TCPStore("localhost", port, size, True, limit, wait_for_workers=False, multi_tenant=True)
     except DistNetworkError as error:
-        if _has_agent_store():
-            raise RunError(
-                f"the store of torchrun's agent at {address}, port {port}, cannot be reached. {OWN_STORE_HINT}"
-            ) from None
         if "EADDRINUSE" not in str(error):
             raise
         raise UserError(
-            f"port {port} of {address}, the rendezvous of the {size} ranks, is in use by another program: "
-            f"pass another --master-port to torchrun, or --standalone, which takes a free port"
+            f"port {port} of {address}, the rendezvous of the {size} ranks, is in use by another program, or by "
+            "another process with RANK 0: pass another --master-port to torchrun, or --standalone, which takes a free "
+            "port; and give each process a RANK of its own."
         ) from None
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return store
+
+
+def _connect(rank: int, address: str, port: int, timeout_s: float):
+    """Return a new connection to the store at this address. Rank 0 may have another name for its own machine."""
+    from torch.distributed import TCPStore
+
+    host = "localhost" if rank == 0 and not _has_agent_store() else address
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _wait_for_server(address: str, port: int, timeout_s: float, hint: str) -> None:
+    """Wait until a program listens at this address; UserError after `timeout_s`, or if the address is unknown.
+
+    Torch would print C++ stack traces.
+    """
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(1.0, end_s - time.monotonic())).close()
+            return
+        except OSError as error:
+            is_unknown = isinstance(error, socket.gaierror)
+            if is_unknown or time.monotonic() > end_s:
+                after = "" if is_unknown else f" within {timeout_s:g} s"
+                raise UserError(
+                    f"nobody listens at MASTER_ADDR {address}, MASTER_PORT {port}{after}: "
+                    f"{error.strerror or error}. {hint}"
+                ) from None
+        time.sleep(_RETRY_S)
 
 
 def _user_environ() -> Mapping[str, str]:

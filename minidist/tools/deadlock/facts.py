@@ -26,7 +26,7 @@ _KEPT = 4
 
 
 class Place(NamedTuple):
-    """Where a rank runs: the number of its machine, and its process id there."""
+    """Where a rank runs: the index of its machine (node), and its process id on that machine."""
 
     node: int
     pid: int
@@ -54,7 +54,7 @@ class RankFacts:
 
     @property
     def progress_by_channel(self) -> Mapping[Channel, ChannelProgress]:
-        """Always empty: the names of the channels are unknown."""
+        """Always empty, because the facts contain no names of channels; use `progress_on`."""
         return {}
 
     def progress_on(self, channel: Channel) -> ChannelProgress | None:

@@ -57,12 +57,12 @@ class ChannelProgress(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One reading of a status page. Equal snapshots mean that nothing happened in between: `version` counts writes.
+    """One reading of a status page. Two equal snapshots mean that nothing happened between them.
 
-    state: one of STATES, or "died", which the reader sets for a killed rank; "pending" is a rank that runs while the
-    GPU has not completed an operation. The fields `wait_...` describe the operation for which the rank waits or last
-    waited, or the oldest pending one: its sequence number on `wait_channel` (0 before the first wait); its name, shape
-    and dtype as text; and the "file:line" of the call.
+    version: counts the writes. state: one of STATES, or "died", which the reader sets for a killed rank; "pending" is a
+    rank that runs while the GPU has not completed an operation. The fields `wait_...` describe the operation for which
+    the rank waits or last waited, or the oldest pending one: its sequence number on `wait_channel` (0 before the first
+    wait); its name, shape and dtype as text; and the "file:line" of the call.
     """
 
     version: int
@@ -100,7 +100,7 @@ class _PendingOperation(NamedTuple):
     work: Any
 
     def is_completed(self) -> bool:
-        """Return whether the operation has completed, or failed, which the backend reports itself."""
+        """Return whether the operation has completed or failed; the backend reports a failure itself."""
         try:
             return self.work.is_completed()
         except RuntimeError:
@@ -123,13 +123,14 @@ class StatusPage(OperationTracker):
         self._num_completed = 0
 
     def track_pending_operations(self) -> None:
-        """From now on, keep the operations that `on_pending` reports until a call of `poll` finds them completed."""
+        """From now on, keep every operation passed to `on_pending` until `poll` finds that the GPU has completed it."""
         self._pending = deque()
 
     def on_launch(self, channel: Channel, name: str, shape: tuple[int, ...], dtype: object) -> int:
         """Record that an operation is about to start; return its sequence number on the channel: 1, 2, ...
 
-        name, shape, dtype: of the operation and its tensor; ranks that disagree on them are reported as a mismatch.
+        name: the operation's name; shape, dtype: those of its tensor. Ranks that launch different operations under one
+        number are reported as a mismatch.
         """
         known = self._channels.get(channel) or self._add(channel)
         text, signature = self._signature(channel.kind, name, shape, dtype)
@@ -147,9 +148,10 @@ class StatusPage(OperationTracker):
     def on_wait(
         self, channel: Channel, seq: int, name: str, shape: tuple[int, ...], dtype: object, location: str | None = None
     ) -> None:
-        """Record that this rank blocks until operation `seq` of the channel has completed. Does not block itself.
+        """Record that this rank blocks from now on until operation `seq` of the channel has completed; return at once.
 
-        name, shape, dtype: as in `on_launch`. location: "file:line" of the call; None: see `find_user_code_line`.
+        name, shape, dtype: as in `on_launch`. location: "file:line" of the call; None: the line of the user's program
+        that is running (`find_user_code_line`).
         """
         known = self._channels.get(channel) or self._add(channel)
         entry = known[0] if known[0] >= 0 else _NO_CHANNEL
@@ -218,7 +220,7 @@ class StatusPage(OperationTracker):
     def read_snapshot(buffer) -> Snapshot | None:
         """Return the status in `buffer`: a page in shared memory or the bytes of `to_bytes`.
 
-        Returns None if the rank was writing at that moment: read again.
+        Returns None if the rank was writing during the call: then read again.
         """
         page = memoryview(buffer)
         (before,) = _VERSION.unpack_from(page)
@@ -231,7 +233,7 @@ class StatusPage(OperationTracker):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether this rank waits for an operation now, or by the latest `poll` an operation is pending."""
+        """Whether this rank waits for an operation now, or runs while one is pending on the GPU by the latest `poll`."""
         state = STATES[self._page[_STATE_AT]]
         return state == "waiting" or (bool(self._pending) and state == "running")
 

@@ -160,11 +160,9 @@ def tensors_by_kind(
 def engine_tensors_by_kind(engine: Engine) -> TensorsByKind:
     """Return a function that returns the live tensors of an engine by kind, for `PeakByKind`.
 
-    The kinds are those of `minidist estimate`.
-
-    Persistent flat parameters and flat gradients, or their shards, count as parameters and gradients; flat buffers that
-    exist only while they are gathered or reduced count as buffers; tensors that a split backward keeps for weight
-    gradients count as activations.
+    The kinds are those of `minidist estimate`. Persistent flat parameters and flat gradients, or their shards, count as
+    parameters and gradients; flat buffers that exist only while they are gathered or reduced count as buffers; tensors
+    that a split backward keeps for weight gradients count as activations.
     """
     model_and_optimizer = tensors_by_kind(engine.model, engine.optimizer)
 

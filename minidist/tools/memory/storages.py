@@ -35,7 +35,7 @@ class MemoryPeak:
 
 
 class StoragePeak:
-    """Context manager that measures the peak of the tensors allocated within it.
+    """Context manager that measures the peak memory, in bytes, of the tensors allocated within it.
 
     device: the device whose memory is measured; the CPU if None. After the context, `bytes` is the peak since the last
     `reset_peak()` (without one, since the beginning), and `peak` the `MemoryPeak`. Raises RuntimeError if another torch
@@ -128,7 +128,7 @@ class AllocationHistory:
         self.blocks.append([None, num_bytes])
 
     def record_free(self, address: int) -> None:
-        """Record that the block at this address was freed; ignored if the history does not know the block."""
+        """Record that the block at this address was freed. Does nothing if the history has no live block there."""
         if address in self._live:
             self._older.pop(address, None)
             self.events.append((-1, self._live.pop(address)))

@@ -93,7 +93,7 @@ class MemoryTracker(Observer):
 
     @property
     def line(self) -> str | None:
-        """The line that rank 0 prints at the end of the run; None on other ranks."""
+        """The measurement as text, or why there is none, which `on_end` prints; None on other ranks than rank 0."""
         if self._report is not None or self._group.rank:
             return self._report
         if self._step <= self._done:

@@ -51,7 +51,7 @@ def plot_memory(by_rank: Sequence[Mapping[str, int]], draw: bool = True) -> list
 def compare_memory(
     measured: Sequence[Mapping[str, int]], estimated: Sequence[Mapping[str, int]], draw: bool = True
 ) -> dict[str, list[dict[str, int]]]:
-    """Plot each rank's measured peak memory beside the estimated one, which is hatched.
+    """Plot each rank's measured peak memory beside its estimated peak memory, whose bars are hatched.
 
     measured, estimated: bytes by kind of each rank, in rank order, as from `tracker.measured_breakdown` and
     `tracker.estimated_breakdown` (minidist.tools.memory). Returns {"measured": measured, "estimated": estimated}.

@@ -9,7 +9,7 @@ _OWN = Path(__file__).resolve().parents[3]
 def course_root(start: Path | None = None) -> Path:
     """Return the nearest parent folder that contains the package `exercises`, else the one that contains this package.
 
-    start: where to begin; the current folder if None.
+    start: the folder from which the search goes upwards; the current folder if None.
     """
     start = (start or Path.cwd()).resolve()
     above = (folder for folder in (start, *start.parents) if (folder / "exercises" / "__init__.py").is_file())

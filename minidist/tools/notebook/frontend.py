@@ -11,7 +11,7 @@ def is_interactive(shell) -> bool:
 
 
 class LiveOutput:
-    """Text below a running cell, which the cell's own output replaces at its end."""
+    """Text below a running cell, which the output of the cell replaces when the cell ends. Call it to show a text."""
 
     def __init__(self):
         self._handle = None

@@ -40,7 +40,7 @@ class RanksMagics(Magics):
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the ranks and their server, and restore replaced symbols."""
+        """End the ranks, and their server if this object created it, and restore replaced symbols."""
         atexit.unregister(self.close)
         self.pieces.restore_symbols()
         self.sources.clear()

@@ -66,9 +66,9 @@ def predict(
 ) -> Prediction:
     """Ask a question about a later measurement and record the learner's answer; return it for display.
 
-    id: a name for `score_prediction`, unique in the course. answer: a number, a list, text, or NEVER for
-    a cell that hangs; None if the learner has not answered. unit: shown after the answer and the measured value.
-    file: where scores are stored; progress.json of the current learner's folder if None.
+    id: a name for `score_prediction`, unique in the course. answer: a number, a list, text, or NEVER for a cell that
+    hangs; None if the learner has not answered. unit: shown after the answer and the measured value. file: where scores
+    are stored; progress.json of the current learner's folder if None.
     """
     answer = _to_json_types(answer)
     with _open_predictions(file) as predictions:

@@ -36,9 +36,9 @@ class Cell(NamedTuple):
 class CellError(NamedTuple):
     """An exception that a cell raised.
 
-    kind: name of its class. message: its text. line: number of the cell's line, 0 if unknown; text: that line. inside:
-    `file:line in f` where it was raised, "" if in the cell itself. is_connection_error: whether a broken connection
-    caused it, as when another rank has died.
+    kind: name of the exception's class. message: the exception's text. line: number of the cell's line that raised, 0
+    if unknown. text: that line of the cell. inside: `file:line in f` where it was raised, "" if in the cell itself.
+    is_connection_error: whether a broken connection caused it, for example because another rank has died.
     """
 
     kind: str
@@ -53,8 +53,9 @@ class Answer(NamedTuple):
     """A rank's answer to one request.
 
     kind: "done", "error" or "stopped" (by Ctrl-C). shown: repr of the cell's last expression, "" for none. fault: the
-    error if the kind is "error". value: of the expression that `RankSession.evaluate` evaluated. records: the
-    communication of this request. has_process_group: whether the rank has a default process group after it.
+    error if the kind is "error". value: what `RankSession.evaluate` evaluated. records: the traffic meter's records of
+    the communication operations in this request. has_process_group: whether the rank has a default process group after
+    the request.
     """
 
     kind: str
@@ -182,14 +183,14 @@ class RankSession:
         return Answer("done", shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + " ...")
 
     def evaluate(self, expression: str) -> Answer:
-        """Evaluate an expression in the cells' namespace; answer with its value, a tensor as a copy on the CPU."""
+        """Evaluate an expression in the cells' namespace; answer with its value. Tensors are copied to the CPU."""
         value = eval(expression, self.names)
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu()
         return Answer("done", value=value)
 
     def replace_symbol(self, symbol: str, filename: str, source: str, also_replaced: tuple[str, ...]) -> Answer:
-        """Replace a symbol of the package on this rank; arguments as for `SymbolReplacements.replace_symbol`."""
+        """Replace a symbol of the package on this rank, as `SymbolReplacements.replace_symbol` does."""
         self._pieces.replace_symbol(symbol, source, filename, also_replaced=also_replaced)
         return Answer("done")
 

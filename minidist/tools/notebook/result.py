@@ -80,7 +80,7 @@ def merge_equal(texts: Mapping[int, str]) -> list[str]:
 
 
 def group_by_value(by_rank: Mapping) -> dict:
-    """Return the ranks (ascending) that have each distinct value, by value, in order of the first rank."""
+    """Return {value: ascending ranks that have it}, ordered by the first rank. by_rank: the value of each rank."""
     groups: dict = {}
     for rank, value in sorted(by_rank.items()):
         groups.setdefault(value, []).append(rank)

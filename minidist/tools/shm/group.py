@@ -295,7 +295,10 @@ class ShmGroup(dist.ProcessGroup):
 
     @route_by_device()
     def recv(self, tensors, peer, tag=0):
-        """Receive into `tensors[0]` from group rank `peer`. A wrong size or dtype raises ShmError on both ranks."""
+        """Receive into `tensors[0]` from group rank `peer`.
+
+        Waiting raises ShmError on both ranks if size or dtype differ.
+        """
         return self._transfer("recv", tensors, peer, tag)
 
     def _transfer(self, kind: str, tensors, peer: int, tag: int) -> Work:
@@ -328,7 +331,7 @@ class ShmGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name under which torch knows the group."""
+        """The name by which torch identifies the group."""
         return self._name  # torch sets names only on groups that it builds itself
 
     @property

@@ -55,20 +55,20 @@ class HostStagedWork(dist.Work):
         self._results = [gpu_tensor for gpu_tensor, _ in pairs]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the operation has ended and its results are on the GPU; raise its error if it failed.
+        """Block until the operation has ended and its results are on the GPU; raise the operation's error if it failed.
 
-        timeout: for the operation, without the copy; zero means the inner work's own limit, if any. Returns True.
+        timeout: limit for the operation, not for the copy; zero means the limit of `inner`, if any. Returns True.
         """
         done = self._inner.wait(timeout)
         self._copy_results_to_gpu()
         return done
 
     def synchronize(self) -> None:
-        """Like `wait`: blocks the host, not a stream."""
+        """Do what `wait` does: block the host until the results are on the GPU."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Like `wait`: blocks the host, because the copies are made by this thread."""
+        """Do what `wait` does: block the host, not the stream, because this thread copies the results."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future:

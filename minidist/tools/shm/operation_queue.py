@@ -40,7 +40,7 @@ class WorkerPool:
         inbox.put(task)
 
     def request_stop(self) -> None:
-        """Let each thread end after its current task; return at once."""
+        """Tell every thread to end after its current task; return at once."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -61,7 +61,7 @@ class WorkerPool:
 class OperationQueue:
     """A first-in, first-out queue of operations, of which at most one runs at a time.
 
-    workers: run the operations that no waiting thread runs itself.
+    workers: the threads that run the operations that no waiting thread runs itself.
     """
 
     def __init__(self, workers: WorkerPool):

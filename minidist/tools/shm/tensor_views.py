@@ -62,7 +62,7 @@ def split_evenly_by_rank(whole: Tensor, part: Tensor, group_size: int) -> list[T
 def check_part_sizes(operation: str, parts: Sequence[Tensor], like: Tensor, group_size: int) -> None:
     """Raise ValueError unless `parts` has `group_size` tensors, each with the numel and dtype of `like`.
 
-    operation: its name, for the error message.
+    operation: the name of the collective, for the error message.
     """
     if len(parts) != group_size:
         raise ValueError(f"{operation} takes a tensor per rank: {group_size}, not {len(parts)}")

@@ -45,11 +45,11 @@ class Work(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Like `wait`: there is no stream to synchronize."""
+        """Do what `wait` does: tensors on the CPU have no stream to synchronize."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Like `wait`: blocks the calling thread, unlike nccl's."""
+        """Do what `wait` does: block the calling thread. The method of nccl's works blocks only the stream."""
         self.wait()
 
     def is_completed(self) -> bool:

@@ -36,7 +36,7 @@ def parse_schedule(text: str, name: str = "by hand", placement: Literal["loop", 
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """Format a schedule as text that `parse_schedule` reads."""
+    """Return a schedule as text that `parse_schedule` can read, a line per stage such as "F0 F1 B0 B1"."""
     return "".join(" ".join(map(str, order)) + "\n" for order in schedule.orders)
 
 

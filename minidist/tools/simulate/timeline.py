@@ -73,7 +73,7 @@ class PipelineTimeline:
 
     @property
     def step_time(self) -> float:
-        """The time per step if steps follow each other: the longest time of a stage from its first to its last action.
+        """The time per step when many steps follow each other: the longest time of any stage from first to last action.
 
         A stage that starts late may end late, while other stages begin the next step (Qi et al. 2023, section 5.3 and
         equation 3).
@@ -87,7 +87,7 @@ class PipelineTimeline:
 
     @property
     def busy_times(self) -> list[float]:
-        """The time that each stage spends on forward and backward, without idle time, by stage."""
+        """The time that each stage spends on forward and backward, without idle time, in stage order."""
         return [math.fsum(span.end - span.start for span in spans) for spans in self.spans]
 
     @property
@@ -97,7 +97,7 @@ class PipelineTimeline:
 
     @property
     def peak_live_micro_batches(self) -> list[int]:
-        """The peak number of micro-batches in flight on each stage, by stage (`check.peak_live_micro_batches`)."""
+        """The peak number of in-flight micro-batches of each stage, in stage order; see `check.peak_live_micro_batches`."""
         return peak_live_micro_batches(self.schedule)
 
 

@@ -27,7 +27,7 @@ def intersect_intervals(a: Iterable[Interval], b: Iterable[Interval]) -> list[In
 
 
 def covered_time(intervals: Iterable[Interval]) -> float:
-    """Return the length of the union of the intervals: overlaps count once."""
+    """Return the length of the union of the intervals, so that overlaps count once."""
     return sum(end - begin for begin, end in merge_intervals(intervals))
 
 

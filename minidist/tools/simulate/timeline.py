@@ -97,7 +97,7 @@ class PipelineTimeline:
 
     @property
     def peak_live_micro_batches(self) -> list[int]:
-        """The peak number of in-flight micro-batches of each stage, in stage order; see `check.peak_live_micro_batches`."""
+        """The peak number of in-flight micro-batches of each stage, in stage order; see `check`."""
         return peak_live_micro_batches(self.schedule)
 
 

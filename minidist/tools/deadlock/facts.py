@@ -25,7 +25,7 @@ _CHANNEL = struct.Struct("<8sQQ4I")
 _KEPT = 4
 
 
-class Place(NamedTuple):
+class ProcessLocation(NamedTuple):
     """Where a rank runs: the index of its machine (node), and its process id on that machine."""
 
     node: int
@@ -43,7 +43,7 @@ class RankFacts:
 
     request: int
     version: int
-    place: Place
+    location: ProcessLocation
     state: str
     wait_seq: int
     wait_channel: Channel | None
@@ -62,13 +62,13 @@ class RankFacts:
         return self._progress.get(_hash_channel(channel))
 
 
-def encode_facts(snapshot: Snapshot, place: Place, request: int) -> bytes:
+def encode_facts(snapshot: Snapshot, location: ProcessLocation, request: int) -> bytes:
     """Return the facts of a rank's status as bytes. request: number of the leader's latest request that they answer."""
     channel = snapshot.wait_channel if snapshot.state in ("waiting", "pending") else None
     name = b"" if channel is None else format_channel(channel).encode()
     text_hash = _hash(f"{snapshot.wait_operation}\n{snapshot.wait_location}".encode())
     parts = [
-        _HEAD.pack(request, snapshot.version, *place),
+        _HEAD.pack(request, snapshot.version, *location),
         _WAIT.pack(STATES.index(snapshot.state), snapshot.wait_seq, text_hash, len(name)),
         name,
     ]
@@ -82,7 +82,7 @@ def encode_facts(snapshot: Snapshot, place: Place, request: int) -> bytes:
 def decode_facts(data: bytes) -> RankFacts:
     """Return the facts that `encode_facts` has encoded as `data`."""
     request, version, node, pid = _HEAD.unpack_from(data)
-    return RankFacts(request, version, Place(node, pid), *_decode_state(data[_HEAD.size :]))
+    return RankFacts(request, version, ProcessLocation(node, pid), *_decode_state(data[_HEAD.size :]))
 
 
 @lru_cache(8192)  # most readings are the same as before, and many ranks are in the same state

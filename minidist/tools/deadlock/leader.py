@@ -178,7 +178,7 @@ class Leader:
         if now_s >= self._next_question_s:
             self._question_interval_s = min(2 * self._question_interval_s, _MAX_INTERVAL_S) if record.asked else ASK_S
             self._next_question_s = now_s + self._question_interval_s
-            asked = tuple((rank, *self._facts[rank].place) for rank in suspects)
+            asked = tuple((rank, *self._facts[rank].location) for rank in suspects)
             record = record._replace(question=record.question + 1, asked=asked)
         too_long = [rank for rank in suspects if waited_s[rank] >= self._hang_limit_s]
         for rank in too_long:
@@ -188,7 +188,7 @@ class Leader:
                 self.notes.append(f"rank {rank} is killed: {wait}")
             elif now_s - self._killed_s[rank] >= _KILL_S:
                 return record, Verdict("hang", (rank,), f"rank {rank} does not end although it was killed: {wait}")
-        return record._replace(killed=tuple((rank, *self._facts[rank].place) for rank in too_long)), None
+        return record._replace(killed=tuple((rank, *self._facts[rank].location) for rank in too_long)), None
 
     def _note_hang(self, rank: int, question: int, waited_s: float) -> None:
         """Note what a rank does that others wait for: at once if it is stopped, else after NOTICE_S; once for each."""

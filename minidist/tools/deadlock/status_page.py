@@ -233,7 +233,7 @@ class StatusPage(OperationTracker):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether this rank waits for an operation now, or runs while the latest `poll` found one pending on the GPU."""
+        """Whether this rank waits for an operation now, or the latest `poll` found one pending on the GPU."""
         state = STATES[self._page[_STATE_AT]]
         return state == "waiting" or (bool(self._pending) and state == "running")
 

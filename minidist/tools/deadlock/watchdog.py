@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from minidist.tools.deadlock.facts import Place, encode_facts
+from minidist.tools.deadlock.facts import ProcessLocation, encode_facts
 from minidist.tools.deadlock.hang import default_hang_limit_s, describe_process, find_main_thread_line
 from minidist.tools.deadlock.leader import (
     CHANGES,
@@ -47,7 +47,8 @@ class WatchParticipant:
         self, rank: int, size: int, status: StatusPage, store, node: int, timeout_s: float, hang_limit_s: float
     ):
         self.rank, self.size, self._status, self._store = rank, size, status, store
-        self._timeout_s, self._hang_limit_s, self._place = timeout_s, hang_limit_s, Place(node, os.getpid())
+        self._timeout_s, self._hang_limit_s = timeout_s, hang_limit_s
+        self._location = ProcessLocation(node, os.getpid())
         self.period_s = max(TICK_S, size * _READ_S)
         self._version, self._since_s, self._next_reading_s = -1, 0.0, float("-inf")
         self._has_posted_wait = False
@@ -96,7 +97,7 @@ class WatchParticipant:
         """Write this rank's facts to the store. is_change: whether the leader must read all facts again."""
         while (snapshot := self._status.take_snapshot()) is None:  # the rank is writing
             time.sleep(1e-3)
-        facts = encode_facts(snapshot, self._place, self._answered)
+        facts = encode_facts(snapshot, self._location, self._answered)
         self._store.set(status_key(self.rank), facts)
         if is_change:
             self._store.add(CHANGES, 1)
@@ -119,10 +120,10 @@ class WatchParticipant:
                 if rank == self.rank:
                     self._store.set(line_key(rank), f"{record.question} {find_main_thread_line()}")
                     self.post(is_change=False)
-                elif node == self._place.node and (state := describe_process(pid)):
+                elif node == self._location.node and (state := describe_process(pid)):
                     self._store.set(process_key(rank), f"{record.question} {state}")
         for rank, node, pid in record.killed:
-            if node == self._place.node and rank not in self._killed:
+            if node == self._location.node and rank not in self._killed:
                 self._killed.add(rank)
                 os.kill(pid, signal.SIGKILL)
 

@@ -1,6 +1,7 @@
 """Fixtures: one warm rank server for all tests with ranks, and a check that it leaves no process or shared memory."""
 
 import signal
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -10,6 +11,9 @@ from minidist.tools.launch import RankServer
 from tests.helpers.processes import wait_until
 
 pytest_plugins = ["tests.helpers.deadline"]
+
+# nbformat validates with jsonschema, which imports this for a format that no notebook has: its grammar takes 1.5 s.
+sys.modules.setdefault("rfc3987_syntax", None)
 
 # A shell that starts a background job makes it ignore SIGINT, and so would every process that a test starts and wants
 # to interrupt. A handler is not inherited: these processes get the default action.

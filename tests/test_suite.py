@@ -89,6 +89,8 @@ def ran(tmp_path_factory) -> str:
         "tests.helpers.deadline",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "no:nbval",
         "-n1",
         file.name,
     ]

@@ -170,7 +170,7 @@ def _new_process_group(
     timeout = timedelta(seconds=connect_timeout_s or timeout_s)
     try:
         group = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         raise CommError(f"group '{name}' of {format_ranks(ranks)} could not be created: {error}") from error
     if connect_timeout_s is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
         group.set_timeout(timedelta(seconds=timeout_s))

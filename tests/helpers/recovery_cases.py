@@ -56,7 +56,7 @@ class Actor(Observer):
         step = trainer.progress.step + 1
         if step in self._script.wait_at and trainer.world.rank == 0 and trainer.world.size < self._full_size:
             number = trainer.recovery._generation.number
-            self._store.wait([f"arrivals/{number + 1}/1"])
+            wait_for_key(self._store, f"arrivals/{number + 1}/0")
 
     @contextlib.contextmanager
     def step_context(self, trainer):
@@ -96,6 +96,12 @@ class Actor(Observer):
         summary["ranks"], summary["member"] = trainer.world.size, self._member
 
 
+def wait_for_key(store, key: str) -> None:
+    """Wait until a key is in the store; other threads of this process can use the store meanwhile."""
+    while not store.check([key]):
+        os.sched_yield()
+
+
 def _die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -104,7 +110,7 @@ def train_script(world, config, script: Script) -> dict:
     """Train on this process with live recovery, as the script says; returns the summary."""
     torch.set_num_threads(1)
     if script.are_replacements_late and world.member >= world.size:
-        world.store.wait(["members/1"])
+        wait_for_key(world.store, "members/1")
     restore = recovery_module.LiveRecovery.restore
 
     def restore_or_die(self, trainer):

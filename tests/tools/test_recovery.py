@@ -1,10 +1,13 @@
 """Live recovery: ranks are killed with SIGKILL, and the run equals the one in which nobody died."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from minidist.config import FaultConfig, MeshConfig
 from minidist.tools.launch import RankFailure
+from tests.conftest import DEADLINE_S
 from tests.helpers.recovery_cases import FP64, Kill, Script, recovery_config, run_script
 from tests.helpers.small_run import read_checkpoint, read_metrics, train_small, with_changes
 
@@ -27,17 +30,33 @@ LAYOUTS = {
 }
 
 
-def check_equals_undisturbed(ranks, tmp_path, config, num_ranks=4):
+@pytest.fixture(scope="module")
+def undisturbed(server, tmp_path_factory):
+    """`undisturbed(config)`: the folder of a run with the same configuration in which nobody dies; each runs once."""
+    folders = {}
+
+    def run(config):
+        plain = with_changes(config, folder=None, data=replace(config.data, path=None), fault=FaultConfig())
+        key = repr(with_changes(plain, checkpoint=replace(plain.checkpoint, every=0)))
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("plain")
+            plain = with_changes(plain, folder=folders[key] / "run", data=config.data)
+            server.run(train_small, 4, (plain,), deadline_s=DEADLINE_S)
+        return folders[key] / "run"
+
+    return run
+
+
+def check_equals_undisturbed(undisturbed, config):
     """Every step is in the metrics once, and losses, norms and final parameters are those of a run without deaths."""
-    plain = with_changes(config, folder=tmp_path / "plain", fault=FaultConfig())
-    ranks(train_small, num_ranks, plain)
+    plain = undisturbed(config)
     tolerance = TOLERANCE[config.precision.policy]
-    rows = [[row for row in read_metrics(run.folder) if "loss" in row] for run in (config, plain)]
+    rows = [[row for row in read_metrics(folder) if "loss" in row] for folder in (config.folder, plain)]
     assert [row["step"] for row in rows[0]] == list(range(1, config.train.steps + 1))
     for mine, expected in zip(*rows, strict=True):
         for name in ("loss", "grad_norm", "lr", "tokens"):
             assert mine[name] == pytest.approx(expected[name], rel=tolerance), (mine["step"], name)
-    saved, expected = (read_checkpoint(run.folder, config.train.steps) for run in (config, plain))
+    saved, expected = (read_checkpoint(folder, config.train.steps) for folder in (config.folder, plain))
     assembled, wanted = _assemble(saved), _assemble(expected)
     assert assembled.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -57,12 +76,12 @@ def notes(result):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_the_others_go_on_and_admit_a_new_rank(server, ranks, tmp_path, backend):
+def test_the_others_go_on_and_admit_a_new_rank(server, undisturbed, tmp_path, backend):
     config = recovery_config(tmp_path / "run", **FP64)
     result = run_script(
         server, config, Script((Kill(2, 3),), wait_at=(5,), are_replacements_late=True), backend=backend
     )
-    check_equals_undisturbed(ranks, tmp_path, config)
+    check_equals_undisturbed(undisturbed, config)
     assert [value["ranks"] for value in result.values] == [4] * 4  # the last generation is complete again
     assert sorted(value["member"] for value in result.values) == [0, 1, 3, 4]
     assert len({value["digest"] for value in result.values}) == 1
@@ -98,56 +117,56 @@ QUICK = (("dp", "while recovering"), ("tp x dp", "two at once"), ("zero 3", "in 
     ("layout", "script"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.exhaustive) for case in LAYOUT_SCRIPTS],
 )
-def test_every_layout_survives(server, ranks, tmp_path, layout, script):
+def test_every_layout_survives(server, undisturbed, tmp_path, layout, script):
     backend = "shm" if (len(layout) + len(script)) % 2 else "gloo"  # each about half
     config = recovery_config(tmp_path / "run", **FP64, **LAYOUTS[layout])
     run_script(server, config, SCRIPTS[script], backend=backend, max_restarts=4)
-    check_equals_undisturbed(ranks, tmp_path, config)
+    check_equals_undisturbed(undisturbed, config)
 
 
-def test_float32_differs_by_roundings_only(server, ranks, tmp_path):
+def test_float32_differs_by_roundings_only(server, undisturbed, tmp_path):
     config = recovery_config(tmp_path / "run", optim__lr=0.1)
     run_script(server, config, Script((Kill(1, 3),)), backend="shm")
-    check_equals_undisturbed(ranks, tmp_path, config)
+    check_equals_undisturbed(undisturbed, config)
 
 
-def test_a_decision_that_reached_one_rank_is_carried_out_by_all(server, ranks, tmp_path):
+def test_a_decision_that_reached_one_rank_is_carried_out_by_all(server, undisturbed, tmp_path):
     """Ranks 0 and 3 have updated in step 4, ranks 1 and 2 have not: of two tensor-parallel shards, neither step is
     complete, and the ranks that are behind must still update."""
     config = recovery_config(tmp_path / "run", **FP64, **LAYOUTS["tp x dp"], memory_every=0)
-    script = Script((Kill(0, 4, "agreed"),), lost_replies=((1, 4), (2, 4)))
+    script = Script((Kill(0, 4, "agreed"),), lost_replies=((1, 4), (2, 4)), are_replacements_late=True)
     result = run_script(server, config, script)
-    check_equals_undisturbed(ranks, tmp_path, config)
+    check_equals_undisturbed(undisturbed, config)
     assert "with the state after step 4 from the live tensors of ranks 0-1: no step is lost" in notes(result)
 
 
-def test_copies_bound_what_a_death_loses(server, ranks, tmp_path):
+def test_copies_bound_what_a_death_loses(server, undisturbed, tmp_path):
     config = recovery_config(tmp_path / "run", **FP64, **LAYOUTS["zero 1"], memory_every=3)
     result = run_script(server, config, Script((Kill(2, 6),)))
-    check_equals_undisturbed(ranks, tmp_path, config)
+    check_equals_undisturbed(undisturbed, config)
     assert "with the state after step 3 from the own copies of ranks 0-2 and the partner copies of" in notes(result)
     assert ": 2 completed steps are repeated" in notes(result)
 
 
-def test_without_copies_the_newest_checkpoint_is_used(server, ranks, tmp_path):
+def test_without_copies_the_newest_checkpoint_is_used(server, undisturbed, tmp_path):
     config = recovery_config(
         tmp_path / "run", **FP64, **LAYOUTS["zero 1"], memory_every=0, checkpoint__every=2, checkpoint__background=False
     )
     result = run_script(server, config, Script((Kill(2, 6),)))
-    check_equals_undisturbed(ranks, tmp_path, config)
+    check_equals_undisturbed(undisturbed, config)
     assert "from the newest checkpoint, or from the start: the ranks left hold no complete state" in notes(result)
 
 
-def test_all_ranks_die(server, ranks, tmp_path):
+def test_all_ranks_die(server, undisturbed, tmp_path):
     config = recovery_config(tmp_path / "run", **FP64, checkpoint__every=2, checkpoint__background=False)
     run_script(server, config, Script(tuple(Kill(member, 4, "forward") for member in range(4))), max_restarts=4)
-    check_equals_undisturbed(ranks, tmp_path, config)
+    check_equals_undisturbed(undisturbed, config)
 
 
-def test_the_run_goes_on_without_replacement_when_the_restarts_are_used_up(server, ranks, tmp_path):
+def test_the_run_goes_on_without_replacement_when_the_restarts_are_used_up(server, undisturbed, tmp_path):
     config = recovery_config(tmp_path / "run", **FP64)
     result = run_script(server, config, Script((Kill(1, 3), Kill(2, 5))), max_restarts=0)
-    check_equals_undisturbed(ranks, tmp_path, config)
+    check_equals_undisturbed(undisturbed, config)
     assert [value and value["ranks"] for value in result.values] == [2, None, None, 2]
 
 
@@ -157,11 +176,9 @@ def test_a_mesh_that_cannot_be_filled_ends_the_run(server, tmp_path):
         run_script(server, config, Script((Kill(1, 3),)), max_restarts=0)
 
 
-def test_a_run_without_deaths_is_bit_equal(server, ranks, tmp_path):
+def test_a_run_without_deaths_is_bit_equal(server, undisturbed, tmp_path):
     config = recovery_config(tmp_path / "run", **LAYOUTS["zero 1"])
     run_script(server, config, Script())
-    plain = with_changes(config, folder=tmp_path / "plain", fault=FaultConfig())
-    ranks(train_small, 4, plain)
-    saved, expected = read_checkpoint(config.folder, 8), read_checkpoint(plain.folder, 8)
+    saved, expected = read_checkpoint(config.folder, 8), read_checkpoint(undisturbed(config), 8)
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], expected[name]) for name in saved)

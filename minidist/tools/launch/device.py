@@ -2,10 +2,8 @@
 
 import os
 import sys
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 import minidist.tools.shm  # noqa: F401  registers the backend "shm" with torch
 from minidist.errors import UserError
@@ -65,22 +63,3 @@ def prefer_gloo_loopback() -> None:
     All ranks must be on this machine. Otherwise gloo resolves the host name, which some machines cannot do.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-
-
-def init_default_process_group(
-    backend: str, store, rank: int, size: int, device: torch.device, timeout_s: float
-) -> None:
-    """Initialize torch's default process group of `size` ranks.
-
-    store: the rendezvous store that all ranks share. timeout_s: of each operation, in seconds.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if backend == "nccl" else None,
-    )

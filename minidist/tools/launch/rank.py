@@ -123,13 +123,9 @@ def _run(job: dict, status_fd: int, listen_fd: int, control: socket.socket) -> t
 def _make_world(job: dict, status, listen_fd: int):
     import torch
 
+    from minidist.comm.connect import connect_ranks
     from minidist.comm.world import World
-    from minidist.tools.launch.device import (
-        choose_backend,
-        choose_device,
-        init_default_process_group,
-        prefer_gloo_loopback,
-    )
+    from minidist.tools.launch.device import choose_backend, choose_device, prefer_gloo_loopback
 
     rank, size = job["rank"], job["size"]
     torch.set_num_threads(job["threads"] or threads_per_rank(size, job["environ"]))
@@ -142,7 +138,7 @@ def _make_world(job: dict, status, listen_fd: int):
     if backend is not None:
         prefer_gloo_loopback()
     if backend is not None and not replaces_ranks:
-        init_default_process_group(backend, store, rank, size, device, job["timeout_s"])
+        connect_ranks(backend, store, rank, size, device, job["timeout_s"])
     member = job["member"] if replaces_ranks else None
     return World(rank, size, rank, size, device, backend, status, store=store, member=member)
 

@@ -7,15 +7,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from minidist.comm.connect import connect_ranks
 from minidist.comm.group import Group, GroupSpec, bind
 from minidist.comm.meter import Meter
 from minidist.comm.world import World
 from minidist.mesh import AXES, Mesh
 from minidist.tools.launch.protocol import receive_object, send_object
 from minidist.tools.recording_backend import register_recording_backend
-from minidist.tools.recovery.membership import shut_down_connections
+from minidist.tools.recovery.connections import shut_down_connections
 
 _SIGNAL_CHECK_S = 0.5
+_TIMEOUT_S = 12 * 3600.0  # of an operation in a cell
 
 
 class RankWorker:
@@ -51,14 +53,9 @@ class RankWorker:
             self._abandoned.append(groups)
             dist.destroy_process_group()
         world.status.reset_channels()
-        dist.init_process_group(
-            self._backend,
-            store=dist.PrefixStore(f"live/{generation}", self.world.store),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(hours=12),
-        )
-        return bind(world, Mesh(dp=world.size), [GroupSpec("comm", AXES)], timeout_s=12 * 3600.0)["comm"]
+        store = dist.PrefixStore(f"live/{generation}", world.store)
+        connect_ranks(self._backend, store, world.rank, world.size, world.device, _TIMEOUT_S)
+        return bind(world, Mesh(dp=world.size), [GroupSpec("comm", AXES)], timeout_s=_TIMEOUT_S)["comm"]
 
     def close_connections(self) -> None:
         """Shut every connection of the process groups, so that waits inside torch, which ignore signals, end in an

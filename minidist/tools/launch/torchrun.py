@@ -171,15 +171,11 @@ def torchrun_world(
     import torch
     import torch.distributed as dist
 
+    from minidist.comm.connect import connect_ranks
     from minidist.comm.world import World
     from minidist.tools.deadlock.status_page import StatusPage
     from minidist.tools.deadlock.watchdog import Watchdog
-    from minidist.tools.launch.device import (
-        choose_backend,
-        choose_device,
-        init_default_process_group,
-        prefer_gloo_loopback,
-    )
+    from minidist.tools.launch.device import choose_backend, choose_device, prefer_gloo_loopback
 
     faulthandler.enable()  # torchrun itself reports only the signal of a crash
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -209,7 +205,7 @@ def torchrun_world(
             hint = f"All ranks need MASTER_ADDR {address}, an address of the machine of rank 0, and MASTER_PORT {port}."
             check_same_world_size(store, rank, size, timeout_s)
         attempt = agree_on_attempt(store, rank, size, timeout_s, hint)
-        init_default_process_group(backend_name, dist.PrefixStore(attempt, store), rank, size, chosen, timeout_s)
+        connect_ranks(backend_name, dist.PrefixStore(attempt, store), rank, size, chosen, timeout_s)
         status_store = _connect(rank, address, port, timeout_s)
     except dist.DistError as error:
         raise RunError(

@@ -60,7 +60,8 @@ def train_with_recovery(
     corpus = open_corpus(config.data.source, config.data.path, config.data.seq_len)
     recovery = LiveRecovery(membership, corpus, config.fault.memory_every)
     with StopRequest() as stop:
-        while (generation := membership.join_next_generation()) is not None:
+        has_failed = False
+        while (generation := membership.join_next_generation(has_failed)) is not None:
             trainer = None
             try:
                 recovery.begin(generation)
@@ -71,7 +72,9 @@ def train_with_recovery(
                 trainer = Trainer(rank_world, with_open_dp(current), *make_observers_and_meter(current), recovery)
                 summary = trainer.run(stop)
             except (CommError, Regroup) as error:
-                membership.disconnect()
+                has_failed = isinstance(error, CommError)
+                if has_failed:  # after a regroup another rank may still be in its last operation
+                    membership.disconnect()
                 recovery.end_generation(trainer, error)
                 if trainer is not None:
                     trainer.close()
@@ -81,8 +84,7 @@ def train_with_recovery(
                     trainer.close()
                 raise
             trainer.close()
-            if rank_world.rank == 0:
-                membership.end(summary)
+            membership.end(summary)
             return summary
     return membership.summary
 

@@ -5,26 +5,50 @@ work together form a *generation*: an agreed list of live members. When a member
 meet in the next generation (torchelastic calls the meeting a rendezvous). The launcher serves the store and records the
 deaths; the members agree among themselves, so no member is indispensable.
 
-A generation is decided by `compare_set` on one key: several members may propose a list, and the first proposal counts.
+The protocol, from generation N to N + 1:
+
+1. A member announces itself for generation N + 1 and says whether an operation of generation N failed on it.
+2. It waits until each member of generation N has announced itself or is recorded as dead, and until the announced
+   live members can fill the mesh. Then it proposes them. The list is one key of the store, set by `compare_set`: the
+   first proposal counts, and all members read that one.
+3. The listed members connect. A live member that is not listed, because it arrived too late, begins again for
+   generation N + 2; so does a spare, for which the mesh has no place, when a rank announces itself or dies.
+
+Why it ends, whenever a member dies:
+
+* Nothing is published in two halves. An entry of a log and a list of members are one `compare_set` each, so a member
+  that dies has either published it or not. (A counter raised before its entry is written would leave a hole behind
+  which no reader looks.)
+* Step 2 waits only for live members of generation N. Such a member is not held up by generation N: a thread of each
+  rank (`_LossWatch`) looks for deaths and failed announcements of its generation, and makes this rank's operations
+  fail, so it comes too. Where it cannot reach (gloo while it connects two ranks), CONNECT_TIMEOUT_S does.
+* A proposed member may have died unrecorded. Then connecting fails, and generation N + 2 begins without it. Each such
+  turn uses up a death, and there are finitely many members.
+* The first rank that completes the run publishes its summary; members that meet after that return.
+* If a live member does not come (it is stopped, say), the wait ends `timeout_s` after the last arrival or death with an
+  error that names who waits for whom. The launcher then ends all processes.
+
+Without deadline a member waits only while generation N works, and has no place for it.
 """
 
-import contextlib
 import json
-import os
-import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from minidist.comm.connect import abort_groups, connect_ranks
 from minidist.comm.world import World
 from minidist.errors import CommError, RunError
+from minidist.tools.recovery.connections import interrupt_operations, list_open_files
 
 _POLL_S = 0.005
-CONNECT_TIMEOUT_S = 20.0  # if a member dies while others connect to it, they may notice only after this time
+_WATCH_S = 0.1
+CONNECT_TIMEOUT_S = 20.0  # of gloo's connections: if a member dies just then, the others notice only after this time
 
 
 @dataclass(frozen=True)
@@ -38,6 +62,11 @@ class Generation:
     number: int
     members: tuple[int, ...]
     num_ranks: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members that are ranks, in rank order."""
+        return self.members[: self.num_ranks]
 
 
 @dataclass(frozen=True)
@@ -57,7 +86,8 @@ def record_death(store: dist.Store, death: Death) -> None:
 
 def read_members(store: dist.Store) -> list[int]:
     """Return the members of the latest generation, in rank order; none before the first."""
-    return json.loads(store.get(f"members/{store.get('generation').decode()}")) if store.check(["generation"]) else []
+    number = _find_latest_generation(store)
+    return [] if number < 0 else json.loads(store.get(f"members/{number}"))
 
 
 class Membership:
@@ -65,7 +95,7 @@ class Membership:
 
     store: serves all members; no member hosts it. member: the number of this process. initial_members: number of
     processes that the run starts with: 0, 1, ... count_ranks: for a number of live members, how many of them the mesh
-    can use as ranks; 0 if they cannot fill it. timeout_s: how long to wait for the others, in seconds.
+    can use as ranks; 0 if they cannot fill it. timeout_s: how long to wait for a member that lives, in seconds.
 
     deaths: those recorded so far, by member.
     """
@@ -79,23 +109,26 @@ class Membership:
         timeout_s: float,
     ):
         self.member, self._store, self._count_ranks, self._timeout_s = member, store, count_ranks, timeout_s
-        self._generation = Generation(-1, tuple(range(initial_members)), 0)
-        self._death_log, self._arrival_log = _Log(store, "deaths"), _Log(store, "arrivals/0")
-        self._open_before: set[int] = set()
+        self._generation = Generation(-1, tuple(range(initial_members)), initial_members)
+        self._death_log, self._arrivals = _Log(store, "deaths"), _arrival_log(store, 0)
+        self._watch: _LossWatch | None = None
         self.deaths: dict[int, Death] = {}
 
-    def join_next_generation(self) -> Generation | None:
+    def join_next_generation(self, has_failed: bool = False) -> Generation | None:
         """Meet the other live members and return the generation that all of them agree on; None if the run is over.
 
-        Blocks until every live member of the last generation has come, and until the mesh can be filled. A spare also
-        blocks while its generation works. Raises RunError if a live member does not come within the timeout.
+        has_failed: whether an operation of the present generation failed on this rank, so that the others must leave
+        it too. Blocks until every live member of the present generation has come, and until the mesh can be filled. A
+        spare also blocks while its generation works. Raises RunError if a live member does not come within the timeout.
         """
-        while (generation := self._agree()) is not None:
-            self._generation = generation
-            self._arrival_log = _Log(self._store, f"arrivals/{generation.number + 1}")
-            if self.member in generation.members[: generation.num_ranks]:
+        while (generation := self._agree(has_failed)) is not None:
+            self.disconnect()  # all ranks have left the last generation, also if no operation has failed
+            self._generation, has_failed = generation, False
+            self._arrivals = _arrival_log(self._store, generation.number + 1)
+            if self.member in generation.ranks:
+                self._watch = _LossWatch(self._store, generation)
                 return generation
-            while self.member in generation.members and not self._arrival_log.read() and not self._is_over():
+            while self.member in generation.members and not self._is_ending() and not self._is_over():
                 time.sleep(_POLL_S)
         return None
 
@@ -104,15 +137,23 @@ class Membership:
         self.deaths |= {entry["member"]: Death(**entry) for entry in self._death_log.read()}
         return [member for member in self._generation.members if member in self.deaths]
 
+    def find_loss(self) -> str | None:
+        """Return which rank of the present generation has died or left it after a failure, as a sentence, or None.
+
+        Only on a rank of it. The generation cannot go on then.
+        """
+        return self._watch.find_loss()
+
     def is_regroup_useful(self) -> bool:
         """Return whether members have arrived with whom the mesh could use more ranks than it has now."""
-        dead, generation = set(self.find_dead_members()), self._generation
-        live = (set(self._arrival_log.read()) | set(generation.members)) - dead - set(self.deaths)
-        return self._count_ranks(len(live)) > generation.num_ranks
+        self.find_dead_members()
+        live = (self._find_arrivals() | set(self._generation.members)) - set(self.deaths)
+        return self._count_ranks(len(live)) > self._generation.num_ranks
 
     def end(self, summary: dict[str, Any]) -> None:
         """Declare the run over, so that members that are not ranks return. summary: what they return (JSON)."""
-        self._store.set("summary", json.dumps(summary))
+        self._store.compare_set("summary", "", json.dumps(summary))
+        self._watch.stop()
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -122,149 +163,180 @@ class Membership:
     def connect(self, world: World) -> World:
         """Create torch's default process group over the ranks of the present generation; return this rank's world.
 
-        world: of this process, as it was started. Raises CommError if a member dies meanwhile.
+        world: of this process, as it was started. Raises CommError if a rank dies or leaves meanwhile. From now on
+        this rank's operations fail when one does.
         """
         generation, size = self._generation, self._generation.num_ranks
-        rank = generation.members.index(self.member)
-        store = _GenerationStore(dist.PrefixStore(f"generation/{generation.number}/", self._store), self)
-        world = replace(
-            world,
-            rank=rank,
-            size=size,
-            local_rank=rank,
-            local_size=size,
-            backend=world.backend if size > 1 else None,
-            store=store,
-        )
-        self._open_before = _list_open_files()
+        rank = generation.ranks.index(self.member)
+        store = _GenerationStore(dist.PrefixStore(f"generation/{generation.number}/", self._store), self._watch)
+        backend = world.backend if size > 1 else None
+        world = replace(world, rank=rank, size=size, local_rank=rank, local_size=size, backend=backend, store=store)
         world.status.reset_channels()  # the operations of this generation are numbered from 1 on all ranks
         if size == 1:
             return world
+        self._watch.start()
         try:
-            dist.init_process_group(
-                world.backend,
-                store=store,
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
-                device_id=world.device if world.backend == "nccl" else None,
-            )
+            connect_ranks(world.backend, store, rank, size, world.device, CONNECT_TIMEOUT_S)
         except (RuntimeError, IndexError) as error:
             raise CommError(f"the ranks of generation {generation.number} could not connect: {error}") from error
         return world
 
     def disconnect(self) -> None:
-        """Abort all process groups of this process, without the other ranks; their pending operations fail too.
+        """Leave all process groups of this process without the other ranks; their pending operations fail too."""
+        if self._watch is not None:
+            self._watch.stop()
+            interrupt_operations(self._watch.open_before)
+            self._watch = None
+        abort_groups()
 
-        nccl's communicators are aborted together (`ncclCommAbort`), shm leaves its groups. gloo has no abort: its
-        connections are shut, which are those opened since `connect`.
-        """
-        shut_down_connections(lambda sock: os.fstat(sock.fileno()).st_ino in self._open_before)
-        if dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
-
-    def _agree(self) -> Generation | None:
+    def _agree(self, has_failed: bool) -> Generation | None:
         """Announce this member for the next generation and wait for the list; None if the run is over."""
-        number = max(self._latest_generation(), self._generation.number) + 1
-        if number != self._generation.number + 1:  # this member was started later, or was left out
-            members = json.loads(self._store.get(f"members/{number - 1}"))
-            self._generation = Generation(number - 1, tuple(members), 0)
-        arrivals, key = _Log(self._store, f"arrivals/{number}"), f"members/{number}"
-        arrivals.append(self.member)
-        end_s = time.monotonic() + self._timeout_s
+        latest = _find_latest_generation(self._store)
+        if latest > self._generation.number:  # this member was started later, or was left out
+            members = json.loads(self._store.get(f"members/{latest}"))
+            self._generation = Generation(latest, tuple(members), self._count_ranks(len(members)))
+        number = self._generation.number + 1
+        key = f"members/{number}"
+        self._arrivals = _arrival_log(self._store, number)
+        self._arrivals.append({"member": self.member, "has_failed": has_failed})
+        known, end_s = None, 0.0
         while not self._store.check([key]):
             if self._is_over():
                 return None
-            missing = set(self._generation.members) - set(arrivals.read()) - set(self.find_dead_members())
-            live = sorted(set(arrivals.read()) - set(self.deaths))
+            self.find_dead_members()
+            arrived, deaths = self._find_arrivals(), set(self.deaths)
+            live, missing = sorted(arrived - deaths), set(self._generation.members) - arrived - deaths
             if not missing and self._count_ranks(len(live)):
                 self._store.compare_set(key, "", json.dumps(live))
-                break
-            if time.monotonic() > end_s:
-                raise RunError(
-                    f"recovery failed: after {self._timeout_s:g} s (--comm.timeout-s), processes {sorted(missing)} "
-                    f"live and do not answer, and {len(live)} are ready."
-                )
+                continue
+            if known != (known := (len(arrived), len(deaths))):
+                end_s = time.monotonic() + self._timeout_s
+            elif time.monotonic() > end_s and self._is_ending():
+                raise RunError(self._describe_wait(number, live, missing))
             time.sleep(_POLL_S)
         members = tuple(json.loads(self._store.get(key)))
         self._store.set("generation", str(number))
         return Generation(number, members, self._count_ranks(len(members)))
 
-    def _latest_generation(self) -> int:
-        return int(self._store.get("generation")) if self._store.check(["generation"]) else -1
+    def _find_arrivals(self) -> set[int]:
+        """Return the members that have announced themselves for the next generation."""
+        return {entry["member"] for entry in self._arrivals.read()}
+
+    def _is_ending(self) -> bool:
+        """Return whether a rank of the present generation has died, or announced itself for the next one."""
+        return bool({*self.find_dead_members(), *self._find_arrivals()}.intersection(self._generation.ranks))
 
     def _is_over(self) -> bool:
         return self._store.check(["summary"])
 
+    def _describe_wait(self, number: int, live: list[int], missing: Iterable[int]) -> str:
+        late = (
+            f"{_name_members(missing)}, which did not come although the launcher has seen no end of it"
+            if missing
+            else "a new member: those that live cannot fill the mesh"
+        )
+        return (
+            f"recovery failed: {_name_members(live)} waited {self._timeout_s:g} s (--comm.timeout-s) in generation "
+            f"{number} for {late}."
+        )
 
-def shut_down_connections(is_kept: Callable[[socket.socket], bool]) -> None:
-    """Shut the TCP connections of this process, so that operations of gloo that wait for a peer fail, here and there.
 
-    is_kept: which connections not to shut.
+class _LossWatch:
+    """Looks for the ranks of a generation that have died or left it after a failure; the generation cannot go on then.
+
+    open_before: the open files of this process before it connected. Once started, a thread looks all the time, and
+    makes the operations of this process fail.
     """
-    for fd in map(int, os.listdir("/dev/fd")):
-        try:
-            sock = socket.socket(fileno=fd)
-        except OSError:  # not a socket, or closed by now
-            continue
-        try:
-            if sock.family in (socket.AF_INET, socket.AF_INET6):
-                sock.getpeername()
-                if not is_kept(sock):
-                    sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it only listens: without its socket, gloo would abort the process
-            pass
-        finally:
-            sock.detach()
+
+    def __init__(self, store: dist.Store, generation: Generation):
+        self._ranks, self._number = generation.ranks, generation.number
+        self._deaths, self._arrivals = _Log(store, "deaths"), _arrival_log(store, generation.number + 1)
+        self._stop, self._thread = threading.Event(), threading.Thread(target=self._run, name="loss-watch", daemon=True)
+        self.open_before = list_open_files()
+
+    def find_loss(self) -> str | None:
+        """Return which rank has died or failed, as a sentence; None if none has. Any thread may call it."""
+        for death in self._deaths.read():
+            if death["member"] in self._ranks:
+                return f"rank {self._ranks.index(death['member'])} (process {death['pid']}) has died: {death['cause']}"
+        for arrival in self._arrivals.read():
+            if arrival["has_failed"] and arrival["member"] in self._ranks:
+                rank = self._ranks.index(arrival["member"])
+                return f"an operation of rank {rank} has failed, and it has left generation {self._number}"
+        return None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread, and wait for its end."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_WATCH_S):
+            if self.find_loss():
+                interrupt_operations(self.open_before)
 
 
-def _list_open_files() -> set[int]:
-    """Return the inodes of the open files of this process, sockets among them."""
-    inodes = set()
-    for fd in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):
-            inodes.add(os.fstat(fd).st_ino)
-    return inodes
+def _arrival_log(store: dist.Store, number: int) -> "_Log":
+    return _Log(store, f"arrivals/{number}")
+
+
+def _find_latest_generation(store: dist.Store) -> int:
+    """Return the number of the latest generation; -1 before the first."""
+    number = int(store.get("generation")) if store.check(["generation"]) else -1  # a late writer may have set it back
+    while store.check([f"members/{number + 1}"]):
+        number += 1
+    return number
+
+
+def _name_members(members: Iterable[int]) -> str:
+    numbers = sorted(members)
+    return f"member{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
 
 
 class _Log:
-    """An append-only list in a store. Several members may append at once."""
+    """An append-only list in a store. Several members may append at once, and several threads may read."""
 
     def __init__(self, store: dist.Store, name: str):
-        self._store, self._name, self._entries = store, name, []
+        self._store, self._name, self._entries, self._lock = store, name, [], threading.Lock()
 
     def append(self, value: Any) -> None:
-        at = self._store.add(f"{self._name}/count", 1)
-        self._store.set(f"{self._name}/{at}", json.dumps(value))
+        """Append a value that differs from all others. One operation publishes it, so it is there or it is not."""
+        text = json.dumps(value)
+        while self._store.compare_set(f"{self._name}/{len(self.read())}", "", text).decode() != text:
+            pass  # another member has taken this place
 
     def read(self) -> list[Any]:
         """Return all entries so far."""
-        while self._store.check([key := f"{self._name}/{len(self._entries) + 1}"]):
-            self._entries.append(json.loads(self._store.get(key)))
-        return self._entries
+        with self._lock:
+            while self._store.check([key := f"{self._name}/{len(self._entries)}"]):
+                self._entries.append(json.loads(self._store.get(key)))
+            return self._entries
 
 
 class _GenerationStore(dist.Store):
-    """A store for the process groups of one generation: waiting for a key fails once a member of it has died.
+    """A store for the process groups of one generation: reading it fails once a rank of it has died or failed.
 
     torch creates a process group by exchanging addresses through a store, and would wait for those of a dead rank.
     """
 
-    def __init__(self, store: dist.Store, membership: Membership):
+    def __init__(self, store: dist.Store, watch: _LossWatch):
         super().__init__()
-        self._store, self._membership = store, membership
+        self._store, self._watch = store, watch
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        end_s = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        while not self._store.check(keys):
-            if dead := self._membership.find_dead_members():
-                raise dist.DistStoreError(f"member {dead[0]} has died")
-            if end_s is not None and time.monotonic() > end_s:
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=CONNECT_TIMEOUT_S)) -> None:
+        end_s = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > end_s:
                 raise dist.DistStoreError(f"no other rank has set {keys[0]} in {timeout}")
             time.sleep(_POLL_S / 5)
 
     def get(self, key: str) -> bytes:
-        self.wait([key], timedelta(seconds=CONNECT_TIMEOUT_S))
+        self.wait([key])
         return self._store.get(key)
 
     def set(self, key: str, value: Any) -> None:
@@ -274,6 +346,8 @@ class _GenerationStore(dist.Store):
         return self._store.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
+        if loss := self._watch.find_loss():
+            raise dist.DistStoreError(loss)
         return self._store.check(keys)
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:

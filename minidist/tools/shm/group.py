@@ -362,6 +362,10 @@ class ShmGroup(dist.ProcessGroup):
             self._cuda.shutdown()
         self._resources.close()
 
+    def interrupt(self):
+        """Make operations in flight and later ones fail, as if all other ranks had left. Any thread may call it."""
+        self._resources.disconnect_peers()
+
     def abort(self):
         """Leave the group on this rank at once; operations in flight fail with ShmError."""
         if self._cuda is not None:

@@ -5,6 +5,7 @@ import os
 import secrets
 import socket
 import sys
+import time
 
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ from minidist.tools.shm.group_resources import GroupResources
 from minidist.tools.shm.process_context import ProcessContext
 from minidist.tools.torch_group import create_torch_group
 
+_ASK_STORE_S = 0.2
 _CONTEXT: list[ProcessContext] = []  # the one context of this process, while it has groups
 
 
@@ -35,7 +37,7 @@ def create_group(options, _backend_options) -> dist.ProcessGroup:
         if rank == 0:
             print(f"backend shm: {_reason(infos)}; these {size} ranks talk over gloo", file=sys.stderr, flush=True)
         return create_torch_group(store, rank, size, timeout)
-    resources = _connect_ranks(infos, ranks, rank, timeout.total_seconds(), options.group_id)
+    resources = _connect_ranks(infos, ranks, rank, timeout.total_seconds(), options.group_id, store)
 
     def make_cuda_group(group: ShmGroup):
         infos = _exchange_infos(dist.PrefixStore("gpus/", store), rank, size, describe_local_gpu())
@@ -86,16 +88,29 @@ def _exchange_infos(store: dist.Store, rank: int, size: int, info: dict) -> list
     return [json.loads(store.get(key)) for key in keys]
 
 
-def _connect_ranks(infos: list[dict], ranks: tuple[int, ...], rank: int, timeout_s: float, name: str) -> GroupResources:
-    """Connect to every other rank: to lower ranks actively, from higher ranks by waiting for their connection."""
+def _connect_ranks(
+    infos: list[dict], ranks: tuple[int, ...], rank: int, timeout_s: float, name: str, store: dist.Store
+) -> GroupResources:
+    """Connect to every other rank: to lower ranks actively, from higher ranks by waiting for their connection.
+
+    store: asked while this rank waits, because the store of a run whose ranks may die fails then.
+    """
     context, group = _context(), infos[0]["group"]
     socks, pids = [None] * len(infos), [None] * len(infos)
     for other in range(rank):
-        socks[other], pids[other] = context.connect(infos[other]["token"], (group, "meet", rank))
+        try:
+            socks[other], pids[other] = context.connect(infos[other]["token"], (group, "meet", rank))
+        except OSError as error:
+            raise dist.DistBackendError(f"rank {ranks[other]} is not there any more: {error}") from None
     for other in range(rank + 1, len(infos)):
-        arrived = context.wait_for_connection((group, "meet", other), lambda: True, timeout_s)
-        if arrived is None:
-            raise dist.DistBackendError(f"rank {ranks[other]} did not connect to rank {ranks[rank]} in {timeout_s:g} s")
+        arrived, end_s = None, time.monotonic() + timeout_s
+        while arrived is None:
+            if time.monotonic() > end_s:
+                raise dist.DistBackendError(
+                    f"rank {ranks[other]} did not connect to rank {ranks[rank]} in {timeout_s:g} s"
+                )
+            store.check(["shm/come"])
+            arrived = context.wait_for_connection((group, "meet", other), lambda: True, min(timeout_s, _ASK_STORE_S))
         socks[other], pids[other] = arrived
     barrier = GroupBarrier(context, ranks, rank, socks, name, timeout_s)
     return GroupResources(context, barrier, [info["token"] for info in infos], pids, group, _on_group_closed)

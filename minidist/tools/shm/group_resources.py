@@ -81,6 +81,11 @@ class GroupResources:
         """Set how many seconds one operation may wait for another rank before it raises ShmError."""
         self.barrier.set_timeout(seconds)
 
+    def disconnect_peers(self) -> None:
+        """Treat all other ranks as if they had left. Any thread may call it."""
+        for other, _ in self.barrier.peers:
+            self._on_hangup(other, "has left")
+
     def _on_hangup(self, other: int, how: str) -> None:
         name = f"rank {self.barrier.ranks[other]}"
         self.barrier.mark_departed(

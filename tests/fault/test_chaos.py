@@ -27,6 +27,11 @@ QUICK = [
     Trial(7, PP, ONE, Fault("full", 1, 8, "write"), True),
     Trial(8, ONE, ONE, Fault("kill", 0, 8, "rename"), False),
 ]
+LIVE = [
+    Trial(10, DP, DP, Fault("kill", 1, 8, "write"), True, live_recovery=True),
+    Trial(11, Layout(dp=2, tp=2, zero=1), ONE, Fault("kill", 0, 8, "rename"), True, live_recovery=True),
+    Trial(12, PP, ONE, Fault("kill", 1, 9, "update"), False, live_recovery=True),
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +51,14 @@ def test_a_run_with_a_fault_resumes_with_nothing_lost(laboratory, trial):
     completed = trial.fault.kind in ("slow", "full")
     assert (outcome.ended == "went on") == (completed or trial.fault.kind == "flip")
     assert (outcome.resumed_step == STEPS) == completed
+
+
+@pytest.mark.parametrize(
+    "trial", [LIVE[0], *(pytest.param(trial, marks=pytest.mark.exhaustive) for trial in LIVE[1:])], ids=str
+)
+def test_a_run_with_live_recovery_goes_on_to_its_end(laboratory, trial):
+    outcome = laboratory.run(trial)
+    assert (outcome.problems, outcome.ended, outcome.resumed_step) == ([], "went on", STEPS)
 
 
 @pytest.mark.exhaustive

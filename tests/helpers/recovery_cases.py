@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from minidist.comm import CommError, all_reduce
+from minidist.comm import CommError, all_reduce, recv
 from minidist.config import FaultConfig
 from minidist.tools.launch.job import Replacement
 from minidist.tools.launch.run import make_observers_and_meter
 from minidist.tools.recovery import live_recovery as recovery_module
 from minidist.train import engine as engine_module
 from minidist.train.observer import Observer
-from tests.helpers.small_run import small_config, write_text
+from tests.helpers.small_run import DEADLINE_S, small_config, write_text
 
 FP64 = {"precision__policy": "fp64"}
 
@@ -34,13 +34,15 @@ class Kill:
 class Script:
     """What happens in a run. kills: see `Kill`. lost_replies: (member, step): this process does not get the agreement's
     result, as if the connection broke. wait_at: steps before which rank 0 waits until a new member has arrived.
-    are_replacements_late: whether new processes join only when the others have gone on.
+    are_replacements_late: whether new processes join only when the others have gone on. deadlock_at: before this step
+    ranks 0 and 1 wait for a message from each other.
     """
 
     kills: tuple[Kill, ...] = ()
     lost_replies: tuple[tuple[int, int], ...] = ()
     wait_at: tuple[int, ...] = ()
     are_replacements_late: bool = False
+    deadlock_at: int | None = None
 
 
 class Actor(Observer):
@@ -57,6 +59,8 @@ class Actor(Observer):
         if step in self._script.wait_at and trainer.world.rank == 0 and trainer.world.size < self._full_size:
             number = trainer.recovery._generation.number
             wait_for_key(self._store, f"arrivals/{number + 1}/0")
+        if step == self._script.deadlock_at and trainer.world.rank < 2:
+            recv(torch.zeros(1), 1 - trainer.world.rank, trainer.control)
 
     @contextlib.contextmanager
     def step_context(self, trainer):
@@ -139,4 +143,4 @@ def run_script(server, config, script: Script, ranks: int = 4, backend: str = "g
     """Run the script on ranks that are replaced; returns the job's result."""
     mesh = config.mesh
     replacement = Replacement(max_restarts, mesh.pp * mesh.cp * mesh.tp)
-    return server.run(train_script, ranks, (config, script), backend=backend, replacement=replacement, deadline_s=60)
+    return server.run(train_script, ranks, (config, script), backend=backend, replacement=replacement, deadline_s=DEADLINE_S)

@@ -89,6 +89,10 @@ def test_the_others_go_on_and_admit_a_new_rank(server, undisturbed, tmp_path, ba
     assert "with the state after step 2 from the live tensors of ranks 0-2: no step is lost\n" in text
     assert "\nstep 3 was completed " in text and "s after the failure" in text
     assert "joins\n4 ranks go on, mesh pp=1 x dp=4 x cp=1 x tp=1, " in text
+    rows = [row["time"] for row in read_metrics(config.folder) if "time" in row]
+    assert rows[-1]["lost"]["live recovery"] > 0 and not {"between attempts", "resuming"} & set(rows[-1]["lost"])
+    wall_s = [row["useful_s"] + sum(row["lost"].values()) for row in rows]  # its time is added once
+    assert wall_s[-1] - wall_s[0] == pytest.approx(rows[-1]["at"] - rows[0]["at"])
 
 
 SCRIPTS = {
@@ -173,6 +177,13 @@ def test_a_mesh_that_cannot_be_filled_ends_the_run(server, tmp_path):
     config = recovery_config(tmp_path / "run", **LAYOUTS["tp x pp"])
     with pytest.raises(RankFailure, match="rank 1 died: killed by SIGKILL"):
         run_script(server, config, Script((Kill(1, 3),)), max_restarts=0)
+
+
+@pytest.mark.parametrize("deaths", [(), (Kill(1, 3),)])
+def test_a_deadlock_ends_the_run_before_and_after_a_death(server, tmp_path, deaths):
+    config = recovery_config(tmp_path / "run")
+    with pytest.raises(RankFailure, match="rank 0 waits for rank 1 to launch send #1 to rank 0 of 'control'"):
+        run_script(server, config, Script(deaths, deadlock_at=6))
 
 
 def test_a_run_without_deaths_is_bit_equal(server, undisturbed, tmp_path):

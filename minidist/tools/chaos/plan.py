@@ -47,7 +47,8 @@ class Layout:
 class Trial:
     """One fault in a run on one layout, and the layout on which the run is resumed.
 
-    background: whether checkpoints are written while training goes on.
+    background: whether checkpoints are written while training goes on. live_recovery: whether the other ranks go on
+    when one is killed, and admit a new one.
     """
 
     number: int
@@ -55,10 +56,12 @@ class Trial:
     resumed_layout: Layout
     fault: Fault
     background: bool
+    live_recovery: bool = False
 
     def __str__(self) -> str:
         background = "" if self.background else ", saving without a background thread"
-        return f"{self.fault}; {self.layout}, then {self.resumed_layout}{background}"
+        recovery = ", live recovery" if self.live_recovery else ""
+        return f"{self.fault}; {self.layout}, then {self.resumed_layout}{background}{recovery}"
 
 
 def list_layouts(ranks: int) -> list[Layout]:
@@ -85,7 +88,10 @@ def draw_trial(seed: int, number: int, ranks: Sequence[int]) -> Trial:
     step = draw.randrange(SAVE_EVERY, STEPS, SAVE_EVERY) if phase in SAVE_PHASES else draw.randrange(2, STEPS)
     rank = 0 if phase == "rename" else draw.randrange(layout.ranks)
     same = draw.random() < 0.5
-    return Trial(number, layout, layout if same else other, Fault(kind, rank, step, phase), draw.random() < 0.75)
+    background = draw.random() < 0.75
+    live_recovery = kind == "kill" and layout.ranks > 1 and draw.random() < 0.5
+    resumed_layout = layout if same else other
+    return Trial(number, layout, resumed_layout, Fault(kind, rank, step, phase), background, live_recovery)
 
 
 def make_config(layout: Layout, text: Path, folder: Path, trial: Trial | None = None) -> Config:
@@ -112,6 +118,8 @@ def make_config(layout: Layout, text: Path, folder: Path, trial: Trial | None = 
         checkpoint=CheckpointConfig(
             every=SAVE_EVERY, keep=_KEPT_WITH_FLIP if flips else _KEPT, background=trial is None or trial.background
         ),
-        fault=FaultConfig(inject=None if trial is None else str(trial.fault)),
+        fault=FaultConfig(
+            inject=None if trial is None else str(trial.fault), live_recovery=trial is not None and trial.live_recovery
+        ),
         folder=folder,
     )

@@ -14,6 +14,8 @@ skipped steps      steps without an update
 lost steps         steps after the checkpoint from which the run was resumed, which had to be taken again
 between attempts   from the last row of an attempt to the begin of the next: steps that no row reports, the detection
                    of the failure, and the restart
+live recovery      from the last row before ranks died or arrived until the others go on with another number of ranks:
+                   the interrupted step, the detection, new process groups, and the state from the memory of the ranks
 """
 
 import time
@@ -58,11 +60,11 @@ class TimeAccounts:
         """The useful part of the charged time, from 0 to 1."""
         return self.seconds[USEFUL] / self.wall_s if self.wall_s else 0.0
 
-    def continue_from(self, rows: Sequence[dict[str, Any]], step: int) -> None:
+    def continue_from(self, rows: Sequence[dict[str, Any]], step: int, gap: str = "between attempts") -> None:
         """Go on from the accounts of earlier attempts. Call it before the first charge.
 
         rows: of metrics.jsonl as the last attempt has left it. step: the step from which this attempt resumes. The
-        useful time after that step becomes that of lost steps.
+        useful time after that step becomes that of lost steps. gap: the account of the time since the last row.
         """
         rows = [row for row in rows if _KEY in row]
         if not rows:
@@ -74,7 +76,7 @@ class TimeAccounts:
         self.seconds.update(last["lost"])
         self.seconds[USEFUL] = kept
         self.seconds["lost steps"] += last["useful_s"] - kept
-        self.seconds["between attempts"] += self.charged_until_s - last["at"]
+        self.seconds[gap] += self.charged_until_s - last["at"]
 
     def as_row(self) -> dict[str, Any]:
         """Return the entries of a row of metrics.jsonl: the goodput, and the accounts in seconds."""

@@ -46,11 +46,14 @@ class RunReporter(Observer):
         self._metrics, step = StepMetrics(trainer), trainer.progress.step
         if trainer.world.rank == 0:
             self._file = open_metrics_file(trainer)
-            self._accounts.continue_from(self._file.earlier_rows, step)
+            starting, gap = "resuming" if step else "starting", "between attempts"
+            if is_after_recovery(trainer):
+                starting = gap = "live recovery"
+            self._accounts.continue_from(self._file.earlier_rows, step, gap)
             self._view = create_view(trainer)
             for warning in find_run_warnings(trainer):
                 self._view.print_note(warning)
-            self._accounts.charge("resuming" if step else "starting")
+            self._accounts.charge(starting)
             self._file.write_row(describe_start(trainer) | self._accounts.as_row())
 
     def before_step(self, trainer: Trainer) -> None:

@@ -270,10 +270,9 @@ class Job:
     def _check_progress(self, now_s: float) -> None:
         if self._released_s is not None:
             return self._finish_returned_ranks(now_s)
-        # The detector knows no ranks that change their numbers.
         due = self._detector.seconds_until_next_reading(now_s) == 0.0
         snapshots = self.status_snapshots() if due else []
-        verdict = self._detector.update(dict(enumerate(snapshots)), now_s) if due and self._store is None else None
+        verdict = self._detector.update(self._select_judged_ranks(snapshots), now_s) if due else None
         all_ended = all(rank.state != "running" or rank.has_ended for rank in self._ranks)
         if any(rank.has_died and not rank.is_given_up for rank in self._ranks):
             all_exited = all(rank.state == "exit" for rank in self._ranks if rank.has_died)
@@ -330,13 +329,33 @@ class Job:
             if notes:
                 self._end(RankFailure("hang", list(notes), "\n".join(notes.values())))
 
+    def _select_judged_ranks(self, snapshots: list[Snapshot | None]) -> dict[int, Snapshot | None]:
+        """Return the status of the ranks that deadlock detection may judge, by rank.
+
+        If dead ranks are replaced: all ranks of a generation while it works. Before and after, the pages of some
+        ranks are still about the operations of the last generation.
+        """
+        if self._store is None:
+            return dict(enumerate(snapshots))
+        from minidist.tools.recovery.membership import is_connected, read_latest_generation
+
+        generation = read_latest_generation(self._store)
+        if generation is None or not set(generation.ranks) <= set(self._members):
+            return {}
+        slots = [self._members.index(member) for member in generation.ranks]
+        if any(self._ranks[slot].has_ended for slot in slots) or not is_connected(self._store, generation):
+            return {}
+        return {rank: snapshots[slot] for rank, slot in enumerate(slots)}
+
     def _list_processes_by_rank(self) -> list[int]:
         """Return the index in `_ranks` of each rank: the ranks change when dead ones are replaced."""
         if self._store is None:
             return list(range(self.size))
-        from minidist.tools.recovery.membership import read_members
+        from minidist.tools.recovery.membership import read_latest_generation
 
-        return [self._members.index(member) for member in read_members(self._store) if member in self._members]
+        generation = read_latest_generation(self._store)
+        members = () if generation is None else generation.members
+        return [self._members.index(member) for member in members if member in self._members]
 
     def _when_first_seen(self, event: str, now_s: float) -> float:
         return self._first_seen_s.setdefault(event, now_s)

@@ -84,10 +84,18 @@ def record_death(store: dist.Store, death: Death) -> None:
     _Log(store, "deaths").append(vars(death))
 
 
-def read_members(store: dist.Store) -> list[int]:
-    """Return the members of the latest generation, in rank order; none before the first."""
-    number = _find_latest_generation(store)
-    return [] if number < 0 else json.loads(store.get(f"members/{number}"))
+def read_latest_generation(store: dist.Store) -> Generation | None:
+    """Return the latest generation; None before the first."""
+    number = int(store.get("generation")) if store.check(["generation"]) else -1  # a late writer may have set it back
+    while store.check([f"members/{number + 1}"]):
+        number += 1
+    return None if number < 0 else _read_generation(store, number)
+
+
+def is_connected(store: dist.Store, generation: Generation) -> bool:
+    """Return whether all ranks of a generation have connected, and none has left it."""
+    count = store.add(f"connected/{generation.number}", 0)
+    return count == generation.num_ranks and not _arrival_log(store, generation.number + 1).read()
 
 
 class Membership:
@@ -179,6 +187,7 @@ class Membership:
             connect_ranks(world.backend, store, rank, size, world.device, CONNECT_TIMEOUT_S)
         except (RuntimeError, IndexError) as error:
             raise CommError(f"the ranks of generation {generation.number} could not connect: {error}") from error
+        self._store.add(f"connected/{generation.number}", 1)
         return world
 
     def disconnect(self) -> None:
@@ -191,10 +200,9 @@ class Membership:
 
     def _agree(self, has_failed: bool) -> Generation | None:
         """Announce this member for the next generation and wait for the list; None if the run is over."""
-        latest = _find_latest_generation(self._store)
-        if latest > self._generation.number:  # this member was started later, or was left out
-            members = json.loads(self._store.get(f"members/{latest}"))
-            self._generation = Generation(latest, tuple(members), self._count_ranks(len(members)))
+        latest = read_latest_generation(self._store)
+        if latest is not None and latest.number > self._generation.number:  # it was started later, or was left out
+            self._generation = latest
         number = self._generation.number + 1
         key = f"members/{number}"
         self._arrivals = _arrival_log(self._store, number)
@@ -206,17 +214,16 @@ class Membership:
             self.find_dead_members()
             arrived, deaths = self._find_arrivals(), set(self.deaths)
             live, missing = sorted(arrived - deaths), set(self._generation.members) - arrived - deaths
-            if not missing and self._count_ranks(len(live)):
-                self._store.compare_set(key, "", json.dumps(live))
+            if not missing and (num_ranks := self._count_ranks(len(live))):
+                self._store.compare_set(key, "", json.dumps([live, num_ranks]))
                 continue
             if known != (known := (len(arrived), len(deaths))):
                 end_s = time.monotonic() + self._timeout_s
             elif time.monotonic() > end_s and self._is_ending():
                 raise RunError(self._describe_wait(number, live, missing))
             time.sleep(_POLL_S)
-        members = tuple(json.loads(self._store.get(key)))
         self._store.set("generation", str(number))
-        return Generation(number, members, self._count_ranks(len(members)))
+        return _read_generation(self._store, number)
 
     def _find_arrivals(self) -> set[int]:
         """Return the members that have announced themselves for the next generation."""
@@ -285,12 +292,9 @@ def _arrival_log(store: dist.Store, number: int) -> "_Log":
     return _Log(store, f"arrivals/{number}")
 
 
-def _find_latest_generation(store: dist.Store) -> int:
-    """Return the number of the latest generation; -1 before the first."""
-    number = int(store.get("generation")) if store.check(["generation"]) else -1  # a late writer may have set it back
-    while store.check([f"members/{number + 1}"]):
-        number += 1
-    return number
+def _read_generation(store: dist.Store, number: int) -> Generation:
+    members, num_ranks = json.loads(store.get(f"members/{number}"))
+    return Generation(number, tuple(members), num_ranks)
 
 
 def _name_members(members: Iterable[int]) -> str:

@@ -143,4 +143,6 @@ def run_script(server, config, script: Script, ranks: int = 4, backend: str = "g
     """Run the script on ranks that are replaced; returns the job's result."""
     mesh = config.mesh
     replacement = Replacement(max_restarts, mesh.pp * mesh.cp * mesh.tp)
-    return server.run(train_script, ranks, (config, script), backend=backend, replacement=replacement, deadline_s=DEADLINE_S)
+    return server.run(
+        train_script, ranks, (config, script), backend=backend, replacement=replacement, deadline_s=DEADLINE_S
+    )

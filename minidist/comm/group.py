@@ -131,10 +131,9 @@ def bind(
 
     All ranks call it with equal arguments. mesh: its size is that of `world`. meter: records the operations of all
     groups; a new meter if None. backend: torch's name of the backend; None: the backend of the default group.
-    timeout_s: the backend aborts an operation that takes longer. connect_timeout_s: and the creation of a group that
-    takes longer; None: `timeout_s`.
-    check: called with the control group before any other
-    group is made, to find out whether the arguments are equal; if it raises on all ranks, no rank waits for another.
+    timeout_s: the backend aborts an operation that takes longer; connect_timeout_s: and the creation of a group; None:
+    `timeout_s`. check: called with the control group before any other group is made, to find out whether the arguments
+    are equal; if it raises on all ranks, no rank waits for another.
     Raises ValueError if the mesh and the world differ in size, or two specs share a name; CommError if a group cannot
     be created because a rank has died.
     """

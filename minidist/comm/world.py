@@ -1,6 +1,7 @@
 """The world of a rank: its number, its machine, its device and its backend."""
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -40,3 +41,20 @@ class World:
     def single(cls, device: str | torch.device = "cpu") -> "World":
         """Return the world of a single process without a process group."""
         return cls(0, 1, 0, 1, torch.device(device), None, OperationTracker())
+
+
+def connect_ranks(
+    backend: str, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float
+) -> None:
+    """Create torch's default process group; also after this process has left one, or has failed to connect.
+
+    store: the rendezvous store of all ranks, without keys of an earlier group. timeout_s: of each operation.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        # The keys of a group in the store contain a count of this process's groups, which a failed attempt has
+        # increased: ranks with different counts would wait for each other under different keys.
+        dist.distributed_c10d._world.group_count = 0
+    timeout, bound = timedelta(seconds=timeout_s), device if backend == "nccl" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)

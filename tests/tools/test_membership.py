@@ -278,7 +278,8 @@ def connect_after_a_failed_attempt(world, backend):
     import torch
     import torch.distributed as dist
 
-    from minidist.comm.connect import abort_groups, connect_ranks
+    from minidist.comm.world import connect_ranks
+    from minidist.tools.recovery.connections import abort_groups
 
     class FailingStore(dist.Store):
         def set(self, key, value):

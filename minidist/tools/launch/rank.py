@@ -123,8 +123,7 @@ def _run(job: dict, status_fd: int, listen_fd: int, control: socket.socket) -> t
 def _make_world(job: dict, status, listen_fd: int):
     import torch
 
-    from minidist.comm.connect import connect_ranks
-    from minidist.comm.world import World
+    from minidist.comm.world import World, connect_ranks
     from minidist.tools.launch.device import choose_backend, choose_device, prefer_gloo_loopback
 
     rank, size = job["rank"], job["size"]

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minidist.comm.connect import connect_ranks
 from minidist.comm.group import Group, GroupSpec, bind
 from minidist.comm.meter import Meter
-from minidist.comm.world import World
+from minidist.comm.world import World, connect_ranks
 from minidist.mesh import AXES, Mesh
 from minidist.tools.launch.protocol import receive_object, send_object
 from minidist.tools.recording_backend import register_recording_backend

@@ -171,8 +171,7 @@ def torchrun_world(
     import torch
     import torch.distributed as dist
 
-    from minidist.comm.connect import connect_ranks
-    from minidist.comm.world import World
+    from minidist.comm.world import World, connect_ranks
     from minidist.tools.deadlock.status_page import StatusPage
     from minidist.tools.deadlock.watchdog import Watchdog
     from minidist.tools.launch.device import choose_backend, choose_device, prefer_gloo_loopback

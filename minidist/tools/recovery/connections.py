@@ -13,7 +13,7 @@ from minidist.tools.shm.group import ShmGroup
 def interrupt_operations(open_before: set[int]) -> None:
     """Make all operations of this process that wait for another rank fail, and those of the ranks that wait for it.
 
-    Another thread than the waiting one may call it; that one then leaves the groups with `comm.connect.abort_groups`.
+    Another thread than the waiting one may call it; that one then leaves the groups with `abort_groups`.
     open_before: as `list_open_files` returned it before the groups were created. gloo has no abort: its connections are
     shut, which are those opened since.
     """
@@ -23,6 +23,12 @@ def interrupt_operations(open_before: set[int]) -> None:
             group.interrupt()
         elif dist.get_backend(group) == "nccl":
             group.abort()
+
+
+def abort_groups() -> None:
+    """Leave all process groups without waiting for the other ranks; nccl's communicators are aborted together."""
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
 
 
 def shut_down_connections(is_kept: Callable[[socket.socket], bool]) -> None:

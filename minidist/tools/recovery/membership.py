@@ -41,10 +41,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minidist.comm.connect import abort_groups, connect_ranks
-from minidist.comm.world import World
+from minidist.comm.world import World, connect_ranks
 from minidist.errors import CommError, RunError
-from minidist.tools.recovery.connections import interrupt_operations, list_open_files
+from minidist.tools.recovery.connections import abort_groups, interrupt_operations, list_open_files
 
 _POLL_S = 0.005
 _WATCH_S = 0.1

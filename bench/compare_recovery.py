@@ -40,7 +40,7 @@ BACKENDS = ("gloo", "shm")
 TORCHFT = "torchft, gloo"
 # With the options of torchft's example, but for the time after which a replica without heartbeat counts as dead: 5 s
 # by default, which would be all that is measured.
-_HEARTBEAT_TIMEOUT_MS = 500
+_HEARTBEAT_TIMEOUT_MS = 1000
 _LIGHTHOUSE = (
     "from torchft.coordination import LighthouseServer as Server; import sys; server = Server(bind='127.0.0.1:0', "
     f"min_replicas=1, quorum_tick_ms=100, join_timeout_ms=10000, heartbeat_timeout_ms={_HEARTBEAT_TIMEOUT_MS}); "

@@ -10,6 +10,7 @@ from torch.distributed import PrefixStore, TCPStore
 from minidist.tools.launch.attempt import agree_on_attempt
 from tests.helpers.agents import Agents
 from tests.helpers.exhaustive import exhaustive
+from tests.helpers.namespaces import two_nodes, why_impossible
 from tests.helpers.small_run import (
     OPTIONS,
     Command,
@@ -151,6 +152,32 @@ def test_a_killed_rank_of_one_of_two_agents_restarts_all_ranks(tmp_path):
         job.wait_for(lambda: len(run.starts()) == 2)
         stop(job, first, second)
     assert run.starts() == [2, 2]
+
+
+@pytest.mark.exhaustive
+def test_a_node_whose_link_goes_down_and_comes_back_joins_again(tmp_path):
+    """Two nodes in network namespaces; the one that serves the rendezvous goes on alone in between."""
+    if reason := why_impossible():
+        pytest.skip(reason)
+    train = (*LONG, "--data.path", str(write_text(tmp_path)), "--comm.timeout-s", "30", "--comm.backend", "gloo")
+    run = Run(tmp_path)
+    with two_nodes() as nodes, Agents(tmp_path, *train, endpoint=f"{nodes[0].address}:29400") as job:
+        agents = [
+            job.start(namespace=node.namespace, address=node.address, is_host=n == 0, GLOO_SOCKET_IFNAME=node.interface)
+            for n, node in enumerate(nodes)
+        ]
+        go_on(job, run, 2)
+        nodes[1].set_link("down")
+        go_on(job, run, 1)
+        nodes[1].set_link("up")
+        if agents[1].command.process.poll() is not None:  # it gave up; a scheduler would start the node again
+            agents[1] = job.start(
+                namespace=nodes[1].namespace, address=nodes[1].address, GLOO_SOCKET_IFNAME=nodes[1].interface
+            )
+        go_on(job, run, 2)
+        stop(job, *agents)
+    assert run.starts() == [2, 1, 2]
+    assert_is_the_uninterrupted_run(run, tmp_path, *train)
 
 
 # The layouts of a run before and after a restart: number of ranks, and options.

@@ -272,7 +272,7 @@ class Job:
             return self._finish_returned_ranks(now_s)
         due = self._detector.seconds_until_next_reading(now_s) == 0.0
         snapshots = self.status_snapshots() if due else []
-        verdict = self._detector.update(self._select_judged_ranks(snapshots), now_s) if due else None
+        verdict = self._detector.update(self._select_connected_ranks(snapshots), now_s) if due else None
         all_ended = all(rank.state != "running" or rank.has_ended for rank in self._ranks)
         if any(rank.has_died and not rank.is_given_up for rank in self._ranks):
             all_exited = all(rank.state == "exit" for rank in self._ranks if rank.has_died)
@@ -329,8 +329,8 @@ class Job:
             if notes:
                 self._end(RankFailure("hang", list(notes), "\n".join(notes.values())))
 
-    def _select_judged_ranks(self, snapshots: list[Snapshot | None]) -> dict[int, Snapshot | None]:
-        """Return the status of the ranks that deadlock detection may judge, by rank.
+    def _select_connected_ranks(self, snapshots: list[Snapshot | None]) -> dict[int, Snapshot | None]:
+        """Return the status of the ranks among which deadlock detection may look, by rank.
 
         If dead ranks are replaced: all ranks of a generation while it works. Before and after, the pages of some
         ranks are still about the operations of the last generation.

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from minidist.comm import Group, Meter, World
 from minidist.comm.status import OperationTracker
-from minidist.tools.launch.device import init_default_process_group, prefer_gloo_loopback
+from minidist.comm.world import connect_ranks
+from minidist.tools.launch.device import prefer_gloo_loopback
 from minidist.tools.launch.parent_death import die_with_parent
 
 _HOST = "127.0.0.1"
@@ -158,6 +159,6 @@ def _connect(group_number: int, rank: int, size: int, port: int) -> Group:
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo" if size > 1 else None, OperationTracker())
     if size > 1:
         store = dist.PrefixStore(f"group {group_number}", dist.TCPStore(_HOST, port, is_master=False))
-        init_default_process_group("gloo", store, rank, size, world.device, _TIMEOUT_S)
+        connect_ranks("gloo", store, rank, size, world.device, _TIMEOUT_S)
     process_group = dist.group.WORLD if size > 1 else None
     return Group("data", tuple(range(size)), rank, process_group, world, Meter())

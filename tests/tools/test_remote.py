@@ -13,7 +13,7 @@ from minidist.comm import World
 from minidist.errors import DamagedError, UserError
 from minidist.fault.checkpoint import save_checkpoint
 from minidist.fault.folders import complete_checkpoints
-from minidist.fault.index import INDEX_NAME, verify_checkpoint
+from minidist.fault.index import verify_checkpoint
 from minidist.tools.remote import RemoteFolder, fetch_newer_checkpoint
 from tests.helpers.checkpoint_cases import full_shard
 from tests.helpers.small_run import read_curve, small_config, train_small, with_changes, write_text
@@ -52,7 +52,7 @@ def test_an_interrupted_upload_does_not_count_and_is_deleted_later(url, tmp_path
     put_file = type(remote._files).put_file
 
     def interrupted(files, local, path, **options):
-        if path.endswith(INDEX_NAME):
+        if path.endswith(".safetensors"):
             raise OSError("connection lost")
         return put_file(files, local, path, **options)
 

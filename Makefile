@@ -24,7 +24,9 @@ lab: .venv/course-$(STAMP)
 weave: .venv/course-$(STAMP)
 	$(BIN)/python -m minidist.tools.notebook.weave $(ARGS) chapters
 
-# Two workers: while the ranks of one wait for each other, those of the other compute.
+# Two workers: while the ranks of one wait for each other, those of the other compute. Bytecode is stored whatever the
+# environment says: hundreds of processes import the package.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/test-$(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -rs --durations=10
 

@@ -191,6 +191,35 @@ class CommConfig:
 
 
 @dataclass(frozen=True)
+class ConsistencyConfig:
+    """Whether the replicas of the model hold equal parameters in every step."""
+
+    mode: Literal["synchronous", "central", "local", "diloco", "gossip"] = "synchronous"
+    """synchronous: gradients are summed over all ranks in every step. central: one rank receives the gradients,
+    updates, and sends the parameters (parameter server). The others train replicas that differ, and merge them every h
+    steps: local averages the parameters (local SGD), diloco makes an outer step along the averaged difference (arXiv
+    2311.08105), gossip averages with neighbours only, and over all replicas after the last step."""
+    h: int = 50
+    """Steps of each replica between two merges (local, diloco, gossip)."""
+    replicas: int | None = None
+    """Number of replicas; it divides mesh.dp, and each replica has dp / replicas x pp x cp x tp ranks with ZeRO inside.
+    When not given, each data-parallel rank is a replica."""
+    outer_lr: float = 0.7
+    """Learning rate of diloco's outer step; 1 without momentum is local."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of diloco's outer step."""
+    topology: Literal["ring", "matching"] = "ring"
+    """Neighbours of a replica under gossip. ring: the two next to it. matching: one, drawn anew for every merge."""
+    server: int = 0
+    """The rank that updates the parameters under central."""
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether replicas differ between merges."""
+        return self.mode in ("local", "diloco", "gossip")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Length of the run, batch size, logging and evaluation."""
 
@@ -303,6 +332,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     comm: CommConfig = field(default_factory=CommConfig)
+    consistency: ConsistencyConfig = field(default_factory=ConsistencyConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
@@ -318,6 +348,14 @@ class Config:
     folder: Path | None = None
     """Run folder, for metrics.jsonl, config.toml, loss.png and checkpoints; the next free one of runs/0001, runs/0002,
     ... when not given."""
+
+    def num_replicas(self, mesh: Mesh) -> int:
+        """Number of replicas that train by themselves between merges; 1 if all ranks train together."""
+        return (self.consistency.replicas or mesh.dp) if self.consistency.has_replicas else 1
+
+    def replica_mesh(self, mesh: Mesh) -> Mesh:
+        """Return the mesh of one replica, whose ranks train together. mesh: of all ranks."""
+        return dataclasses.replace(mesh, dp=mesh.dp // self.num_replicas(mesh))
 
     def mesh_of(self, world_size: int) -> Mesh:
         """Return the mesh of a run on `world_size` ranks, with `mesh.dp` filled in if it is not given.

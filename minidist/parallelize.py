@@ -10,6 +10,8 @@ from minidist.comm import Group, Groups
 from minidist.comm.algorithms import ALGORITHMS, DeferredAllReduce
 from minidist.compile import compile_layers
 from minidist.config import Config
+from minidist.consistency.central import CentralReducer
+from minidist.consistency.merge import ReplicaMerger
 from minidist.parallel.context.split import apply_context_parallel
 from minidist.parallel.data.reducer import GradientReducer
 from minidist.parallel.data.replicate import broadcast_model, make_reducer
@@ -29,6 +31,7 @@ from minidist.process_groups import (
     first_and_last_stages,
     group_specs,
     ranks_with,
+    replica_dp_coords,
 )
 from minidist.recompute import apply_recomputation
 from minidist.zero.build import ZeroReducerBuilder
@@ -51,7 +54,7 @@ class ParallelModel:
     masters that the optimizer updates. pipeline: the executor if pp > 1. parts: the layers of each part of the model,
     in order. cp_attention: "ring" or "ulysses", the attention over sequences that are sharded over cp.
     sequence_parallel: whether tp ranks shard the sequence between tensor-parallel regions. scaler: the loss scaler, if
-    the loss is scaled.
+    the loss is scaled. merger: merges the replicas that train by themselves, if there are any.
     """
 
     model: nn.Module
@@ -62,6 +65,7 @@ class ParallelModel:
     cp_attention: str = "ring"
     sequence_parallel: bool = False
     scaler: LossScaler | None = None
+    merger: ReplicaMerger | None = None
 
     def layer_range(self, chunk: int) -> range:
         """Return the indices of the layers in a chunk of this rank's pipeline stage. chunk: its number on the stage."""
@@ -84,7 +88,7 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     ZeRO. model: the full model; rank 0's values are broadcast. groups: bound for `group_specs`.
     """
     mesh = groups.mesh
-    for name in ("grads", "replicas", "tensor", "activations"):  # one axis after the other: all values are rank 0's
+    for name in ("outer", "grads", "replicas", "tensor", "activations"):  # one after the other: all values are rank 0's
         if name in groups:
             broadcast_model(model, groups[name])
     shapes = {name: tuple(p.shape) for name, p in named_parameters(model).items()}
@@ -103,11 +107,11 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
     if config.compile:
         compile_layers(model)
     apply_recomputation(model, config.recompute)  # around the compiled layers, which it runs again
-    specs = {}
+    specs, together = {}, replica_dp_coords(mesh, config, groups.world.rank)
     tp_rank = mesh.coords(groups.world.rank)["tp"]
     for name, shard in held.items():
-        replicas = ranks_with(mesh, stages[name], shard.holders)
-        contributors = replicas if shard.partial else ranks_with(mesh, stages[name], (tp_rank,))
+        replicas = ranks_with(mesh, stages[name], together, shard.holders)
+        contributors = replicas if shard.partial else ranks_with(mesh, stages[name], together, (tp_rank,))
         specs[name] = ParamSpec(name, shapes[name], (shard.box,), replicas, contributors)
     check_specs_cover(model, specs)
     policy = resolve_policy(config.precision)
@@ -120,7 +124,8 @@ def parallelize(model: nn.Module, groups: Groups, config: Config) -> ParallelMod
         pipeline = PipelineExecutor(schedule, between, reducer, named_parameters(model), used_by, shared)
     sequence = config.parallel.sequence and mesh.tp > 1
     scaler = LossScaler(config.precision) if policy.scaled else None
-    return ParallelModel(model, specs, reducer, pipeline, parts, config.parallel.context, sequence, scaler)
+    merger = ReplicaMerger(config, reducer, groups) if config.consistency.has_replicas else None
+    return ParallelModel(model, specs, reducer, pipeline, parts, config.parallel.context, sequence, scaler, merger)
 
 
 def _completing_chunks(schedule: Schedule, stage: int, used_by: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -148,6 +153,8 @@ def _reducer(
     ]
     if config.zero.stage == 0 and policy.uniform and not config.zero.offload:
         parameters, comm = named_parameters(model), config.comm
+        if config.consistency.mode == "central":
+            return CentralReducer(parameters, specs, groups["grads"], config.consistency.server)
         return make_reducer(comm.gradients, parameters, specs, reduction_groups, comm.bucket_mib)
     return ZeroReducerBuilder(model, specs, values, names, chunk_of, groups, reduction_groups, config, dtypes).build()
 

@@ -1,5 +1,6 @@
 """The process groups of a layout, and the layers of its pipeline stages. Does not import torch."""
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
@@ -22,7 +23,35 @@ GRADIENT_GROUPS = ("grads", "replicas", "norms", "heads", "tied")
 
 
 def group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
-    """Return the specs of all process groups that `config` needs on `mesh`; a mesh axis of size 1 needs none."""
+    """Return the specs of all process groups that `config` needs on `mesh`; a mesh axis of size 1 needs none.
+
+    With replicas that train by themselves, every other group lies inside a replica ("replica" has all its ranks), and
+    "outer" has the ranks at the same place in each replica.
+    """
+    specs = _replica_group_specs(config.replica_mesh(mesh), config)
+    if not config.consistency.has_replicas:
+        return specs
+    each = mesh.dp // config.num_replicas(mesh)
+    replicas = tuple(tuple(range(first, first + each)) for first in range(0, mesh.dp, each))
+    return [
+        *(_in_each_replica(spec, replicas) for spec in specs),
+        GroupSpec("replica", AXES, (("dp", replicas),)),
+        GroupSpec("outer", ("dp",), (("dp", tuple(zip(*replicas, strict=True))),)),
+    ]
+
+
+def _in_each_replica(spec: GroupSpec, replicas: Sequence[Sequence[int]]) -> GroupSpec:
+    """Return the spec, made for the first replica, with its groups in every replica. replicas: their dp coordinates."""
+    if "dp" not in spec.axes:
+        return spec
+    partitions = dict(spec.axis_partitions)
+    sets = partitions.get("dp", (replicas[0],))
+    partitions["dp"] = tuple(tuple(replica[at] for at in some) for replica in replicas for some in sets)
+    return dataclasses.replace(spec, axis_partitions=tuple(partitions.items()))
+
+
+def _replica_group_specs(mesh: Mesh, config: Config) -> list[GroupSpec]:
+    """Return the specs of all process groups inside a replica. mesh: of the replica."""
     shard_spec, replica_spec = _gradient_specs(mesh, config)
     specs = [shard_spec, *DEFAULT_GROUP_SPECS[1:]]
     if config.zero.stage and replica_spec.axes:
@@ -111,9 +140,18 @@ def forward_flops(model: ModelConfig, seq_len: int) -> ForwardFlops:
     return ForwardFlops(weights, 4 * h * seq_len, 2 * h * model.vocab_size)
 
 
-def ranks_with(mesh: Mesh, pp_coords: Sequence[int], tp_coords: Sequence[int]) -> tuple[int, ...]:
-    """Return all ranks of `mesh` with these pp and tp coordinates, whatever their dp and cp coordinates; ascending."""
-    places = product(sorted(pp_coords), range(mesh.dp), range(mesh.cp), sorted(tp_coords))
+def replica_dp_coords(mesh: Mesh, config: Config, rank: int) -> range:
+    """Return the dp coordinates of the ranks that train together with `rank`: all, or those of its replica."""
+    each = config.replica_mesh(mesh).dp
+    first = mesh.coords(rank)["dp"] // each * each
+    return range(first, first + each)
+
+
+def ranks_with(
+    mesh: Mesh, pp_coords: Sequence[int], dp_coords: Sequence[int], tp_coords: Sequence[int]
+) -> tuple[int, ...]:
+    """Return all ranks of `mesh` with these pp, dp and tp coordinates, whatever their cp coordinate; ascending."""
+    places = product(sorted(pp_coords), dp_coords, range(mesh.cp), sorted(tp_coords))
     return tuple(mesh.rank(**dict(zip(AXES, place, strict=True))) for place in places)
 
 

@@ -29,13 +29,16 @@ _RANGES: dict[tuple[float, float], str] = {
     "optim.lr optim.weight-decay optim.warmup-steps",
     (1, math.inf): "train.steps train.global-batch train.micro-batches train.log-every train.eval-samples "
     "checkpoint.keep precision.growth-interval precision.max-overflows zero.shard trace.first trace.steps memory.step "
-    "data.seq-len",
-    (0, 1): "optim.momentum optim.muon-momentum optim.min-lr-fraction optim.decay-fraction",
+    "data.seq-len consistency.h consistency.replicas",
+    (0, 1): "optim.momentum optim.muon-momentum optim.min-lr-fraction optim.decay-fraction consistency.outer-momentum",
     (0, 2**63 - 1): "train.seed",
     (1, 20): "optim.muon-steps",
     (1e-30, 1e30): "precision.initial-scale",  # float32 can represent the scales around these bounds too
 }
-_POSITIVE = "optim.eps optim.clip-norm optim.muon-lr-ratio comm.bucket-mib comm.timeout-s comm.hang-limit-s"
+_POSITIVE = (
+    "optim.eps optim.clip-norm optim.muon-lr-ratio comm.bucket-mib comm.timeout-s comm.hang-limit-s "
+    "consistency.outer-lr"
+)
 
 
 def validate(config: Config, world_size: int) -> Mesh:
@@ -48,6 +51,7 @@ def validate(config: Config, world_size: int) -> Mesh:
         validate_data(config, mesh)
         validate_pipeline(config, mesh)
         validate_compile(config, mesh)
+        validate_consistency(config, mesh)
         validate_zero(config, mesh)
         validate_tensor_parallel(config.model, mesh.tp)
         validate_context_parallel(
@@ -260,6 +264,60 @@ def validate_sequence_length(layout: str, seq_len: int, cp: int) -> None:
         )
 
 
+# -- replicas that differ ---------------------------------------------------------------------------------------------
+
+
+def validate_consistency(config: Config, mesh: Mesh) -> None:
+    """Raise UserError if the mode of consistency does not work with the mesh or with the other options."""
+    how, steps = config.consistency, config.train.steps
+    if how.mode != "synchronous" and config.fault.live_recovery:
+        raise UserError(
+            f"fault.live-recovery replaces ranks from replicas that are equal, and consistency.mode is {how.mode}: "
+            "leave --fault.live-recovery out; a run resumes from its last checkpoint."
+        )
+    if how.mode == "central":
+        _validate_central(config, mesh)
+    if how.has_replicas and mesh.dp % config.num_replicas(mesh):
+        possible = _possible_sizes(lambda n: mesh.dp % n == 0, mesh.dp)
+        raise UserError(
+            f"consistency.replicas is {how.replicas}, and dp={mesh.dp} ranks cannot be divided into as many equal "
+            f"replicas: give --consistency.replicas {possible}."
+        )
+    if how.has_replicas and steps % how.h:
+        down, up = steps // how.h * how.h, -(-steps // how.h) * how.h
+        raise UserError(
+            f"consistency.h is {how.h}, which does not divide the {steps} steps: the run would end between two merges. "
+            f"Give --train.steps {f'{down} or {up}' if down else up}, or --consistency.h {math.gcd(steps, how.h)}."
+        )
+    tied = mesh.pp > 1 and config.model.tie_embeddings
+    if tied and config.num_replicas(mesh) > 2:  # their ranks would sum the replicas in other orders
+        raise UserError(
+            f"consistency.mode {how.mode} merges {config.num_replicas(mesh)} replicas, and with more than 2 the tied "
+            f"embeddings of the first and last of mesh.pp={mesh.pp} stages would drift apart: give "
+            "--no-model.tie-embeddings, or --consistency.replicas 2."
+        )
+
+
+def _validate_central(config: Config, mesh: Mesh) -> None:
+    server, zero = config.consistency.server, config.zero.stage
+    if not 0 <= server < mesh.world_size:
+        raise UserError(
+            f"consistency.server is {server}, and the {mesh.world_size} ranks of {mesh} are 0 to "
+            f"{mesh.world_size - 1}: give --consistency.server 0."
+        )
+    if mesh.dp != mesh.world_size or zero or not resolve_policy(config.precision).uniform:
+        raise UserError(
+            f"consistency.mode central has the whole model on one server, in one dtype: {mesh}, zero.stage {zero} and "
+            f"precision.policy {config.precision.policy} do not fit. Give --mesh.dp {mesh.world_size} alone and "
+            "--precision.policy fp32; --zero.stage 1 in place of central makes every rank the server of a shard."
+        )
+    if config.comm.algorithm != "backend" or config.comm.gradients == "naive":
+        raise UserError(
+            "consistency.mode central sends gradients to one rank, without an all-reduce or its order: leave "
+            "--comm.algorithm and --comm.gradients out."
+        )
+
+
 # -- ZeRO and the optimizer -------------------------------------------------------------------------------------------
 
 
@@ -286,6 +344,7 @@ def validate_zero(config: Config, mesh: Mesh) -> None:
 
 def validate_shard_group(config: Config, mesh: Mesh) -> None:
     """Raise UserError if the data-parallel ranks cannot be divided into groups of `zero.shard`."""
+    mesh = config.replica_mesh(mesh)
     shard, ranks = config.zero.shard, f"dp={mesh.dp} x cp={mesh.cp} = {mesh.dp * mesh.cp} ranks"
     if shard is None:
         return

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "minidist"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LAUNCH = PACKAGE / "tools" / "launch"
-CORE_LINES = 12_310  # 400 above what it has, while chapter 04 is written
+CORE_LINES = 12_440  # chapter 04 has its 400, and others have needed 120 since
 
 # From the bottom up; a module imports its own layer and lower ones.
 LAYERS = (
@@ -42,7 +42,7 @@ ALLOWED_PARTS = {
     "models": {"hashing"},
     "data": {"errors", "hashing"},
     "fault": {"comm", "errors", "hashing", "parameters"},
-    "consistency": {"comm", "errors", "hashing", "parameters"},
+    "consistency": {"comm", "config", "errors", "hashing", "parallel", "parameters"},
     "precision": {"errors", "hashing", "parameters", "config"},
     "parallel": {"comm", "config", "errors", "mesh", "parameters", "validation"},
     "zero": {"comm", "config", "errors", "mesh", "parallel", "parameters", "precision"},

@@ -24,6 +24,14 @@ _REFUSED: tuple[OptionRule, ...] = (
     ("fault.repair", lambda c, m: c.fault.digest_every > 0, "no replicas are compared: give --fault.digest-every"),
     ("fault.max_restarts fault.memory_every", lambda c, m: c.fault.live_recovery,
      "ranks are not replaced: give --fault.live-recovery"),
+    ("consistency.h consistency.replicas", lambda c, m: c.consistency.has_replicas,
+     "consistency.mode is {consistency.mode}; it is for local, diloco and gossip, whose replicas train by themselves"),
+    ("consistency.outer_lr consistency.outer_momentum", lambda c, m: c.consistency.mode == "diloco",
+     "consistency.mode is {consistency.mode}; it is for diloco"),
+    ("consistency.topology", lambda c, m: c.consistency.mode == "gossip",
+     "consistency.mode is {consistency.mode}; it is for gossip"),
+    ("consistency.server", lambda c, m: c.consistency.mode == "central",
+     "consistency.mode is {consistency.mode}; it is for central"),
     ("memory.step", lambda c, m: c.memory.file is not None, "no memory is measured: give --memory FILE"),
 )  # fmt: skip
 # Options that may be given without effect.
@@ -75,7 +83,7 @@ def find_warnings(config: Config, mesh: Mesh) -> list[str]:
 
 def find_zero_warnings(config: Config, mesh: Mesh) -> list[str]:
     """Return warnings about ZeRO stages that cost communication and save little memory on this mesh."""
-    zero, found, ranks = config.zero, [], config.zero.shard_group_size(mesh)
+    zero, found, ranks = config.zero, [], config.zero.shard_group_size(config.replica_mesh(mesh))
     if zero.stage and ranks == 1:
         found.append(
             f"zero.stage {zero.stage} shards nothing here: dp x cp = 1, so each part of the model is on one rank only. "

@@ -1,5 +1,6 @@
 """The training state as shards of global tensors, for checkpoints."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
@@ -13,31 +14,42 @@ PARAMETERS = "params"
 OPTIMIZER = "optimizer."
 
 
+def _prefix(engine: Engine) -> str:
+    """What the kinds of tensors begin with that differ between replicas: "", then "replica-1." and so on."""
+    return f"replica-{engine.merger.replica}." if engine.merger and engine.merger.replica else ""
+
+
 def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
-    """Yield this rank's shards of all parameters, buffers and optimizer states."""
-    rank, reducer = engine.groups.world.rank, engine.reducer
+    """Yield this rank's shards of all parameters, buffers and optimizer states, and of the states of the merger."""
+    rank, reducer, prefix = engine.groups.world.rank, engine.reducer, _prefix(engine)
     tensors = reducer.checkpoint_tensors()
     for name, parameter in engine.parameters.items():
         if name in reducer.master_specs:
-            yield from make_tensor_shards(PARAMETERS, reducer.master_specs[name], tensors[name], rank)
+            yield from make_tensor_shards(prefix + PARAMETERS, reducer.master_specs[name], tensors[name], rank)
         elif not parameter.requires_grad and parameter.numel() and reducer.gatherer is None:  # frozen and replicated
-            yield from make_tensor_shards(PARAMETERS, engine.specs[name], parameter.detach(), rank)
+            yield from make_tensor_shards(prefix + PARAMETERS, engine.specs[name], parameter.detach(), rank)
     for name, master in reducer.masters.items():
         spec = reducer.master_specs[name]
         for key, value in engine.optimizer.state.get(master, {}).items():
             if value is None:
                 continue
             if value.dim():
-                yield from make_tensor_shards(OPTIMIZER + key, spec, value, rank)
+                yield from make_tensor_shards(prefix + OPTIMIZER + key, spec, value, rank)
             else:  # a scalar, as AdamW's step count
                 # The same on all shards of a parameter: written with the first box.
                 first = not any(start for box in spec.boxes[:1] for start in box.start)
                 is_saved_here = first and spec.owner == rank
-                yield TensorShard(f"{OPTIMIZER}{key}/{name}", (), Box((), ()), value, is_saved_here)
+                yield TensorShard(f"{prefix}{OPTIMIZER}{key}/{name}", (), Box((), ()), value, is_saved_here)
     holders = engine.groups.mesh.ranks(("dp", "cp", "tp"), rank)  # buffers are replicated within a stage
     for name, buffer in engine.model.named_buffers():
         shape = tuple(buffer.shape)
         yield TensorShard(f"buffers/{name}", shape, Box.whole(shape), buffer, is_saved_here=rank == holders[0])
+    if engine.merger is not None:
+        for kind, name, tensor in engine.merger.states():
+            for shard in make_tensor_shards(kind, reducer.master_specs[name], tensor, rank):
+                yield dataclasses.replace(shard, is_saved_here=shard.is_saved_here and not prefix)
+        first = engine.control.rank == 0
+        yield TensorShard(f"{prefix}merge/tokens", (), Box((), ()), engine.merger.tokens, first)
 
 
 def create_optimizer_states(engine: Engine, tensors: Mapping[str, SavedTensor]) -> None:
@@ -46,8 +58,12 @@ def create_optimizer_states(engine: Engine, tensors: Mapping[str, SavedTensor]) 
     engine: its optimizer gets the states. tensors: those of the checkpoint, by name. A new optimizer would create
     states in its first step only. A parameter that was never used has no state in the checkpoint, and gets none.
     """
+    prefix = _prefix(engine)
     for stored, tensor in tensors.items():
         kind, name = stored.split("/", 1)
+        if prefix and not kind.startswith(prefix):
+            continue
+        kind = kind.removeprefix(prefix)
         if kind.startswith(OPTIMIZER) and name in engine.reducer.masters:
             master = engine.reducer.masters[name]
             like = {"dtype": DTYPES[tensor.dtype_name], "device": master.device}

@@ -11,6 +11,7 @@ The phases, in the order in which `Engine.step` reads:
 * agree: one small vector is summed over all ranks, so that all clip by the same norm, and step, skip or stop together
   (`agree.py`);
 * update: clip, then run the optimizer. No parameter is written before this line;
+* merge: if replicas train by themselves, in some steps (`minidist.consistency.merge`);
 * gather: under ZeRO every rank has updated its shards; now all ranks get all parameters.
 """
 
@@ -53,8 +54,9 @@ class Engine:
 
     def __init__(self, parallel: ParallelModel, groups: Groups, optim: OptimConfig, seed: int):
         self.model, self.specs = parallel.model, parallel.specs
-        self.reducer, self.scaler = parallel.reducer, parallel.scaler
+        self.reducer, self.scaler, self.merger = parallel.reducer, parallel.scaler, parallel.merger
         self.groups, self.optim, self.parallel = groups, optim, parallel
+        self.control = groups["control" if self.merger is None else "replica"]
         self.parameters = named_parameters(self.model)
         self.forward_backward = ForwardBackward(parallel, groups, seed)
         exchanged = "matrices" in groups  # Muon needs full matrices of sharded parameters
@@ -99,9 +101,17 @@ class Engine:
         if on_gradients_reduced is not None:
             on_gradients_reduced()
         self._carry_out(self.decision, lr)
-        if result.update_successful:
+        merged = False
+        if self.merger is not None:
+            with self.groups.meter.span("merge"):
+                tokens = result.num_tokens if result.update_successful else 0.0
+                merged, stop_requested, checkpoint_written = self.merger.end_step(
+                    step, tokens, result.stop_requested, result.checkpoint_written
+                )
+            result = replace(result, stop_requested=stop_requested, checkpoint_written=checkpoint_written)
+        if merged or result.update_successful:
             with self.groups.meter.span("gather"):
-                self.reducer.gather_params()
+                self.reducer.after_load() if merged else self.reducer.gather_params()
         self.reducer.clear_gradients()
         return result
 
@@ -149,7 +159,7 @@ class Engine:
         loss = float(loss) if self.forward_backward.is_loss_counted else 0.0
         with self.groups.meter.span("gradient norm"):
             squared_norm = self._squared_norm()
-        control = self.groups["control"]
+        control = self.control
         extra_values = [float(checkpoint_written), float(regroup_requested), *self.reducer.used_flags]
         result, (saved_ranks, regroups, *use_counts) = agree_on_step(
             loss, squared_norm, stop_requested, extra_values, tokens, self.scaler, control

@@ -41,7 +41,9 @@ def check_resumable(index: "Index", config: Config, corpus: "Corpus") -> None:
             f"{path} was trained on another corpus ({state['corpus_name']}) than this run has ({corpus.describe()}). "
             "Give the same --data.source or --data.path, or start a new run."
         )
-    for section, field in (("train", "seed"), ("data", "seq_len"), ("data", "min_length"), ("optim", "kind")):
+    before.setdefault("consistency", now["consistency"])  # of a checkpoint from before there was a choice
+    names = ("train", "seed"), ("data", "seq_len"), ("data", "min_length"), ("optim", "kind"), ("consistency", "mode")
+    for section, field in names:
         name, was = f"{section}.{field.replace('_', '-')}", before.get(section, {}).get(field)
         if was != now[section][field]:
             raise UserError(

@@ -132,7 +132,8 @@ class Trainer:
         self.loader = Loader(self.corpus.train, data.seq_len, train.seed, min_length=data.min_length)
         self.held_out = evaluation_loader(self.corpus.held_out, data.seq_len, train.eval_samples)
         self.progress, self.step_time_s = Progress(), 0.0
-        self.skipped_steps = SkippedSteps(train.max_skipped_steps, self.engine.scaler, self.all_gather_object)
+        gather = comm.bind_all_gather_object(self.engine.control)
+        self.skipped_steps = SkippedSteps(train.max_skipped_steps, self.engine.scaler, gather)
         self.stop_request: StopRequest | None = None
         self.interrupted_step: StepResult | None = None
         self.resumed_from: Path | None = None
@@ -332,6 +333,7 @@ class Trainer:
             "position": self.progress.consumed_samples,
             "corpus": self.corpus.fingerprint,
             "corpus_name": self.corpus.describe(),
+            "replicas": self.config.num_replicas(self.mesh),
             "loss_scaler": None if self.engine.scaler is None else self.engine.scaler.state_dict(),
         }
         self._finish_save()
@@ -408,6 +410,11 @@ class Trainer:
     def _read_state(self, path: Path) -> dict[str, Any]:
         index = checkpoint.read_index(path)
         check_resumable(index, self.config, self.corpus)
+        if (saved := index.state.get("replicas", 1)) != (replicas := self.config.num_replicas(self.mesh)):
+            raise UserError(
+                f"{path} has the state of {saved} replicas, this run has {replicas}: give --consistency.replicas "
+                f"{saved}, or start a new run."
+            )
         checkpoint_state.create_optimizer_states(self.engine, index.tensors)
         return index.state
 

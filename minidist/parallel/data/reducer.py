@@ -118,7 +118,7 @@ class GradientReducer(ABC):
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def after_load(self) -> None:
-        """Update the parameters of all ranks after a checkpoint has been loaded into the `checkpoint_tensors`."""
+        """Update the parameters of all ranks after the `checkpoint_tensors` have been overwritten (load or merge)."""
 
 
 def find_gradient_group(spec: ParamSpec, groups: Iterable[Group]) -> Group:

@@ -34,6 +34,8 @@ class Durations:
     def draw(self, kind: int, worker: int, number: int) -> float:
         """Return a duration of a worker. kind: 0 for computing, 1 for a message. number: of this kind, from 0."""
         mean_s = (self.compute_s, self.transfer_s)[kind][worker]
+        if not self.spread:
+            return mean_s
         uniform = int(hash64(self.seed, kind, worker, number)) / 2**64
         return mean_s * (1 + self.spread * (2 * uniform - 1))
 
@@ -57,7 +59,7 @@ class _Clock:
     def __init__(self, server: Server, workers: Sequence[Worker], durations: Durations):
         self.server, self.workers, self.durations = server, dict(enumerate(workers)), durations
         self.timeline = Timeline([], [0.0] * len(workers))
-        self._events: list[tuple] = []  # (time, order, worker, request, whether it is at the server)
+        self._events: list[tuple] = []  # (time, whether it is a push, order, worker, request, whether it has arrived)
         self._order = 0
         self._numbers = [[0] * len(workers), [0] * len(workers)]  # durations drawn so far, by kind and worker
         self._arrived_s: dict[int, float] = {}
@@ -69,7 +71,7 @@ class _Clock:
         for worker in list(self.workers):
             self._resume(worker, 0.0, None)
         while self._events:
-            now_s, _, worker, request, has_arrived = heapq.heappop(self._events)
+            now_s, _, _, worker, request, has_arrived = heapq.heappop(self._events)
             if worker not in self.workers:
                 continue  # it has left
             self.timeline.end_s = now_s
@@ -115,7 +117,9 @@ class _Clock:
         return self.durations.draw(kind, worker, number)
 
     def _add(self, time_s: float, worker: int, request: Pull | Push | None, has_arrived: bool = True) -> None:
-        heapq.heappush(self._events, (time_s, self._order, worker, request, has_arrived))  # the order breaks ties
+        # At equal times a worker pulls before another pushes: its pull follows its own push without delay.
+        key = time_s, isinstance(request, Push), self._order
+        heapq.heappush(self._events, (*key, worker, request, has_arrived))
         self._order += 1
 
 

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterator
 
 from minidist.precision.policy import PRECISION_BYTES
-from minidist.process_groups import is_hidden_matrix, ranks_with
+from minidist.process_groups import is_hidden_matrix, ranks_with, replica_dp_coords
 from minidist.tools.estimate.layout import Layout
 from minidist.tools.estimate.shards import uses_flat_params
 from minidist.tools.estimate.states import LocalParameter, local_parameters, moments_per_element
@@ -47,7 +47,8 @@ def _local_ranges(layout: Layout, traffic: Traffic, rank: int) -> Iterator[tuple
 
 def _replicas(layout: Layout, traffic: Traffic, parameter: LocalParameter, rank: int) -> list[int]:
     """The ranks that hold the same elements of a parameter, ascending, this rank included."""
-    holders = ranks_with(layout.mesh, parameter.stages, tuple(_tensor_ranks(layout, parameter, rank)))
+    dp_coords = replica_dp_coords(layout.mesh, layout.config, rank)
+    holders = ranks_with(layout.mesh, parameter.stages, dp_coords, tuple(_tensor_ranks(layout, parameter, rank)))
     return [other for other in holders if traffic.shard_index(other) == traffic.shard_index(rank)]
 
 

@@ -140,6 +140,11 @@ def _table_rows(result: Estimate) -> list[tuple[str, list[str]]]:
     rows.append(("sent per step", largest(lambda cost: sum(cost.wire_bytes.values()), "B")))
     for spec in dict.fromkeys(spec for cost in result.ranks for spec in cost.wire_bytes):
         rows.append((f"  {spec}", largest(lambda cost, spec=spec: cost.wire_bytes.get(spec, 0), "B")))
+    if any(cost.merge_bytes for cost in result.ranks):
+        h = layout.config.consistency.h
+        rows.append(
+            (f"and per {h} steps" if h > 1 else "and for merging", largest(lambda c: sum(c.merge_bytes.values()), "B"))
+        )
     return rows
 
 
@@ -173,6 +178,12 @@ def list_estimate_notes(result: Estimate) -> list[str]:
             f"{CHECKPOINT_COPY}: host memory for saves in the background, allocated at the first save, in addition to "
             "peak memory; 0 with --checkpoint.no-background."
         )
+    if config.consistency.mode == "diloco":
+        lines.append(
+            "diloco: peak memory leaves out the outer step's parameters and momentum, each as large as the masters."
+        )
+    if config.consistency.mode == "central":
+        lines.append("central: the memory is that of the server; the other ranks have no optimizer states.")
     if config.recompute == "selective":
         lines.append(_note_on_selective(layout))
     if config.compile:

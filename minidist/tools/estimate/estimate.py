@@ -32,7 +32,8 @@ class RankCost:
 
     coords: mesh coordinates, by axis; samples: number of samples of the global batch that this rank computes; flops:
     this rank's part of the model FLOPs; hardware_flops: the same with recomputation; local_parameters: number of
-    parameter elements on this rank before ZeRO shards them; wire_bytes: bytes sent per step, by group spec.
+    parameter elements on this rank before ZeRO shards them; wire_bytes: bytes sent per step, by group spec;
+    merge_bytes: bytes sent in addition by a merge of replicas, which comes every consistency.h steps.
 
     Memory, in bytes. peak_breakdown: the bytes of each kind when all tensors together peak; `peak_memory_bytes` is
     their sum. The fields of MEMORY_KINDS: each kind's own peak, which may occur at another time of the step, so their
@@ -64,6 +65,7 @@ class RankCost:
     checkpoint_copy_bytes: int
     peak_breakdown: dict[str, int]
     wire_bytes: dict[str, int]
+    merge_bytes: dict[str, int]
 
     @property
     def model_state_bytes(self) -> int:
@@ -145,4 +147,5 @@ def _estimate_rank(layout: Layout, stages: Sequence[_Stage], traffic: Traffic, r
         checkpoint_copy_bytes=checkpoint_copy_bytes(layout, traffic, rank),
         peak_breakdown={kind: (constant | peak.at_peak._asdict())[kind] for kind in MEMORY_KINDS.values()},
         wire_bytes=traffic.wire_bytes(rank),
+        merge_bytes=traffic.merge_bytes(rank),
     )

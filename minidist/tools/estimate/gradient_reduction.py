@@ -5,7 +5,7 @@ from functools import cache
 from typing import NamedTuple
 
 from minidist.parallel.data.assignment import FIRST_BYTES, MIB, assign_buckets
-from minidist.process_groups import GRADIENT_GROUPS, ranks_with
+from minidist.process_groups import GRADIENT_GROUPS, ranks_with, replica_dp_coords
 from minidist.tools.estimate.layout import DTYPE_BYTES, Layout
 from minidist.tools.estimate.states import LocalParameter, TPSumRule, local_parameters
 
@@ -37,7 +37,7 @@ def contributing_ranks(tp_sum_rule: TPSumRule, stages: Sequence[int], layout: La
         replicas = size // heads
         first = own // replicas * replicas
         tensor = range(first, first + replicas)
-    return ranks_with(layout.mesh, stages, tuple(tensor))
+    return ranks_with(layout.mesh, stages, replica_dp_coords(layout.mesh, layout.config, rank), tuple(tensor))
 
 
 def find_reduction_group(

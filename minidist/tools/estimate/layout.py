@@ -49,6 +49,11 @@ class Layout:
         """The dtype of norms, rotary embeddings and the loss: at least float32."""
         return self.dtype if DTYPE_BYTES[self.dtype] > 4 else "float32"
 
+    @property
+    def replica_mesh(self) -> Mesh:
+        """The mesh of the ranks that train together: all, or those of one replica."""
+        return self.config.replica_mesh(self.mesh)
+
     @cached_property
     def model_chunks(self) -> list[ModelChunk]:
         """All chunks of the model, in the order of forward."""

@@ -66,7 +66,7 @@ def estimate_from_parameter_count(config: Config, world_size: int, num_parameter
             "give --optim.kind adamw."
         )
     validate_shard_group(config, mesh)
-    policy, shards = resolve_policy(config.precision), config.zero.shard_group_size(mesh)
+    policy, shards = resolve_policy(config.precision), config.zero.shard_group_size(config.replica_mesh(mesh))
     local = -(-int(num_parameters) // (mesh.tp * mesh.pp))
     flat_param = pad_to_shards(local, shards, moments_per_element(config.optim, hidden_matrix=False))
     states = model_states([flat_param], config.zero, policy)

@@ -55,7 +55,7 @@ def plan_local_flat_params(layout: Layout, ranks_by_group: RanksByGroup, rank: i
             _completing_chunk(layout, stage, parameters[name]),
         ),
         config.zero,
-        config.zero.shard_group_size(layout.mesh),
+        config.zero.shard_group_size(layout.replica_mesh),
         int(config.comm.bucket_mib * MIB),
         PRECISION_BYTES[layout.policy.reduce],
     )

@@ -25,7 +25,8 @@ from minidist.tools.shm.sizes import (
 
 PAGE = 4096
 _PARTITIONED = ("reduce_scatter", "all_to_all")  # a different part of the message for every other rank
-_BROADCAST_AT_START = ("grads", "replicas", "tensor", "activations")  # group specs that broadcast initial parameters
+# Group specs that broadcast initial parameters.
+_BROADCAST_AT_START = ("outer", "grads", "replicas", "tensor", "activations")
 
 
 class TouchedSlots:

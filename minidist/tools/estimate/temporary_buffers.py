@@ -163,7 +163,7 @@ class GradientAndBufferSizes:
 
     def _in_flight_bytes(self, chunk: int, launched: Sequence[LocalFlatParam], limit: int) -> int:
         """Bytes of the last `limit` launched flat gradients and of their shards; 0 if one rank has all shards."""
-        if self.layout.config.zero.shard_group_size(self.layout.mesh) == 1:
+        if self.layout.config.zero.shard_group_size(self.layout.replica_mesh) == 1:
             return 0
         earlier = self._flat_params_of(chunk) if self.accumulates else []  # of the previous micro-batch
         in_flight = [*earlier, *launched][-limit:]
@@ -174,7 +174,7 @@ class GradientAndBufferSizes:
     def _send_bytes(self, flat: LocalFlatParam) -> int:
         """Bytes of a flat gradient in flight: the gradient itself, or its copy and its result in the dtype of the
         reduction. A group of one rank sends nothing."""
-        full = flat.layout.numel if self.layout.config.zero.shard_group_size(self.layout.mesh) > 1 else 0
+        full = flat.layout.numel if self.layout.config.zero.shard_group_size(self.layout.replica_mesh) > 1 else 0
         if self.wire_size == self.grad_size:
             return full * self.grad_size
         return (full + flat.layout.shard_numel) * self.wire_size
@@ -225,7 +225,7 @@ class GradientAndBufferSizes:
         if self.layout.config.optim.kind != "muon":
             return largest
         hidden, tp = self.layout.config.model.hidden_size, self.layout.mesh.tp
-        shard_ranks = self.layout.config.zero.shard_group_size(self.layout.mesh)
+        shard_ranks = self.layout.config.zero.shard_group_size(self.layout.replica_mesh)
         local = [p.numel for p in self._parameters.values() if is_hidden_matrix(p.name, p.dimensions)]
         full = [numel * tp for numel in local]
         muon = max((6 * numel + min(hidden, numel // hidden) ** 2 for numel in full), default=0)

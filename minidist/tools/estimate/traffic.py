@@ -34,6 +34,7 @@ class Traffic:
         self._flat_params = cache(self._plan_flat_params)
         self._model_operations = cache(self._list_model_operations)
         self._matrix_plan = cache(self._plan_matrices)
+        self._control = "replica" if layout.config.consistency.has_replicas else "control"
 
     def flat_params(self, rank: int) -> list[LocalFlatParam]:
         """The flat parameters of this rank; empty where parameters are not flattened (no sharding, one dtype)."""
@@ -62,12 +63,54 @@ class Traffic:
         operation, elements, bytes per element)."""
         coords = self.layout.mesh.coords(rank)
         model = self._model_operations(coords["pp"], tuple(self.layout.micro_batch_sizes(coords["dp"])))
-        return self._reduction_operations(coords["pp"], coords["tp"]) + model + self._matrix_exchange(rank)
+        reductions = self._reduction_operations(coords["pp"], coords["tp"])
+        if self.layout.config.consistency.mode == "central":
+            reductions = self._list_central(rank)
+        return reductions + model + self._matrix_exchange(rank)
+
+    def merge_operations(self, rank: int) -> Counter[Operation]:
+        """Every collective and transfer of a merge of the replicas, which comes every h steps; empty without one."""
+        how, policy = self.layout.config.consistency, self.layout.policy
+        if not how.has_replicas:
+            return Counter()
+        coords = self.layout.mesh.coords(rank)
+        numel = sum(parameter.numel for parameter in states.local_parameters(self.layout, coords["pp"]))
+        if flat_params := self.flat_params(rank):
+            shard = self.shard_index(rank)
+            numel = sum(b - a for flat in flat_params for a, b in flat.layout.param_ranges(shard).values())
+        size, double = max(PRECISION_BYTES[policy.master or policy.state], 4), DTYPE_BYTES["float64"]
+        operations = Counter([("outer", "all_reduce", 3, double)])  # tokens, whether to stop, whether files are written
+        if how.mode == "gossip":
+            replicas = len(self.group_ranks("outer", rank))
+            neighbours = min(replicas - 1, 2 if how.topology == "ring" else 1)
+            operations["outer", "send", numel + 1, size] += neighbours
+        else:
+            operations["outer", "all_reduce", numel, size] += 1
+        return operations
+
+    def _list_central(self, rank: int) -> Counter[Operation]:
+        """Gradients to the server, parameters from it, token count and agreement."""
+        layout, double = self.layout, DTYPE_BYTES["float64"]
+        sizes = [parameter.numel for parameter in states.local_parameters(layout, 0)]
+        element_bytes, ranks = DTYPE_BYTES[layout.dtype], layout.mesh.dp
+        operations = Counter([("loss", "all_reduce", 1, double), ("control", "all_reduce", 5, double)])
+        if rank == layout.config.consistency.server:
+            operations["grads", "send", sum(sizes), element_bytes] += ranks - 1
+        else:  # with one element per parameter that says whether it was used
+            operations["grads", "send", sum(sizes) + len(sizes), element_bytes] += 1
+        return operations
 
     def wire_bytes(self, rank: int) -> dict[str, int]:
-        """Return the bytes that this rank sends in a step, by group spec; groups of one rank are left out."""
+        """Bytes that this rank sends in a step, by group spec, without a merge; groups of one rank are left out."""
+        return self._sent_bytes(rank, self.operations(rank))
+
+    def merge_bytes(self, rank: int) -> dict[str, int]:
+        """Bytes that this rank sends in a merge of the replicas, by group spec."""
+        return self._sent_bytes(rank, self.merge_operations(rank))
+
+    def _sent_bytes(self, rank: int, operations: Counter[Operation]) -> dict[str, int]:
         sent: Counter[str] = Counter()
-        for (spec, name, elements, element_bytes), times in self.operations(rank).items():
+        for (spec, name, elements, element_bytes), times in operations.items():
             group = self._groups[spec][rank]
             if len(group) > 1:
                 sent_elements = self._sent_elements(spec, name, elements, len(group), group.index(rank))
@@ -122,7 +165,7 @@ class Traffic:
         else:
             all_reduces = gradient_reduction.list_gradient_all_reduces(self.layout, self._groups, rank)
             reductions = Counter((spec, "all_reduce", numel, size) for spec, numel, size in all_reduces)
-        return reductions + Counter([("loss", "all_reduce", 1, double), ("control", "all_reduce", agreed, double)])
+        return reductions + Counter([("loss", "all_reduce", 1, double), (self._control, "all_reduce", agreed, double)])
 
     def _list_model_operations(self, stage: int, micro_batches: tuple[int, ...]) -> Counter[Operation]:
         """Forward and backward of the micro-batches that have samples, through all chunks of a stage."""

@@ -1,0 +1,63 @@
+"""A central server inside the trainer: one rank sums the gradients, updates, and sends the parameters to all ranks.
+
+The server alone has masters and optimizer states. The simple version is `simple.central_step`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from minidist.comm import Group
+from minidist.comm.algorithms.root import flat_broadcast, flat_reduce
+from minidist.parallel.data.reducer import NaiveReducer
+from minidist.parameters import ParamSpecs
+
+
+class CentralReducer(NaiveReducer):
+    """Gradient reducer of data parallelism with a central server.
+
+    parameters, specs: as in `GradientReducer`. group: all ranks. server: the rank of the group that updates.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs, group: Group, server: int):
+        super().__init__(parameters, specs, [group])
+        self._group, self._server = group, server
+        alone = (group.ranks[server],)
+        self.master_specs = {
+            name: replace(spec, replicas=alone, contributors=alone)
+            for name, spec in self.master_specs.items()
+            if group.rank == server
+        }
+        if group.rank != server:
+            self.masters = {}
+
+    def finish_reductions(self) -> None:
+        """Send all gradients to the server, whose `.grad` is then the sum; None for a parameter that no rank used."""
+        used = [float(name in self._sums) for name in self._parameters]
+        parts = [self._sums.get(name, torch.zeros_like(p)).reshape(-1) for name, p in self._parameters.items()]
+        parts.append(parts[0].new_tensor(used))
+        flat = torch.cat(parts)
+        flat_reduce(flat, self._server, self._group)
+        if self._group.rank == self._server:
+            *sums, counts = flat.split([part.numel() for part in parts])
+            for parameter, total, count in zip(self._parameters.values(), sums, counts.tolist(), strict=True):
+                parameter.grad = total.view_as(parameter) if count else None
+        self._sums, self._ready = {}, set()
+
+    @torch.no_grad()
+    def gather_params(self) -> None:
+        """Send the server's parameters to all ranks."""
+        flat = torch.cat([parameter.reshape(-1) for parameter in self._parameters.values()])
+        flat_broadcast(flat, self._server, self._group)
+        for parameter, part in zip(
+            self._parameters.values(), flat.split([p.numel() for p in self._parameters.values()]), strict=True
+        ):
+            parameter.copy_(part.view_as(parameter))
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        return super().checkpoint_tensors() if self.masters else {}
+
+    def after_load(self) -> None:
+        self.gather_params()

@@ -1,0 +1,58 @@
+"""Delayed gradient descent on a quadratic: the largest stable learning rate, measured and in theory.
+
+theta_{t+1} = theta_t - lr * curvature * theta_{t-delay} is stable if and only if lr * curvature is below
+2 sin(pi / (2 (2 delay + 1))): 2 without a delay, 1 with a delay of 1, and then about pi / (2 delay + 1). On this
+boundary a root of z^(delay+1) - z^delay + lr * curvature = 0 lies on the unit circle.
+
+`python -m minidist.tools.consistency.delay` prints the table.
+"""
+
+import math
+
+import torch
+
+from minidist.consistency.simple import Server, asynchronous_worker
+from minidist.tools.consistency.clock import Durations, run_on_virtual_clock
+
+
+def stable_rate(delay: int, curvature: float = 1.0) -> float:
+    """Return the learning rate below which gradient descent with this delay is stable on a quadratic."""
+    return 2 * math.sin(math.pi / (2 * (2 * delay + 1))) / curvature
+
+
+def grows_with_delay(lr: float, delay: int, curvature: float = 1.0, num_updates: int = 3000) -> bool:
+    """Run delay + 1 equally fast workers without a bound on a quadratic; return whether the parameter grows.
+
+    Each worker pulls right after its push, so that `delay` pushes of the others come in between.
+    """
+    path = [1.0]
+
+    def update(parameters: torch.Tensor, gradient: torch.Tensor) -> None:
+        parameters.sub_(gradient, alpha=lr)
+        path.append(abs(float(parameters)))
+
+    workers = delay + 1
+    server = Server(torch.ones((), dtype=torch.float64), update, workers)
+    steps = -(-num_updates // workers)
+    made = [asynchronous_worker(lambda values, step: curvature * values, steps) for _ in range(workers)]
+    run_on_virtual_clock(server, made, Durations([1.0] * workers, [0.0] * workers))
+    if not math.isfinite(path[-1]):
+        return True
+    window = len(path) // 4  # longer than a period of the oscillation
+    return max(path[-window:]) > max(path[window : 2 * window])
+
+
+def measure_stable_rate(delay: int, curvature: float = 1.0, precision: float = 0.005) -> float:
+    """Find the largest learning rate that is stable, by bisection. precision: relative width of the last interval."""
+    low, high = 0.0, 4.0 / curvature
+    while high - low > precision * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if grows_with_delay(middle, delay, curvature) else (middle, high)
+    return (low + high) / 2
+
+
+if __name__ == "__main__":
+    print("delay  largest stable rate x curvature: measured  in theory  difference")
+    for delay in range(9):
+        measured, theory = measure_stable_rate(delay), stable_rate(delay)
+        print(f"{delay:>5}  {measured:>41.4f}  {theory:>9.4f}  {measured / theory - 1:>10.2%}")

@@ -1,0 +1,387 @@
+"""The modes of consistency against synchronous training, each other and a plain loop; resume, and bad input."""
+
+import collections
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+from minidist.comm import Meter, World, bind
+from minidist.config import OptimConfig
+from minidist.data.corpus import open_corpus
+from minidist.data.loader import Loader
+from minidist.errors import UserError
+from minidist.fault.checkpoint import load_checkpoint
+from minidist.fault.shards import TensorShard
+from minidist.models.init import init_parameters
+from minidist.models.transformer import Transformer
+from minidist.parallelize import group_specs, parallelize
+from minidist.parameters import Box
+from minidist.tools.config_warnings import validate_options
+from minidist.tools.estimate.estimate import estimate
+from minidist.train.engine import Engine
+from minidist.train.schedule import learning_rate
+from minidist.validation import validate
+from tests.helpers.small_run import read_checkpoint, small_config, train_small, with_changes, with_resume, write_text
+
+SGD = OptimConfig(kind="sgd", lr=0.3, weight_decay=0.0, clip_norm=None, warmup_steps=2)
+ADAMW = OptimConfig(lr=0.01, warmup_steps=2, clip_norm=1.0)
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def make_config(folder, text, **changes):
+    """Six steps in float64, whose samples have uneven lengths; checkpoints after steps 2, 4 and 6."""
+    changes = {"optim": SGD, "precision__policy": "fp64", "checkpoint__every": 2, "data__min_length": 3} | changes
+    return small_config(folder, text, **changes)
+
+
+def load_parameters(config, step=6, kind="params"):
+    """All parameters in the checkpoint of a step, whatever the layout that saved them."""
+    model = Transformer(config.model).to(torch.float64 if config.precision.policy == "fp64" else torch.float32)
+    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    shards = [TensorShard(f"{kind}/{n}", t.shape, Box.whole(tuple(t.shape)), t) for n, t in named.items()]
+    load_checkpoint(config.folder / "checkpoints" / f"step-{step:08d}", shards, prefix=f"{kind}/")
+    return named
+
+
+def assert_equal_parameters(one, other, **tolerance):
+    for name, parameter in one.items():
+        torch.testing.assert_close(
+            parameter, other[name], **tolerance or EXACT, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def train(ranks, size, config, **changes):
+    config = with_changes(config, **changes)
+    ranks(train_small, size, config) if size > 1 else train_small(World.single(), config)
+    return load_parameters(config)
+
+
+# -- equalities -------------------------------------------------------------------------------------------------------
+
+WEIGHTED = {"data__shares": (2.0, 1.0, 3.0), "data__weights": (1.0, 0.5, 2.0)}
+
+
+@pytest.mark.parametrize("more", [{}, WEIGHTED], ids=["even", "weighted"])
+def test_local_sgd_with_one_step_is_synchronous_training(ranks, tmp_path, text, more):
+    expected = train(ranks, 3, make_config(tmp_path / "synchronous", text, **more))
+    local = {"consistency__mode": "local", "consistency__h": 1} | more
+    assert_equal_parameters(train(ranks, 3, make_config(tmp_path / "local", text, **local)), expected)
+    other = train(ranks, 3, make_config(tmp_path / "other", text, **local | {"consistency__h": 2}))
+    assert any(not torch.allclose(other[name], expected[name], rtol=1e-6) for name in expected)
+
+
+@pytest.mark.parametrize("size, root", [(1, 0), (2, 1), (3, 0)])
+def test_a_central_server_is_synchronous_training(ranks, tmp_path, text, size, root):
+    """With AdamW, clipping and momentum on the server only; its checkpoint resumes on it."""
+    expected = train(ranks, size, make_config(tmp_path / "synchronous", text, optim=ADAMW))
+    config = make_config(tmp_path / "central", text, optim=ADAMW, consistency__mode="central", consistency__server=root)
+    assert_equal_parameters(train(ranks, size, config), expected)
+    again = with_resume(config, config.folder / "checkpoints" / "step-00000004", folder=tmp_path / "again")
+    assert_equal_parameters(train(ranks, size, again), expected, rtol=0, atol=1e-12)
+
+
+def test_diloco_with_outer_rate_1_and_no_momentum_is_local_averaging(ranks, tmp_path, text):
+    local = {"optim": ADAMW, "consistency__mode": "local", "consistency__h": 3}
+    expected = train(ranks, 2, make_config(tmp_path / "local", text, **local))
+    outer = {"consistency__mode": "diloco", "consistency__outer_lr": 1.0, "consistency__outer_momentum": 0.0}
+    assert_equal_parameters(train(ranks, 2, make_config(tmp_path / "diloco", text, **local | outer)), expected)
+
+
+def test_one_replica_without_outer_momentum_is_one_process(ranks, tmp_path, text):
+    expected = train(ranks, 1, make_config(tmp_path / "one", text, optim=ADAMW))
+    for mode, size in (("local", 1), ("gossip", 1), ("local", 2)):
+        how = {"consistency__mode": mode, "consistency__h": 2, "consistency__replicas": 1}
+        assert_equal_parameters(
+            train(ranks, size, make_config(tmp_path / f"{mode}-{size}", text, optim=ADAMW, **how)), expected
+        )
+
+
+def plain_loop(config, replicas, merge):
+    """Replicas in one process, with torch's optimizers: returns their parameters. merge: changes the models."""
+    corpus = open_corpus(config.data.source, config.data.path, config.data.seq_len)
+    loader = Loader(corpus.train, config.data.seq_len, config.train.seed, min_length=config.data.min_length)
+    model = Transformer(config.model)
+    init_parameters(model, config.train.seed)
+    dtype = torch.float64 if config.precision.policy == "fp64" else torch.float32
+    models = [copy.deepcopy(model).to(dtype) for _ in range(replicas)]
+    kinds = {"sgd": lambda p: torch.optim.SGD(p, 1.0), "adamw": lambda p: torch.optim.AdamW(p, 1.0, (0.9, 0.95))}
+    optimizers = [kinds[config.optim.kind](each.parameters()) for each in models]
+    batch, tokens = config.train.global_batch, [0] * replicas
+    for step in range(config.train.steps):
+        for at, (each, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            [part] = loader.micro_batches(step * batch, batch, at, replicas, 1)
+            loss, count = each(part.tokens, part.labels)
+            optimizer.zero_grad()
+            (loss / count).backward()
+            if config.optim.clip_norm:
+                torch.nn.utils.clip_grad_norm_(each.parameters(), config.optim.clip_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config.optim, step, config.train.steps)
+                group["weight_decay"] = config.optim.weight_decay
+            optimizer.step()
+            tokens[at] += int(count)
+        merge(step, models, tokens)
+    return [dict(each.named_parameters()) for each in models]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_diloco_is_the_plain_loop(ranks, tmp_path, text, size):
+    """AdamW inside, Nesterov SGD of torch outside, numpy's weighted average; the weights are the tokens of a round."""
+    how = {"optim": ADAMW, "model__dropout": 0.0, "consistency__mode": "diloco", "consistency__h": 3}
+    config = make_config(tmp_path / "run", text, **how)
+    outer, optimizer = [], None
+
+    def merge(step, models, tokens):
+        nonlocal optimizer
+        if not outer:
+            start = Transformer(config.model)
+            init_parameters(start, config.train.seed)
+            outer.extend(torch.nn.Parameter(p.detach().double()) for p in start.parameters())
+            optimizer = torch.optim.SGD(outer, 0.7, momentum=0.9, nesterov=True)
+        if (step + 1) % 3:
+            return
+        for i, parameter in enumerate(outer):
+            replicas = [list(model.parameters())[i].detach().numpy() for model in models]
+            parameter.grad = parameter.detach() - torch.from_numpy(np.average(replicas, axis=0, weights=tokens))
+        optimizer.step()
+        for model in models:
+            for mine, theirs in zip(model.parameters(), outer, strict=True):
+                mine.data.copy_(theirs)
+        tokens[:] = [0] * len(models)
+
+    expected = plain_loop(config, size, merge)[0]
+    assert_equal_parameters(
+        train(ranks, size, config), {name: p.detach() for name, p in expected.items()}, rtol=1e-10, atol=1e-12
+    )
+
+
+def torch_averaged(world, config):
+    """Local SGD with torch's model averager, in float32."""
+    corpus = open_corpus(config.data.source, config.data.path, config.data.seq_len)
+    loader = Loader(corpus.train, config.data.seq_len, config.train.seed)
+    model = Transformer(config.model)
+    init_parameters(model, config.train.seed)
+    optimizer = torch.optim.SGD(model.parameters(), config.optim.lr)
+    averager, losses = PeriodicModelAverager(period=config.consistency.h, warmup_steps=config.consistency.h - 1), []
+    batch = config.train.global_batch
+    for step in range(config.train.steps):
+        [part] = loader.micro_batches(step * batch, batch, world.rank, world.size, 1)
+        loss, count = model(part.tokens, part.labels)
+        optimizer.zero_grad()
+        (loss / count).backward()
+        optimizer.step()
+        averager.average_parameters(model.parameters())
+        losses.append(float(loss / count))
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_local_sgd_is_that_of_torch_in_float32(ranks, tmp_path, text):
+    constant = OptimConfig(kind="sgd", lr=0.1, weight_decay=0.0, clip_norm=None, schedule="constant", warmup_steps=0)
+    config = make_config(
+        tmp_path / "run", text, optim=constant, precision__policy="fp32", model__dropout=0.0, data__min_length=None,
+        train__micro_batches=1, consistency__mode="local", consistency__h=2,
+    )  # fmt: skip
+    expected = ranks(torch_averaged, 2, config)[0]
+    assert_equal_parameters(train(ranks, 2, config), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("topology, size", [("ring", 2), ("ring", 4), ("matching", 3)])
+def test_gossip_averages_with_neighbours(ranks, tmp_path, text, topology, size):
+    how = {"optim": SGD, "model__dropout": 0.0, "consistency__mode": "gossip", "consistency__h": 1}
+    config = make_config(tmp_path / "run", text, consistency__topology=topology, **how)
+    train(ranks, size, config)
+    tensors = read_checkpoint(config.folder, 4)
+    # A plain loop of mixing matrices; the pairs are those of the checkpoint before, found by trying.
+    replicas = [load_parameters(config, 4, "params" if not i else f"replica-{i}.params") for i in range(size)]
+    if topology == "ring":
+
+        def merge(step, models, tokens):
+            flat = [[p.detach().clone() for p in model.parameters()] for model in models]
+            for at, model in enumerate(models):
+                near = {at, (at - 1) % size, (at + 1) % size}
+                near = near if step < 5 else set(range(size))
+                for i, parameter in enumerate(model.parameters()):
+                    values = np.average([flat[n][i] for n in near], axis=0, weights=[tokens[n] for n in near])
+                    parameter.data.copy_(torch.from_numpy(values))
+            tokens[:] = [0] * size
+
+        shorter = with_changes(config, train__steps=6)
+        expected = {name: p.detach() for name, p in plain_loop(shorter, size, merge)[0].items()}
+        assert_equal_parameters(load_parameters(config), expected, rtol=1e-10, atol=1e-12)
+        if size == 4:  # opposite replicas have not met
+            assert not torch.equal(*[replicas[i]["model.embed_tokens.weight"] for i in (0, 2)])
+    else:
+        equal = [
+            (i, j)
+            for i in range(size)
+            for j in range(i)
+            if torch.equal(*[replicas[k]["model.norm.weight"] for k in (i, j)])
+        ]
+        assert len(equal) == 1, "one pair of three replicas"
+    assert len([name for name in tensors if ".params/" in name]) % (size - 1) == 0
+
+
+# -- layouts inside a replica -----------------------------------------------------------------------------------------
+
+INSIDE = {
+    "dp": {},
+    "zero 1": {"zero__stage": 1},
+    "zero 3": {"zero__stage": 3},
+    "tp": {"mesh__tp": 2, "parallel__sequence": True},
+    "pp": {"mesh__pp": 2, "model__num_layers": 2, "model__tie_embeddings": True},
+    "cp and zero 2": {"mesh__cp": 2, "zero__stage": 2},
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_replica_may_have_any_layout_inside(ranks, tmp_path, text, inside):
+    """Two replicas of two ranks each equal two replicas of one rank."""
+    how = {"optim": ADAMW, "consistency__mode": "diloco", "consistency__h": 2, "consistency__replicas": 2}
+    how |= {"model__num_layers": 2, "model__num_kv_heads": 2}
+    expected = train(ranks, 2, make_config(tmp_path / "plain", text, **how))
+    found = train(ranks, 4, make_config(tmp_path / "inside", text, **how | INSIDE[inside]))
+    assert_equal_parameters(found, expected, rtol=1e-9, atol=1e-11)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mode, size, more",
+    [
+        ("local", 2, {"optim": ADAMW}),
+        ("diloco", 3, {"optim": ADAMW}),
+        ("diloco", 4, {"optim": ADAMW, "zero__stage": 1, "consistency__replicas": 2}),
+        ("gossip", 3, {"optim": SGD}),
+    ],
+)
+def test_replicas_that_differ_resume_bit_for_bit(ranks, tmp_path, text, mode, size, more):
+    """The checkpoint of step 4 lies between the merges after steps 3 and 6."""
+    how = {"consistency__mode": mode, "consistency__h": 3} | more
+    config = make_config(tmp_path / "run", text, **how)
+    ranks(train_small, size, config)
+    again = with_resume(config, config.folder / "checkpoints" / "step-00000004", folder=tmp_path / "again")
+    ranks(train_small, size, again)
+    one, other = read_checkpoint(config.folder, 6), read_checkpoint(again.folder, 6)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    apart = read_checkpoint(config.folder, 4)
+    differing = [n for n in apart if n.startswith("params/") and not torch.equal(apart[n], apart[f"replica-1.{n}"])]
+    assert differing, "the replicas are equal between merges"
+    assert all(torch.equal(one[n], one[f"replica-1.{n}"]) for n in one if n.startswith("params/"))
+
+
+def test_a_stop_between_merges_takes_effect_after_the_next(ranks, tmp_path, text):
+    how = {"consistency__mode": "local", "consistency__h": 3, "checkpoint__every": 0}
+    config = make_config(tmp_path / "run", text, **how)
+    summaries = ranks(train_small, 2, config, 1)
+    assert [summary["step"] for summary in summaries] == [3, 3] and summaries[0]["stopped"]
+
+
+def refusal(world, config):
+    try:
+        return train_small(world, config)
+    except UserError as error:
+        return str(error)
+
+
+def test_resume_refuses_another_number_of_replicas_and_another_mode(ranks, tmp_path, text):
+    config = make_config(tmp_path / "run", text, consistency__mode="local", consistency__h=2)
+    ranks(train_small, 2, config)
+    again = with_resume(config, config.folder / "checkpoints" / "step-00000004", folder=tmp_path / "again")
+    assert "has the state of 2 replicas, this run has 3: give --consistency.replicas 2" in ranks(refusal, 3, again)[0]
+    other = with_changes(again, consistency__mode="gossip")
+    assert "was trained with --consistency.mode local, this run has gossip" in ranks(refusal, 2, other)[0]
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def sent_bytes(world, config):
+    """The bytes that this rank sends in a step without a merge and in the next one with it, by group."""
+    mesh = config.mesh_of(world.size)
+    groups = bind(world, mesh, group_specs(mesh, config), meter=Meter())
+    engine = Engine(parallelize(Transformer(config.model), groups, config), groups, config.optim, seed=1)
+    loader, at = Loader(np.arange(2000) % 31, config.data.seq_len, 1), mesh.coords(world.rank)["dp"]
+    found = []
+    for step in range(2):
+        groups.meter.wire_bytes.clear()
+        batch, train = config.train.global_batch, config.train
+        engine.step(step, loader.micro_batches(step * batch, batch, at, mesh.dp, train.micro_batches), 0.1)
+        found.append(collections.Counter({name: count for name, count in groups.meter.wire_bytes.items() if count}))
+    groups.destroy()
+    return found
+
+
+def test_estimated_bytes_are_those_counted(ranks, text):
+    """For every mode; in the layouts inside a replica too."""
+    two = {"consistency__mode": "local", "consistency__h": 2, "consistency__replicas": 2, "model__num_layers": 2}
+    cases = [
+        {"consistency__mode": "central", "consistency__server": 2},
+        {"consistency__mode": "diloco", "consistency__h": 2},
+        {"consistency__mode": "gossip", "consistency__h": 2},
+        {"consistency__mode": "gossip", "consistency__h": 2, "consistency__topology": "matching"},
+        two | {"zero__stage": 1},
+        two | {"mesh__tp": 2, "model__num_kv_heads": 2, "parallel__sequence": True},
+        two | {"mesh__pp": 2, "precision__policy": "bf16"},
+    ]
+    for case in cases:
+        config = small_config(None, text, train__steps=6, **case)
+        for cost, found in zip(estimate(config, 4).ranks, ranks(sent_bytes, 4, config), strict=True):
+            expected = collections.Counter({name: count for name, count in cost.wire_bytes.items() if count})
+            merge = 0 if case["consistency__mode"] == "central" else 1
+            assert found[0] == expected and bool(cost.merge_bytes) == bool(merge), (case, cost.coords)
+            assert found[1] == expected + collections.Counter(cost.merge_bytes), (case, cost.coords)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "size, changes, message",
+    [
+        (4, {"mode": "local", "h": 7}, "h is 7, which does not divide the 600 steps: .* 595 or 602, or --con.*h 1"),
+        (4, {"mode": "diloco", "h": 1000}, "does not divide the 600 steps: .* Give --train.steps 1000, or .*h 200"),
+        (4, {"mode": "diloco", "replicas": 3}, "dp=4 ranks cannot be divided into as many equal .*replicas 1, 2, 4"),
+        (4, {"h": 10}, "consistency.h 10 has no effect: consistency.mode is synchronous; .* Leave --consistency.h out"),
+        (4, {"mode": "local", "h": 10, "outer_lr": 1.0}, "outer-lr 1.0 has no effect: consistency.mode is local"),
+        (4, {"mode": "diloco", "h": 10, "topology": "matching"}, "topology matching has no effect: .* for gossip"),
+        (4, {"mode": "central", "server": 4}, "consistency.server is 4, and the 4 ranks of mesh .* are 0 to 3: give"),
+        (4, {"mode": "diloco", "h": 10, "outer_lr": 0.0}, "consistency.outer-lr is 0.0; it must be above 0"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused(size, changes, message):
+    config = with_changes(small_config(None, None), **{f"consistency__{name}": v for name, v in changes.items()})
+    with pytest.raises(UserError, match=message):
+        validate_options(with_changes(config, train__steps=600), size)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"zero__stage": 1}, "zero.stage 1 and .* Give --mesh.dp 2 alone .* makes every rank the server of a shard"),
+        ({"mesh__pp": 2, "model__num_layers": 2}, "has the whole model on one server, in one dtype: mesh pp=2"),
+        ({"precision__policy": "bf16"}, "precision.policy bf16 do not fit"),
+        ({"comm__algorithm": "ring"}, "leave --comm.algorithm and --comm.gradients out"),
+    ],
+)
+def test_central_refuses_what_it_cannot_do(changes, message):
+    with pytest.raises(UserError, match=message):
+        validate(small_config(None, None, consistency__mode="central", **changes), 2)
+
+
+def test_modes_refuse_live_recovery_and_tied_embeddings_of_many_replicas_of_a_pipeline():
+    local = {"consistency__mode": "local", "consistency__h": 6}
+    with pytest.raises(UserError, match="fault.live-recovery replaces ranks from replicas that are equal"):
+        validate(small_config(None, None, fault__live_recovery=True, **local), 2)
+    config = small_config(None, None, mesh__pp=2, model__num_layers=2, model__tie_embeddings=True, **local)
+    validate(config, 4)
+    with pytest.raises(UserError, match="merges 3 replicas, .* give --no-model.tie-embeddings"):
+        validate(config, 6)

@@ -28,10 +28,11 @@ _KEY = "time"
 
 
 class TimeAccounts:
-    """The accounts of one run, kept by rank 0. clock: returns the Unix time in seconds.
+    """The time accounts of one run, kept by rank 0: the seconds charged to each cause that the module's docstring
+    lists.
 
-    seconds: by account. charged_until_s: the Unix time up to which all time is charged. step: the number of completed
-    steps, which the caller sets.
+    clock: returns the Unix time in seconds. seconds: by account. charged_until_s: the Unix time up to which all time is
+    charged. step: the number of completed steps, which the caller sets.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time):
@@ -41,7 +42,8 @@ class TimeAccounts:
         self.charged_until_s = clock()
 
     def charge(self, account: str, until_s: float | None = None) -> None:
-        """Charge the time since the last charge to `account`. until_s: to this Unix time; now if None."""
+        """Charge the time since the last charge to `account`, up to the Unix time `until_s`, or up to now if it is
+        None."""
         until_s = self._clock() if until_s is None else until_s
         self.seconds[account] += until_s - self.charged_until_s
         self.charged_until_s = until_s
@@ -61,10 +63,11 @@ class TimeAccounts:
         return self.seconds[USEFUL] / self.wall_s if self.wall_s else 0.0
 
     def continue_from(self, rows: Sequence[dict[str, Any]], step: int, gap: str = "between attempts") -> None:
-        """Go on from the accounts of earlier attempts. Call it before the first charge.
+        """Continue the accounts of earlier attempts of the run. Call it before the first charge.
 
-        rows: of metrics.jsonl as the last attempt has left it. step: the step from which this attempt resumes. The
-        useful time after that step becomes that of lost steps. gap: the account of the time since the last row.
+        rows: the rows of metrics.jsonl that the previous attempt has left. step: the step from which this attempt
+        resumes. Useful time charged after that step becomes time of lost steps. gap: the account of the time since the
+        last row.
         """
         rows = [row for row in rows if _KEY in row]
         if not rows:
@@ -79,7 +82,7 @@ class TimeAccounts:
         self.seconds[gap] += self.charged_until_s - last["at"]
 
     def as_row(self) -> dict[str, Any]:
-        """Return the entries of a row of metrics.jsonl: the goodput, and the accounts in seconds."""
+        """Return entries for a row of metrics.jsonl: "goodput", a fraction, and "time", the accounts in seconds."""
         lost = {name: seconds for name, seconds in sorted(self.seconds.items()) if name != USEFUL}
         useful_s = self.seconds[USEFUL]
         return {

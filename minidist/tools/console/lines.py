@@ -13,10 +13,11 @@ class PlainView:
             self.print_note(line)
 
     def show_step(self, step: int, result: StepResult) -> None:
-        """Show that `step` steps are done. Called after every step; prints nothing here."""
+        """Show that `step` steps are done. Called after every step; plain lines are printed in `show_metrics` only."""
 
     def show_metrics(self, row: dict, ranks: list[dict]) -> None:
-        """Print a row of metrics.jsonl. ranks: step_time_s, comm_bytes and memory (in bytes) of every rank."""
+        """Print a row of metrics.jsonl as a line. ranks: not shown here; by rank, a dict with step_time_s (seconds),
+        comm_bytes (bytes sent) and memory (peak bytes)."""
         self.print_note(format_metrics(row))
 
     def show_held_out_loss(self, step: int, loss: float) -> None:
@@ -41,7 +42,7 @@ class PlainView:
 
 
 def format_metrics(row: dict) -> str:
-    """Format a row of metrics.jsonl that describes a step as one line."""
+    """Format a row of metrics.jsonl that has the metrics of a step as one line."""
     loss = format_loss(row)
     line = (
         f"step {row['step']:>6}  loss {loss}  grad norm {format_grad_norm(row)}  lr {row['lr']:.2e}  "
@@ -53,21 +54,22 @@ def format_metrics(row: dict) -> str:
 
 
 def format_loss(row: dict) -> str:
-    """Format the loss of a metrics row."""
+    """Format the loss of a metrics row: "not finite" or "no tokens" if the step has none."""
     if row["loss"] is None:
         return "not finite" if row.get("skipped") else "no tokens"
     return f"{row['loss']:.4f}"
 
 
 def format_grad_norm(row: dict) -> str:
-    """Format the gradient norm of a metrics row; if gradients overflowed, name the loss scale instead."""
+    """Format the gradient norm of a metrics row; if gradients overflowed, format the loss scale of that step
+    instead."""
     if row["grad_norm"] is None:
         return "not finite" if row.get("skipped") else f"overflow at scale {row['loss_scale'] * 2:g}"
     return f"{row['grad_norm']:.3f}"
 
 
 def format_final_losses(held_out: float, baselines: dict[str, float]) -> str:
-    """Format the final held-out loss beside `baselines`, losses by name: unigram, bigram and best possible."""
+    """Format the final held-out loss beside `baselines`: losses by name, such as "bigram", in nats per token."""
     others = ", ".join(f"{name} {value:.4f}" for name, value in baselines.items())
     verdict = "" if "bigram" not in baselines else "below" if held_out < baselines["bigram"] else "not below"
     return f"held-out loss {held_out:.4f} nats per token ({others})" + (verdict and f": {verdict} the bigram model")

@@ -1,4 +1,4 @@
-"""The live view of a run on a terminal: progress, numbers, held-out loss, and one lane per rank."""
+"""The live view of a run on a terminal: progress, numbers, held-out loss, and a line per rank."""
 
 import math
 
@@ -31,7 +31,11 @@ class _StopLine:
 
 
 class LiveView(PlainView):
-    """Displays a run on a terminal: progress, metrics and ranks are redrawn in place, notes scroll above them."""
+    """Displays a run on a terminal: progress, metrics and ranks are redrawn in place, notes scroll above them.
+
+    header: lines that describe the run, printed first. steps: the number of steps of the run. start: the steps already
+    done when a run resumes. console: None for standard output. stop: shows whether a signal has asked the run to stop.
+    """
 
     def __init__(
         self,
@@ -64,32 +68,39 @@ class LiveView(PlainView):
         self._live.start()
 
     def show_step(self, step: int, result: StepResult) -> None:
+        """Advance the progress bar, and add the step's loss to its plot."""
         self._progress.update(self._task, completed=step)
         if result.loss is not None and math.isfinite(result.loss):
             self._losses.append(result.loss)
         self._live.update(self._draw())
 
     def show_metrics(self, row: dict, ranks: list[dict]) -> None:
+        """Update the metrics, and the table with step time, bytes sent and memory of each rank."""
         self._row, self._lanes = row, ranks
         self._live.update(self._draw())
 
     def show_held_out_loss(self, step: int, loss: float) -> None:
+        """Update the loss on held-out text, in nats per token, and the step after which it was measured."""
         self._held_out = (step, loss)
         self._live.update(self._draw())
 
     def show_sample(self, prompt: str, continuation: str) -> None:
+        """Print a prompt and the model's continuation, which is in bold."""
         self.console.rule("sample: held-out text, then the model", align="left", style="dim")
         self.console.print(Text.assemble((prompt, "dim"), (continuation, "bold")))
         self.console.rule(style="dim")
 
     def show_end(self, held_out: float, baselines: dict[str, float]) -> None:
+        """Print the final held-out loss beside the baselines, losses by name in nats per token."""
         self.print_note(format_final_losses(held_out, baselines))
 
     def print_note(self, line: str) -> None:
+        """Print a line of text above the part of the view that is redrawn."""
         # Text, so that a folder called [red] is not read as markup.
         self.console.print(Text(line), soft_wrap=True)
 
     def close(self) -> None:
+        """Draw the view for the last time, without the line about Ctrl-C; from now on it is not redrawn."""
         self._over = True
         self._live.update(self._draw())
         self._live.stop()

@@ -8,7 +8,8 @@ _LABEL_HEIGHT = 0.055  # of the axes
 def draw_loss(rows: list[dict], baselines: dict[str, float], path: Path) -> dict[str, list[tuple[int, float]]]:
     """Plot training and held-out loss over steps, with horizontal baselines; return the points drawn.
 
-    rows: as in metrics.jsonl; baselines: name to loss in nats per token.
+    rows: the rows of metrics.jsonl. baselines: losses in nats per token, by name. path: the image file to write.
+    Returns (step, loss) points by curve.
     """
     from matplotlib.figure import Figure  # not pyplot, which would change a notebook's backend
 

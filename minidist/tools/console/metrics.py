@@ -38,16 +38,16 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 def mfu(flops_per_token: float, tokens_per_s: float, num_gpus: int, gpu_peak_flops: float) -> float:
     """Return the model FLOPs utilisation as a fraction (Chowdhery et al. 2022, appendix B).
 
-    tokens_per_s: of all GPUs together. gpu_peak_flops: peak FLOP/s of one GPU.
+    tokens_per_s: tokens per second of all GPUs together. gpu_peak_flops: peak FLOP/s of one GPU.
     """
     return flops_per_token * tokens_per_s / (num_gpus * gpu_peak_flops)
 
 
 class PeakMemory:
-    """The peak memory of this rank between two reads, in bytes.
+    """Measures the peak memory of this rank between two reads, in bytes.
 
-    On CUDA it is that of torch's allocator, on the CPU the process's resident memory. Where the system cannot reset the
-    latter (Linux can: `/proc/self/clear_refs`, see proc(5)), it is the peak since the process started.
+    On CUDA it is the peak of torch's allocator, on the CPU that of the process's resident memory. Where the system
+    cannot reset the latter (Linux can: `/proc/self/clear_refs`, see proc(5)), it is the peak since the process started.
     """
 
     def __init__(self, device: torch.device):
@@ -88,7 +88,8 @@ class StepMetrics:
 
     @contextlib.contextmanager
     def measure_step(self) -> Iterator[None]:
-        """Return a context manager for one step: counts the bytes that this rank sends, and the time that it waits."""
+        """Return a context manager to run one step in; it counts the bytes that this rank sends and the seconds it
+        waits."""
         meter = self._trainer.groups.meter
         before, waited_s = meter.total_wire_bytes, meter.waited_s
         yield
@@ -96,11 +97,12 @@ class StepMetrics:
         self._waited_s += meter.waited_s - waited_s
 
     def add_step(self, result: StepResult) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-        """Add the step just done; return its row of metrics if one is due, and each rank's time, bytes and memory.
+        """Collective: add the step just done; if a row of metrics is due, return it and each rank's metrics, else None.
 
-        A row is due every `train.log_every` steps, and after the first and the last. The time is the mean of the steps
-        since the last row. A step is as slow as its slowest rank, and the rank that uses the most memory must still
-        fit: the row has the largest value of all ranks.
+        A row is due every `train.log_every` steps, and after the first and the last. Step time (seconds) and time
+        waited are means of the steps since the last row. A step is as slow as its slowest rank, and the rank that uses
+        the most memory must still fit, so the row has the largest value of all ranks. The second result has, by rank,
+        step_time_s, comm_bytes (sent in the last step), memory (peak bytes) and waited_s.
         """
         trainer, step = self._trainer, self._trainer.progress.step
         config, train, scaler = trainer.config, trainer.config.train, trainer.engine.scaler

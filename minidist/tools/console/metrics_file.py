@@ -13,13 +13,13 @@ from minidist.train.run_folder import describe_last_checkpoint
 
 
 class MetricsFile:
-    """Writer of metrics.jsonl: one JSON object per line, appended and flushed.
+    """Writer of metrics.jsonl: one JSON object per line (a row), appended and flushed. It also writes config.toml.
 
     {"start": 0, "corpus": fingerprint, ...} when a run starts or resumes, {"step": 10, "loss": ...} per log step,
     {"step": 100, "held_out_loss": ...} per evaluation, {"saved_step": 100, ...} per checkpoint. A run that resumes at
     step `start` keeps the rows up to that step, from this folder or the folder `source`, and drops later ones. Lines
     that are no rows of this trainer stay in the file as they are.
-    rows: the rows of the file. earlier_rows: what the attempt before has left, with those that are dropped.
+    rows: the rows of the file. earlier_rows: all rows that the previous attempt has left, also those that are dropped.
     Raises RunError if the file cannot be read or the folder is not writable.
     """
 
@@ -45,7 +45,8 @@ def _is_kept(row: dict, start: int) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read the rows of a metrics file, without foreign lines and a last line that a crash has truncated."""
+    """Read the rows of a metrics file; lines of other programs, and a last line that a crash has truncated, are
+    skipped."""
     return [row for _, row in _read_lines(path) if row is not None]
 
 

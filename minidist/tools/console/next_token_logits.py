@@ -12,9 +12,9 @@ from minidist.train.engine import Engine
 
 @torch.no_grad()
 def next_token_logits(engine: Engine, tokens: Tensor) -> Tensor:
-    """Compute the logits (b, vocab) of the token that follows `tokens`, (b, s) int64.
+    """Collective: compute the logits (b, vocab) of the token that follows `tokens`, (b, s) int64.
 
-    Every rank calls it with the same tokens and gets the same logits. Each rank of a context-parallel group runs the
+    All ranks must call it with the same tokens; all get the same logits. Each rank of a context-parallel group runs the
     whole sequence, which grows by one token at a time.
     """
     parallel, groups = engine.parallel, engine.groups

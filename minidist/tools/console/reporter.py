@@ -32,6 +32,7 @@ class RunReporter(Observer):
     """Displays a run on the console of rank 0, and writes metrics.jsonl and loss.png into the run folder.
 
     The other ranks send their metrics to rank 0 and take part in sampling, for which a sharded model needs all ranks.
+    clock: returns the Unix time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time):
@@ -43,6 +44,7 @@ class RunReporter(Observer):
         self._useful_s: dict[int, float] = {}  # useful time at the end of the steps whose checkpoints are in flight
 
     def on_start(self, trainer: Trainer) -> None:
+        """On rank 0: open metrics.jsonl and the display, and print the warnings about the run's configuration."""
         self._metrics, step = StepMetrics(trainer), trainer.progress.step
         if trainer.world.rank == 0:
             self._file = open_metrics_file(trainer)
@@ -57,15 +59,18 @@ class RunReporter(Observer):
             self._file.write_row(describe_start(trainer) | self._accounts.as_row())
 
     def before_step(self, trainer: Trainer) -> None:
+        """Charge the time since the last charge to saving."""
         self._accounts.charge("saving")  # nothing else happens between two steps, but for evaluations
 
     @contextlib.contextmanager
     def step_context(self, trainer: Trainer) -> Iterator[None]:
+        """Return a context manager that measures the step: the bytes sent, the time waited and the time at its end."""
         with self._metrics.measure_step():
             yield
         self._step_end_s = self._accounts.now()
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Collective: if a row of metrics is due, gather it from all ranks; rank 0 displays and writes it."""
         step, accounts = trainer.progress.step, self._accounts
         accounts.charge(USEFUL if result.update_successful else "skipped steps", self._step_end_s)
         accounts.charge("saving")
@@ -90,6 +95,7 @@ class RunReporter(Observer):
         self._straggler = rank
 
     def on_evaluation(self, step: int, loss: float) -> None:
+        """Display the held-out loss, in nats per token, and write it to metrics.jsonl, on rank 0."""
         self._accounts.charge("evaluation")
         if self._view:
             self._view.show_held_out_loss(step, loss)
@@ -97,6 +103,8 @@ class RunReporter(Observer):
         self._accounts.charge("reporting")
 
     def on_checkpoint(self, path: Path) -> None:
+        """Print the checkpoint's folder, and write its step and the useful time up to that step to metrics.jsonl, on
+        rank 0."""
         self.on_note(f"checkpoint: {path}")
         step = parse_step(path)
         useful_s = self._useful_s.pop(step, self._accounts.seconds[USEFUL])
@@ -104,10 +112,16 @@ class RunReporter(Observer):
             self._file.write_row({"saved_step": step, "useful_s": useful_s} | self._accounts.as_row())
 
     def on_note(self, line: str) -> None:
+        """Print the line, on rank 0."""
         if self._view:
             self._view.print_note(line)
 
     def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
+        """Collective: sample text; on rank 0 also draw loss.png, add baselines and goodput to `summary`, and print the
+        results.
+
+        A run that a signal has stopped prints how to resume it instead of a sample and losses.
+        """
         stopped, corpus = summary["stopped"], trainer.corpus
         prompt = corpus.held_out[:_PROMPT_TOKENS]
         sample = None if stopped else sample_text(trainer.engine, trainer.config, prompt)  # all ranks call it
@@ -137,6 +151,7 @@ class RunReporter(Observer):
         self._view.print_note(f"run folder: {trainer.folder}")
 
     def close(self) -> None:
+        """End the display, on rank 0."""
         if self._view:
             self._view.close()
 
@@ -166,7 +181,8 @@ def find_run_warnings(trainer: Trainer) -> list[str]:
 
 
 def is_after_recovery(trainer: Trainer) -> bool:
-    """Return whether this trainer goes on with a run that other ranks, or fewer, have begun (live recovery)."""
+    """Return whether this trainer continues a run after a live recovery, in which dead ranks were replaced or left
+    out."""
     return trainer.recovery is not None and trainer.recovery.is_after_failure
 
 

@@ -36,7 +36,7 @@ def load_model(path: Path) -> tuple[Transformer, Config]:
 
 
 class ShardedModel:
-    """Lets `generate` use the sharded model of an engine; all ranks must call `generate` together."""
+    """Lets `generate` use the sharded model of an engine. Collective: all ranks must call `generate` together."""
 
     def __init__(self, engine: Engine):
         self.config, self._model = engine.model.config, engine.model
@@ -72,8 +72,9 @@ def continue_text(
 ) -> tuple[str, str]:
     """Return the prompt and the model's continuation, as text. Each byte of `prompt` is a token.
 
-    config: of the run. tokens: the number of tokens to generate; None for `config.train.sample_tokens`. temperature,
-    top_k: as in `generate`. seed: of the random numbers.
+    config: the configuration of the run. tokens: the number of tokens to generate; None for
+    `config.train.sample_tokens`. temperature, top_k: as in `generate`. seed: the seed of the random numbers. Collective
+    if `model` is a `ShardedModel`.
     """
     device = next(model.parameters()).device
     ids = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
@@ -92,9 +93,9 @@ def continue_text(
 
 
 def sample_text(engine: Engine, config: Config, prompt: np.ndarray) -> tuple[str, str] | None:
-    """Return the prompt (bytes) and the model's continuation as text; None if `train.sample_tokens` is 0.
+    """Collective: return the prompt (bytes) and the model's continuation as text; None if `train.sample_tokens` is 0.
 
-    All ranks call it. If every rank has the full model, only rank 0 generates and the others return None.
+    If every rank has the full model, only rank 0 generates and the other ranks return None.
     """
     replicated = engine.groups.mesh.dp == engine.groups.world.size and engine.reducer.gatherer is None
     if not config.train.sample_tokens or (replicated and engine.groups.world.rank > 0):

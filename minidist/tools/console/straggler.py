@@ -21,8 +21,8 @@ class Straggler(NamedTuple):
 def find_straggler(waited_s: Sequence[float], step_time_s: float, threshold: float) -> Straggler | None:
     """Return the rank that waits least, if its excess is more than `threshold` times the step time; else None.
 
-    waited_s: by rank, the seconds per step that it waited for communication. step_time_s: of the slowest rank.
-    threshold: 0 for no straggler at all.
+    waited_s: by rank, the seconds per step that the rank waited for communication. step_time_s: seconds per step of the
+    slowest rank. threshold: a fraction; 0 turns the detection off.
     """
     if len(waited_s) < 2 or not threshold:
         return None

@@ -24,10 +24,11 @@ OWN_STORE_HINT = (
 
 
 def check_same_world_size(store: "Store", rank: int, size: int, timeout_s: float = 600.0) -> None:
-    """Raise UserError unless this rank was started with the same WORLD_SIZE as rank 0, and no other with its RANK.
+    """Collective: raise UserError unless all ranks were started with the WORLD_SIZE of rank 0, and each with another
+    RANK.
 
-    store: one that rank 0 serves for this attempt alone. After an error on another rank, `agree_on_attempt` raises on
-    rank 0, too.
+    Every rank but rank 0 checks its own variables. store: a store that rank 0 serves for this attempt alone. After an
+    error on another rank, `agree_on_attempt` raises on rank 0, too. timeout_s: seconds to wait for rank 0.
     """
     if rank == 0:
         store.set(_WORLD_SIZE, str(size))
@@ -45,12 +46,12 @@ def check_same_world_size(store: "Store", rank: int, size: int, timeout_s: float
 
 
 def agree_on_attempt(store: "Store", rank: int, size: int, timeout_s: float = 600.0, hint: str = OWN_STORE_HINT) -> str:
-    """Return a name that only the `size` ranks of this attempt know. Collective.
+    """Collective: return a name that only the `size` ranks of this attempt know.
 
     Rank 0 chooses the name. Every other rank writes a request that is unique to its process, and waits for the answer
     to this request, so it cannot take an answer from an earlier attempt for one of this attempt. Rank 0 may see
     requests of an earlier attempt; it answers them too, and looks again until all ranks have confirmed.
-    Raises RunError, with `hint` as advice, if not all ranks have done so within `timeout_s`.
+    Raises RunError, with `hint` as advice, if some rank has not answered or confirmed within `timeout_s` seconds.
     """
     if rank > 0:
         request = uuid.uuid4().hex

@@ -35,8 +35,8 @@ class RankServer:
     """A process with torch loaded that forks ranks in milliseconds; a context manager that ends it. Not thread-safe.
 
     env: environment variables set in the server, before it imports torch, and in the ranks.
-    method: "fork"; "spawn" starts new interpreters, seconds instead of milliseconds, which CUDA and macOS need. None:
-    fork on Linux, else spawn; a job on CUDA spawns by itself.
+    method: "fork"; "spawn" starts new interpreters, in seconds instead of milliseconds, which CUDA and macOS need.
+    None: fork on Linux, else spawn; a job on CUDA uses "spawn" in any case.
     preload: modules that the server imports for the ranks. torch's optimizers import torch._dynamo, which would take
     each rank a second. Ranks use the preloaded modules, torch and minidist.comm as they were when the server started,
     and everything else as it is when they start. The constructor does not wait for the server; the first job does.
@@ -73,8 +73,8 @@ class RankServer:
     def run(self, function: Callable, ranks: int, args: Sequence = (), **options) -> "Result":
         """Run `function(world, *args)` on every rank, wait, and return the results: `start(...).wait()`.
 
-        Raises RankFailure when a rank raised, died, deadlocked or missed the deadline. If all that failed is that
-        ranks raised the same UserError, it raises that UserError.
+        Raises RankFailure when a rank raised, died, deadlocked or missed the deadline; but if the only cause is a
+        UserError or RunError that ranks raised, it raises that error.
         """
         return self.start(function, ranks, args, **options).wait()
 
@@ -98,18 +98,19 @@ class RankServer:
     ) -> "Job":
         """Start `function(world, *args, **kwargs)` on fresh ranks of this machine.
 
-        function: any function at the top level of a file. args, kwargs: the same for all ranks; they are pickled.
-        backend: of the default process group: "auto" (none for one rank, nccl on GPUs of their own, else shm), a name,
-        or None.
+        function: any function at the top level of a file. args, kwargs: equal for all ranks; they are pickled.
+        backend: the backend of the default process group: "auto" (none for one rank, nccl if each rank has its own GPU,
+        else shm), a name, or None for no process group.
         device: "cpu", "cuda" (one GPU per rank), "cuda:0" (one GPU for all ranks), "auto".
         capture: collect what ranks print in `Result.output`; otherwise they write to this process's stdout and stderr.
-        deadline_s: kill the job after that many seconds; never if None. timeout_s: of a single operation, in torch.
-        hang_limit_s: kill a rank that runs, or is stopped, while others wait for it that long; None: nine tenths of
-        timeout_s.
-        threads: per rank; None for `threads_per_rank`.
-        live: return a `LiveJob`; the function gets a `RankWorker` after the world, with which it answers
-        requests.
-        clean_exit: returned ranks destroy their process group and run exit handlers before they end.
+        deadline_s: kill the job after that many seconds; never if None. timeout_s: the time limit of each operation of
+        torch.distributed, in seconds.
+        hang_limit_s: kill a rank that runs or is stopped while others wait for it that many seconds; None: nine tenths
+        of timeout_s.
+        threads: the number of torch's threads per rank; None for `threads_per_rank`.
+        live: return a `LiveJob`, whose ranks answer requests until they are killed; the function then gets a
+        `RankWorker` after the world, with which it answers them.
+        clean_exit: whether ranks that have returned destroy their process group and run exit handlers before they end.
         replacement: replace ranks that die, instead of ending the job. The function then gets a world without process
         group, and joins the others by `tools.recovery.membership.Membership`.
         """
@@ -217,7 +218,7 @@ class RankServer:
 
 
 def launch(function: Callable, ranks: int, args: Sequence = (), *, env=None, method=None, **options) -> "Result":
-    """Run one job on a rank server of its own; arguments as for `RankServer` and `RankServer.run`."""
+    """Run one job on a rank server of its own. Arguments: as for `RankServer` and `RankServer.start`."""
     with RankServer(env=env, method=method) as server:
         return server.run(function, ranks, args, **options)
 

@@ -13,9 +13,9 @@ from minidist.tools.launch.gpus import format_too_few_gpus_message, has_own_gpu
 def choose_device(requested: str, local_rank: int, local_size: int) -> torch.device:
     """Choose the device of a rank.
 
-    requested: "cpu"; "cuda" for one GPU per rank; "cuda:0" for this GPU, shared by all ranks; "auto" for "cuda" if
-    this machine has a GPU per rank, else "cpu" (the first rank reports that GPUs are left unused). A process to which
-    the launcher shows one GPU only takes that GPU, whatever its local rank is (`has_own_gpu`).
+    requested: "cpu"; "cuda" for one GPU per rank; "cuda:0" for this GPU, shared by all ranks; "auto" for "cuda" if this
+    machine has a GPU per rank, else "cpu" (the first rank reports that GPUs are left unused). If the launcher shows
+    this process only one GPU, that GPU is chosen, whatever the local rank is (`has_own_gpu`).
     Raises UserError if CUDA is requested and there are too few GPUs.
     """
     if requested == "cpu":
@@ -42,11 +42,11 @@ def choose_device(requested: str, local_rank: int, local_size: int) -> torch.dev
 def choose_backend(requested: str | None, device: torch.device, requested_device: str, size: int) -> str | None:
     """Choose the backend of the default process group of `size` ranks; None for no group.
 
-    requested: "auto" or the name of a backend, which is returned, or None. device: of this rank. requested_device: as
-    given to `choose_device`, for "cuda:0" means that ranks share a GPU.
+    requested: "auto", or the result: the name of a backend, or None. device: of this rank. requested_device: the
+    argument of `choose_device`; "cuda:0", for example, means that all ranks share a GPU.
 
-    "auto": no group for one rank; nccl if every rank has its own GPU; else shm, which falls back
-    to gloo if the ranks are on several hosts; gloo if the system has no shared memory.
+    "auto": no group for one rank; nccl if every rank has its own GPU; else shm, which falls back to gloo if the ranks
+    are on several hosts; gloo if the system has no shared memory.
     """
     if requested != "auto":
         return requested

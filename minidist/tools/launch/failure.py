@@ -9,9 +9,10 @@ from minidist.errors import RunError
 class RankError(NamedTuple):
     """An exception that one rank raised, in the form in which the rank sends it to the launcher.
 
-    kind: name of its class; where: `file:line in function` of the innermost frame in the user's code; traceback:
-    without the launcher's frames. exit_code: of the exception class, for errors that set the command's exit code.
-    is_connection_error: whether the communication backend raised it, as it does when another rank has died.
+    kind: the name of the exception's class; message: its text; where: `file:line in function` of the innermost frame in
+    the user's code; traceback: the traceback without the launcher's frames. exit_code: the `exit_code` of an error of
+    this package; None for other exceptions. is_connection_error: whether the communication backend raised it, as it
+    does when another rank has died.
     """
 
     kind: str
@@ -25,9 +26,10 @@ class RankError(NamedTuple):
 class RankFailure(RunError):
     """Ranks raised, died, deadlocked or missed the deadline; `str()` is the report for the user.
 
-    kind: "raised", "died", "deadlock", "mismatch", "hang", "deadline", "server" (it died) or "killed". ranks: those
-    that failed.
-    tracebacks, stacks (innermost call first): by rank, where known. output: of each rank.
+    kind: "raised", "died", "deadlock", "mismatch", "hang", "deadline", "server" (the rank server died) or "killed".
+    ranks: the ranks that failed.
+    tracebacks, stacks (innermost call first): texts by rank, for the ranks that sent one. output: stdout and stderr of
+    each rank.
     """
 
     def __init__(self, kind: str, ranks: Sequence[int], report: str):

@@ -30,7 +30,7 @@ class FunctionReference(NamedTuple):
 
 
 def make_function_reference(function: Callable) -> FunctionReference:
-    """Make a reference from which a rank can load `function`. Raises UserError for lambdas and local functions."""
+    """Make a reference by which a rank can load `function`. Raises UserError for lambdas and local functions."""
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not module or not qualname or "<" in qualname:
         raise UserError(

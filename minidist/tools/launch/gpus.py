@@ -25,7 +25,7 @@ def has_own_gpu(visible: int) -> bool:
 
 
 def format_too_few_gpus_message(ranks: int, visible: int) -> str:
-    """Return the message for `--device cuda` where there is not a GPU per rank."""
+    """Return the message for `--device cuda` where `ranks` ranks would share `visible` GPUs."""
     return (
         f"--device cuda needs one GPU per rank: {ranks} ranks, and torch sees {visible} GPU{'s' * (visible > 1)} here. "
         f"Start {visible} rank{'s' * (visible > 1)}, or give --device cuda:0 to share a GPU, or --device cpu."

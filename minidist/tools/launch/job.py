@@ -50,7 +50,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Replacement:
-    """The replacement of dead ranks: at most `max_restarts` in all; then the job goes on while `min_ranks` are left."""
+    """The replacement of dead ranks: at most `max_restarts` times in all; after that a dead rank is not replaced, and
+    the job continues while at least `min_ranks` ranks are left."""
 
     max_restarts: int
     min_ranks: int
@@ -98,7 +99,7 @@ class Job:
 
     @property
     def pids(self) -> list[int]:
-        """The process id of each rank, 0 for ranks that have not started yet."""
+        """The process id of each rank, in rank order; 0 for a rank that has not started yet."""
         return [rank.pid for rank in self._ranks]
 
     @property
@@ -107,10 +108,8 @@ class Job:
         return self._number not in self._server._jobs
 
     def wait(self) -> Result:
-        """Block until the job has ended; return the results. Raises the errors of `RankServer.run`.
-
-        Ctrl-C kills the ranks.
-        """
+        """Block until the job has ended; return the results. Raises the errors that `RankServer.run` raises: a
+        RankFailure, or the UserError or RunError that the ranks raised. Ctrl-C kills the ranks."""
         try:
             while not self.poll(1.0):
                 pass
@@ -139,7 +138,8 @@ class Job:
     def stop(self, signal_number: int) -> None:
         """Send all ranks a signal that asks them to end. May be called in a signal handler.
 
-        From now on the job ends as soon as a rank is found stopped, or hung, which cannot follow.
+        From now on the job fails as soon as a rank is found hung or stopped (SIGSTOP), since such a rank cannot end by
+        itself.
         """
         self._is_stopping = True
         self.send_signal(signal_number)
@@ -149,7 +149,10 @@ class Job:
         self._end(RankFailure("killed", range(self.size), "the job was killed"))
 
     def status_snapshots(self) -> list[Snapshot | None]:
-        """Return the status page of each rank, None if the rank was just writing it. Only while the job runs."""
+        """Return the status of each rank, as its status page shows it; None if the rank was just writing the page.
+
+        Call it only while the job runs. A status page is shared memory in which a rank records its current operation.
+        """
         pages = memoryview(self._pages)
         return [
             StatusPage.read_snapshot(pages[PAGE_BYTES * rank : PAGE_BYTES * (rank + 1)]) for rank in range(self.size)
@@ -160,10 +163,10 @@ class Job:
         return self._ranks[rank].output
 
     def dump_stacks(self, timeout_s: float = 0.5, only_rank: int | None = None) -> dict[int, str]:
-        """Request the Python stacks of the living ranks; return them by rank, innermost call first.
+        """Request the Python stacks of the living ranks; return them as texts by rank, innermost call first.
 
-        timeout_s: how long to wait for the stacks; a rank that sent none by then has "". only_rank: request that of
-        this rank alone.
+        timeout_s: seconds to wait for the stacks; the text of a rank that has sent none by then is "". only_rank:
+        request the stack of this rank alone; None for all ranks.
         """
         alive = {
             number: rank

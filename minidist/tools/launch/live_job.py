@@ -13,8 +13,8 @@ from minidist.tools.launch.rank_handle import RankHandle
 class LiveJob(Job):
     """A job whose ranks answer requests until they are killed. It detects deadlocks, but leaves killing to the caller.
 
-    answers: the answers to the latest request so far, by rank. verdict: the deadlock or mismatch because of which the
-    other ranks cannot answer; None if there is none.
+    answers: the answers to the latest request so far, by rank. verdict: a detected deadlock, or operations that do not
+    match, because of which some ranks cannot answer; None if there is none.
     """
 
     def __init__(self, *args, **kwargs):
@@ -49,12 +49,13 @@ class LiveJob(Job):
         return [n for n, rank in enumerate(self._ranks) if rank.has_died or self.has_ended]
 
     def status_snapshots(self) -> list[Snapshot | None]:
-        """Return the status page of each rank; None if it was being written or still shows the previous request."""
+        """Return the status of each rank; None if its status page was being written or still shows the previous
+        request."""
         seen = super().status_snapshots()
         return [None if s and s.state in ENDED and n not in self.answers else s for n, s in enumerate(seen)]
 
     def last_snapshots(self) -> dict[int, Snapshot]:
-        """Return the status page of each rank by rank, without ranks that were just writing it."""
+        """Return the status of each rank, by rank, without the ranks that were just writing their status page."""
         return {n: s for n, s in enumerate(super().status_snapshots()) if s is not None}
 
     def describe_deaths(self) -> str:

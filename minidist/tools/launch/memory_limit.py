@@ -25,7 +25,7 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
 class MemoryLimit:
     """A limit of `extra_bytes` beyond the memory this process has at construction; `apply()` enforces it.
 
-    local_ranks: number of ranks on this machine; if `extra_bytes` is None, each may take an equal part of the free
+    local_ranks: number of ranks on this machine; if `extra_bytes` is None, each rank may take an equal part of the free
     memory. The limit counts private writable memory (RLIMIT_DATA, Linux only), not address space that is merely
     reserved, as threads and CUDA do by the gigabyte.
     """
@@ -39,7 +39,8 @@ class MemoryLimit:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
-        """Context in which allocations beyond the limit raise MemoryError, or in torch RuntimeError."""
+        """Return a context manager inside which allocations beyond the limit raise MemoryError, or in torch
+        RuntimeError."""
         if self.extra_bytes is None:
             yield
             return

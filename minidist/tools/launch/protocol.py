@@ -53,7 +53,7 @@ class MessageSocket:
         self.socket.sendall(data[sent:])
 
     def receive(self) -> list[tuple[dict[str, Any], tuple[int, ...]]] | None:
-        """Read once; return the completed messages with their file descriptors, or None if the peer has ended."""
+        """Read once; return the completed messages, each with its file descriptors, or None if the peer has ended."""
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, _READ_BYTES, _MAX_FDS)
         except ConnectionError:

@@ -28,13 +28,15 @@ _INTERNAL_FOLDERS = (
 
 
 class RankHandle:
-    """One rank process, seen from the launcher: this side's ends of its socket and pipes, and what arrived on them.
+    """One rank process, seen from the launcher: this side's ends of its socket and pipes, and the data received from
+    them.
 
     state: "running" until the rank reports its end: "value" (it returned), "error" (it raised) or "exit" (sys.exit).
-    payload: the pickled return value, the `RankError` or the exit code.
-    exit_code: of the process, None while it lives. is_given_up: whether it has died and the job goes on without it.
-    answers: what a `RankWorker` answered, not yet processed.
-    hang_note: why the launcher has killed a hung rank, as the end of a sentence; "" if it has not.
+    payload: the pickled return value, the `RankError` or the exit code of sys.exit, by state.
+    exit_code: the exit code of the process, None while it lives. is_given_up: whether the process has died and the job
+    continues without it.
+    answers: the answers that the rank's `RankWorker` has sent and the launcher has not processed.
+    hang_note: the reason for which the launcher has killed a hung rank, as the end of a sentence; "" if it has not.
     """
 
     def __init__(self, control: socket.socket, output_fd: int | None, stack_fd: int):
@@ -52,7 +54,7 @@ class RankHandle:
 
     @property
     def fds(self) -> list[int]:
-        """The file descriptors to read: of the output, if it is captured, and of the stack dumps."""
+        """The file descriptors to read from: the rank's output, if it is captured, and its stack dumps."""
         return [fd for fd in (self.output_fd, self.stack_fd) if fd is not None]
 
     @property
@@ -80,7 +82,7 @@ class RankHandle:
             send_object(self.control, message)
 
     def read_messages(self) -> bool:
-        """Process what has arrived of the rank's messages; return whether anything had. Does not block."""
+        """Process the messages that have arrived from the rank; return whether any had. Does not block."""
         if self._is_unreadable:
             return False
         try:
@@ -100,7 +102,7 @@ class RankHandle:
         return bool(data)
 
     def read_output(self) -> bool:
-        """Append to `output` what has arrived of the rank's output; return whether anything had. Does not block."""
+        """Append the output that has arrived from the rank to `output`; return whether any had. Does not block."""
         data = _read(self.output_fd)
         free_bytes = max(0, _MAX_OUTPUT_BYTES - len(self._output))
         self._output += data[:free_bytes]
@@ -108,7 +110,7 @@ class RankHandle:
         return bool(data)
 
     def read_stack_bytes(self) -> bool:
-        """Append to `stack` what has arrived of the rank's stack dump; return whether anything had. Does not block."""
+        """Append the stack dump that has arrived from the rank to `stack`; return whether any had. Does not block."""
         data = _read(self.stack_fd)
         self._stack += data
         return bool(data)
@@ -125,7 +127,7 @@ class RankHandle:
 
     @property
     def output(self) -> str:
-        """What the rank has printed, up to 16 MiB."""
+        """The text that the rank has printed, up to 16 MiB."""
         note = f"\n[{self._dropped_count} more bytes were not kept]" if self._dropped_count else ""
         return self._output.decode(errors="replace") + note
 
@@ -140,7 +142,7 @@ class RankHandle:
         return len(self._output) + self._dropped_count
 
     def continue_output(self, former: "RankHandle") -> None:
-        """Keep the output of the process that this one replaces, before its own."""
+        """Put the output of a former process of this rank, which this process replaces, before this rank's output."""
         self._output, self._dropped_count = former._output, former._dropped_count
 
     def clear_output(self) -> None:
@@ -150,12 +152,12 @@ class RankHandle:
 
     @property
     def has_died(self) -> bool:
-        """Whether the process ended without returning or raising, or before all ranks had returned."""
+        """Whether the process ended too early: without returning or raising, or before all ranks had returned."""
         return self.state == "exit" or self.has_ended
 
     @property
     def death_cause(self) -> str:
-        """How the process ended, as text: "died: killed by SIGKILL". Only if `has_died`."""
+        """How the process ended, as text, such as "died: killed by SIGKILL". Valid only if `has_died`."""
         if self._is_unreadable:
             return "died: its messages cannot be unpickled, so its code must have changed Python's own functions"
         exit_code = self.payload if self.state == "exit" else self.exit_code
@@ -183,7 +185,7 @@ class RankHandle:
 
     @property
     def abort_message(self) -> str:
-        """The message of an uncaught C++ exception, such as gloo's of mismatched sizes; "" if none was printed."""
+        """The message of an uncaught C++ exception, such as gloo's about mismatched sizes; "" if none was printed."""
         printed = self._output.decode(errors="replace").partition("terminate called after")
         return "\n".join(f"{printed[1]}{printed[2]}".splitlines()[:2])
 
@@ -215,9 +217,9 @@ class RankHandle:
 
 
 def find_innermost_line(stack: str) -> str | None:
-    """Return the innermost line of a stack dump outside the package's tools and torch, as "file:line"; None if empty.
+    """Return the innermost line of a stack dump outside torch and the package's tools, as "file:line"; None if empty.
 
-    stack: as `RankHandle.stack`.
+    stack: a text like `RankHandle.stack`.
     """
     lines = [f"{file}:{line}" for file, line in _DUMPED_FRAME.findall(stack)]
     outside = [line for line in lines if not any(folder in line for folder in _INTERNAL_FOLDERS)]

@@ -1,4 +1,4 @@
-"""The rank's side of live ranks: receive requests, answer them, and recreate the process group after a failure."""
+"""The rank's side of live ranks: answer requests, and recreate the process group after a failure."""
 
 import socket
 import threading
@@ -22,7 +22,8 @@ _TIMEOUT_S = 12 * 3600.0  # of an operation in a cell
 class RankWorker:
     """Answers requests in the process of a rank that stays alive between them (in the launcher: `LiveJob`).
 
-    meter: counts the traffic of this rank through any process group, raw `torch.distributed` calls included.
+    meter: the traffic meter, which counts the bytes that this rank sends through any process group, also by raw
+    `torch.distributed` calls.
     """
 
     def __init__(self, world: World, control: socket.socket):
@@ -41,10 +42,11 @@ class RankWorker:
         send_object(self._control, ("answer", payload))
 
     def recreate_process_group(self, generation: int) -> Group:
-        """Destroy torch's default process group and create a new one; return it as a `Group` over all ranks.
+        """Collective: destroy torch's default process group and create a new one; return it as a `Group` over all
+        ranks.
 
-        generation: a number that is new in each call and the same on all ranks. Groups with aborted operations
-        are kept, because threads still wait in them.
+        generation: a number that is new in each call and equal on all ranks. Groups with aborted operations are kept,
+        because threads still wait in them.
         """
         world = self.world
         if dist.is_initialized():
@@ -57,7 +59,7 @@ class RankWorker:
         return bind(world, Mesh(dp=world.size), [GroupSpec("comm", AXES)], timeout_s=_TIMEOUT_S)["comm"]
 
     def close_connections(self) -> None:
-        """Shut every connection of the process groups, so that waits inside torch, which ignore signals, end in an
+        """Shut every connection of the process groups, so that waits inside torch, which ignore signals, raise an
         error. Call `recreate_process_group` next."""
         port = self.world.store.port  # the store is needed again
         shut_down_connections(lambda sock: port in (sock.getsockname()[1], sock.getpeername()[1]))

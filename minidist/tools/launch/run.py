@@ -16,10 +16,10 @@ from minidist.train.trainer import train
 
 
 def train_and_report(world: World, config: Config) -> dict[str, Any]:
-    """Train with all configured observers; return the summary.
+    """Collective: train with all configured observers; return the summary.
 
-    They show progress, write metrics, and record a trace and memory if configured. On rank 0 the summary also has the
-    held-out losses of a unigram and a bigram model.
+    The observers show progress, write metrics, and record a trace and memory if configured. On rank 0 the summary also
+    has the held-out losses of a unigram and a bigram model.
     """
     if config.fault.live_recovery:
         return train_with_recovery(world, config, make_observers_and_meter)
@@ -27,7 +27,10 @@ def train_and_report(world: World, config: Config) -> dict[str, Any]:
 
 
 def make_observers_and_meter(config: Config) -> tuple[list[Observer], Meter]:
-    """Return the observers of a run, and its meter: with times if a trace is recorded, else with totals only."""
+    """Return the observers of a run, and its traffic meter, which counts the bytes sent.
+
+    The meter keeps times of single operations only if a trace is recorded, else totals.
+    """
     meter = Meter(keep=False) if config.trace.file is None else TimedMeter()
     observers: list[Observer] = []
     if config.fault.inject is not None:

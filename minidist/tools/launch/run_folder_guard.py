@@ -46,16 +46,19 @@ class RunFolderGuard(Observer):
         self._lock: RunLock | None = None
 
     def check(self, folder: Path) -> None:
+        """Raise UserError if `folder` belongs to another run (`check_run_folder`) or a live run uses it; else lock
+        it."""
         check_run_folder(dataclasses.replace(self._config, folder=folder))
         self._lock = RunLock(folder)
 
     def close(self) -> None:
+        """Release the lock on the run folder."""
         if self._lock is not None:
             self._lock.release()
 
 
 def open_checked_run_folder(config: Config) -> RunFolder:
-    """Choose and create the folder of this run (`open_run_folder`), after `check_run_folder`."""
+    """Raise UserError if `check_run_folder` does; else choose and create the folder of this run (`open_run_folder`)."""
     check_run_folder(config)
     return open_run_folder(config)
 
@@ -63,7 +66,8 @@ def open_checked_run_folder(config: Config) -> RunFolder:
 def check_run_folder(config: Config) -> None:
     """Raise UserError if a run of `config` would mix its files with those of another run in `config.folder`.
 
-    A run of the same configuration in it may be continued; one of another only if `config.checkpoint.resume` says so.
+    If the folder has a run of the same configuration, this run may continue it. If it has a run of another
+    configuration, this run may do so only if `config.checkpoint.resume` asks for it.
     """
     folder = None if config.folder is None else Path(config.folder).expanduser()
     resume = config.checkpoint.resume

@@ -31,7 +31,7 @@ _RANK_MODULES = (
 
 
 def main(fd: int, method: str, preload: Sequence[str]) -> None:
-    """Serve the client at the other end of socket `fd` until it is gone; the arguments are those of `RankServer`."""
+    """Serve the client at the other end of socket `fd` until the client ends. method, preload: as for `RankServer`."""
     server = ServerProcess(MessageSocket(socket.socket(fileno=fd)), method)
     if method == "fork":
         for name in (*_RANK_MODULES, *preload):
@@ -64,7 +64,7 @@ class ServerProcess:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def serve(self) -> None:
-        """Handle requests and ended ranks until the client is gone, then kill the remaining ranks."""
+        """Handle requests of the client and the ends of ranks until the client ends; then kill the remaining ranks."""
         while True:
             ready, _, _ = select.select([self.connection.socket, self._wake_receiver], [], [], _PARENT_CHECK_S)
             if self._wake_receiver in ready:

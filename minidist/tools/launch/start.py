@@ -47,7 +47,11 @@ class StoppedError(RunError):
 
 
 def choose_default_ranks(config: Config) -> int:
-    """Return the ranks that the mesh needs; if `dp` is open, as many replicas as fit one rank per GPU or two on CPU."""
+    """Return the number of ranks to start: as many as the mesh needs.
+
+    If `config.mesh.dp` is None, as many model replicas as fit on this machine's GPUs, or on two ranks without GPUs, but
+    at least one.
+    """
     mesh = config.mesh
     replica = max(1, mesh.pp * mesh.cp * mesh.tp)
     if mesh.dp is not None:
@@ -101,7 +105,7 @@ def start(config: Config, ranks: int | None, program: Callable | None = None, ex
     """Train on `ranks` new ranks of this machine, or as a rank that torchrun has started.
 
     ranks: `choose_default_ranks` if None.
-    program: what every rank runs, `program(world, config, *extra_args)`; the trainer when None.
+    program: the function that every rank runs, `program(world, config, *extra_args)`; None for the trainer.
     Raises UserError before any rank starts if the run is impossible, RunError if it fails.
     """
     if is_under_torchrun():
@@ -113,7 +117,10 @@ def start(config: Config, ranks: int | None, program: Callable | None = None, ex
 
 
 def train_on_new_ranks(config: Config, ranks: int, program: Callable | None = None, extra_args: Sequence = ()) -> None:
-    """Train on new ranks of this machine. Raises UserError before any of them starts, RunError if the run fails."""
+    """Train on new ranks of this machine. program, extra_args: as in `start`.
+
+    Raises UserError before any rank starts if the run is impossible, RunError if it fails.
+    """
     validate_options(config, ranks)
     device = resolve_device(config, ranks)
     check_output_files(config)
@@ -211,11 +218,11 @@ def _restore_cursor_after_error() -> Iterator[None]:
 
 
 def train_under_torchrun(config: Config, program: Callable | None = None, extra_args: Sequence = ()) -> None:
-    """Train as one of the ranks that torchrun has started.
+    """Train as one of the ranks that torchrun has started. program, extra_args: as in `start`.
 
-    A signal to any rank stops all ranks. The ranks that have not received one themselves then wait for that of their
-    agent, which notices a new node a little later than other agents do, and otherwise end with an exit code other than
-    0: the run is not complete, and torchrun starts it again if `--max-restarts` allows.
+    A signal to any rank stops all ranks. The ranks that have not received a signal then wait for the signal of their
+    own torchrun agent, which notices a new node a little later than other agents do. If none arrives they end with an
+    exit code other than 0: the run is not complete, and torchrun starts it again if `--max-restarts` allows.
     """
     read_rendezvous_port()
     if config.fault.live_recovery:

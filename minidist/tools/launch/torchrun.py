@@ -149,7 +149,7 @@ def was_reported_before(message: str) -> bool:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process prints for all ranks: rank 0, or a process without torchrun."""
+    """Return whether this process prints messages for all ranks: it is rank 0, or torchrun did not start it."""
     return not is_under_torchrun() or read_rank_text() == "0"
 
 
@@ -162,10 +162,10 @@ def read_rank_text() -> str:
 def torchrun_world(
     device: str = "auto", backend: str | None = "auto", timeout_s: float = 1800.0, hang_limit_s: float | None = None
 ) -> Iterator["World"]:
-    """Context manager for the world of a rank that torchrun started; its exit waits for all ranks.
+    """Return a context manager for the world of a rank that torchrun started; its exit waits for all ranks.
 
-    device, backend, hang_limit_s: as for `RankServer.start`. timeout_s: of each operation, in seconds.
-    Raises UserError if the rank is unknown, the port is taken or the device is not available.
+    device, backend, hang_limit_s: as for `RankServer.start`. timeout_s: the time limit of each operation, in seconds.
+    Raises UserError if the rank is unknown, the port is in use or the device is not available.
     """
     # Imported here, so that `is_under_torchrun` does not import torch.
     import torch

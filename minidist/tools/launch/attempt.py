@@ -24,11 +24,11 @@ OWN_STORE_HINT = (
 
 
 def check_same_world_size(store: "Store", rank: int, size: int, timeout_s: float = 600.0) -> None:
-    """Collective: raise UserError unless all ranks were started with the WORLD_SIZE of rank 0, and each with another
-    RANK.
+    """Collective: raise UserError unless all ranks were started with the same WORLD_SIZE, each with another RANK.
 
-    Every rank but rank 0 checks its own variables. store: a store that rank 0 serves for this attempt alone. After an
-    error on another rank, `agree_on_attempt` raises on rank 0, too. timeout_s: seconds to wait for rank 0.
+    Every rank but rank 0 compares its own variables with those of rank 0. store: a store that rank 0 serves for this
+    attempt alone. After an error on another rank, `agree_on_attempt` raises on rank 0, too. timeout_s: seconds to wait
+    for rank 0.
     """
     if rank == 0:
         store.set(_WORLD_SIZE, str(size))

@@ -42,8 +42,8 @@ def choose_device(requested: str, local_rank: int, local_size: int) -> torch.dev
 def choose_backend(requested: str | None, device: torch.device, requested_device: str, size: int) -> str | None:
     """Choose the backend of the default process group of `size` ranks; None for no group.
 
-    requested: "auto", or the result: the name of a backend, or None. device: of this rank. requested_device: the
-    argument of `choose_device`; "cuda:0", for example, means that all ranks share a GPU.
+    requested: "auto", the name of a backend, or None; a name or None is returned as it is. device: of this rank.
+    requested_device: the argument of `choose_device`; "cuda:0", for example, means that all ranks share a GPU.
 
     "auto": no group for one rank; nccl if every rank has its own GPU; else shm, which falls back to gloo if the ranks
     are on several hosts; gloo if the system has no shared memory.

@@ -49,8 +49,8 @@ class StoppedError(RunError):
 def choose_default_ranks(config: Config) -> int:
     """Return the number of ranks to start: as many as the mesh needs.
 
-    If `config.mesh.dp` is None, as many model replicas as fit on this machine's GPUs, or on two ranks without GPUs, but
-    at least one.
+    If `config.mesh.dp` is None, the mesh has as many model replicas as fit on the GPUs of this machine (one rank per
+    GPU), or on two ranks without GPUs, but at least one.
     """
     mesh = config.mesh
     replica = max(1, mesh.pp * mesh.cp * mesh.tp)

@@ -1,7 +1,8 @@
 """Copies of a run's checkpoints in a remote folder: any file system that fsspec has a driver for, such as s3://.
 
-Rank 0 uploads each complete checkpoint in the background, its index last: a remote checkpoint is complete if and only
-if it has an index. A run whose local folder is gone, as on a new node, downloads the newest of them and resumes.
+Rank 0 uploads each complete checkpoint in the background. The index is uploaded last, so a remote checkpoint is
+complete if and only if it has an index. A run without a local run folder, as on a new node, downloads the newest
+complete checkpoint and resumes.
 """
 
 import os
@@ -24,9 +25,9 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class RemoteFolder:
-    """The checkpoints below a URL. Raises UserError if fsspec or its driver for the URL is missing.
+    """The checkpoints in the remote folder at `url`. Raises UserError if fsspec or its driver for the URL is missing.
 
-    Its methods raise what the driver raises.
+    The methods raise the exceptions of the driver if the remote file system fails.
     """
 
     def __init__(self, url: str):
@@ -62,9 +63,10 @@ class RemoteFolder:
             self._files.put_file(str(file), self._path(step, file.name))
 
     def download(self, step: int, root: Path) -> Path:
-        """Copy a checkpoint into the local folder `root`, verify its checksums, and return its folder there.
+        """Copy the remote checkpoint of a step into the local folder `root`, verify its checksums, and return its
+        folder there.
 
-        Raises DamagedError if a checksum is wrong; nothing is left then.
+        Raises DamagedError if a checksum is wrong, and then deletes the copy.
         """
         partial = folders.checkpoint_folder(root, step, ".partial")
         folders.create_partial_folder(partial)
@@ -84,9 +86,10 @@ class RemoteFolder:
             shutil.rmtree(partial, ignore_errors=True)
 
     def prune(self, keep: int, keep_every: int = 0) -> None:
-        """Delete all but the newest `keep` checkpoints and those of steps that are multiples of `keep_every`.
+        """Delete remote checkpoints, except the newest `keep` and those of steps that are multiples of `keep_every` (0:
+        none).
 
-        Also deletes what uploads that were interrupted have left.
+        Also deletes incomplete checkpoints, which interrupted uploads have left.
         """
         complete = self.complete_steps()
         kept = {*complete[-keep:], *(step for step in complete if keep_every and step % keep_every == 0)}
@@ -107,8 +110,9 @@ class RemoteFolder:
 def fetch_newer_checkpoint(config: Config) -> str | None:
     """Download the newest intact remote checkpoint if the run folder has no newer one; return a note about it.
 
-    Called by one process, before the run folder is opened, and only if the run may resume from it. Returns None if
-    there was nothing to download. Raises UserError if the remote folder cannot be read.
+    One process calls it, before the run folder is opened. Returns None if there was nothing to download, if
+    `checkpoint.remote` is not set, or if `checkpoint.resume` names another checkpoint. Raises UserError if the remote
+    folder cannot be read or `config.folder` is not set.
     """
     how = config.checkpoint
     if how.remote is None or how.resume not in (None, AUTO):
@@ -138,8 +142,8 @@ def fetch_newer_checkpoint(config: Config) -> str | None:
 class CheckpointUploader(Observer):
     """Uploads each complete checkpoint in the background, and keeps as many in the remote folder as in the local one.
 
-    A failed upload is noted and does not end the run; the next save tries again, with its checkpoint. At most one
-    upload is in flight, and one waits: the newest. `on_end` waits for both.
+    A failed upload is noted and does not end the run; the next save uploads its own checkpoint. At most one upload is
+    in flight and one waits; a newer checkpoint replaces the waiting one. `on_end` waits for both.
     """
 
     def __init__(self, how: CheckpointConfig):
@@ -150,16 +154,20 @@ class CheckpointUploader(Observer):
         self._thread: threading.Thread | None = None
 
     def on_start(self, trainer: Trainer) -> None:
+        """Start the thread that uploads, on rank 0."""
         self._folder, self._is_first = trainer.folder, trainer.world.rank == 0
         if self._is_first:
             self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
             self._thread.start()
 
     def before_step(self, trainer: Trainer) -> None:
+        """Send a note about each upload that has failed since the last call."""
         while not self._failures.empty():
             trainer.send_note(self._failures.get())
 
     def on_checkpoint(self, path: Path) -> None:
+        """On rank 0: queue the checkpoint for upload, in place of one that still waits. Does not wait for the
+        upload."""
         if self._is_first:
             # Hard links: the trainer may delete the checkpoint before it is uploaded.
             step = folders.parse_step(path)
@@ -173,11 +181,14 @@ class CheckpointUploader(Observer):
                 self._changed.notify_all()
 
     def on_end(self, trainer: Trainer, summary: dict) -> None:
+        """Wait until all queued uploads have ended, and send a note about each that has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is None and not self._is_uploading)
         self.before_step(trainer)
 
     def close(self) -> None:
+        """Stop the thread after the upload in flight, without waiting for it, and delete the links to queued
+        checkpoints."""
         if self._thread is not None:
             with self._changed:
                 self._is_closed = True

@@ -100,7 +100,7 @@ class TimeAccounts:
 
 
 def has_valid_accounts(row: dict[str, Any]) -> bool:
-    """Return whether the accounts of a metrics row, if it has any, are as `TimeAccounts` writes."""
+    """Return whether a row of metrics.jsonl has no time accounts, or accounts as `TimeAccounts.as_row` writes them."""
     if _KEY not in row:
         return True
     accounts = row[_KEY]

@@ -32,8 +32,9 @@ class RankCost:
 
     coords: mesh coordinates, by axis; samples: number of samples of the global batch that this rank computes; flops:
     this rank's part of the model FLOPs; hardware_flops: the same with recomputation; local_parameters: number of
-    parameter elements on this rank before ZeRO shards them; wire_bytes: bytes sent per step, by group spec;
-    merge_bytes: bytes sent in addition by a merge of replicas, which comes every consistency.h steps.
+    parameter elements on this rank before ZeRO shards them; wire_bytes: bytes sent per step, by the name of the group
+    spec (the declaration of process groups for one purpose, such as "tensor"); merge_bytes: bytes sent in addition by a
+    merge of the model replicas, which occurs every `consistency.h` steps.
 
     Memory, in bytes. peak_breakdown: the bytes of each kind when all tensors together peak; `peak_memory_bytes` is
     their sum. The fields of MEMORY_KINDS: each kind's own peak, which may occur at another time of the step, so their

@@ -41,7 +41,8 @@ _GRACE_END_S = 10.0  # after the last result, for processes to exit
 class Result:
     """What a job returned and printed, by rank.
 
-    values: the return value of each rank. output: the stdout and stderr of each rank, as one text; "" if not captured.
+    values: the return value of each rank; None for a rank that died and was not replaced. output: the stdout and stderr
+    of each rank, as one text; "" if not captured.
     """
 
     values: list[Any]

@@ -71,7 +71,8 @@ def share_run_folder_across_restarts(world: "World", config: Config) -> Config:
 
 
 def fetch_remote_checkpoint(config: Config) -> None:
-    """Download the newest checkpoint of `--checkpoint.remote` if the run folder has no newer one, and say so."""
+    """Download the newest checkpoint of `--checkpoint.remote` if the run folder has no newer one, and print a note
+    about it."""
     if config.checkpoint.remote is None:
         return
     from minidist.tools.remote import fetch_newer_checkpoint

@@ -48,14 +48,14 @@ def read_local_world_size() -> int:
 
 
 def is_restarted() -> bool:
-    """Return whether torchrun has restarted this rank after a failure."""
+    """Return whether torchrun has restarted this rank, which it does with all ranks after one has failed."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def read_rendezvous_port() -> int:
-    """Return the rendezvous port, MASTER_PORT. Raises UserError if it is 0 (`--master-port 0`).
+    """Return the rendezvous port, MASTER_PORT. Raises UserError if it is 0 (`--master-port 0`) or above 65535.
 
-    With port 0 torchrun's own store takes a free port, but the ranks are told 0 and would wait for it forever.
+    With port 0 torchrun's own store takes a free port, but the ranks get the port 0 and would wait for it forever.
     """
     port = read_integer(os.environ, "MASTER_PORT")
     if port == 0:
@@ -69,10 +69,11 @@ def read_rendezvous_port() -> int:
 
 
 def end_rank(code: int) -> NoReturn:
-    """End this process with exit code `code`; at once if it is a failed rank under torchrun.
+    """End this process with exit code `code`. A rank that has failed under torchrun skips the interpreter's clean-up.
 
-    The interpreter's own end takes seconds, in which C++ destructors wait for the other ranks. These cannot tell a rank
-    that has reported the failure from one that has not (`wait_for_first_rank_report`), and torchrun waits as well.
+    The clean-up takes seconds, in which C++ destructors wait for the other ranks. In that time these cannot distinguish
+    a rank that has reported its failure from one that has not (`wait_for_first_rank_report`), and torchrun waits as
+    well.
     """
     if code and is_under_torchrun():
         atexit._run_exitfuncs()
@@ -83,7 +84,7 @@ def end_rank(code: int) -> NoReturn:
 
 
 def read_job_name() -> str | None:
-    """Return torchrun's `--rdzv-id`, or the random one of `--standalone`; None if the job has no name."""
+    """Return the name of the job: torchrun's `--rdzv-id`, or the random one of `--standalone`; None without a name."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     return None if name == "none" else name
 
@@ -112,7 +113,8 @@ def defer_sigterm() -> None:
 
 
 def wait_for_first_rank_report() -> bool:
-    """Give rank 0 some seconds to report an error that this rank may share with it; return whether rank 0 has ended.
+    """Wait some seconds for rank 0, which may report the same error as this rank; return whether rank 0 has ended by
+    then.
 
     torchrun sends SIGTERM to the other ranks when rank 0 ends.
     """

@@ -1,4 +1,5 @@
-"""A parity case: a layout and a value for each switch, and the model, data and optimizer that follow."""
+"""A parity case: a layout and a value for each switch (an option such as the optimizer), with model, data and
+optimizer."""
 
 import dataclasses
 import math

@@ -86,7 +86,7 @@ class Comparison:
         """Compare this rank's shard with the full reference tensor, and add their `relative_difference`.
 
         kind: one of KINDS. local, reference: None for the gradient of an unused parameter. If both are None, the
-        difference is 0; if only one is, it is infinite.
+        difference is 0; if only one is, it is infinite. spec: gives the index ranges of the tensor that this rank has.
         """
         if local is not None and reference is not None:
             self.add_difference(kind, step, name, relative_difference(local, reference, spec))

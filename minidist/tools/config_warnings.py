@@ -1,4 +1,4 @@
-"""Options without effect: refused if the run would lack what they ask for, else a warning. Needs no torch."""
+"""Options without effect: an error if the run would lack what the option requests, else a warning. Needs no torch."""
 
 import math
 from collections.abc import Callable

@@ -35,8 +35,8 @@ class DoctorOptions:
 class Finding:
     """The result of one check: one line of the report.
 
-    name: what was checked. value: what was found. problem: what is wrong with it, None if nothing is. fix: how to solve
-    the problem. blocks: whether training cannot run because of the problem.
+    name: the part of the machine that was checked. value: the state found. problem: a description of the problem, None
+    without one. fix: how to solve the problem. blocks: whether training cannot run because of the problem.
     """
 
     name: str

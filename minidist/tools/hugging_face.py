@@ -1,4 +1,5 @@
-"""Convert a `ModelConfig` to the config of Hugging Face's Llama, whose parameter names are the same."""
+"""Convert a `ModelConfig` to the config of Hugging Face's Llama, whose parameters have the names of this package's
+model."""
 
 from minidist.models.config import ModelConfig
 

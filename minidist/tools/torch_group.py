@@ -9,7 +9,8 @@ import torch.distributed as dist
 def create_torch_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Create a plain torch group over gloo, and over nccl for CUDA tensors where torch has nccl and sees a GPU.
 
-    store: the rendezvous store of the group's ranks. rank: this rank's index in the group. timeout: of each operation.
+    store: the rendezvous store of the group's ranks. rank: this rank's index in the group. timeout: the limit of each
+    operation.
     """
     kinds = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)

@@ -46,7 +46,7 @@ def mfu(flops_per_token: float, tokens_per_s: float, num_gpus: int, gpu_peak_flo
 class PeakMemory:
     """Measures the peak memory of this rank between two reads, in bytes.
 
-    On CUDA it is the peak of torch's allocator, on the CPU that of the process's resident memory. Where the system
+    On CUDA it is the peak of torch's allocator, on the CPU the peak of the process's resident memory. Where the system
     cannot reset the latter (Linux can: `/proc/self/clear_refs`, see proc(5)), it is the peak since the process started.
     """
 

@@ -189,7 +189,7 @@ def is_after_recovery(trainer: Trainer) -> bool:
 def create_view(trainer: Trainer) -> PlainView:
     """Create the display of a run: a `LiveView` if standard output is a terminal, else a `PlainView`.
 
-    After a live recovery the run goes on in the same output, and only the notes say what has changed.
+    After a live recovery the display continues in the same output, so the lines that describe the run are not repeated.
     """
     world, config, step = trainer.world, trainer.config, trainer.progress.step
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}"

@@ -1,4 +1,4 @@
-"""Bytes of saved activations: of one micro-batch in one chunk of the model, and their peak in a step."""
+"""Bytes of saved activations: those of one micro-batch in one chunk of the model, and their peak in a step."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence

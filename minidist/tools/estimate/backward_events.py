@@ -3,7 +3,7 @@
 Temporaries are all tensors but the saved ones. They follow torch's CPU kernels and autograd: an operation allocates its
 results before its inputs are freed, and a gradient with two contributions is summed into a third tensor. Not modelled:
 the kernels' own workspaces (on some CPUs 16-bit matrix products pack their factors; attention uses a little per
-thread), and of the tensors that context-parallel ranks exchange all but the largest.
+thread), and the tensors that context-parallel ranks exchange, except the largest ones.
 """
 
 from collections.abc import Sequence
@@ -140,8 +140,8 @@ def head_backward_events(layout: Layout, split_backward: bool) -> list[BackwardE
 
 
 def embedding_backward_events(layout: Layout, tied: bool) -> list[BackwardEvent]:
-    """The events in the backward of the embedding. tied: whether the head has the same parameter, so that the head's
-    gradient is live and the embedding's is added to it."""
+    """The events in the backward of the embedding. tied: whether it shares its parameter with the head, so that the
+    head's gradient is live and the embedding's gradient is added to it."""
     saved = len(saved_tensors.saved_by_embedding(layout))
     lookup = [SavedTensor("gradient", HIDDEN), *VOCABULARY_GRADIENT * (1 + tied)]
     events = [BackwardEvent("embedding", saved, 0, lookup)]

@@ -76,7 +76,8 @@ class RankCost:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """Peak bytes of all tensors together."""
+        """The peak of the sum of all tensors, in bytes: model states, activations and buffers at one time of the
+        step."""
         return sum(self.peak_breakdown.values())
 
 

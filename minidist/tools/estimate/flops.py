@@ -1,8 +1,8 @@
 """FLOPs of a step, their share of the hardware's peak (MFU and HFU), and the pipeline's bubble.
 
-Model FLOPs are counted as `flops_per_token` counts them: attention in full although a causal kernel skips
-half of it, nothing for embedding lookups, and replicated work (norms, shared key-value heads) once. Hardware FLOPs add
-those of recomputation.
+Model FLOPs are counted as `flops_per_token` counts them: attention in full although a causal kernel skips half of it,
+nothing for embedding lookups, and replicated work (norms, shared key-value heads) once. Hardware FLOPs are model FLOPs
+and the FLOPs of recomputation.
 """
 
 import math
@@ -112,8 +112,8 @@ class MeasuredStep:
     def utilisation(self, flops: float, num_ranks: int) -> float:
         """Return the FLOP/s of a step as a fraction of the peak of `num_ranks` accelerators.
 
-        flops: of one step on all ranks: model FLOPs give the MFU (PaLM, arXiv 2204.02311, appendix B), hardware FLOPs
-        the HFU (Korthikanti et al. 2022, arXiv 2205.05198, section 6.3).
+        flops: the FLOPs of one step on all ranks: model FLOPs give the MFU (PaLM, arXiv 2204.02311, appendix B),
+        hardware FLOPs the HFU (Korthikanti et al. 2022, arXiv 2205.05198, section 6.3).
         """
         return flops / (self.step_time_s * num_ranks * self.peak_tflops * 1e12)
 
@@ -140,7 +140,7 @@ def utilisation_json(
 ) -> dict[str, float | None]:
     """Return MFU and HFU as fractions under the keys "mfu" and "hfu"; both None if `measured` is None.
 
-    model_flops, hardware_flops: of one step on all ranks; num_ranks: the number of accelerators.
+    model_flops, hardware_flops: the FLOPs of one step on all ranks; num_ranks: the number of accelerators.
     """
     flops = {"mfu": model_flops, "hfu": hardware_flops}
     return {name: None if measured is None else measured.utilisation(value, num_ranks) for name, value in flops.items()}

@@ -2,7 +2,7 @@
 
 arXiv 2205.05198: activations in section 4 (table 2), FLOPs in appendix A. The block has biases, a feed-forward layer of
 4 h with GELU, three dropouts, and attention that materialises its scores; activations have 16 bits, masks 8. The
-package's own model has a fused attention kernel instead; the comparison shows how much memory that saves.
+package's own model has a fused attention kernel instead; the comparison shows how much memory the kernel saves.
 """
 
 import dataclasses

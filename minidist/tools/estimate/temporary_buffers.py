@@ -1,8 +1,9 @@
 """Bytes of gradients, and of ZeRO's temporary buffers, at each place of a step.
 
-ZeRO stage 3 gathers a layer's parameters while it computes and prefetches those of the next; the last layer of forward
-stays gathered. In stages 2 and 3, once all gradients of a flat parameter are ready, they are copied into a flat
-gradient, which is reduced to this rank's shard. At most two flat gradients are in flight, one while another is filled.
+ZeRO stage 3 gathers a layer's parameters while the layer computes, and prefetches the next layer's parameters; the last
+layer of forward stays gathered. In stages 2 and 3, once all gradients of a flat parameter are ready, they are copied
+into a flat gradient, which is reduced to this rank's shard. At most two flat gradients are in flight, one while another
+is filled.
 """
 
 import itertools
@@ -115,8 +116,8 @@ class GradientAndBufferSizes:
     ) -> GradientAndBufferBytes:
         """Return the bytes while one flat gradient of the chunk is filled and then sent.
 
-        flat_param_index: its index among the chunk's flat parameters. chunk, place, num_ready: as in the class
-        docstring.
+        flat_param_index: its index among the chunk's flat parameters. chunk, place, num_ready: the time (class
+        docstring).
         """
         flat_params, names = self._flat_params_of(chunk), self._ready_gradients(chunk, place, num_ready)
         before, flat = flat_params[:flat_param_index], flat_params[flat_param_index]

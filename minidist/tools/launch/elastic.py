@@ -1,7 +1,7 @@
-"""Processes that train together although any of them may die: the rendezvous in which the living ones meet.
+"""Processes that train together although any of them may die: the rendezvous in which the living processes meet.
 
-For programs that recover by themselves, such as `minidist.fault.simple.recovery`: here a process that dies ends no
-other. The processes are forks of this one, so nothing is pickled and nothing is imported twice.
+For programs that recover by themselves, such as `minidist.fault.simple.recovery`: the death of a process ends no other
+process. The processes are forks of this one, so nothing is pickled and nothing is imported twice.
 """
 
 import multiprocessing
@@ -28,15 +28,16 @@ Rendezvous = Callable[[Group | None], Group]
 
 
 class ElasticRanks:
-    """Processes numbered from 0 that form groups again and again; one that dies is missing in the next group.
+    """Processes numbered from 0 that form process groups repeatedly; a process that has died is missing in the next
+    group.
 
     function: called in each process as `function(number, rendezvous)`. rendezvous(group) closes the connections of
-    `group`, unless it is None, waits until every living process has called it, and returns the group of all of them:
+    `group`, unless it is None, waits until every living process has called it, and returns their new process group:
     gloo on this machine, ranks in the order of their numbers. on_group: called in this process with the numbers of the
     members of each new group, before they learn of it; processes that it starts meet in the next group.
 
-    pids: of the living processes, by number. groups: the members of all groups so far. values: what the processes that
-    have ended have returned, by number. dead: the numbers of those that ended without returning.
+    groups: the numbers of the members of every group so far. values: by number, the values that processes have
+    returned. dead: the numbers of the processes that ended without returning.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ElasticRanks:
 
     @property
     def pids(self) -> dict[int, int]:
+        """The process ids of the living processes, by number."""
         return {number: self._processes[number].pid for number in list(self._pipes)}
 
     @property
@@ -78,9 +80,9 @@ class ElasticRanks:
         return number
 
     def serve(self, quiet_s: float = 60.0) -> Iterator[tuple[int, Any]]:
-        """Serve the rendezvous until all processes have ended or died; yield the number and value of each that returns.
+        """Serve the rendezvous until all processes have ended; yield (number, value) of each process that returns.
 
-        Raises TimeoutError if for `quiet_s` seconds no process has met, ended or died.
+        Raises TimeoutError if for `quiet_s` seconds no process has called the rendezvous, returned or died.
         """
         quiet_for = 0.0
         while self._pipes:

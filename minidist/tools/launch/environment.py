@@ -9,8 +9,8 @@ from minidist.errors import UserError
 class RankEnvironment(NamedTuple):
     """The place of a rank in the job, as torchrun's environment variables give it.
 
-    rank: from 0 to size - 1; size: the number of ranks of the job. local_rank, local_size: the same on this machine.
-    node_rank: the index of this machine.
+    rank: from 0 to size - 1; size: the number of ranks of the job. local_rank, local_size: the rank's number and the
+    number of ranks on this machine. node_rank: the index of this machine.
     """
 
     rank: int

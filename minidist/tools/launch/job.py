@@ -119,7 +119,7 @@ class Job:
             raise
         if self._failure is not None:
             raise self._failure
-        values = [None if rank.is_given_up else pickle.loads(rank.payload) for rank in self._ranks]
+        values = [None if rank.is_left_out else pickle.loads(rank.payload) for rank in self._ranks]
         return Result(values, [rank.output for rank in self._ranks])
 
     def poll(self, timeout_s: float = 0.0) -> bool:
@@ -229,7 +229,7 @@ class Job:
         cause = rank.death_cause.removeprefix("died: ")
         record_death(self._store, Death(self._members[number], rank.pid, cause, time.time()))
         if self._num_restarts == replacement.max_restarts:
-            rank.is_given_up = sum(not other.has_died for other in self._ranks) >= replacement.min_ranks
+            rank.is_left_out = sum(not other.has_died for other in self._ranks) >= replacement.min_ranks
             return
         for file in (rank.control, *rank.fds):
             with contextlib.suppress(KeyError):
@@ -278,7 +278,7 @@ class Job:
         snapshots = self.status_snapshots() if due else []
         verdict = self._detector.update(self._select_connected_ranks(snapshots), now_s) if due else None
         all_ended = all(rank.state != "running" or rank.has_ended for rank in self._ranks)
-        if any(rank.has_died and not rank.is_given_up for rank in self._ranks):
+        if any(rank.has_died and not rank.is_left_out for rank in self._ranks):
             all_exited = all(rank.state == "exit" for rank in self._ranks if rank.has_died)
             grace_s = _GRACE_RAISED_S if all_exited else _GRACE_DIED_S
             if all_ended or now_s - self._when_first_seen("died", now_s) >= grace_s:

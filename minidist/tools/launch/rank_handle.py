@@ -33,7 +33,7 @@ class RankHandle:
 
     state: "running" until the rank reports its end: "value" (it returned), "error" (it raised) or "exit" (sys.exit).
     payload: the pickled return value, the `RankError` or the exit code of sys.exit, by state.
-    exit_code: the exit code of the process, None while it lives. is_given_up: whether the process has died and the job
+    exit_code: the exit code of the process, None while it lives. is_left_out: whether the process has died and the job
     continues without it.
     answers: the answers that the rank's `RankWorker` has sent and the launcher has not processed.
     hang_note: the reason for which the launcher has killed a hung rank, as the end of a sentence; "" if it has not.
@@ -44,7 +44,7 @@ class RankHandle:
         self.pid, self.hang_note = 0, ""
         self.state, self.payload, self.last_message_s = "running", None, 0.0
         self.exit_code: int | None = None
-        self.is_given_up = False
+        self.is_left_out = False
         self.answers: list[Any] = []
         self._is_unreadable = False  # it sent bytes that cannot be unpickled
         self._frames, self._output, self._dropped_count, self._stack = FrameParser(), bytearray(), 0, bytearray()
@@ -116,7 +116,7 @@ class RankHandle:
         return bool(data)
 
     def mark_ended(self, exit_code: int) -> None:
-        """Record that the process has ended, after reading what is left in its sockets and pipes."""
+        """Record that the process has ended, after reading the data left in its socket and pipes."""
         while self.read_messages():
             pass
         while self.output_fd is not None and self.read_output():

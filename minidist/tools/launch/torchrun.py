@@ -104,7 +104,7 @@ class SigtermRecorder:
 
 
 def defer_sigterm() -> None:
-    """Under torchrun, install the `SigtermRecorder`: the process records SIGTERM and goes on.
+    """Under torchrun, install the `SigtermRecorder`, so that SIGTERM is recorded and the process continues.
 
     `torchrun_world` restores the previous handler, and installs the recorder again after an error.
     """

@@ -1,5 +1,4 @@
-"""A parity case: a layout and a value for each switch (an option such as the optimizer), with model, data and
-optimizer."""
+"""A parity case: a layout and a value for each switch (an option such as the optimizer); its model, data and config."""
 
 import dataclasses
 import math

@@ -1,7 +1,7 @@
-"""Differences between a rank's tensors and those of one process, and the first that exceeds its tolerance.
+"""Differences between a rank's tensors and the tensors of one process, and the first that exceeds its tolerance.
 
-A comparison that accepts a wrong value would be the worst bug of this project, so the difference is
-infinite if shapes do not match, if a number on either side is non-finite, or if only one side has a tensor.
+A comparison that accepts a wrong value would be the worst bug of this project, so the difference is infinite if shapes
+do not match, if a number on either side is non-finite, or if only one side has a tensor.
 """
 
 import math
@@ -105,7 +105,7 @@ class Comparison:
             self.on_first(self.first)
 
     def compare_scalar(self, kind: str, step: int, local: float | None, reference: float) -> None:
-        """Add the difference between a scalar of this rank, such as the loss, and that of the reference."""
+        """Add the difference between a scalar of this rank, such as the loss, and the same scalar of the reference."""
         self.add_difference(kind, step, None, relative_scalar_difference(local, reference))
 
 

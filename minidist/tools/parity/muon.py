@@ -34,7 +34,7 @@ class ReferenceMuon(torch.optim.Optimizer):
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers, each for its own parameters, with the interface of one."""
+    """Several optimizers with the interface of one; each updates other parameters."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer):
         self.optimizers = optimizers

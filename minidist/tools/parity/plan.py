@@ -72,7 +72,8 @@ class PlanPart:
 def plan_cases(ranks: int, full: bool = False) -> tuple[PlanPart, ...]:
     """Plan the cases of `ranks` ranks in three parts: one rank, pure data parallelism, and all other layouts.
 
-    Data parallelism, on which the others build, has a cover of its own. With `full` every combination is a case.
+    Pure data parallelism, on which the other layouts build, has a pairwise cover to itself. full: every combination is
+    a case.
     """
     parts = [_part("1 rank", 1, [Layout()], full)]
     if ranks > 1:

@@ -1,5 +1,4 @@
-"""Convert a `ModelConfig` to the config of Hugging Face's Llama, whose parameters have the names of this package's
-model."""
+"""Convert a `ModelConfig` to the config of Hugging Face's Llama, which has the same parameter names."""
 
 from minidist.models.config import ModelConfig
 

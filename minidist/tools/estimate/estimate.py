@@ -76,8 +76,7 @@ class RankCost:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The peak of the sum of all tensors, in bytes: model states, activations and buffers at one time of the
-        step."""
+        """Peak bytes of all tensors together, at one time of the step: the sum of `peak_breakdown`."""
         return sum(self.peak_breakdown.values())
 
 

@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def replica_mesh(self) -> Mesh:
-        """The mesh of the ranks that train together: all, or those of one replica."""
+        """The mesh of the ranks that train together in every step: all ranks, or the ranks of one model replica."""
         return self.config.replica_mesh(self.mesh)
 
     @cached_property

@@ -69,7 +69,12 @@ class Traffic:
         return reductions + model + self._matrix_exchange(rank)
 
     def merge_operations(self, rank: int) -> Counter[Operation]:
-        """Every collective and transfer of a merge of the replicas, which comes every h steps; empty without one."""
+        """Return how often each collective and each send runs on this rank in one merge of the model replicas, by
+        `Operation`.
+
+        A merge occurs every `consistency.h` steps, in addition to `operations`; empty if the run has no replicas to
+        merge.
+        """
         how, policy = self.layout.config.consistency, self.layout.policy
         if not how.has_replicas:
             return Counter()
@@ -105,7 +110,7 @@ class Traffic:
         return self._sent_bytes(rank, self.operations(rank))
 
     def merge_bytes(self, rank: int) -> dict[str, int]:
-        """Bytes that this rank sends in a merge of the replicas, by group spec."""
+        """Return the bytes that this rank sends in one merge of the model replicas, by group spec."""
         return self._sent_bytes(rank, self.merge_operations(rank))
 
     def _sent_bytes(self, rank: int, operations: Counter[Operation]) -> dict[str, int]:

@@ -88,7 +88,7 @@ class Minidist:
         engine.finish_reduction()
         if inspect_full:
             inspect_full()
-        for group in engine.reducer.update_groups():
+        for group in engine.reducer.groups_to_update():
             engine.reducer.attach_grads(group)
             engine.optimizer.step()
             engine.reducer.copy_to_params(group, self.steps)

@@ -311,7 +311,7 @@ class TraceConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """The peak memory of one step by category on every rank, measured and estimated."""
+    """Options of the memory measurement: the peak of one step, by category, on every rank, beside its estimate."""
 
     file: Path | None = None
     """Draw a chart to this .png, .svg or .pdf, and write the numbers to a .json of the same name; `--memory FILE` for

@@ -4,7 +4,7 @@ Write the missing lines of Bucket and BucketedReducer; their docstrings specify 
 You may call: all_reduce, Tensor.zero_, Bucket.launch, Handle.wait, set.isdisjoint.
 Check it with: python -m exercises check bucketed_reducer
 
-Stub ed3d47cf.
+Stub 758d521e.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -42,7 +42,7 @@ class Bucket:
         self.handle: Handle | _Unlaunched = _Unlaunched(list(parameters))
 
     def launch(self, filled: Set[str]) -> None:
-        """Start the all-reduce of the buffer. filled: parameters with a gradient; the gradients of all others are 0."""
+        """Collective: start the all-reduce. filled: parameters with a gradient; the gradients of all others are 0."""
         raise NotImplementedError("a missing gradient counts as zero")
         if self.counted_names:
             self.use_counts.copy_(torch.tensor([float(name in filled) for name in self.counted_names]))
@@ -52,8 +52,8 @@ class Bucket:
 class BucketedReducer(GradientReducer):
     """Gradient reducer of data parallelism that all-reduces gradients in buckets while backward still runs.
 
-    specs: of the parameters. groups: among them the group of each parameter's replicas. bucket_bytes: the maximum size
-    of a bucket (a larger parameter has a bucket of its own).
+    specs: the parameters' specs. groups: these must include the group of each parameter's replicas. bucket_bytes: the
+    maximum size of a bucket (a larger parameter has a bucket of its own).
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class BucketedReducer(GradientReducer):
         raise NotImplementedError("launch complete buckets in index order")
 
     def finish_reductions(self) -> None:
-        """Launch the remaining buckets and wait for all. Then `.grad` is the sum over the group, or None if unused."""
+        """Collective: launch the remaining buckets, wait for all. Then `.grad` is the sum, None if no rank used it."""
         raise NotImplementedError("launch the remaining buckets, then wait for all")
         for bucket in self._buckets:
             for name, uses in zip(bucket.counted_names, bucket.use_counts.tolist(), strict=True):

@@ -4,7 +4,7 @@ Write the missing lines of apportion and weighted_partition; their docstrings sp
 You may call: Fraction, math.floor, sum, sorted, apportion, numpy.cumsum, numpy.arange.
 Check it with: python -m exercises check weighted_partition
 
-Stub 011abc97.
+Stub d56941bd.
 """
 
 import math
@@ -32,7 +32,7 @@ def apportion(n: int, weights: Sequence[float]) -> list[int]:
 def weighted_partition(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
     """Return the indices, (size,) int64, of `rank`'s block of 0..n-1; sizes are proportional to weights.
 
-    Raises ValueError for an invalid rank and for weights that `apportion` refuses.
+    Raises ValueError for a rank outside 0..len(weights)-1, or weights that are negative, non-finite or all zero.
     """
     _check(n, len(weights), rank)
     raise NotImplementedError("return this rank's consecutive block")

@@ -4,7 +4,7 @@ Write the missing lines of ColumnParallelLinear and RowParallelLinear; their doc
 You may call: F.linear, enter, leave.
 Check it with: python -m exercises check column_row_linear
 
-Stub fbefcb69.
+Stub e6f15042.
 """
 
 import torch.nn.functional as F
@@ -41,5 +41,5 @@ class RowParallelLinear(nn.Module):
         self.weight, self._leave = nn.Parameter(weight), leave
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output summed over the ranks, (b, s, out) or with sequence parallelism (b, s / ranks, out)."""
+        """Collective: return the sum over the ranks, (b, s, out); with sequence parallelism (b, s / ranks, out)."""
         raise NotImplementedError("return the output of the region: the sum over the ranks")

@@ -5,7 +5,7 @@ results.
 You may call: ops.all_reduce, Tensor.contiguous.
 Check it with: python -m exercises check conjugate_pair
 
-Stub 84abee61.
+Stub bbd1bbfb.
 """
 
 import torch
@@ -41,7 +41,7 @@ class _ReduceFromTP(torch.autograd.Function):
 
 
 def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
-    """All-reduce the partial results `x` (any shape) of a tensor-parallel region; the result is replicated."""
+    """Collective: all-reduce the partial results `x` (any shape) of a tensor-parallel region; the sum is replicated."""
     return x if group.size == 1 else _ReduceFromTP.apply(x, group.key)
 
 

@@ -5,7 +5,7 @@ You may call: ops.all_reduce_max, ops.all_reduce, torch.stack, Tensor.gather, Te
 ctx.save_for_backward.
 Check it with: python -m exercises check vocabulary_cross_entropy
 
-Stub e6452039.
+Stub ada03f99.
 """
 
 import torch
@@ -34,7 +34,7 @@ class _CrossEntropy(torch.autograd.Function):
 class VocabParallelLoss:
     """Cross-entropy on logits whose vocabulary is sharded over the ranks of `group`.
 
-    first: the first of this rank's tokens; the logits of the n tokens from there on are its shard.
+    first: the first token id of this rank's shard, which has the logits of the n tokens `first` to `first + n - 1`.
 
     "fuse the output of the parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3): ranks exchange
     three numbers per position, instead of one per token of the vocabulary.
@@ -44,7 +44,7 @@ class VocabParallelLoss:
         self._first, self._group = first, group
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the token losses, and their number, both the same on all ranks.
+        """Collective: return the sum of the token losses, and their number, both the same on all ranks.
 
         logits: (b, s, n), this rank's shard. labels: (b, s) int64; a label of -100 does not count.
         """

@@ -4,7 +4,7 @@ Write the missing lines of tree_broadcast; its docstring specifies the result.
 You may call: exchange, send, recv.
 Check it with: python -m exercises check broadcast_tree
 
-Stub 21d15a19.
+Stub 25dbfad1.
 """
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from minidist.comm.group import Group
 
 
 def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
-    """Overwrite `tensor` on every rank with the tensor of group rank `src` (a rank's number within `group`).
+    """Collective: overwrite `tensor` with the tensor of group rank `src` (a rank's number within `group`).
 
     The tensor passes along a binomial tree.
     """

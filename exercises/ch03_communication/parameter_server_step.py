@@ -4,7 +4,7 @@ Write the missing lines of parameter_server_step; its docstring specifies the re
 You may call: flat_reduce, flat_broadcast, tree_reduce, tree_broadcast, exchange, update.
 Check it with: python -m exercises check parameter_server_step
 
-Stub 6b6e1695.
+Stub 4cef36ed.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def parameter_server_step(
     root: int = 0,
     op: str = "sum",
 ) -> None:
-    """Reduce the gradients to one root, update the parameters there, and broadcast them to all ranks.
+    """Collective: reduce the gradients to one root, update the parameters there, and broadcast them to all ranks.
 
     update: called on the root only, with its `parameters` and the reduced `gradient`; changes the parameters in place.
     root: group rank. op: the reduction of the gradients. `gradient` is reduced in place on the root, unchanged

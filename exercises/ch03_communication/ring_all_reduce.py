@@ -4,7 +4,7 @@ Write the missing lines of all_reduce; its docstring specifies the result.
 You may call: split_chunks, flat_view, ring_reduce, divide_mean, ring_gather.
 Check it with: python -m exercises check ring_all_reduce
 
-Stub 88a607db.
+Stub f3161cb5.
 """
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from minidist.comm.group import Group
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Replace `tensor` (any shape) on every rank by its reduction: reduce-scatter, then all-gather.
+    """Collective: replace `tensor` (any shape) by its reduction: reduce-scatter, then all-gather.
 
     Each rank first sends the chunk of its own index, as in the paper, and so completes chunk `rank + 1`: the list is
     rotated accordingly. Chunk c is summed in the order of ranks c, c + 1, ..., c - 1 (modulo size) and then copied to

@@ -5,7 +5,7 @@ You may call: Block.launch, Block.need, Block.release, FlatParam.launch_gather, 
 UntypedStorage.resize_, Tensor.clone, Tensor.register_hook, torch.is_grad_enabled.
 Check it with: python -m exercises check gather_and_free
 
-Stub d26fa499.
+Stub d3fb37b1.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ from minidist.zero.gather import Block
 class BlockGatherer:
     """Gathers the parameters of each block before it runs, and frees them after it, by hooks on the modules.
 
-    model: the model, with the interface of `Transformer`. root: the parameters outside of all blocks. num_layers: of
-    the whole model. keep_last_block: whether the last block and the head stay unsharded between forward and backward.
-    prefetch: whether to gather the next block while one computes. on_block_done: called with the flat parameters of
-    each block whose backward is over; None to call nothing.
+    model: the model, with the interface of `Transformer`. root: the parameters outside of all blocks. num_layers: the
+    number of layers of the whole model. keep_last_block: whether the last block and the head stay unsharded between
+    forward and backward. prefetch: whether to gather the next block while one computes. on_block_done: called with the
+    flat parameters of each block whose backward is over; None to call nothing.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class BlockGatherer:
             block.reshard()
 
     def gather_all(self) -> None:
-        """Unshard all parameters, so that the full model can be read; `end_backward` reshards them."""
+        """Collective: unshard all parameters, so that the full model can be read; `end_backward` reshards them."""
         for block in [self.root, *self.blocks.values()]:
             block.unshard()
 
@@ -120,7 +120,7 @@ class ShardedFlatParam(FlatParam):
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Allocate the flat buffer and start its all-gather, unless done already since the last `reshard`."""
+        """Collective: allocate the flat buffer and start its all-gather, unless done since the last `reshard`."""
         raise NotImplementedError("allocate the flat parameter and start its all-gather, unless it is unsharded")
 
     def reshard(self) -> None:

@@ -5,7 +5,7 @@ You may call: reduce_scatter, all_gather, FlatLayout.shard_bounds, FlatLayout.pa
 Tensor.copy_, Tensor.zero_, Tensor.view, torch.empty_like.
 Check it with: python -m exercises check stage_one_step
 
-Stub 08956c49.
+Stub 4276a2af.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class FullGradients:
     """Gradients of a flat parameter, accumulated in a full-length buffer for the whole step (stages 0 and 1).
 
     group: the ranks over which the gradients are sharded. replica_group: the ranks that hold the same shard and sum it;
-    None if there is only one. full_buffer: (numel,), the flat gradient. result: (shard_numel,), this rank's shard,
+    None if no other rank holds it. full_buffer: (numel,), the flat gradient. result: (shard_numel,), this rank's shard,
     summed over all ranks once the reducer has finished. transient: whether the full-length buffer lives only while it
     is reduced.
     """
@@ -66,7 +66,7 @@ class FullGradients:
             self.filled.add(name)
 
     def launch(self) -> None:
-        """Start the reduce-scatter over the group (all-reduce if not sharded); a missing gradient counts as zero."""
+        """Collective: start the reduce-scatter (all-reduce if not sharded); a missing gradient counts as zero."""
         raise NotImplementedError("set the gradients to zero that backward did not compute")
         if self.group.size > 1:
             self._reduce(self.full_buffer, self.result)
@@ -79,7 +79,7 @@ class FullGradients:
         return full
 
     def launch_replica_all_reduce(self) -> None:
-        """Start the all-reduce of this rank's shard over the ranks that hold the same shard, if there are others."""
+        """Collective: start the all-reduce of the shard over all ranks that hold it, if there are others."""
         if self.replica_group is not None:
             sent = self.result.to(self.dtypes.reduce)  # no copy if the dtypes are equal
             self._in_flight = all_reduce(sent, self.replica_group, async_op=True), sent, self.result
@@ -91,7 +91,7 @@ class FullGradients:
             self._in_flight = None
 
     def launch_final_reduction(self) -> None:
-        """Start the step's last reduction, over replicas, after all reductions over the group have been launched."""
+        """Collective: start the step's last reduction, over the replicas, after all reductions over the group."""
         if self.group.size > 1:
             self.wait()
             self.launch_replica_all_reduce()
@@ -110,12 +110,12 @@ class FullGradients:
 class FlatParam:
     """Parameters concatenated in one flat buffer that is sharded over a group.
 
-    parameters: of the model, by name; they become views of the buffer. values: their values in full precision. layout:
-    of the parameters in the buffer. group: the ranks over which the buffer is sharded. dtypes, offload, rounding: as in
-    `MasterWeights`.
+    parameters: the model's parameters, by name; they become views of the buffer. values: their values in full
+    precision. layout: where each parameter lies in the buffer. group: the ranks over which the buffer is sharded.
+    dtypes, offload, rounding: as in `MasterWeights`.
     full_buffer: (numel,), the flat buffer that forward and backward read. shard: (shard_numel,), this rank's shard of
-    it. masters: the tensors of this shard that the optimizer updates. param_bounds: (start, stop) in the shard of each
-    parameter with elements in it, by name.
+    it. masters: the tensors that the optimizer updates for this shard. param_bounds: for each parameter with elements
+    in the shard, the (start, stop) of these elements in the shard, by name.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class FlatParam:
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Start the all-gather of all ranks' shards into the flat buffer."""
+        """Collective: start the all-gather of all ranks' shards into the flat buffer."""
         raise NotImplementedError("start the all-gather of the flat parameter")
 
     def wait_gather(self) -> None:

@@ -65,7 +65,7 @@ def update(reducer, step=0):
     """Every master minus half of its gradient."""
     reducer.mark_unused([1.0] * len(reducer.used_flags))
     with torch.no_grad():
-        for group in reducer.update_groups():
+        for group in reducer.groups_to_update():
             reducer.attach_grads(group)
             for master in reducer.masters.values():
                 if master.grad is not None:

@@ -4,7 +4,7 @@ Write the missing lines of LossScaler; its docstring specifies the result.
 You may call: _float32, len, list.append, list.clear, float.
 Check it with: python -m exercises check loss_scaler
 
-Stub e5e08171.
+Stub f8070999.
 """
 
 import math
@@ -33,11 +33,11 @@ class LossScaler:
         raise NotImplementedError("return whether the last `_max_overflows` steps or more all overflowed")
 
     def update(self, overflow: bool) -> None:
-        """Adjust the scale after a step: multiply it by BACKOFF after an overflow, by GROWTH after good steps.
+        """Adjust the scale after a step: multiply it by BACKOFF (0.5) after an overflow, by GROWTH (2) in time.
 
-        It grows after `_interval` consecutive successful steps. Every change restarts the count of successful steps.
-        The scale stays a float32 number: it has no lower limit, and it is not doubled if the result would be infinite.
-        overflow: whether a non-finite gradient on any rank caused a skip.
+        It grows after `growth_interval` consecutive successful steps. Every change restarts the count of successful
+        steps. The scale stays a float32 number: it has no lower limit, and it is not doubled if the result would be
+        infinite. overflow: whether a non-finite gradient on any rank caused a skip.
         """
         raise NotImplementedError("halve the scale after an overflow, double it after `_interval` successful steps")
 

@@ -4,7 +4,7 @@ Write the missing lines of MasterWeights; its docstring specifies the result.
 You may call: torch.zeros_like, Tensor.copy_, Tensor.to, rounding.
 Check it with: python -m exercises check master_weights
 
-Stub 70e6083f.
+Stub c5f9cd44.
 """
 
 from collections.abc import Collection, Mapping
@@ -71,7 +71,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def copy_to_params(self, step: int = 0) -> None:
-        """Copy the updated masters to the parameters, rounded to their dtype. step: for stochastic rounding."""
+        """Copy the updated masters to the parameters, rounded to their dtype. step: seeds stochastic rounding."""
         raise NotImplementedError("copy the master weights to the shard, if they are separate")
 
     def detach_grads(self) -> None:

@@ -21,7 +21,7 @@ You may call:
 
 Check it with: python -m exercises check agreed_update
 
-Stub 5552d7bb.
+Stub 8fd0f941.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from minidist.fault.simple.run import Run
 
 
 def agreed_update(run: Run, gradients: Sequence[Tensor], is_usable: bool, group: Group) -> bool:
-    """Sum the gradients over the ranks, then update the parameters on all ranks or on none. Collective.
+    """Collective: sum the gradients over the ranks, then update the parameters on all ranks or on none.
 
     gradients: one per parameter, in the order of the model: this rank's part of the gradient of the global batch, times
     the loss scale. is_usable: False if this rank could not compute them; their values then do not matter.

@@ -18,7 +18,7 @@ You may call:
 
 Check it with: python -m exercises check replica_digest
 
-Stub 4e0760d3.
+Stub ed213c93.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from minidist.comm import Group, all_gather
 
 
 def differing_replicas(tensors: Mapping[str, Tensor], group: Group) -> dict[str, list[int]]:
-    """Return which ranks differ from the others, and in which tensors: {name: ranks}, {} if all are equal. Collective.
+    """Collective: return which ranks differ from the others, and in which tensors: {name: ranks}, {} if all are equal.
 
     tensors: of this rank, with the same names, shapes and dtypes on all ranks. Tensors are compared bit by bit, by 8
     bytes of their SHA-256. A rank differs if more than half of the ranks have another value, equal among themselves;

@@ -25,7 +25,7 @@ You may call:
 
 Check it with: python -m exercises check resharding_load
 
-Stub a910d9ed.
+Stub 630a2214.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ from minidist.parameters import Box
 
 
 def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -> dict:
-    """Fill the tensors of `shards` from a checkpoint that any layout has saved; return its state. Collective.
+    """Collective: fill the tensors of `shards` from a checkpoint that any layout has saved; return its state.
 
     folder: as `save` returned it. shards: of this rank; their tensors are overwritten in place. A rank reads only the
     files that hold a box which overlaps one of its shards. No rank writes to a tensor before all ranks know that every

@@ -42,7 +42,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Handle | None:
-    """Replace `tensor` (any shape) on every rank by the elementwise sum ("max", "min", "product") over the group."""
+    """Collective: replace `tensor` (any shape) by its elementwise sum over the ranks, or "max", "min" or "product"."""
     if group.size == 1:
         return completed_handle(group, async_op)
     if group.algorithm is not None:
@@ -54,7 +54,7 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = F
 def reduce_scatter(
     output: Tensor, input: Tensor, group: Group, op: str = "sum", async_op: bool = False
 ) -> Handle | None:
-    """Reduce `input` (size * n, ...) over the group and write shard `rank` of the result to `output` (n, ...)."""
+    """Collective: reduce `input` (size * n, ...) over the ranks; `output` (n, ...) gets shard `rank` of the result."""
     check_shard_sizes("reduce_scatter", full=input, shard=output, group=group)
     if group.size == 1:
         output.copy_(input)
@@ -68,7 +68,7 @@ def reduce_scatter(
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = False) -> Handle | None:
-    """Concatenate the `input` (n, ...) of all ranks, in rank order, into `output` (size * n, ...) on every rank."""
+    """Collective: concatenate the `input` (n, ...) of all ranks, in rank order, into `output` (size * n, ...)."""
     check_shard_sizes("all_gather", full=output, shard=input, group=group)
     if group.size == 1:
         output.copy_(input)
@@ -80,7 +80,7 @@ def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = Fal
 
 
 def broadcast(tensor: Tensor, src: int, group: Group, async_op: bool = False) -> Handle | None:
-    """Overwrite `tensor` on every rank with the tensor of group rank `src` (a rank's number within `group`)."""
+    """Collective: overwrite `tensor` with the tensor of group rank `src` (a rank's number within `group`)."""
     if group.size == 1:
         return completed_handle(group, async_op)
     start = partial(dist.broadcast, tensor, src=group.ranks[src], group=group.process_group, async_op=True)
@@ -96,7 +96,7 @@ def all_to_all(
     input_splits: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Handle | None:
-    """Send part i of `input` to rank i; receive the part that rank i sends to this rank as part i of `output`.
+    """Collective: send part i of `input` to rank i; receive as part i of `output` the part that rank i sends here.
 
     The parts are consecutive along dimension 0. input_splits, output_splits: the length of each rank's part of `input`
     and of `output` along dimension 0; None: equal parts.
@@ -131,7 +131,7 @@ def recv(tensor: Tensor, src: int, group: Group, tag: int = 0, async_op: bool = 
 class P2POp:
     """One transfer of `batch_send_recv`.
 
-    kind: "send" or "recv". tensor: sent, or overwritten. peer: group rank at the other end. tag: equal at both ends.
+    kind: "send" or "recv". tensor: the source or destination. peer: the group rank at the other end. tag: as in `send`.
     """
 
     kind: str
@@ -141,9 +141,9 @@ class P2POp:
 
 
 def batch_send_recv(transfers: Sequence[P2POp], group: Group, async_op: bool = False) -> Handle | None:
-    """Launch all transfers together, so that no order of the list can deadlock; with NCCL, the only safe way.
+    """Launch several sends and receives together: no order of the list can deadlock. With NCCL, the only safe way.
 
-    Return one handle for all transfers if `async_op`; otherwise wait for all of them.
+    Return one handle for all transfers if `async_op`; otherwise wait for all of them and return None.
     """
     if not transfers:
         return completed_handle(group, async_op)
@@ -166,7 +166,7 @@ def batch_send_recv(transfers: Sequence[P2POp], group: Group, async_op: bool = F
 
 
 def barrier(group: Group, async_op: bool = False) -> Handle | None:
-    """Wait until every rank of the group has called `barrier`; with `async_op`, the handle's `wait` does."""
+    """Collective: wait until every rank of the group has called `barrier`; with `async_op`, its handle waits."""
     if group.size == 1:
         return completed_handle(group, async_op)
     nothing = torch.empty(0, device=group.world.control_device)
@@ -177,7 +177,7 @@ def barrier(group: Group, async_op: bool = False) -> Handle | None:
 def check_shard_sizes(operation: str, full: Tensor, shard: Tensor, group: Group) -> None:
     """Raise ValueError unless `full` has as many elements as `group.size` shards like `shard`, and the same dtype.
 
-    name: of the operation, for the message.
+    operation: its name, for the message.
     """
     if full.numel() != shard.numel() * group.size or full.dtype != shard.dtype:
         raise ValueError(

@@ -25,7 +25,7 @@ def is_supported(tensor: Tensor, group: Group) -> bool:
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str, async_op: bool) -> Handle | None:
-    """Do `collectives.reduce_scatter`, which has checked the sizes. `output` may be a view of a shard of `input`.
+    """Run `collectives.reduce_scatter`, which has checked the sizes. `output` may be a view of a shard of `input`.
 
     op: "sum", "max", "min" or "product".
     """
@@ -57,7 +57,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str, async_o
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool) -> Handle | None:
-    """Do `collectives.all_gather`, which has checked the sizes. `input` may be a view of a shard of `output`."""
+    """Run `collectives.all_gather`, which has checked the sizes. `input` may be a view of a shard of `output`."""
     parts, shard = output.view(-1).split(input.numel()), input.view(-1)
     others = [rank for rank in range(group.size) if rank != group.rank]
 

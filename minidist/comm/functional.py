@@ -15,7 +15,7 @@ from minidist.comm.group import find_group
 
 @torch.library.custom_op("minidist::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    """Return the sum of `x` (any shape) over the group, as a new tensor."""
+    """Collective: return the sum of `x` (any shape) over the group, as a new tensor."""
     result = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(result, find_group(group))
     return result
@@ -23,7 +23,7 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
 
 @torch.library.custom_op("minidist::largest", mutates_args=())
 def all_reduce_max(x: Tensor, group: str) -> Tensor:
-    """Return the elementwise maximum of `x` (any shape) over the group, as a new tensor without a gradient."""
+    """Collective: return the elementwise maximum of `x` (any shape) over the group, a new tensor without a gradient."""
     result = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(result, find_group(group), "max")
     return result
@@ -31,7 +31,7 @@ def all_reduce_max(x: Tensor, group: str) -> Tensor:
 
 @torch.library.custom_op("minidist::all_gather", mutates_args=())
 def all_gather(x: Tensor, group: str, size: int) -> Tensor:
-    """Return the concatenation, in rank order, of the `x` (n, ...) of all ranks: (size * n, ...), a new tensor.
+    """Collective: return the `x` (n, ...) of all ranks, concatenated in rank order: (size * n, ...), a new tensor.
 
     size: the number of ranks of the group, which a compiler cannot read from its key.
     """
@@ -42,7 +42,7 @@ def all_gather(x: Tensor, group: str, size: int) -> Tensor:
 
 @torch.library.custom_op("minidist::reduce_scatter", mutates_args=())
 def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
-    """Return this rank's shard (n, ...) of the sum of `x` (size * n, ...) over the group, as a new tensor.
+    """Collective: return this rank's shard (n, ...) of the sum of `x` (size * n, ...) over the group, a new tensor.
 
     size: the number of ranks of the group, as in `all_gather`.
     """
@@ -53,7 +53,7 @@ def reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
 
 @torch.library.custom_op("minidist::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, group: str) -> Tensor:
-    """Send part i of `x` to rank i; return the received parts, concatenated in rank order, as a new tensor like `x`.
+    """Collective: send part i of `x` to rank i; return the received parts, concatenated in rank order, a new tensor.
 
     The parts are consecutive and of equal length along dimension 0.
     """

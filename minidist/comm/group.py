@@ -60,11 +60,11 @@ class Group:
 
     @cached_property
     def collective_channel(self) -> Channel:
-        """The channel of this group's collectives."""
+        """The channel, a numbered sequence of operations (see `status.Channel`), of this group's collectives."""
         return Channel("collective", self.name, self.ranks)
 
     def transfer_channel(self, kind: str, peer: int, tag: int) -> Channel:
-        """Return the channel of a send to, or a recv from, group rank `peer`. kind: "send" or "recv"."""
+        """Return the channel that numbers transfers with group rank `peer` and `tag`. kind: "send" to it or "recv"."""
         return Channel(kind, self.name, self.ranks, self.ranks[peer], tag)
 
     def __str__(self) -> str:
@@ -85,9 +85,9 @@ class Groups(Mapping[str, Group]):
     _groups: dict[str, Group]
 
     def destroy(self) -> None:
-        """Destroy torch's process groups, which frees their sockets, threads and shared memory.
+        """Collective: destroy torch's process groups, which frees their sockets, threads and shared memory.
 
-        All ranks call it. No group can communicate afterwards.
+        No group can communicate afterwards.
         """
         for group in self._groups.values():
             if group.process_group is not None:
@@ -127,13 +127,13 @@ def bind(
     check: Callable[[Group], None] | None = None,
     connect_timeout_s: float | None = None,
 ) -> Groups:
-    """Create the process groups of every spec and one named "control" over all ranks; return this rank's groups.
+    """Collective: create the groups of every spec and one named "control" over all ranks; return this rank's groups.
 
-    All ranks call it with equal arguments. mesh: its size is that of `world`. meter: records the operations of all
+    All ranks must pass equal arguments. mesh: has as many ranks as `world`. meter: records the operations of all
     groups; a new meter if None. backend: torch's name of the backend; None: the backend of the default group.
-    timeout_s: the backend aborts an operation that takes longer; connect_timeout_s: and the creation of a group; None:
-    `timeout_s`. check: called with the control group before any other group is made, to find out whether the arguments
-    are equal; if it raises on all ranks, no rank waits for another.
+    timeout_s: seconds until the backend aborts an operation. connect_timeout_s: seconds until it aborts the creation of
+    a group; None: `timeout_s`. check: called with the control group before any other group is made, to find out whether
+    the arguments are equal; if it raises on all ranks, no rank waits for another.
     Raises ValueError if the mesh and the world differ in size, or two specs share a name; CommError if a group cannot
     be created because a rank has died.
     """

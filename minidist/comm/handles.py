@@ -1,4 +1,4 @@
-"""Operations in flight: launched with rank status and meter, and owned by a handle until they are waited for."""
+"""Operations in flight: reported to rank status and the meter, and owned by a handle until its `wait` returns."""
 
 import contextlib
 import time
@@ -18,10 +18,10 @@ from minidist.errors import CommError
 
 @dataclass
 class Launched:
-    """One operation in flight, as rank status and the meter identify it.
+    """The identity of one launched operation: how rank status and the meter refer to it.
 
-    channel, seq: its channel, and its number there. name: the operation and its detail ("broadcast root 0").
-    shape, dtype: of its tensor. record: its record in the meter.
+    channel, seq: the sequence of operations to which it belongs (see `Channel`), and its number in it, from 1. name: of
+    the operation, with its detail ("broadcast root 0"). shape, dtype: of its tensor. record: its entry in the meter.
     """
 
     channel: Channel
@@ -35,8 +35,8 @@ class Launched:
 class Handle:
     """An asynchronous operation. Owns its tensors until `wait()`, which may be called more than once.
 
-    works: torch's handles; none if the operation is complete already. launched: the operations that `works` carry.
-    tensors: kept alive until the wait. on_complete: called once, when the operation has completed.
+    works: torch's handles; [] if the operation is complete already. launched: the operations that `works` carry out.
+    tensors: kept alive until the wait. on_complete: called once, by `wait`, when the operation has completed.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Handle:
     def wait(self, host: bool = False) -> None:
         """Block until the results may be used.
 
-        On CUDA the default orders the current stream after the operation and does not block the host; `host=True`
-        blocks the host until the results are in memory. Raises CommError if the operation failed.
+        On CUDA only the current stream waits for the operation by default, and the host goes on; `host=True` blocks the
+        host until the results are in memory. Raises CommError if the operation failed.
         """
         if not self._works:
             return
@@ -123,7 +123,7 @@ def launch(
 
 
 def report_launch(group: Group, name: str, tensor: Tensor, channel: Channel, detail: str = "", **count) -> Launched:
-    """Report to rank status and meter that an operation is about to start; arguments as in `launch`."""
+    """Report to rank status and meter that an operation is about to start. The arguments are those of `launch`."""
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     operation = f"{name} {detail}".rstrip()
     seq = group.world.status.on_launch(channel, operation, shape, dtype)

@@ -11,7 +11,7 @@ from minidist.comm.group import Group
 
 
 def all_gather_object(value: Any, group: Group) -> list[Any]:
-    """Return the `value` (any picklable object) of every rank, in rank order, on every rank."""
+    """Collective: return the `value` (any picklable object) of every rank, in rank order, on every rank."""
     data = pickle.dumps(value)
     device = group.world.control_device
     lengths = torch.empty(group.size, dtype=torch.int64, device=device)
@@ -27,7 +27,7 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
 
 
 def gather_object(value: Any, group: Group) -> list[Any]:
-    """Return the picklable `value` of every rank, in rank order, on group rank 0; [] on the other ranks."""
+    """Collective: return the picklable `value` of every rank, in rank order, on group rank 0; [] on the other ranks."""
     device, values = group.world.control_device, [value]
     if group.rank:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
@@ -42,5 +42,5 @@ def gather_object(value: Any, group: Group) -> list[Any]:
 
 
 def bind_all_gather_object(group: Group) -> Callable[[Any], list[Any]]:
-    """Return a function of one argument: `all_gather_object` over `group`. `fault` takes such a function."""
+    """Return `all_gather_object` over `group` as a function of the value alone, which the functions of `fault` take."""
     return lambda value: all_gather_object(value, group)

@@ -12,9 +12,9 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class PowerOfTwoRanks:
-    """Divides the ranks of a group into a power of two of *active* ranks and the *folded* ranks between them.
+    """Divides the ranks of a group into *active* and *folded* ranks: of 6, ranks 0, 2, 4, 5 are active, 1, 3 folded.
 
-    size: number of ranks in the group. An active rank works for itself and for the rank that is folded into it.
+    size: number of ranks in the group. An active rank also works for the rank folded into it: here 0 for 1, 2 for 3.
     """
 
     size: int
@@ -38,9 +38,9 @@ class PowerOfTwoRanks:
         return rank + 1 if rank < 2 * self.num_folded else None
 
     def index(self, rank: int) -> int:
-        """Return the number, among the active ranks, of the rank that represents group rank `rank`: 0 to count - 1."""
+        """Return which active rank, 0 to count - 1, works for group rank `rank`: of 6 ranks 0, 0, 1, 1, 2, 3."""
         return rank // 2 if rank < 2 * self.num_folded else rank - self.num_folded
 
     def rank(self, index: int) -> int:
-        """Return the group rank of active rank number `index`; for `index == count`, `size`."""
+        """Return the group rank of active rank `index`: of 6 ranks 0, 2, 4, 5. `rank(count)` is `size`, the end."""
         return index + min(index, self.num_folded)

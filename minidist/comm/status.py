@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Channel(NamedTuple):
-    """An ordered sequence of operations: all collectives of a group, or all sends (or recvs) of one rank to one peer.
+    """A numbered sequence of operations: all collectives of a group, or one rank's sends to (or recvs from) a peer.
 
     kind: "collective", "send" or "recv". group_name: name of the group. ranks: global ranks of the group. peer: global
     rank at the other end of a transfer; None for collectives. tag: the transfers' tag, as in `send`; 0 for collectives.

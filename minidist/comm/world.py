@@ -46,9 +46,9 @@ class World:
 def connect_ranks(
     backend: str, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float
 ) -> None:
-    """Create torch's default process group; also after this process has left one, or has failed to connect.
+    """Collective: create torch's default process group; also after this process has left one, or failed to connect.
 
-    store: the rendezvous store of all ranks, without keys of an earlier group. timeout_s: of each operation.
+    store: the rendezvous store of all ranks, without keys of an earlier group. timeout_s: per operation.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -21,7 +21,7 @@ class Document(NamedTuple):
 
 
 def read_python_sources(root: str | Path) -> list[Document]:
-    """Return every .py file below `root` except installed packages, ordered by name; UserError if there is none."""
+    """Return every .py file below `root` but installed packages, by name. Raises UserError if there is none."""
     paths = [path for path in _files(root, skip=NOT_SOURCES) if path.suffix == ".py"]
     documents, _ = _read(paths, Path(root))
     if not documents:

@@ -75,9 +75,9 @@ class Loader:
         return len(self._windows)
 
     def window_indices(self, position: int, n: int) -> np.ndarray:
-        """Return the indices, (n,) int64, of the windows that are the samples position..position+n-1 of the run.
+        """Return the windows, (n,) int64 indices, that the run reads as its samples position..position+n-1.
 
-        Samples are numbered from 0 through all epochs: sample `num_samples` is the first of the second epoch.
+        The position counts samples from 0 through all epochs of the run: `num_samples` starts the second epoch.
         """
         if position < 0 or n < 0:
             raise ValueError(f"position={position} and n={n} must be at least 0")
@@ -89,7 +89,7 @@ class Loader:
         return np.concatenate(parts)
 
     def global_batch(self, position: int, size: int) -> Batch:
-        """Return the global batch of the samples position..position+size-1, numbered as in `window_indices`."""
+        """Return the global batch of samples position..position+size-1, counted through all epochs of the run."""
         text = self._text[self.window_indices(position, size)].astype(np.int64)  # (b, s + 1)
         samples = np.arange(position, position + size)
         tokens, labels = text[:, :-1].copy(), text[:, 1:].copy()
@@ -110,8 +110,8 @@ class Loader:
 
         The global batch is split over dp_size data-parallel ranks into consecutive parts, whose sizes differ by at most
         one sample if `shares` is None and are otherwise proportional to `shares`, one number per rank; each part is
-        split evenly into `micro_batches` micro-batches. A micro-batch may have 0 samples, with
-        tokens (0, s). Raises ValueError for an invalid rank, invalid shares or micro_batches < 1.
+        split evenly into `micro_batches` micro-batches. A micro-batch may have 0 samples, with tokens (0, s). Raises
+        ValueError for an invalid rank, invalid shares or micro_batches < 1.
         """
         if shares is not None and len(shares) != dp_size:
             raise ValueError(f"{len(shares)} shares for dp={dp_size} ranks: give one share per rank")

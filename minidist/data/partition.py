@@ -27,16 +27,16 @@ def block_partition(n: int, world_size: int, rank: int) -> np.ndarray:
 def strided_partition(n: int, world_size: int, rank: int) -> np.ndarray:
     """Return the indices rank, rank + world_size, rank + 2 world_size, ... below n, (size,) int64.
 
-    Raises ValueError as `block_partition` does.
+    Raises ValueError for n < 0, world_size < 1 or a rank outside 0..world_size-1.
     """
     _check(n, world_size, rank)
     return np.arange(rank, n, world_size, dtype=np.int64)
 
 
 def random_partition(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """Return the indices, (size,) int64, of `rank`'s block of a random permutation, the same on all ranks.
+    """Return `rank`'s block, (size,) int64, of a random permutation of 0..n-1, which is the same on all ranks.
 
-    Raises ValueError as `block_partition` does.
+    Raises ValueError for n < 0, world_size < 1 or a rank outside 0..world_size-1.
     """
     mine = block_partition(n, world_size, rank)
     return permutation(n, seed, epoch)[mine]
@@ -45,7 +45,7 @@ def random_partition(n: int, world_size: int, rank: int, seed: int, epoch: int =
 def weighted_partition(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
     """Return the indices, (size,) int64, of `rank`'s block of 0..n-1; sizes are proportional to weights.
 
-    Raises ValueError for an invalid rank and for weights that `apportion` refuses.
+    Raises ValueError for a rank outside 0..len(weights)-1, or weights that are negative, non-finite or all zero.
     """
     _check(n, len(weights), rank)
     cuts = np.cumsum([0, *apportion(n, weights)])

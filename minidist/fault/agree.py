@@ -28,7 +28,7 @@ class CollectiveError(Exception):
 
 
 def run_on_all_ranks(all_gather_object: GatherObjects, action: Callable[[], Result]) -> list[Result]:
-    """Run `action` on every rank and return the results of all ranks, in rank order. Collective.
+    """Collective: run `action` on every rank and return the results of all ranks, in rank order.
 
     all_gather_object: takes this rank's value and returns the values of all ranks, in order. If the action raises on
     any rank, raises CollectiveError on all.

@@ -56,7 +56,7 @@ class CheckpointSaver:
 
     root: the folder in which each checkpoint gets a folder of its own, shared by all ranks. all_gather_object: takes
     this rank's value and returns the values of all ranks of the group, in order. rank: this rank's index in the group.
-    gather_object: a function that needs to return the values of all ranks on rank 0 only; by default all_gather_object.
+    gather_object: like all_gather_object, but it may return the values on rank 0 only; by default all_gather_object.
     on_phase: a callback that receives ("copy", step), ("write", step) and ("rename", step) when this rank comes to that
     phase of a save; "write" in the thread that writes.
     """
@@ -78,7 +78,7 @@ class CheckpointSaver:
 
     @property
     def is_local_file_written(self) -> bool:
-        """Whether this rank's thread has ended: its file is on disk, or could not be written. True without a save.
+        """Whether this rank's thread has ended: its file is on disk, or could not be written. True if no save runs.
 
         `finish_save` raises the error of a file that could not be written.
         """
@@ -90,7 +90,7 @@ class CheckpointSaver:
         return sum(copy.numel() * copy.element_size() for copy in self._copies.values())
 
     def start_save(self, step: int, local_shards: Iterable[TensorShard], state: dict, *, copy: bool = True) -> None:
-        """Start to save the checkpoint of `step`. Collective. The tensors may change as soon as the call returns.
+        """Collective: start to save the checkpoint of `step`. The tensors may change as soon as the call returns.
 
         local_shards: the shards of this rank; over all ranks, the shards with `is_saved_here` must cover every element
         exactly once. state: a JSON object (configuration, position, fingerprint of the corpus); that of rank 0 is
@@ -129,7 +129,7 @@ class CheckpointSaver:
         self._save = _Save(step, state, self._start_writing(step, to_save, copy))
 
     def finish_save(self) -> Path | None:
-        """Wait until all ranks have written their files, complete the checkpoint, and return its folder. Collective.
+        """Collective: wait until all ranks have written their files, complete the checkpoint, and return its folder.
 
         Returns None if no save is in flight. Raises RunError, the same on all ranks, if any of them failed; then
         earlier checkpoints are not changed.
@@ -214,10 +214,10 @@ def save_checkpoint(
     all_gather_object: GatherObjects = gather_single_rank,
     rank: int = 0,
 ) -> Path:
-    """Save the checkpoint of `step` below the folder `root`, wait until it is complete, and return its folder.
+    """Collective: save the checkpoint of `step` below the folder `root`, wait until it is complete, return its folder.
 
-    Collective. The arguments are those of `CheckpointSaver` and `CheckpointSaver.start_save`. Raises RunError, the same
-    on all ranks, if any of them failed; then earlier checkpoints are not changed.
+    The arguments are those of `CheckpointSaver` and `CheckpointSaver.start_save`. Raises RunError, the same on all
+    ranks, if any of them failed; then earlier checkpoints are not changed.
     """
     saver = CheckpointSaver(root, all_gather_object, rank)
     try:
@@ -247,14 +247,14 @@ def load_checkpoint(
     cast: bool = False,
     prefix: str = "",
 ) -> Index:
-    """Load the checkpoint in folder `path`, saved by any layout, into `local_shards`; return its index.
+    """Collective: load the checkpoint in folder `path`, saved by any layout, into `local_shards`; return its index.
 
-    Collective. local_shards: the shards of this rank, whose tensors are overwritten in place. all_gather_object, rank:
+    local_shards: the shards of this rank, whose tensors are overwritten in place. all_gather_object, rank:
     as in `CheckpointSaver`. Each rank reads only the slices that it needs, and the ranks share the work of verifying
     the checksums.
     cast: convert saved tensors to the dtypes of `local_shards`; if False, a different dtype is an error.
-    prefix: it is an error if no rank loads a saved tensor whose name starts with `prefix`. With `params/`, a model can
-        be loaded without its optimizer.
+    prefix: every saved tensor whose name starts with `prefix` must be loaded by some rank. With `params/`, a model can
+        be loaded without its optimizer; with "", every tensor must be loaded.
     Raises, the same on all ranks and before any tensor is written, DamagedError if the checkpoint is damaged (naming an
     intact one), UserError if its tensors, shapes or dtypes do not match `local_shards`; RunError if reading fails
     later.

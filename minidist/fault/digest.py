@@ -83,16 +83,16 @@ class ReplicaDifference:
 class ReplicaCheck:
     """Compares the replicas of tensors over a group of all ranks, and copies from healthy to wrong ones.
 
-    last_equal_step: the step of the last check that found no difference; at first, the step given.
+    last_equal_step: the step of the last check that found no difference; until then, the constructor's `step`.
     """
 
     def __init__(self, group: Group, step: int = 0):
         self._group, self.last_equal_step = group, step
 
     def find_differences(self, step: int, tensors: Iterable[ReplicatedTensor]) -> list[ReplicaDifference]:
-        """Compare all tensors, and return those that differ, the same list on every rank. Collective.
+        """Collective: compare all tensors, and return those that differ, the same list on every rank.
 
-        step: number of completed steps. tensors: of this rank.
+        step: number of completed steps. tensors: the replicated tensors of this rank.
         """
         replicated = [tensor for tensor in tensors if len(tensor.ranks) > 1]
         digests: dict[int, dict[str, int]] = defaultdict(dict)  # of this rank: by set of ranks, then by name
@@ -109,7 +109,7 @@ class ReplicaCheck:
         return _compare(details)
 
     def repair(self, differences: Sequence[ReplicaDifference], tensors: Iterable[ReplicatedTensor]) -> None:
-        """Overwrite every wrong replica by that of a healthy rank. Collective; each difference needs a healthy rank."""
+        """Collective: overwrite every wrong replica by a healthy rank's. Each difference must have a healthy rank."""
         own, rank = {entry.name: entry.tensor.detach() for entry in tensors}, self._group.world.rank
         for difference in differences:
             for wrong in difference.wrong:
@@ -126,7 +126,7 @@ class ReplicaCheck:
                     tensor.copy_(copy.view(tensor.dtype).view(tensor.shape))
 
     def _gather(self, digests: dict[int, int]) -> list[list[int]]:
-        """Gather the pairs (set of ranks, digest) of all ranks. Collective."""
+        """Collective: gather the pairs (set of ranks, digest) of all ranks."""
         device = self._group.world.control_device
         width = torch.tensor([len(digests)], device=device)
         all_reduce(width, self._group, "max", async_op=True).wait(host=True)

@@ -75,7 +75,7 @@ def prune_checkpoints(
     """Delete all but the latest `keep` complete checkpoints, and all unfinished ones. Called by one rank, after a save.
 
     just_saved: the folder that `save_checkpoint` returned, which is kept even if `keep` checkpoints of later steps
-    exist. keep_every: also keep those of steps that are multiples of it; 0 for none.
+    exist. keep_every: also keep the checkpoints of all steps divisible by it; 0: of none.
     Returns the complete checkpoints deleted. Raises ValueError if keep < 1, RunError if the system refuses a
     deletion.
     """

@@ -68,10 +68,10 @@ class SavedBox:
 
 @dataclass(frozen=True)
 class SavedPart:
-    """A part of a tensor, saved in the safetensors file `file`: a box, of which start and stop are the limits.
+    """A part of a tensor, saved in the safetensors file `file`: the box from tuple `start` to tuple `stop`.
 
-    Two numbers are a flat range: the row-major elements start <= i < stop, saved as the boxes of `flat_boxes`. A flat
-    shard of ZeRO is a range: two numbers, instead of up to 2 d - 1 boxes.
+    If both are numbers, it is a flat range: the row-major elements start <= i < stop, saved as the boxes of
+    `flat_boxes`. A flat shard of ZeRO is such a range: two numbers, instead of up to 2 d - 1 boxes.
     """
 
     start: int | tuple[int, ...]
@@ -79,7 +79,7 @@ class SavedPart:
     file: str
 
     def boxes(self, shape: tuple[int, ...]) -> list[SavedBox]:
-        """Return the boxes of this part of a tensor of this shape."""
+        """Return the boxes of this part. shape: of the global tensor."""
         flat = isinstance(self.start, int)
         boxes = flat_boxes(shape, self.start, self.stop) if flat else [Box(self.start, self.stop)]
         return [SavedBox(box, self.file) for box in boxes]
@@ -87,7 +87,7 @@ class SavedPart:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Where a checkpoint stores a global tensor. parts: cover it exactly once. dtype_name: a key of DTYPES."""
+    """Where a checkpoint stores a global tensor. parts: they cover it exactly once. dtype_name: a key of DTYPES."""
 
     dtype_name: str
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class SavedTensor:
 
     @property
     def boxes(self) -> list[SavedBox]:
-        """All parts as boxes."""
+        """The boxes of all parts."""
         return [box for part in self.parts for box in part.boxes(self.shape)]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer. The default has 0.8 million parameters and learns on a laptop."""
+    """The sizes of a decoder-only transformer. The default has 0.8 million parameters and learns on a laptop."""
 
     vocab_size: int = 256
     """Number of different tokens. 256 reads text byte by byte."""

@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and final norm: tokens in, hidden states out."""
+    """The model without its output head: embedding, blocks and final norm. Token ids in, hidden states out."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

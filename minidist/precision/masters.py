@@ -87,7 +87,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def copy_to_params(self, step: int = 0) -> None:
-        """Copy the updated masters to the parameters, rounded to their dtype. step: for stochastic rounding."""
+        """Copy the updated masters to the parameters, rounded to their dtype. step: seeds stochastic rounding."""
         if not self.separate:
             return
         if self.persistent:

@@ -18,7 +18,7 @@ HALF_DTYPES = ("bf16", "fp16")
 
 @dataclass(frozen=True)
 class Policy:
-    """The dtype of each kind of tensor, as keys of PRECISION_BYTES.
+    """The dtype of each kind of tensor, as a key of PRECISION_BYTES: "fp64", "fp32", "bf16" or "fp16".
 
     compute: activations and matrix products. parameter: the weights in forward and backward (and in ZeRO-3's
     all-gather). accumulate: gradients summed over micro-batches. reduce: gradients in the reduction over ranks.

@@ -53,7 +53,7 @@ def agree_on_step(
     scaler: LossScaler | None,
     group: Group,
 ) -> tuple[StepResult, list[float]]:
-    """Make one decision for all ranks: step, skip or stop. Return it, and the sums of `extra_values`.
+    """Collective: make one decision for all ranks: step, skip or stop. Return it, and the sums of `extra_values`.
 
     All-reduces one vector over the group: this rank's loss, squared_norm, stop_requested and extra_values (any numbers
     whose sums over the ranks the caller needs). squared_norm: of the gradient elements that this rank counts; each
@@ -95,9 +95,9 @@ class SkippedSteps:
         self._limit, self._scaler, self._all_gather_object = limit, scaler, all_gather_object
 
     def add_step(self, result: StepResult, step: int, describe_last_checkpoint: Callable[[], str]) -> str | None:
-        """Count the step; return the note about it if it was skipped. Collective, with the same outcome on all ranks.
+        """Collective: count the step; return the note about it if it was skipped, else None, the same on all ranks.
 
-        step: the number of the step, from 1. describe_last_checkpoint: returns the last sentence of an error.
+        step: the number of the step, from 1. describe_last_checkpoint: returns the last sentence of a RunError.
         Raises RunError, which names the first non-finite parameters, if more than `limit` consecutive steps were not
         finite, or the loss scaler is exhausted.
         """

@@ -46,7 +46,7 @@ class Engine:
     """Runs training steps and evaluations of a model that is laid out over ranks.
 
     parallel: the model as `parallelize` returned it. groups: the process groups as `comm.bind` returned them. optim:
-    the options of the optimizer, which the engine creates. seed: of dropout.
+    the options of the optimizer, which the engine creates. seed: the seed of dropout.
 
     Live recovery reads after a failed step: completed_steps, the number of steps that the masters and the optimizer
     states include, None within an update; decision, the last agreement.
@@ -79,11 +79,11 @@ class Engine:
         regroup_requested: bool = False,
         on_gradients_reduced: Callable[[], None] | None = None,
     ) -> StepResult:
-        """Train on this rank's part of the global batch of step number `step`.
+        """Collective: train on this rank's part of the global batch of step number `step`.
 
-        step: from 0. micro_batches: of this rank. lr: the learning rate. data_weight: the weight of this rank's data in
-        the loss. is_stop_requested: returns whether this rank asks for the end of the run; called when the gradients
-        are reduced. checkpoint_written: whether this rank has written its file of the checkpoint in flight.
+        step: from 0. micro_batches: those of this rank. lr: the learning rate. data_weight: the weight of this rank's
+        data in the loss. is_stop_requested: returns whether this rank asks for the end of the run; called when the
+        gradients are reduced. checkpoint_written: whether this rank has written its file of the checkpoint in flight.
         regroup_requested: whether this rank asks to continue with other ranks. on_gradients_reduced: called before the
         gradients are clipped. Raises CommError if a collective failed; before the agreement no rank has updated
         anything then.
@@ -138,7 +138,7 @@ class Engine:
         self.completed_steps = decision.step + 1
 
     def finish_reduction(self) -> None:
-        """Complete the gradient reductions that backward launched, then divide the gradients by the loss scale."""
+        """Collective: complete the reductions that backward launched; then divide the gradients by the loss scale."""
         self.reducer.finish_reductions()
         if self.scaler is not None:
             self.reducer.scale_gradients(1 / self.scaler.scale)
@@ -152,7 +152,7 @@ class Engine:
         checkpoint_written: bool,
         regroup_requested: bool,
     ) -> StepResult:
-        """Compute the gradient norm, and make one decision for all ranks: step, skip or stop. Collective.
+        """Collective: compute the gradient norm, and make one decision for all ranks: step, skip or stop.
 
         loss: of this rank, in nats. tokens: number of tokens in the global batch. The others as in `step`.
         """
@@ -193,7 +193,7 @@ class Engine:
             if factor < 1.0:
                 self.reducer.scale_gradients(factor)
         set_learning_rate(self.optimizer, lr)
-        for group in self.reducer.update_groups():
+        for group in self.reducer.groups_to_update():
             self.reducer.attach_grads(group)
             self.optimizer.step(**({"names": self.reducer.updated_names(group)} if self.optim.kind == "muon" else {}))
             self.reducer.copy_to_params(group, step)
@@ -204,11 +204,11 @@ class Engine:
         batches_at_once: int | None = None,
         is_stop_requested: Callable[[], bool] = lambda: False,
     ) -> float | None:
-        """Return the mean token loss of all ranks' batches, in nats, the same on every rank; NaN without any token.
+        """Collective: return the mean token loss of all ranks' batches, in nats; NaN without any token.
 
-        batches: of this rank; no larger than its micro-batches in training, so that evaluation needs no more memory.
-        Returns None if any rank asks for the end of the run before the last batch: `is_stop_requested` is called after
-        every `batches_at_once` batches. Leaves the model in evaluation mode. Collective.
+        batches: those of this rank; no larger than its micro-batches in training, so that evaluation needs no more
+        memory. Returns None if any rank asks for the end of the run before the last batch: `is_stop_requested` is
+        called after every `batches_at_once` batches. Leaves the model in evaluation mode.
         """
         self.model.eval()
         loss_sum = count = 0.0

@@ -25,7 +25,7 @@ from minidist.train.loss import AsyncSum, backward
 class ForwardBackward:
     """Runs forward and backward of micro-batches through this rank's part of the model.
 
-    parallel: the model as `parallelize` returned it. groups: the process groups. seed: of dropout.
+    parallel: the model as `parallelize` returned it. groups: the process groups. seed: the seed of dropout.
     is_loss_counted: whether the losses of this rank enter the sum over all ranks. Ranks of a tensor-parallel group
     compute the same loss, which only the first of them counts; pipeline stages before the last compute none.
     """
@@ -142,7 +142,7 @@ class ForwardBackward:
     def sum_losses(self, batches: Sequence[Batch]) -> list[float]:
         """Return [sum of the token losses in nats, number of these tokens] of this rank, without gradients.
 
-        batches: of this rank, with full sequences. Returns [0.0, 0.0] unless `is_loss_counted`.
+        batches: those of this rank, with full sequences. Returns [0.0, 0.0] unless `is_loss_counted`.
         """
         sums = [torch.zeros(2, dtype=torch.float64, device=self.device)]
         addressed = [self._addressed(0, batch) for batch in self.shard_sequences(batches) if not self._skips(batch)]

@@ -31,7 +31,7 @@ class AsyncSum:
 
 
 def all_reduce_token_count(counts: Iterable[int], weight: float, group: Group) -> AsyncSum:
-    """Launch the all-reduce of the global batch's weighted number of tokens: sum_i w_i n_i over the ranks i.
+    """Collective: all-reduce the weighted number of tokens of the global batch: sum_i w_i n_i over the ranks i.
 
     counts: the number of tokens with a loss in each of this rank's micro-batches; n_i is their sum. weight: w_i, the
     weight of this rank's data. The returned `AsyncSum` waits for the result when its `value` is read.

@@ -14,11 +14,11 @@ from minidist.train.matrix_plan import MatrixPlan, MatrixShard, assign_matrix_ow
 class ShardedMatrices:
     """Applies a function to full matrices sharded over a group: each matrix is assembled on one rank, its owner.
 
-    The owner applies the function and sends every holder of the matrix its shard of the result. All ranks of the group
-    construct it together, with a collective.
+    The owner applies the function and sends every holder of the matrix its shard of the result. The constructor is
+    collective.
 
     matrices: by name, the specs of the matrices of which this rank holds elements; possibly none. group: the ranks over
-    which they are sharded. dtype: of the shards; None on a rank that holds nothing.
+    which they are sharded. dtype: the shards' dtype; None on a rank that holds no element.
     """
 
     def __init__(self, matrices: ParamSpecs, group: Group, dtype: torch.dtype | None):
@@ -44,11 +44,11 @@ class ShardedMatrices:
     def apply(
         self, compute: Callable[[Tensor], Tensor], shards: Mapping[str, Tensor], names: Collection[str]
     ) -> dict[str, Tensor]:
-        """Return this rank's shard of `compute(matrix)` by name, (elements,), for the matrices in `names`.
+        """Collective: compute on the full matrices in `names`; return this rank's shards of the results, (elements,).
 
-        compute: maps a full matrix (m, n) to (m, n). shards: this rank's elements of each matrix, (elements,), in the
-        order of its boxes. names: the matrices to compute, the same on every rank, including matrices of which this
-        rank holds no element. Collective: two all-to-alls.
+        compute: maps a full matrix (m, n) to (m, n). shards: by name, this rank's elements of each matrix, (elements,):
+        its boxes (index ranges, as in the specs) concatenated. names: the same on every rank, including matrices of
+        which this rank holds no element.
         """
         group, me, wanted = self.group, self.group.rank, [name for name in self.plan.holders if name in names]
         to = {rank: [name for name in wanted if self.plan.owner[name] == rank] for rank in range(group.size)}

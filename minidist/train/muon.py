@@ -46,9 +46,8 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: None = None, names: Collection[str] = ()) -> None:
         """Update every parameter that has a gradient; gradients are not modified.
 
-        closure: as in torch. names: the parameters that at least one rank updates in this call. Only
-        needed if matrices are sharded: then the call is collective, and a rank that holds no element of a matrix takes
-        part.
+        closure: as in torch. names: the parameters that at least one rank updates in this call. Only needed if matrices
+        are sharded: then the call is collective, and a rank that holds no element of a matrix must call it too.
         """
         groups = self.param_groups
         muon = [group for group in groups if group["shapes"] is not None]

@@ -27,9 +27,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Create the optimizer: torch's AdamW or SGD, fused where possible, or Muon with AdamW.
 
-    masters: the tensors that this rank updates, by global name, in any shape; may be empty. specs: of the parameters.
-    matrix_group: the ranks over which Muon's matrices are sharded; collective over it. Every parameter group has
-    `lr_ratio`, which `set_learning_rate` reads. Raises ValueError if Muon gets a shard and no `matrix_group`.
+    masters: the tensors that this rank updates, by global name, in any shape; may be empty. specs: the parameters'
+    specs. matrix_group: the ranks over which Muon's matrices are sharded; then the call is collective. Every parameter
+    group has `lr_ratio`, which `set_learning_rate` reads. Raises ValueError if Muon gets a shard and no `matrix_group`.
     """
     matrices = [name for name in masters if optim.kind == "muon" and is_hidden_matrix(name, len(specs[name].shape))]
     groups = _adamw_groups(optim, {name: master for name, master in masters.items() if name not in matrices}, specs)

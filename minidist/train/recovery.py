@@ -1,4 +1,4 @@
-"""What the trainer asks of live recovery; `tools/recovery` implements it."""
+"""The interface that the trainer needs of live recovery; `tools/recovery` implements it."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
@@ -16,9 +16,9 @@ class Regroup(Exception):
 class Recovery(ABC):
     """What a process carries from one trainer to the next when ranks die and are replaced.
 
-    corpus: the training text, for every trainer of this process. connect_timeout_s: of the creation of process groups,
-    in which a rank may die. is_after_failure: whether the run has lost or gained ranks before. is_regroup_requested:
-    whether more ranks can be used now, as far as this rank knows.
+    corpus: the training text, for every trainer of this process. connect_timeout_s: seconds after which the
+    creation of a process group fails: a rank may die meanwhile. is_after_failure: whether the run has lost or gained
+    ranks before. is_regroup_requested: whether more ranks can be used now, as far as this rank knows.
     """
 
     corpus: Corpus
@@ -28,12 +28,12 @@ class Recovery(ABC):
 
     @abstractmethod
     def restore(self, trainer: "Trainer") -> bool:
-        """Load the newest state in the memory of the ranks into a new trainer; False if there is none. Collective."""
+        """Collective: load the newest state in the memory of the ranks into a new trainer; False if there is none."""
 
     @abstractmethod
     def on_start(self, trainer: "Trainer") -> None:
-        """Called when a trainer starts to train. Collective."""
+        """Collective: called when a trainer starts to train."""
 
     @abstractmethod
     def on_step(self, trainer: "Trainer") -> None:
-        """Called when a step has been completed and reported. Collective."""
+        """Collective: called when a step has been completed and reported."""

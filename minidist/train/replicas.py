@@ -9,7 +9,7 @@ from minidist.train.engine import Engine
 
 
 def replicated_tensors(engine: Engine) -> Iterator[ReplicatedTensor]:
-    """Yield this rank's parameters, master weights, optimizer states and buffers, with the ranks that hold the same.
+    """Yield this rank's parameters, master weights, optimizer states and buffers, and the ranks that hold each.
 
     With ZeRO, a shard has replicas in other shard groups only. ZeRO 3 has no full parameters between steps.
     """
@@ -30,7 +30,7 @@ def replicated_tensors(engine: Engine) -> Iterator[ReplicatedTensor]:
 
 
 def check_replicas(check: ReplicaCheck, engine: Engine, step: int, repair: bool) -> str | None:
-    """Compare all replicas after step number `step`, from 1; return None if they are equal. Collective.
+    """Collective: compare all replicas after step number `step`, from 1; return None if they are equal.
 
     repair: overwrite wrong replicas by those of the majority, and return a line about it for the log. Raises RunError,
     the same on all ranks, if replicas differ and are not to be repaired, or no majority tells which of them are right.

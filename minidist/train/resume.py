@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_stored_config(index: "Index") -> dict[str, Any]:
-    """Return the configuration of the run that wrote a checkpoint, as TOML's values. index: of the checkpoint.
+    """Return the configuration of the run that wrote a checkpoint, as TOML's values. index: the checkpoint's.
 
     Raises UserError if the state has no configuration: another program wrote the checkpoint; DamagedError if it has no
     valid one.
@@ -28,7 +28,7 @@ def read_stored_config(index: "Index") -> dict[str, Any]:
 
 
 def check_resumable(index: "Index", config: Config, corpus: "Corpus") -> None:
-    """Raise UserError unless a run of `config` on `corpus` can continue from a checkpoint. index: of the checkpoint.
+    """Raise UserError unless a run of `config` on `corpus` can continue from a checkpoint, whose index is given.
 
     Raises DamagedError if the state in the index is not one that the trainer writes. If the checkpoint is of the last
     step, there is nothing left to train: this is an error only if `config.checkpoint.resume` names a checkpoint.

@@ -19,9 +19,9 @@ _OWN = ("folder", "device", "checkpoint.resume", "data.path", "data.source")
 
 
 def check_same_program(config: Config, group: Group) -> None:
-    """Raise UserError, the same on all ranks, unless all ranks of `group` have the same options and package source.
+    """Collective: raise UserError on all ranks unless all ranks of `group` have the same options and package source.
 
-    Names the options and their values by rank, or the source files. Collective: 8 bytes per rank if all agree.
+    The message names the options and their values by rank, or the source files. Sends 8 bytes per rank if all agree.
     """
     if group.size == 1:
         return

@@ -51,7 +51,7 @@ class Progress:
 def train(
     world: World, config: Config, observers: Sequence[Observer] = (), meter: Meter | None = None
 ) -> dict[str, Any]:
-    """Train on this rank as the configuration says. Every rank calls it.
+    """Collective: train on this rank as the configuration says.
 
     observers, meter: see `Trainer`. Returns a summary: "step", the number of completed steps; "stopped", whether the
     run was stopped before its last step; "stop_signal", the signal to stop that this rank received, or None; "folder";
@@ -74,10 +74,10 @@ class Trainer:
     observers: receive the events of the run, in this order. meter: counts the communication; None for a meter that
     keeps totals only. Attributes that observers read: progress; step_time_s, the duration of the last step in seconds,
     with loading its data; skipped_steps, the count of steps without an update; resumed_from, the folder of the
-    checkpoint from which the run was resumed, or None; folder, of the run; start_notes, lines for the observers when
+    checkpoint from which the run was resumed, or None; folder, the run's; start_notes, lines for the observers when
     the run starts; reported_steps, the number of steps whose results the observers have received, in this process or
-    before; interrupted_step, the result of a completed step that they have not, because a rank died; world, config,
-    mesh, groups, corpus, engine and recovery.
+    before; interrupted_step, the result of a completed step that they have not received, because a rank died; world,
+    config, mesh, groups, corpus, engine and recovery.
     recovery: if given, dead ranks are replaced while the run goes on: the state may come from the memory of the ranks,
     and `run` raises Regroup when ranks can be added.
     If the constructor fails on one rank only (a file that this rank cannot read), it raises on all ranks, so that no
@@ -192,9 +192,9 @@ class Trainer:
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def run(self, stop: StopRequest) -> dict[str, Any]:
-        """Train to the last step, or until a rank has received a signal to stop; return the summary as `train` does.
+        """Collective: train to the last step, or until a rank has received a signal to stop; return `train`'s summary.
 
-        stop: the entered signal handler of this rank. A stopped run saves a checkpoint first.
+        stop: the signal handler of this rank, inside its `with`. A stopped run saves a checkpoint first.
         """
         train, meter, recovery, stopped = self.config.train, self.groups.meter, self.recovery, False
         self.stop_request = stop

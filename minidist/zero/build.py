@@ -23,12 +23,12 @@ from minidist.zero.reducer import ReducedFlatParam, ZeroReducer
 class ZeroReducerBuilder:
     """Lays a model's parameters into flat parameters, sharded over `groups["grads"]`, and builds their reducer.
 
-    model: this rank's part. specs: of its parameters before ZeRO shards them. values: of these parameters in full
-    precision, before the cast to the parameter dtype. names: of all parameters of the whole model, the same on every
-    rank. chunk_of: in a pipeline, the chunk of this stage whose backward completes a parameter's gradient; empty
-    without a pipeline. reduction_groups: the groups over which gradients may be summed: each consists of the ranks that
-    hold the same shard (in stage 0, the same parameter); `build` raises KeyError if a shard's replicas are none of
-    them.
+    model: this rank's part of the model. specs: the specs of its parameters before ZeRO shards them. values: the values
+    of these parameters in full precision, before the cast to the parameter dtype. names: the names of all parameters of
+    the whole model, the same on every rank. chunk_of: in a pipeline, the chunk of this stage whose backward completes a
+    parameter's gradient; empty without a pipeline. reduction_groups: the groups over which gradients may be summed:
+    each consists of the ranks that hold the same shard (in stage 0, the same parameter). `build` raises KeyError if
+    none of these groups consists of a shard's replicas.
     """
 
     model: nn.Module

@@ -21,7 +21,7 @@ from minidist.zero.flat_param import ShardedFlatParam
 class Block:
     """A module with the flat parameters that are gathered and freed together with it.
 
-    index: of the layer in the model, or ROOT for the parameters outside of all layers.
+    index: the index of the layer in the model, or ROOT for the parameters outside of all layers.
     """
 
     module: nn.Module
@@ -29,12 +29,12 @@ class Block:
     index: int
 
     def launch_gather(self) -> None:
-        """Start the all-gather of the flat parameters that are not unsharded."""
+        """Collective: start the all-gather of the flat parameters that are sharded now."""
         for flat_param in self.flat_params:
             flat_param.launch_gather()
 
     def unshard(self) -> None:
-        """All-gather the parameters and wait until they are complete."""
+        """Collective: all-gather the parameters and wait until they are complete."""
         self.launch_gather()
         for flat_param in self.flat_params:
             flat_param.wait_gather()
@@ -48,10 +48,10 @@ class Block:
 class BlockGatherer:
     """Gathers the parameters of each block before it runs, and frees them after it, by hooks on the modules.
 
-    model: the model, with the interface of `Transformer`. root: the parameters outside of all blocks. num_layers: of
-    the whole model. keep_last_block: whether the last block and the head stay unsharded between forward and backward.
-    prefetch: whether to gather the next block while one computes. on_block_done: called with the flat parameters of
-    each block whose backward is over; None to call nothing.
+    model: the model, with the interface of `Transformer`. root: the parameters outside of all blocks. num_layers: the
+    number of layers of the whole model. keep_last_block: whether the last block and the head stay unsharded between
+    forward and backward. prefetch: whether to gather the next block while one computes. on_block_done: called with the
+    flat parameters of each block whose backward is over; None to call nothing.
     """
 
     def __init__(
@@ -144,6 +144,6 @@ class BlockGatherer:
             block.reshard()
 
     def gather_all(self) -> None:
-        """Unshard all parameters, so that the full model can be read; `end_backward` reshards them."""
+        """Collective: unshard all parameters, so that the full model can be read; `end_backward` reshards them."""
         for block in [self.root, *self.blocks.values()]:
             block.unshard()

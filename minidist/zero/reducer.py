@@ -51,7 +51,7 @@ class InOrderReductions:
             self._launch()
 
     def on_block_done(self, flat_params: Sequence[FlatParam]) -> None:
-        """Launch all reductions up to the last of `flat_params`, those of a block whose backward is over."""
+        """Launch, in order, the reductions up to the last of `flat_params`, those of a block whose backward is over."""
         while any(member.flat_param in flat_params for member in self._pending()):
             self._launch()
 
@@ -83,9 +83,9 @@ class ZeroReducer(GradientReducer):
     """The gradient reducer of ZeRO stages 1 to 3, and of stage 0 in mixed precision or with offloading.
 
     members: the flat parameters in the order in which backward completes their gradients. frozen: flat parameters
-    without gradients. names: of all parameters of the whole model, the same on every rank. master_specs: the elements
-    of each parameter that this rank's shards hold. gatherer: gathers parameters while the model runs, in stage 3.
-    reduces_each_micro_batch: whether gradients are reduced in every micro-batch rather than once a step.
+    without gradients. names: the names of all parameters of the whole model, the same on every rank. master_specs: the
+    elements of each parameter that this rank's shards hold. gatherer: gathers parameters while the model runs, in stage
+    3. reduces_each_micro_batch: whether gradients are reduced in every micro-batch rather than once a step.
     reduces_each_block: whether the reductions of a block start as soon as the gatherer reports that its backward is
     over.
     """
@@ -122,7 +122,7 @@ class ZeroReducer(GradientReducer):
     # -- accumulation -------------------------------------------------------------------------------------------------
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Accumulate a local gradient. Raises RuntimeError after `mark_ready(name)`."""
+        """Accumulate a local gradient of parameter `name`. Raises RuntimeError after `mark_ready(name)`."""
         if name not in self._order_of[name].awaited:
             raise RuntimeError(f"a gradient of {name} came after mark_ready({name!r}), when it may be in flight")
         self._used.add(name)
@@ -133,7 +133,7 @@ class ZeroReducer(GradientReducer):
         self._order_of[name].mark_ready(name)
 
     def on_block_done(self, flat_params: Sequence[FlatParam]) -> None:
-        """Launch the reductions of a block whose backward is over (stage 3)."""
+        """Launch the reductions of `flat_params`, those of a block whose backward is over (stage 3)."""
         for order in self._orders.values():
             order.on_block_done(flat_params)
 
@@ -153,7 +153,7 @@ class ZeroReducer(GradientReducer):
     # -- the phases of a step -----------------------------------------------------------------------------------------
 
     def finish_reductions(self) -> None:
-        """Launch the remaining reductions, and wait until this rank has its shards of the summed gradients."""
+        """Collective: launch the remaining reductions; wait until this rank has its shards of the summed gradients."""
         if not self.reduces_each_micro_batch:
             self._orders[None].launch_remaining()
         for member in self.members:
@@ -182,8 +182,8 @@ class ZeroReducer(GradientReducer):
         for member in self.members:
             member.gradients.result.mul_(factor)
 
-    def update_groups(self) -> list[list[ReducedFlatParam]]:
-        """Return the groups of flat parameters that the optimizer updates in one call each.
+    def groups_to_update(self) -> list[list[ReducedFlatParam]]:
+        """Return the groups of flat parameters that the optimizer updates, each with one call of its `step`.
 
         One group has all flat parameters whose update needs no temporary memory. The update of the others needs some
         (for gradients in the masters' dtype, or for masters that are not persistent), so each is a group of its own.
@@ -203,13 +203,13 @@ class ZeroReducer(GradientReducer):
             member.flat_param.masters.attach_grads(member.gradients.result, self._unused)
 
     def copy_to_params(self, group: Sequence[ReducedFlatParam], step: int) -> None:
-        """Copy the updated masters to this rank's shards, and drop their gradients. step: of the optimizer."""
+        """Copy the updated masters to this rank's shards, and drop their gradients. step: seeds stochastic rounding."""
         for member in group:
             member.flat_param.masters.copy_to_params(step)
             member.flat_param.masters.detach_grads()
 
     def gather_params(self) -> None:
-        """All-gather the updated shards; nothing in stage 3, where each block is gathered when the model runs it."""
+        """Collective: all-gather the updated shards; stage 3 gathers each block when the model runs it, not here."""
         if self.gatherer is None:
             for member in self.members:
                 member.flat_param.launch_gather()

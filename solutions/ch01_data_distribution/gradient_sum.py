@@ -38,7 +38,7 @@ from minidist.parameters import ParamSpecs
 class NaiveReducer(GradientReducer):
     """Gradient reducer of data parallelism with one all-reduce per parameter after backward; see `BucketedReducer`.
 
-    specs: of the parameters. groups: among them the group of each parameter's replicas.
+    specs: the parameters' specs. groups: these must include the group of each parameter's replicas.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs, groups: Iterable[Group]):
@@ -61,7 +61,7 @@ class NaiveReducer(GradientReducer):
         self._ready.add(name)  # nothing is sent before `finish_reductions`
 
     def finish_reductions(self) -> None:
-        """All-reduce all gradients. Then `.grad` is the sum over the group, None if no rank used the parameter."""
+        """Collective: all-reduce the gradients. Then `.grad` is their sum, None if no rank used the parameter."""
         for name, parameter in self._parameters.items():
             group = self._groups[name]
             # Every rank must take part in every collective: one that did not use the parameter sends zeros.

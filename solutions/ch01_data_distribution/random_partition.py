@@ -29,9 +29,9 @@ from minidist.data.partition import block_partition, permutation
 
 
 def random_partition(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """Return the indices, (size,) int64, of `rank`'s block of a random permutation, the same on all ranks.
+    """Return `rank`'s block, (size,) int64, of a random permutation of 0..n-1, which is the same on all ranks.
 
-    Raises ValueError as `block_partition` does.
+    Raises ValueError for n < 0, world_size < 1 or a rank outside 0..world_size-1.
     """
     mine = block_partition(n, world_size, rank)
     return permutation(n, seed, epoch)[mine]

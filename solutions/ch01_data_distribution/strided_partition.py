@@ -26,7 +26,7 @@ from minidist.data.partition import _check
 def strided_partition(n: int, world_size: int, rank: int) -> np.ndarray:
     """Return the indices rank, rank + world_size, rank + 2 world_size, ... below n, (size,) int64.
 
-    Raises ValueError as `block_partition` does.
+    Raises ValueError for n < 0, world_size < 1 or a rank outside 0..world_size-1.
     """
     _check(n, world_size, rank)
     return np.arange(rank, n, world_size, dtype=np.int64)

@@ -54,7 +54,7 @@ def apportion(n: int, weights: Sequence[float]) -> list[int]:
 def weighted_partition(n: int, weights: Sequence[float], rank: int) -> np.ndarray:
     """Return the indices, (size,) int64, of `rank`'s block of 0..n-1; sizes are proportional to weights.
 
-    Raises ValueError for an invalid rank and for weights that `apportion` refuses.
+    Raises ValueError for a rank outside 0..len(weights)-1, or weights that are negative, non-finite or all zero.
     """
     _check(n, len(weights), rank)
     cuts = np.cumsum([0, *apportion(n, weights)])

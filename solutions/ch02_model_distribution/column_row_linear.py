@@ -57,5 +57,5 @@ class RowParallelLinear(nn.Module):
         self.weight, self._leave = nn.Parameter(weight), leave
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output summed over the ranks, (b, s, out) or with sequence parallelism (b, s / ranks, out)."""
+        """Collective: return the sum over the ranks, (b, s, out); with sequence parallelism (b, s / ranks, out)."""
         return self._leave(F.linear(x, self.weight))

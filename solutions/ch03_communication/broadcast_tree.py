@@ -29,7 +29,7 @@ from minidist.comm.group import Group
 
 
 def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
-    """Overwrite `tensor` on every rank with the tensor of group rank `src` (a rank's number within `group`).
+    """Collective: overwrite `tensor` with the tensor of group rank `src` (a rank's number within `group`).
 
     The tensor passes along a binomial tree.
     """

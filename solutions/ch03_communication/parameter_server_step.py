@@ -35,7 +35,7 @@ def parameter_server_step(
     root: int = 0,
     op: str = "sum",
 ) -> None:
-    """Reduce the gradients to one root, update the parameters there, and broadcast them to all ranks.
+    """Collective: reduce the gradients to one root, update the parameters there, and broadcast them to all ranks.
 
     update: called on the root only, with its `parameters` and the reduced `gradient`; changes the parameters in place.
     root: group rank. op: the reduction of the gradients. `gradient` is reduced in place on the root, unchanged

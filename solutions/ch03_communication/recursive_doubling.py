@@ -31,7 +31,7 @@ from minidist.comm.power_of_two import PowerOfTwoRanks
 
 
 def doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Replace `tensor` (any shape) on every rank by its reduction: partners exchange full buffers and add.
+    """Collective: replace `tensor` (any shape) by its reduction: partners exchange full buffers and add.
 
     Both partners add the same two numbers, and a + b = b + a bit for bit, so all ranks get identical results. Unlike
     the ring's, the order of additions does not depend on an element's offset in the tensor.

@@ -33,7 +33,7 @@ from minidist.comm.group import Group
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Replace `tensor` (any shape) on every rank by its reduction: reduce-scatter, then all-gather.
+    """Collective: replace `tensor` (any shape) by its reduction: reduce-scatter, then all-gather.
 
     Each rank first sends the chunk of its own index, as in the paper, and so completes chunk `rank + 1`: the list is
     rotated accordingly. Chunk c is summed in the order of ranks c, c + 1, ..., c - 1 (modulo size) and then copied to

@@ -55,10 +55,10 @@ from minidist.zero.gather import Block
 class BlockGatherer:
     """Gathers the parameters of each block before it runs, and frees them after it, by hooks on the modules.
 
-    model: the model, with the interface of `Transformer`. root: the parameters outside of all blocks. num_layers: of
-    the whole model. keep_last_block: whether the last block and the head stay unsharded between forward and backward.
-    prefetch: whether to gather the next block while one computes. on_block_done: called with the flat parameters of
-    each block whose backward is over; None to call nothing.
+    model: the model, with the interface of `Transformer`. root: the parameters outside of all blocks. num_layers: the
+    number of layers of the whole model. keep_last_block: whether the last block and the head stay unsharded between
+    forward and backward. prefetch: whether to gather the next block while one computes. on_block_done: called with the
+    flat parameters of each block whose backward is over; None to call nothing.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class BlockGatherer:
             block.reshard()
 
     def gather_all(self) -> None:
-        """Unshard all parameters, so that the full model can be read; `end_backward` reshards them."""
+        """Collective: unshard all parameters, so that the full model can be read; `end_backward` reshards them."""
         for block in [self.root, *self.blocks.values()]:
             block.unshard()
 
@@ -169,7 +169,7 @@ class ShardedFlatParam(FlatParam):
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Allocate the flat buffer and start its all-gather, unless done already since the last `reshard`."""
+        """Collective: allocate the flat buffer and start its all-gather, unless done since the last `reshard`."""
         if not self.is_unsharded:
             self.is_unsharded = True
             self.full_buffer.untyped_storage().resize_(self.full_buffer.numel() * self.full_buffer.element_size())

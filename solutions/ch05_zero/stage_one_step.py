@@ -52,7 +52,7 @@ class FullGradients:
     """Gradients of a flat parameter, accumulated in a full-length buffer for the whole step (stages 0 and 1).
 
     group: the ranks over which the gradients are sharded. replica_group: the ranks that hold the same shard and sum it;
-    None if there is only one. full_buffer: (numel,), the flat gradient. result: (shard_numel,), this rank's shard,
+    None if no other rank holds it. full_buffer: (numel,), the flat gradient. result: (shard_numel,), this rank's shard,
     summed over all ranks once the reducer has finished. transient: whether the full-length buffer lives only while it
     is reduced.
     """
@@ -95,7 +95,7 @@ class FullGradients:
             self.filled.add(name)
 
     def launch(self) -> None:
-        """Start the reduce-scatter over the group (all-reduce if not sharded); a missing gradient counts as zero."""
+        """Collective: start the reduce-scatter (all-reduce if not sharded); a missing gradient counts as zero."""
         for name in self.views.keys() - self.filled:
             self.views[name].zero_()
         if self.group.size > 1:
@@ -112,7 +112,7 @@ class FullGradients:
         return full
 
     def launch_replica_all_reduce(self) -> None:
-        """Start the all-reduce of this rank's shard over the ranks that hold the same shard, if there are others."""
+        """Collective: start the all-reduce of the shard over all ranks that hold it, if there are others."""
         if self.replica_group is not None:
             sent = self.result.to(self.dtypes.reduce)  # no copy if the dtypes are equal
             self._in_flight = all_reduce(sent, self.replica_group, async_op=True), sent, self.result
@@ -127,7 +127,7 @@ class FullGradients:
             self._in_flight = None
 
     def launch_final_reduction(self) -> None:
-        """Start the step's last reduction, over replicas, after all reductions over the group have been launched."""
+        """Collective: start the step's last reduction, over the replicas, after all reductions over the group."""
         if self.group.size > 1:
             self.wait()
             self.launch_replica_all_reduce()
@@ -146,12 +146,12 @@ class FullGradients:
 class FlatParam:
     """Parameters concatenated in one flat buffer that is sharded over a group.
 
-    parameters: of the model, by name; they become views of the buffer. values: their values in full precision. layout:
-    of the parameters in the buffer. group: the ranks over which the buffer is sharded. dtypes, offload, rounding: as in
-    `MasterWeights`.
+    parameters: the model's parameters, by name; they become views of the buffer. values: their values in full
+    precision. layout: where each parameter lies in the buffer. group: the ranks over which the buffer is sharded.
+    dtypes, offload, rounding: as in `MasterWeights`.
     full_buffer: (numel,), the flat buffer that forward and backward read. shard: (shard_numel,), this rank's shard of
-    it. masters: the tensors of this shard that the optimizer updates. param_bounds: (start, stop) in the shard of each
-    parameter with elements in it, by name.
+    it. masters: the tensors that the optimizer updates for this shard. param_bounds: for each parameter with elements
+    in the shard, the (start, stop) of these elements in the shard, by name.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class FlatParam:
 
     @torch.no_grad()
     def launch_gather(self) -> None:
-        """Start the all-gather of all ranks' shards into the flat buffer."""
+        """Collective: start the all-gather of all ranks' shards into the flat buffer."""
         self._gather_handle = all_gather(self.full_buffer, self.shard, self.group, async_op=True)
 
     def wait_gather(self) -> None:

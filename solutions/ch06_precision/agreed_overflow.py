@@ -54,7 +54,7 @@ def agree_on_step(
     scaler: LossScaler | None,
     group: Group,
 ) -> tuple[StepResult, list[float]]:
-    """Make one decision for all ranks: step, skip or stop. Return it, and the sums of `extra_values`.
+    """Collective: make one decision for all ranks: step, skip or stop. Return it, and the sums of `extra_values`.
 
     All-reduces one vector over the group: this rank's loss, squared_norm, stop_requested and extra_values (any numbers
     whose sums over the ranks the caller needs). squared_norm: of the gradient elements that this rank counts; each

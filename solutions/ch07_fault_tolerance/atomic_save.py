@@ -46,7 +46,7 @@ from minidist.fault.shards import TensorShard, shard_key, shards_to_save
 
 
 def save(disk: Disk, step: int, shards: Sequence[TensorShard], state: dict, group: Group) -> str:
-    """Save the checkpoint of `step`; return the name of its folder, like `step-00000100`. Collective.
+    """Collective: save the checkpoint of `step`; return the name of its folder, like `step-00000100`.
 
     A crash at any moment leaves all of this checkpoint or nothing of it, and every earlier one as it was: everything is
     written and synced in `step-00000100.partial`, the index last, and then that folder is renamed. Each rank writes the

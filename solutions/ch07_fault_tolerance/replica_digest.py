@@ -40,7 +40,7 @@ from minidist.comm import Group, all_gather
 
 
 def differing_replicas(tensors: Mapping[str, Tensor], group: Group) -> dict[str, list[int]]:
-    """Return which ranks differ from the others, and in which tensors: {name: ranks}, {} if all are equal. Collective.
+    """Collective: return which ranks differ from the others, and in which tensors: {name: ranks}, {} if all are equal.
 
     tensors: of this rank, with the same names, shapes and dtypes on all ranks. Tensors are compared bit by bit, by 8
     bytes of their SHA-256. A rank differs if more than half of the ranks have another value, equal among themselves;

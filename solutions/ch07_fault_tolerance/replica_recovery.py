@@ -107,7 +107,7 @@ def recover(run: Run, group: Group | None, rendezvous: Callable[[Group | None], 
 def train(
     run: Run, disk: Disk, rendezvous: Callable[[Group | None], Group], steps: int, save_every: int, join: bool = False
 ) -> Group:
-    """Train until `steps` steps are complete, whatever ranks die meanwhile; return the last group. Collective.
+    """Collective: train until `steps` steps are complete, whatever ranks die meanwhile; return the last group.
 
     disk, rendezvous: as for `save` and `recover`. save_every: steps between two checkpoints, after which new ranks are
     admitted. join: whether this rank joins a run of other ranks; otherwise the run resumes from `disk`, or begins.

@@ -45,7 +45,7 @@ from minidist.parameters import Box
 
 
 def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -> dict:
-    """Fill the tensors of `shards` from a checkpoint that any layout has saved; return its state. Collective.
+    """Collective: fill the tensors of `shards` from a checkpoint that any layout has saved; return its state.
 
     folder: as `save` returned it. shards: of this rank; their tensors are overwritten in place. A rank reads only the
     files that hold a box which overlaps one of its shards. No rank writes to a tensor before all ranks know that every

@@ -34,7 +34,7 @@ class DeferredAllReduce:
 
 
 class DeferredHandle:
-    """Handle of an operation that runs when it, or one launched after it, is waited for."""
+    """Handle of an operation that runs in its own `wait`, or in the `wait` of an operation launched later."""
 
     def __init__(self, run: Callable[[], None], tensor: Tensor, launched: "deque[DeferredHandle]"):
         self._run, self._tensor, self._launched = run, tensor, launched
@@ -42,7 +42,7 @@ class DeferredHandle:
     def wait(self, host: bool = False) -> None:
         """Run this operation and those launched before it, unless they have run; then block until the result is ready.
 
-        host: as in `Handle.wait`. Raises CommError when this operation, or one launched before it, failed.
+        host: on CUDA, also block the host until the result is in memory. Raises CommError if an operation failed.
         """
         while self._run is not None:
             first = self._launched[0]

@@ -18,7 +18,7 @@ from minidist.comm.group import Group
 
 
 def naive_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Replace `tensor` (any shape) on every rank by its reduction: every rank sends its tensor to every other rank.
+    """Collective: replace `tensor` (any shape) by its reduction: every rank sends its tensor to every other rank.
 
     One round, `size - 1` times the bytes, and memory for `size - 1` more tensors. Each rank has all inputs at once and
     reduces them in rank order, 16-bit floats in float32 with one rounding: the most exact algorithm here.
@@ -37,7 +37,7 @@ def naive_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
 
 
 def tree_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Replace `tensor` (any shape) on every rank by its reduction: up a binomial tree, then down."""
+    """Collective: replace `tensor` (any shape) by its reduction: up a binomial tree, then down."""
     tree_reduce(tensor, 0, group, op)
     tree_broadcast(tensor, 0, group)
 
@@ -49,7 +49,7 @@ def pairwise_all_to_all(
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
 ) -> None:
-    """Send part i of `input` to rank i; receive the part that rank i sends to this rank as part i of `output`.
+    """Collective: send part i of `input` to rank i; receive as part i of `output` the part that rank i sends here.
 
     The parts are consecutive along dimension 0: of equal length, or of the lengths that the splits give. In round k
     every rank sends to rank + k and receives from rank - k, so no rank receives from two at once. Thakur et al. 2005,

@@ -19,7 +19,7 @@ from minidist.comm.wire_bytes import chunk_sizes
 
 
 def fold_extra_ranks(buffer: Tensor, active: PowerOfTwoRanks, group: Group, op: str) -> None:
-    """Reduce the buffer of every folded rank into that of its partner, so that only the active ranks remain."""
+    """Reduce the buffer of every folded rank into the buffer of its partner, so that only active ranks remain."""
     if active.is_folded(group.rank):
         exchange(group, send=[(buffer, group.rank - 1)])
     elif (folded := active.folded_partner(group.rank)) is not None:
@@ -80,7 +80,7 @@ def recursive_doubling(buffer: Tensor, bounds: list[int], active: PowerOfTwoRank
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str = "sum") -> None:
-    """Write shard `rank` of the reduction of `input` (size * n, ...) to `output` (n, ...); `input` is not changed."""
+    """Collective: reduce `input` (size * n, ...); `output` (n, ...) gets shard `rank` of the result. Keeps `input`."""
     check_shard_sizes("reduce_scatter", full=input, shard=output, group=group)
     check_reduce_op(op, input.dtype)
     active, n, rank = PowerOfTwoRanks(group.size), output.numel(), group.rank
@@ -97,7 +97,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str = "sum")
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
-    """Concatenate the `input` (n, ...) of all ranks, in rank order, into `output` (size * n, ...) on every rank."""
+    """Collective: concatenate the `input` (n, ...) of all ranks, in rank order, into `output` (size * n, ...)."""
     check_shard_sizes("all_gather", full=output, shard=input, group=group)
     active, n, rank, buffer = PowerOfTwoRanks(group.size), input.numel(), group.rank, flat_view(output)
     buffer[n * rank : n * (rank + 1)].copy_(flat_view(input))
@@ -115,7 +115,7 @@ def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
 
 
 def doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Replace `tensor` (any shape) on every rank by its reduction: partners exchange full buffers and add.
+    """Collective: replace `tensor` (any shape) by its reduction: partners exchange full buffers and add.
 
     Both partners add the same two numbers, and a + b = b + a bit for bit, so all ranks get identical results. Unlike
     the ring's, the order of additions does not depend on an element's offset in the tensor.
@@ -135,7 +135,7 @@ def doubling_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
 
 
 def rabenseifner_all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Replace `tensor` (any shape) on every rank by its reduction: recursive halving, then recursive doubling."""
+    """Collective: replace `tensor` (any shape) by its reduction: recursive halving, then recursive doubling."""
     check_reduce_op(op, tensor.dtype)
     buffer, active = flat_view(tensor), PowerOfTwoRanks(group.size)
     lengths = chunk_sizes(buffer.numel(), active.count)

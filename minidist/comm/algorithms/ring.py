@@ -43,7 +43,7 @@ def ring_gather(chunks: list[Tensor], group: Group) -> None:
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str = "sum") -> None:
-    """Write shard `rank` of the reduction of `input` (size * n, ...) to `output` (n, ...); `input` is not changed."""
+    """Collective: reduce `input` (size * n, ...); `output` (n, ...) gets shard `rank` of the result. Keeps `input`."""
     check_shard_sizes("reduce_scatter", full=input, shard=output, group=group)
     check_reduce_op(op, input.dtype)
     chunks = split_chunks(flat_view(input).clone(), group.size)
@@ -53,7 +53,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group, op: str = "sum")
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
-    """Concatenate the `input` (n, ...) of all ranks, in rank order, into `output` (size * n, ...) on every rank."""
+    """Collective: concatenate the `input` (n, ...) of all ranks, in rank order, into `output` (size * n, ...)."""
     check_shard_sizes("all_gather", full=output, shard=input, group=group)
     chunks = split_chunks(flat_view(output), group.size)
     chunks[group.rank].copy_(flat_view(input))
@@ -61,7 +61,7 @@ def all_gather(output: Tensor, input: Tensor, group: Group) -> None:
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
-    """Replace `tensor` (any shape) on every rank by its reduction: reduce-scatter, then all-gather.
+    """Collective: replace `tensor` (any shape) by its reduction: reduce-scatter, then all-gather.
 
     Each rank first sends the chunk of its own index, as in the paper, and so completes chunk `rank + 1`: the list is
     rotated accordingly. Chunk c is summed in the order of ranks c, c + 1, ..., c - 1 (modulo size) and then copied to
@@ -76,7 +76,7 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> None:
 
 
 def hierarchical_all_reduce(tensor: Tensor, intra_node: Group, inter_node: Group, op: str = "sum") -> None:
-    """Replace `tensor` (any shape) on every rank by its reduction over all nodes, for slow links between nodes.
+    """Collective: replace `tensor` (any shape) by its reduction over all nodes, for slow links between nodes.
 
     Reduce-scatter inside each node, all-reduce of the shards across nodes, all-gather inside each node. Across nodes a
     rank sends 2 (nodes - 1) / nodes of its shard: with m ranks per node, an m-th of what a ring over all ranks sends.

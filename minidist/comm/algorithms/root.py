@@ -15,7 +15,7 @@ from minidist.comm.group import Group
 
 
 def flat_broadcast(tensor: Tensor, src: int, group: Group) -> None:
-    """Overwrite `tensor` on every rank with the tensor of group rank `src`, which sends it to each other rank."""
+    """Collective: overwrite `tensor` with the tensor of group rank `src`, which sends it to each other rank."""
     buffer = flat_view(tensor)
     if group.rank == src:
         exchange(group, send=[(buffer, rank) for rank in range(group.size) if rank != src])
@@ -24,7 +24,7 @@ def flat_broadcast(tensor: Tensor, src: int, group: Group) -> None:
 
 
 def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
-    """Overwrite `tensor` on every rank with the tensor of group rank `src` (a rank's number within `group`).
+    """Collective: overwrite `tensor` with the tensor of group rank `src` (a rank's number within `group`).
 
     The tensor passes along a binomial tree.
     """
@@ -40,7 +40,7 @@ def tree_broadcast(tensor: Tensor, src: int, group: Group) -> None:
 
 
 def flat_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None:
-    """Overwrite `tensor` of group rank `dst` with the reduction over all ranks; other ranks' tensors do not change.
+    """Collective: overwrite `tensor` on group rank `dst` with the reduction over all ranks; no other tensor changes.
 
     The root adds in rank order (its own tensor first) and allocates one more tensor.
     """
@@ -58,7 +58,7 @@ def flat_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None
 
 
 def tree_reduce(tensor: Tensor, dst: int, group: Group, op: str = "sum") -> None:
-    """Overwrite `tensor` of group rank `dst` with the reduction over all ranks, along a binomial tree.
+    """Collective: overwrite `tensor` on group rank `dst` with the reduction over all ranks, along a binomial tree.
 
     On the other ranks `tensor` ends up with a partial result. Thakur et al. 2005, section 4.5.
     """
@@ -86,7 +86,7 @@ def parameter_server_step(
     root: int = 0,
     op: str = "sum",
 ) -> None:
-    """Reduce the gradients to one root, update the parameters there, and broadcast them to all ranks.
+    """Collective: reduce the gradients to one root, update the parameters there, and broadcast them to all ranks.
 
     update: called on the root only, with its `parameters` and the reduced `gradient`; changes the parameters in place.
     root: group rank. op: the reduction of the gradients. `gradient` is reduced in place on the root, unchanged

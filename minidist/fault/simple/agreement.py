@@ -36,7 +36,7 @@ def local_gradients(run: Run, group: Group) -> list[Tensor]:
 
 
 def agreed_update(run: Run, gradients: Sequence[Tensor], is_usable: bool, group: Group) -> bool:
-    """Sum the gradients over the ranks, then update the parameters on all ranks or on none. Collective.
+    """Collective: sum the gradients over the ranks, then update the parameters on all ranks or on none.
 
     gradients: one per parameter, in the order of the model: this rank's part of the gradient of the global batch, times
     the loss scale. is_usable: False if this rank could not compute them; their values then do not matter.
@@ -60,7 +60,7 @@ def agreed_update(run: Run, gradients: Sequence[Tensor], is_usable: bool, group:
 
 
 def train_step(run: Run, group: Group) -> bool:
-    """Run one step on this rank's part of the global batch; return whether the parameters were updated. Collective.
+    """Collective: run one step on this rank's part of the global batch; return whether the parameters were updated.
 
     Raises CommError if a rank is gone; then the step can be repeated.
     """
@@ -77,7 +77,7 @@ def train_step(run: Run, group: Group) -> bool:
 
 
 def differing_replicas(tensors: Mapping[str, Tensor], group: Group) -> dict[str, list[int]]:
-    """Return which ranks differ from the others, and in which tensors: {name: ranks}, {} if all are equal. Collective.
+    """Collective: return which ranks differ from the others, and in which tensors: {name: ranks}, {} if all are equal.
 
     tensors: of this rank, with the same names, shapes and dtypes on all ranks. Tensors are compared bit by bit, by 8
     bytes of their SHA-256. A rank differs if more than half of the ranks have another value, equal among themselves;

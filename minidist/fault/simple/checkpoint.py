@@ -22,7 +22,7 @@ from minidist.parameters import Box
 
 
 def save(disk: Disk, step: int, shards: Sequence[TensorShard], state: dict, group: Group) -> str:
-    """Save the checkpoint of `step`; return the name of its folder, like `step-00000100`. Collective.
+    """Collective: save the checkpoint of `step`; return the name of its folder, like `step-00000100`.
 
     A crash at any moment leaves all of this checkpoint or nothing of it, and every earlier one as it was: everything is
     written and synced in `step-00000100.partial`, the index last, and then that folder is renamed. Each rank writes the
@@ -83,7 +83,7 @@ def read_index(disk: Disk, folder: str) -> dict:
 
 
 def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -> dict:
-    """Fill the tensors of `shards` from a checkpoint that any layout has saved; return its state. Collective.
+    """Collective: fill the tensors of `shards` from a checkpoint that any layout has saved; return its state.
 
     folder: as `save` returned it. shards: of this rank; their tensors are overwritten in place. A rank reads only the
     files that hold a box which overlaps one of its shards. No rank writes to a tensor before all ranks know that every

@@ -86,7 +86,7 @@ def create_optimizer_states(run: Run, tensors: Mapping[str, tuple[Sequence[int],
 
 
 def resume(run: Run, disk: Disk, group: Group) -> bool:
-    """Continue from the newest intact checkpoint: from then on the run is the one that was saved. Collective.
+    """Collective: continue from the newest intact checkpoint: from then on the run is the one that was saved.
 
     Parameters, buffers, optimizer states, step, position, seed and loss scale all become those of the checkpoint. A
     damaged checkpoint is renamed to `.damaged`, and the one before it is tried. Returns whether there was one.

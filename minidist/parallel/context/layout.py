@@ -1,14 +1,14 @@
 """Which positions of a sequence each rank holds.
 
-Everything but attention treats one position like another, so a rank does it for its own positions only. Two layouts:
+Everything but attention treats each position alone, so a rank computes it for its own positions only. Two layouts:
 
 * contiguous: rank r holds the r-th of n equal parts.
 * zigzag: the sequence is cut into 2n equal chunks and rank r holds chunks r and 2n - 1 - r (Llama 3, arXiv 2407.21783,
   section 3.3.2). Under the causal mask a late query sees more keys than an early one; with one chunk of either, every
-  rank has the same to compute (`causal.work`).
+  rank has equally much to compute (`causal`).
 
-A rank's positions ascend in both, and it tells them to the model: rotary angles and dropout masks are functions of the
-position in the whole sequence, and nothing else in the model asks where a token stands.
+In both, a rank's positions ascend. They are an argument of the model, whose rotary angles and dropout masks are
+functions of the position in the whole sequence; nothing else in the model depends on positions.
 """
 
 import torch

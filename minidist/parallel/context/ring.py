@@ -27,7 +27,7 @@ from minidist.parallel.context.causal import ScoreBlock, score_block
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str) -> Tensor:
-    """Return causal attention of this rank's queries over the keys of the whole sequence, in the shape of query.
+    """Collective: return causal attention of this rank's queries over the keys of the whole sequence, like query.
 
     query: (b, heads, s / ranks, d). key, value: (b, kv_heads, s / ranks, d); consecutive query heads attend to the same
     key head, and keys and values are sent with kv_heads heads. group: the ranks that shard the sequence. layout: which
@@ -49,7 +49,7 @@ def _ring_backward(
 
 
 def ring_forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str) -> tuple[Tensor, Tensor]:
-    """Return the result of `ring_attention`, and the log-sum-exp of each query's scores over all its keys.
+    """Collective: return the result of `ring_attention`, and the log-sum-exp of each query's scores over all its keys.
 
     The log-sum-exp is (b, heads, s / ranks), at least float32. Arguments as in `ring_attention`.
     """
@@ -65,7 +65,7 @@ def ring_forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout
 def ring_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, group: Group, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of query, and the gradients of key and value stacked in one tensor, (2, *key.shape).
+    """Collective: return the gradient of query, and those of key and value stacked in one tensor, (2, *key.shape).
 
     grad: gradient of the output. out, lse: the results of `ring_forward`. Other arguments as in `ring_attention`.
     """

@@ -1,8 +1,8 @@
-"""A whole model in, the same model out, whose attention looks at the parts of the sequence that other ranks hold.
+"""Context parallelism of a full model: its attention includes the parts of the sequence that other ranks hold.
 
-The model knows nothing of this, and nothing is imported from it: a layer is known by its `self_attn`, whose `attend`
-mixes values by queries and keys, heads apart. How many heads there are it reads from its projections, so a
-tensor-parallel rank goes round with its own.
+The model's code is not imported and has no context parallelism: in each layer that has a `self_attn`, its `attend`
+(query, key, value -> output, each head by itself) is replaced. The number of heads follows from the projections, so the
+heads of a tensor-parallel rank are those of its shard.
 """
 
 from functools import partial

@@ -1,9 +1,9 @@
 """Ulysses: during attention the ranks shard the heads instead of the sequence.
 
 Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1). One all-to-all turns every head's part of the
-sequence into the whole sequence of some heads, attention is that of one process, and another turns the result back. A
-rank sends (n - 1) / n of what it has, however many ranks there are, where the ring sends n - 1 times its keys and
-values. But there are only so many heads, and nothing is computed while the messages travel.
+sequence into the whole sequence of some heads, attention runs as in one process, and a second all-to-all turns the
+result back. A rank sends (n - 1) / n of its tensors, however many ranks there are, where the ring sends n - 1 times its
+keys and values. But there cannot be more ranks than heads, and nothing is computed while the messages are in flight.
 
 The collective is inside, so a block compiles with `fullgraph=True`.
 """
@@ -24,7 +24,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def ulysses_attention(
     query: Tensor, key: Tensor, value: Tensor, attend: Attend, group: Group, layout: str = "contiguous"
 ) -> Tensor:
-    """Return attention of this rank's queries over the keys of the whole sequence, in the shape of query.
+    """Collective: return attention of this rank's queries over the keys of the whole sequence, in the shape of query.
 
     query: (b, heads, s / ranks, d). key, value: (b, kv_heads, s / ranks, d); consecutive query heads attend to the same
     key head. attend: attention of one process, called with query, key and value of whole sequences in order, for some

@@ -53,7 +53,7 @@ class Bucket:
         self.handle: Handle | _Unlaunched = _Unlaunched(list(parameters))
 
     def launch(self, filled: Set[str]) -> None:
-        """Start the all-reduce of the buffer. filled: parameters with a gradient; the gradients of all others are 0."""
+        """Collective: start the all-reduce. filled: parameters with a gradient; the gradients of all others are 0."""
         for name in self.views.keys() - filled:
             self.views[name].zero_()
         if self.counted_names:
@@ -64,8 +64,8 @@ class Bucket:
 class BucketedReducer(GradientReducer):
     """Gradient reducer of data parallelism that all-reduces gradients in buckets while backward still runs.
 
-    specs: of the parameters. groups: among them the group of each parameter's replicas. bucket_bytes: the maximum size
-    of a bucket (a larger parameter has a bucket of its own).
+    specs: the parameters' specs. groups: these must include the group of each parameter's replicas. bucket_bytes: the
+    maximum size of a bucket (a larger parameter has a bucket of its own).
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class BucketedReducer(GradientReducer):
             self._launch_next()
 
     def finish_reductions(self) -> None:
-        """Launch the remaining buckets and wait for all. Then `.grad` is the sum over the group, or None if unused."""
+        """Collective: launch the remaining buckets, wait for all. Then `.grad` is the sum, None if no rank used it."""
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:

@@ -29,11 +29,11 @@ class GradientReducer(ABC):
     """Accumulates and reduces the gradients of one step, and holds the tensors that the optimizer updates.
 
     `Engine.step` calls it in this order: `add` and `mark_ready` during backward, `finish_micro_batch` after each
-    micro-batch, `finish_reductions`, `scale_gradients`; then, for each of `update_groups`, `attach_grads`, the
+    micro-batch, `finish_reductions`, `scale_gradients`; then, for each of `groups_to_update`, `attach_grads`, the
     optimizer's step and `copy_to_params`; finally `gather_params` and `clear_gradients`. The methods that are not
     abstract default to plain data parallelism: every replica updates all of its parameters in place.
 
-    parameters: of this rank, by global name. specs: of these parameters. masters: the tensors that the optimizer
+    parameters: this rank's parameters, by global name. specs: their specs. masters: the tensors that the optimizer
     updates, by the parameter's name in the full model; here the parameters themselves, in mixed precision their float32
     copies. master_specs: which elements of a parameter each master holds. reduces_each_micro_batch: whether gradients
     are reduced after every micro-batch (ZeRO stages 2 and 3); otherwise once per step. gatherer: gathers the parameters
@@ -61,14 +61,14 @@ class GradientReducer(ABC):
         """Declare that all gradients of `name` have been accumulated, so that its reduction may start."""
 
     def finish_micro_batch(self, chunk: int | None = None) -> None:
-        """Called after the backward of each micro-batch, through the whole model or one chunk of a pipeline stage.
+        """Finish a micro-batch's backward: launch its reductions in ZeRO stages 2 and 3, do nothing here.
 
-        chunk: its number on this stage; None for the whole model.
+        chunk: the number, on this pipeline stage, of the model chunk that backward ran through; None for all.
         """
 
     @abstractmethod
     def finish_reductions(self) -> None:
-        """Launch the step's remaining reductions and wait until all have completed."""
+        """Collective: launch the step's remaining reductions and wait until all have completed."""
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the reduced gradient of each master, by parameter name; None for a parameter that no rank used."""
@@ -83,31 +83,31 @@ class GradientReducer(ABC):
         return []
 
     def mark_unused(self, use_counts: Sequence[float]) -> None:
-        """Mark the parameters that no rank used: they get no gradient. use_counts: sums of all ranks' `used_flags`."""
+        """Exclude the parameters that no rank used, whose use count is 0, from the update in ZeRO; do nothing here."""
 
     @abstractmethod
     def scale_gradients(self, factor: float) -> None:
         """Multiply every reduced gradient by `factor`."""
 
-    def update_groups(self) -> list[Any]:
-        """Return the groups of masters that the optimizer updates in one call each; by default a single group.
+    def groups_to_update(self) -> list[Any]:
+        """Return the groups of masters that the optimizer updates, each with one call of its `step`; here a single one.
 
         The groups are opaque to the caller, which passes each to `attach_grads`, `updated_names` and `copy_to_params`.
         """
         return [None]
 
     def updated_names(self, group: Any) -> list[str]:
-        """Return the names of an update group's parameters that some rank used, with or without elements here."""
+        """Return the names of an update group's parameters that some rank used, even if this rank has no element."""
         return [name for name, parameter in self._parameters.items() if parameter.grad is not None]
 
     def attach_grads(self, group: Any) -> None:
-        """Set `.grad` of every master of an update group to its reduced gradient, for the optimizer's step."""
+        """Set `.grad` of every master of an update group to its reduced gradient; here `.grad` is set already."""
 
     def copy_to_params(self, group: Any, step: int) -> None:
-        """Copy an update group's masters to the parameters, and drop their gradients. step: of the optimizer."""
+        """Copy an update group's masters to the parameters at this step; do nothing here, where they are the same."""
 
     def gather_params(self) -> None:
-        """All-gather the updated parameters if every rank updates only a shard of them; otherwise do nothing."""
+        """Collective: all-gather the updated parameters, in ZeRO; do nothing here, where each rank updates all."""
 
     @abstractmethod
     def clear_gradients(self) -> None:
@@ -136,7 +136,7 @@ def find_gradient_group(spec: ParamSpec, groups: Iterable[Group]) -> Group:
 class NaiveReducer(GradientReducer):
     """Gradient reducer of data parallelism with one all-reduce per parameter after backward; see `BucketedReducer`.
 
-    specs: of the parameters. groups: among them the group of each parameter's replicas.
+    specs: the parameters' specs. groups: these must include the group of each parameter's replicas.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], specs: ParamSpecs, groups: Iterable[Group]):
@@ -159,7 +159,7 @@ class NaiveReducer(GradientReducer):
         self._ready.add(name)  # nothing is sent before `finish_reductions`
 
     def finish_reductions(self) -> None:
-        """All-reduce all gradients. Then `.grad` is the sum over the group, None if no rank used the parameter."""
+        """Collective: all-reduce the gradients. Then `.grad` is their sum, None if no rank used the parameter."""
         for name, parameter in self._parameters.items():
             group = self._groups[name]
             # Every rank must take part in every collective: one that did not use the parameter sends zeros.

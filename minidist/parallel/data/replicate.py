@@ -16,7 +16,7 @@ from minidist.parameters import ParamSpecs
 
 
 def broadcast_model(model: nn.Module, group: Group) -> None:
-    """Broadcast the parameters and buffers of the group's first rank to all its ranks.
+    """Collective: broadcast the parameters and buffers of the group's first rank to all its ranks.
 
     All broadcasts are launched before the first wait; a tied tensor is sent once.
     """
@@ -40,8 +40,8 @@ def make_reducer(
 ) -> GradientReducer:
     """Make the gradient reducer that sums gradients over the replicas of each parameter.
 
-    kind: "bucketed" (`BucketedReducer`) or "naive" (`NaiveReducer`). specs: of the parameters, by name. groups: among
-    them the group of each parameter's replicas. bucket_mib: maximum bucket size in MiB, for "bucketed".
+    kind: "bucketed" (`BucketedReducer`) or "naive" (`NaiveReducer`). specs: the parameters' specs, by name. groups:
+    these must include the group of each parameter's replicas. bucket_mib: maximum bucket size in MiB, for "bucketed".
     """
     if kind == "naive":
         return NaiveReducer(parameters, specs, groups)

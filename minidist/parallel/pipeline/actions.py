@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 class Action(NamedTuple):
     """An action of a pipeline stage on one micro-batch and chunk: forward (F), backward (B) or weight gradient (W).
 
-    kind: "F", "B" or "W". chunk: its number on the stage; str(action) is "F3", or "F3.1" for chunk 1.
+    kind: "F", "B" or "W". chunk: the chunk's number on the stage. str(action): "F3" (micro-batch 3), "F3.1" (chunk 1).
     In a schedule without W, B is the full backward. With W, backward is split: B computes the gradient of the chunk's
     input, which the previous part waits for, and W the gradient of its weights (Qi et al. 2023, section 1).
     """
@@ -44,9 +44,9 @@ class StageAction(NamedTuple):
 class Schedule:
     """A pipeline schedule: the order of each stage's actions.
 
-    kind: the schedule's name. micro_batches: their number in a step. orders: for each stage its actions, in execution
-    order. num_chunks: number of parts of the model on each stage. placement: which parts these are, "loop" or "v" (see
-    the module).
+    kind: the schedule's name. micro_batches: the number of micro-batches in a step. orders: for each stage its actions,
+    in execution order. num_chunks: number of parts of the model on each stage. placement: which parts these are, "loop"
+    or "v" (see the module).
     """
 
     kind: str

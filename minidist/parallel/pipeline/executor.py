@@ -38,9 +38,9 @@ class PipelineExecutor:
     """Runs this rank's stage of a pipeline schedule: forward, backward, sends and receives of all micro-batches.
 
     groups: two process groups over the stages, one for activations and one for gradients. reducer: receives the
-    gradients of the parameters. parameters: of this stage, by global name. used_by: the chunks of this stage that use
-    each parameter (`keep_stage_modules`). shared: names of the parameters that other stages use too. last_part_stage:
-    the stage that holds the last part of the model. peak_live: peak number of in-flight micro-batches.
+    gradients of the parameters. parameters: those of this stage, by global name. used_by: the chunks of this stage that
+    use each parameter (`keep_stage_modules`). shared: names of the parameters that other stages use too.
+    last_part_stage: the stage that holds the last part of the model. peak_live: peak number of in-flight micro-batches.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PipelineExecutor:
         return [tensor for deferred in self._deferred.values() for _, *pair in deferred for tensor in pair]
 
     def run(self, part: Part, empty: Callable[[int], Tensor], skip: Sequence[int] = ()) -> None:
-        """Run forward and backward of all micro-batches.
+        """Collective over the stages: run forward and backward of all micro-batches.
 
         part: runs one chunk of the stage (`Part`). empty: returns a new tensor for the hidden states (b, s, h) of a
         micro-batch. skip: the micro-batches without samples, the same on all stages.
@@ -171,7 +171,7 @@ class PipelineExecutor:
 
     @torch.no_grad()
     def run_forward(self, part: Part, empty: Callable[[int], Tensor], micro_batches: int) -> None:
-        """Run forward of `micro_batches` non-empty micro-batches, one after another through all parts of the model.
+        """Collective over the stages: run forward of `micro_batches` non-empty micro-batches, one after another.
 
         part, empty: as in `run`. The results reach the caller only through `part`.
         """

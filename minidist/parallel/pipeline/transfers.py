@@ -23,8 +23,8 @@ class Span(NamedTuple):
 class Transfer(NamedTuple):
     """The send or the receive of one tensor between two stages.
 
-    kind: "send" or "recv". peer: the other stage. result_of: the action whose result is transferred: of F the chunk's
-    output, of B the gradient of the chunk's input.
+    kind: "send" or "recv". peer: the other stage. result_of: the action whose result is transferred: for F the chunk's
+    output, for B the gradient of the chunk's input.
     """
 
     kind: str
@@ -44,9 +44,9 @@ def compute_spans(
     """Compute start and end of each stage's actions, in the unit of `durations`.
 
     durations: by kind of action ("F", "B", "W"), one duration for each model chunk in pipeline order. transfer_time:
-    time that a result takes from one stage to another. Returns a list for each stage, in execution order. A stage runs
-    its actions in order, each as soon as the stage is free and its inputs have arrived; transfers overlap with
-    computation (Qi et al. 2023, appendix G, equations 4 to 6). Raises ValueError for a schedule that deadlocks.
+    the time in which a result gets from one stage to another. Returns a list for each stage, in execution order. A
+    stage runs its actions in order, each as soon as the stage is free and its inputs have arrived; transfers overlap
+    with computation (Qi et al. 2023, appendix G, equations 4 to 6). Raises ValueError for a schedule that deadlocks.
     """
     order, stuck = execution_order(schedule)
     if stuck:

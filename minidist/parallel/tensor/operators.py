@@ -61,12 +61,12 @@ def copy_to_tp(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
-    """All-reduce the partial results `x` (any shape) of a tensor-parallel region; the result is replicated."""
+    """Collective: all-reduce the partial results `x` (any shape) of a tensor-parallel region; the sum is replicated."""
     return x if group.size == 1 else _ReduceFromTP.apply(x, group.key)
 
 
 def gather_from_sp(x: Tensor, group: Group, dim: int) -> Tensor:
-    """All-gather equal shards along `dim`, in rank order; backward reduce-scatters the gradient."""
+    """Collective: all-gather equal shards along `dim`, in rank order; backward reduce-scatters the gradient."""
     if group.size == 1:
         return x
     # Contiguous once here: otherwise each projection that reads it would copy it and save that copy for backward.
@@ -74,7 +74,7 @@ def gather_from_sp(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def reduce_scatter_to_sp(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Sum `x` over the group and return this rank's equal shard along `dim`; backward all-gathers the gradient.
+    """Collective: sum `x` over the group and return this rank's shard along `dim`; backward all-gathers the gradient.
 
     Raises ValueError when the group size does not divide the dimension.
     """

@@ -21,7 +21,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight, self._first, self._leave = nn.Parameter(weight), first, leave
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings of `tokens`. Before the sum, tokens in the rows of another rank give zeros."""
+        """Collective: return the embeddings of `tokens`. This rank adds zeros for tokens in the rows of other ranks."""
         local = tokens - self._first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
@@ -56,7 +56,7 @@ class _CrossEntropy(torch.autograd.Function):
 class VocabParallelLoss:
     """Cross-entropy on logits whose vocabulary is sharded over the ranks of `group`.
 
-    first: the first of this rank's tokens; the logits of the n tokens from there on are its shard.
+    first: the first token id of this rank's shard, which has the logits of the n tokens `first` to `first + n - 1`.
 
     "fuse the output of the parallel GEMM with the cross entropy loss" (Shoeybi et al. 2019, section 3): ranks exchange
     three numbers per position, instead of one per token of the vocabulary.
@@ -66,7 +66,7 @@ class VocabParallelLoss:
         self._first, self._group = first, group
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the token losses, and their number, both the same on all ranks.
+        """Collective: return the sum of the token losses, and their number, both the same on all ranks.
 
         logits: (b, s, n), this rank's shard. labels: (b, s) int64; a label of -100 does not count.
         """

@@ -4,7 +4,7 @@ Write the missing lines of apply_tensor_parallel; its docstring specifies the re
 You may call: region_operators, replace.
 Check it with: python -m exercises check sequence_parallel_norm
 
-Stub f07979e6.
+Stub a5ca351e.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ def apply_tensor_parallel(model: nn.Module, group: Group, sequence_parallel: boo
     """Shard `model` in place over the ranks of `group`; return this rank's shards, by global parameter name.
 
     model: a Transformer, or a pipeline stage's part of one. All ranks must pass equal models, and feed them the same
-    batches. Afterwards the loss is that of the full model on every rank, and without labels the model returns this
+    batches. Afterwards every rank computes the loss of the full model, and without labels the model returns this
     rank's columns of the logits, (b, s, vocab / ranks). Norms are replicated. Raises ValueError if the group size does
     not divide the model's sizes (`validate_tensor_parallel`).
 

@@ -4,7 +4,7 @@ Write the missing lines of _cut and balance_layers; their docstrings specify the
 You may call: _whole, _cut, min, max, operator.add, itertools.accumulate.
 Check it with: python -m exercises check stage_balance
 
-Stub 3b02825d.
+Stub 914533da.
 """
 
 import math
@@ -33,7 +33,7 @@ def balance_layers(
 ) -> list[range]:
     """Split the layers into `stages * chunks` consecutive non-empty parts, minimising the cost of the costliest part.
 
-    costs: of each layer, in any unit. embedding, head: additional cost of the first and the last part.
+    costs: the cost of each layer, in any unit. embedding, head: additional cost of the first and the last part.
     Returns the layers of each part, from the input on (`Schedule.owner` gives the stage of each). Ties are broken by
     the smallest sum of squares, then by fewer layers in earlier parts, where 1F1B has most micro-batches in flight.
 

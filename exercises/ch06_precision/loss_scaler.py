@@ -4,7 +4,7 @@ Write the missing lines of LossScaler; its docstring specifies the result.
 You may call: _float32, len, list.append, list.clear, float.
 Check it with: python -m exercises check loss_scaler
 
-Stub f8070999.
+Stub 95e13328.
 """
 
 import math
@@ -33,7 +33,7 @@ class LossScaler:
         raise NotImplementedError("return whether the last `_max_overflows` steps or more all overflowed")
 
     def update(self, overflow: bool) -> None:
-        """Adjust the scale after a step: multiply it by BACKOFF (0.5) after an overflow, by GROWTH (2) in time.
+        """Adjust the scale after a step: multiply it by BACKOFF (0.5) on overflow, by GROWTH (2) after good steps.
 
         It grows after `growth_interval` consecutive successful steps. Every change restarts the count of successful
         steps. The scale stays a float32 number: it has no lower limit, and it is not doubled if the result would be

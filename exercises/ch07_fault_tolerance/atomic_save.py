@@ -23,7 +23,7 @@ You may call:
 
 Check it with: python -m exercises check atomic_save
 
-Stub f330a115.
+Stub 35d03ba5.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def save(disk: Disk, step: int, shards: Sequence[TensorShard], state: dict, grou
         {"state": state, "files": {file: SHA-256}, "tensors": {name: {"dtype": "float32", "shape": [6, 4],
          "boxes": [{"start": [0, 0], "stop": [3, 4], "file": "rank-00000.safetensors", "key": key in the file}]}}}
 
-    shards: of this rank; over all ranks, those with `is_saved_here` cover every element once. state: a JSON object, of
-    which that of rank 0 is saved. Raises CollectiveError on all ranks if any of them failed; then nothing is saved.
+    shards: this rank's; over all ranks, the shards with `is_saved_here` cover every element once. state: a JSON object;
+    rank 0's is saved. Raises CollectiveError on all ranks if any of them failed; then nothing is saved.
     """
     raise NotImplementedError("write and sync the files of all ranks in a partial folder, the index last; rename it")

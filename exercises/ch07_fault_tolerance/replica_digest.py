@@ -18,7 +18,7 @@ You may call:
 
 Check it with: python -m exercises check replica_digest
 
-Stub ed213c93.
+Stub 24ae3e24.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ from minidist.comm import Group, all_gather
 def differing_replicas(tensors: Mapping[str, Tensor], group: Group) -> dict[str, list[int]]:
     """Collective: return which ranks differ from the others, and in which tensors: {name: ranks}, {} if all are equal.
 
-    tensors: of this rank, with the same names, shapes and dtypes on all ranks. Tensors are compared bit by bit, by 8
-    bytes of their SHA-256. A rank differs if more than half of the ranks have another value, equal among themselves;
-    if no value has such a majority, all ranks are named.
+    tensors: this rank's tensors, with the same names, shapes and dtypes on all ranks. Tensors are compared bit by bit,
+    by 8 bytes of their SHA-256. A rank differs if more than half of the ranks have another value, equal among
+    themselves; if no value has such a majority, all ranks are named.
     """
     raise NotImplementedError("compare digests of all ranks' tensors, and return which ranks differ, by tensor")

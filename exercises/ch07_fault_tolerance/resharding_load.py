@@ -25,7 +25,7 @@ You may call:
 
 Check it with: python -m exercises check resharding_load
 
-Stub 630a2214.
+Stub 87621057.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ from minidist.parameters import Box
 def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -> dict:
     """Collective: fill the tensors of `shards` from a checkpoint that any layout has saved; return its state.
 
-    folder: as `save` returned it. shards: of this rank; their tensors are overwritten in place. A rank reads only the
+    folder: as `save` returned it. shards: this rank's; their tensors are overwritten in place. A rank reads only the
     files that hold a box which overlaps one of its shards. No rank writes to a tensor before all ranks know that every
     file they need has its SHA-256, and that every element of every shard is in the checkpoint. Raises CollectiveError
     on all ranks if a file is damaged (`found_damage`), or a tensor is missing or has another shape or dtype.

@@ -75,7 +75,7 @@ class Group:
 class Groups(Mapping[str, Group]):
     """This rank's groups by name: `groups["grads"]`.
 
-    mesh, world, meter: those of all these groups. specs: the specs that `bind` received.
+    mesh, world, meter: shared by all these groups. specs: the specs that `bind` received.
     """
 
     mesh: Mesh

@@ -20,8 +20,8 @@ from minidist.errors import CommError
 class Launched:
     """The identity of one launched operation: how rank status and the meter refer to it.
 
-    channel, seq: the sequence of operations to which it belongs (see `Channel`), and its number in it, from 1. name: of
-    the operation, with its detail ("broadcast root 0"). shape, dtype: of its tensor. record: its entry in the meter.
+    channel, seq: the sequence of operations to which it belongs (see `Channel`), and its number in it, from 1. name:
+    the operation and its detail ("broadcast root 0"). shape, dtype: its tensor's. record: its entry in the meter.
     """
 
     channel: Channel

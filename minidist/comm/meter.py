@@ -23,8 +23,8 @@ class Record:
 
     name: all_reduce, reduce_scatter, ...
     group_name, ranks: name and global ranks of the group; seq: its number on its channel (`status.Channel`), from 1.
-    shape, dtype: of the tensor that `wire_bytes.sent_elements` counts (the full tensor of an all-gather, for example).
-    payload_bytes: the size of that tensor; wire_bytes: the bytes that this rank sends.
+    shape, dtype: those of the tensor that `wire_bytes.sent_elements` counts (the full tensor of an all-gather, for
+    example). payload_bytes: the size of that tensor; wire_bytes: the bytes that this rank sends.
     algorithm: the algorithm to which `wire_bytes` belongs; modelled: whether the algorithm is assumed, because the
     backend does not say which one it uses.
     device: device of the tensor; peer, tag: of a transfer, the global rank at its other end, and its tag; batch: a

@@ -82,7 +82,7 @@ def load_text_corpus(path: str | Path, seq_len: int = 1) -> Corpus:
 def make_synthetic_corpus(train: int = 1_000_000, held_out: int = 100_000, seed: int = 0) -> Corpus:
     """Return the synthetic corpus: the same bytes on every machine, with a known entropy rate (see `synthetic.py`).
 
-    train, held_out: the numbers of training and held-out tokens. seed: of the source's probabilities and of the text.
+    train, held_out: the numbers of training and held-out tokens. seed: of the random source and text.
     """
     splits = generate_text(train, seed, stream=0), generate_text(held_out, seed, stream=1)
     names = [f"synthetic/{seed}"]

@@ -40,8 +40,8 @@ def _symbol(*address: int | np.ndarray) -> np.ndarray:
 def generate_text(length: int, seed: int = 0, stream: int = 0) -> np.ndarray:
     """Generate `length` bytes of the source, (length,) uint8.
 
-    seed: of the source's probabilities and of the text. stream: the number of the text; texts with different numbers
-    are independent, with the same probabilities. A shorter text is a prefix of a longer one.
+    seed: determines the source's probabilities and the text. stream: the number of the text; texts with different
+    numbers are independent, with the same probabilities. A shorter text is a prefix of a longer one.
     """
     # The state is a * 32 + b, so state % 32 is the newest symbol; next_state[state * 256 + slot] is one list lookup.
     b = np.tile(np.arange(_N), _N)[:, None]

@@ -73,7 +73,7 @@ def format_tensors(tensors: dict[str, SavedTensor]) -> dict[str, Any]:
 
 
 def format_index(step: int, state: dict, files: dict[str, FileEntry], tensors: dict[str, Any]) -> str:
-    """Return the text of checkpoint.json. tensors: from `format_tensors`; other arguments as the fields of `Index`.
+    """Return the text of checkpoint.json. tensors: from `format_tensors`; other arguments: fields of `Index`.
 
     Raises ValueError or TypeError if `state` cannot be written as JSON, for example because it contains NaN.
     """

@@ -55,7 +55,7 @@ def regular_file_size(file: Path) -> int:
 def check_index(index: "Index") -> None:
     """Raise ValueError unless the index could have been written by `format_index` for the folder in which it is.
 
-    Checks types and ranges of all values, file names, that the step is that of the folder, that the boxes of every
+    Checks types and ranges of all values, file names, that folder and index have the same step, that the boxes of every
     tensor cover it exactly once, and that every file has the size of the boxes in it.
     """
     if not is_count(index.step):

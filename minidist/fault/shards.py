@@ -29,7 +29,7 @@ class TensorShard:
     """The part of a global tensor that this rank holds: one box (a range in every dimension) and its values.
 
     name: kind and global name, like `params/model.norm.weight` or `optimizer.exp_avg/model.norm.weight`.
-    shape: of the global tensor.
+    shape: the shape of the global tensor.
     box: where in the global tensor the values belong.
     tensor: the values, in the shape of the box; may be a view, for example of a flat buffer. Loading fills it in place.
     is_saved_here: whether this rank saves the box; exactly one of the ranks that hold the same box does.
@@ -79,7 +79,7 @@ class SavedPart:
     file: str
 
     def boxes(self, shape: tuple[int, ...]) -> list[SavedBox]:
-        """Return the boxes of this part. shape: of the global tensor."""
+        """Return the boxes of this part of a global tensor. shape: the global tensor's."""
         flat = isinstance(self.start, int)
         boxes = flat_boxes(shape, self.start, self.stop) if flat else [Box(self.start, self.stop)]
         return [SavedBox(box, self.file) for box in boxes]
@@ -222,7 +222,7 @@ def plan_reads(
 
 
 def check_covered(name: str, tensor: SavedTensor) -> None:
-    """Raise ValueError unless the parts of a tensor cover it exactly once. name: of the tensor, for messages."""
+    """Raise ValueError unless the parts of a tensor cover it exactly once. name: the tensor's, for messages."""
     if all(isinstance(part.start, int) for part in tensor.parts):
         ranges = sorted(tensor.parts, key=lambda part: part.start)
         bounds = [0, *(limit for part in ranges for limit in (part.start, part.stop)), math.prod(tensor.shape)]

@@ -31,7 +31,7 @@ class DropoutKeys(NamedTuple):
 class DropoutAddress:
     """Identifies a batch in the run, independently of the layout; its dropout masks are a function of this address.
 
-    seed: of the run; any integer, taken modulo 2**64.
+    seed: the run's seed; any integer, taken modulo 2**64.
     step: number of the step.
     samples: (b,) int64, global numbers of the samples.
     positions: (s,) int64, positions of this rank's tokens in the unsplit sequence.
@@ -53,7 +53,7 @@ class DropoutAddress:
     def site_keys(self, site: int, num_features: int) -> DropoutKeys:
         """Return the keys of one dropout site, for `keep_mask`.
 
-        site: from `dropout_site_index`; 0 for the embedding. num_features: of the hidden state.
+        site: from `dropout_site_index`; 0 for the embedding. num_features: the size of the hidden state.
         """
         features = torch.arange(num_features, device=self.token_hashes.device)
         rows = mix(self.token_hashes ^ signed(mix_int(site)))
@@ -68,7 +68,7 @@ def dropout_site_index(layer: int, branch: int) -> int:
 def keep_mask(keys: DropoutKeys, p: float) -> Tensor:
     """Return the dropout mask (b, s, h) bool: True, with probability `1 - p`, for each element that is kept.
 
-    keys: of the site. The probability is rounded to a multiple of 2**-32.
+    keys: the site's keys (`DropoutAddress.site_keys`). The probability is rounded to a multiple of 2**-32.
     """
     x = keys.low[..., None] ^ keys.features
     x ^= (x >> 16) & 0xFFFF  # the mask makes the shift of a signed integer a logical one
@@ -83,7 +83,7 @@ def keep_mask(keys: DropoutKeys, p: float) -> Tensor:
 def dropout(hidden: Tensor, p: float, keys: DropoutKeys) -> Tensor:
     """Zero each element of `hidden` (b, s, h) with probability `p` and scale the rest by `1 / (1 - p)`.
 
-    keys: of the site, which determine the mask.
+    keys: the site's keys (`DropoutAddress.site_keys`), which determine the mask.
     """
     return hidden * keep_mask(keys, p) * (1 / (1 - p))
 

@@ -144,7 +144,7 @@ class Transformer(nn.Module):
         """Return logits (b, s, vocab), or with labels the sum of the token losses and the number of tokens in it.
 
         tokens: (b, s) int64. labels: (b, s) int64, already shifted; those equal to IGNORE_INDEX are ignored.
-        address: of the batch's dropout masks; required in training if dropout is on.
+        address: determines the batch's dropout masks; required in training if dropout is on.
         positions: (s,) int64, positions in the unsplit sequence; 0 to s - 1 by default.
         layers, hidden: as in `Decoder`; if `layers` ends before the last layer, returns the hidden state (b, s, h).
         The sum is in nats, at least float32; the count is int64. Raises ValueError if s exceeds `max_seq_len`.

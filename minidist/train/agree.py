@@ -56,8 +56,8 @@ def agree_on_step(
     """Collective: make one decision for all ranks: step, skip or stop. Return it, and the sums of `extra_values`.
 
     All-reduces one vector over the group: this rank's loss, squared_norm, stop_requested and extra_values (any numbers
-    whose sums over the ranks the caller needs). squared_norm: of the gradient elements that this rank counts; each
-    element is counted by one rank. tokens: number of tokens in the global batch, the same on all ranks; if 0, the step
+    whose sums over the ranks the caller needs). squared_norm: the sum of squares of the gradient elements that
+    this rank counts; each element is counted by one rank. tokens: number of tokens in the global batch; if 0, the step
     is skipped. scaler: the loss scaler, which learns whether this step overflowed; None without loss scaling.
     """
     mine = [loss, squared_norm, float(stop_requested), *extra_values]

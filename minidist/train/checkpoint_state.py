@@ -55,7 +55,7 @@ def checkpoint_shards(engine: Engine) -> Iterator[TensorShard]:
 def create_optimizer_states(engine: Engine, tensors: Mapping[str, SavedTensor]) -> None:
     """Create the optimizer states that a checkpoint contains, as zeros, so that they can be loaded in place.
 
-    engine: its optimizer gets the states. tensors: those of the checkpoint, by name. A new optimizer would create
+    engine: its optimizer gets the states. tensors: the checkpoint's tensors, by name. A new optimizer would create
     states in its first step only. A parameter that was never used has no state in the checkpoint, and gets none.
     """
     prefix = _prefix(engine)

@@ -35,7 +35,7 @@ from minidist.train.optimizer import make_optimizer, set_learning_rate
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks agreed on in a step. step: from 0. use_counts: as for `GradientReducer.mark_unused`."""
+    """What all ranks agreed on in a step. step: its number, from 0. use_counts: for `GradientReducer.mark_unused`."""
 
     step: int
     result: StepResult
@@ -81,7 +81,7 @@ class Engine:
     ) -> StepResult:
         """Collective: train on this rank's part of the global batch of step number `step`.
 
-        step: from 0. micro_batches: those of this rank. lr: the learning rate. data_weight: the weight of this rank's
+        step: from 0. micro_batches: this rank's. lr: the learning rate. data_weight: the weight of this rank's
         data in the loss. is_stop_requested: returns whether this rank asks for the end of the run; called when the
         gradients are reduced. checkpoint_written: whether this rank has written its file of the checkpoint in flight.
         regroup_requested: whether this rank asks to continue with other ranks. on_gradients_reduced: called before the
@@ -116,7 +116,7 @@ class Engine:
         return result
 
     def catch_up(self, decision: Decision) -> None:
-        """Take the step that other ranks have agreed on, if this rank failed while it waited for the agreement.
+        """Update as other ranks have agreed to in `decision`, if this rank failed while it waited for the agreement.
 
         An agreement that reached one rank had the reduced gradients of all ranks behind it, so every rank can still
         update. Muon cannot: its update exchanges matrices between the ranks.
@@ -206,7 +206,7 @@ class Engine:
     ) -> float | None:
         """Collective: return the mean token loss of all ranks' batches, in nats; NaN without any token.
 
-        batches: those of this rank; no larger than its micro-batches in training, so that evaluation needs no more
+        batches: this rank's, no larger than its micro-batches in training, so that evaluation needs no more
         memory. Returns None if any rank asks for the end of the run before the last batch: `is_stop_requested` is
         called after every `batches_at_once` batches. Leaves the model in evaluation mode.
         """

@@ -142,7 +142,7 @@ class ForwardBackward:
     def sum_losses(self, batches: Sequence[Batch]) -> list[float]:
         """Return [sum of the token losses in nats, number of these tokens] of this rank, without gradients.
 
-        batches: those of this rank, with full sequences. Returns [0.0, 0.0] unless `is_loss_counted`.
+        batches: this rank's, with full sequences. Returns [0.0, 0.0] unless `is_loss_counted`.
         """
         sums = [torch.zeros(2, dtype=torch.float64, device=self.device)]
         addressed = [self._addressed(0, batch) for batch in self.shard_sequences(batches) if not self._skips(batch)]

@@ -401,7 +401,7 @@ class Trainer:
         self.after_load(state)
 
     def after_load(self, state: dict[str, Any]) -> None:
-        """Continue from the state whose tensors have just been loaded. state: as in a checkpoint's index."""
+        """Continue from the state whose tensors have just been loaded. state: a checkpoint's `Index.state`."""
         self.engine.reducer.after_load()
         if self.engine.scaler is not None and state.get("loss_scaler"):
             self.engine.scaler.load_state_dict(state["loss_scaler"])

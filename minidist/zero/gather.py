@@ -1,8 +1,8 @@
 """Stage 3: gather the parameters of a block before it runs and free them after it, in forward and in backward.
 
 One block computes while the next is in flight. The parameters outside of all blocks (embedding, final norm, head)
-stay unsharded as long as the model runs. The backward of a block is over when that of the block before it begins: then
-its gradients are reduced and its parameters freed. A block that is recomputed in backward is gathered once for both.
+stay unsharded as long as the model runs. The backward of a block is over when the previous block's begins: then its
+gradients are reduced and its parameters freed. A block that is recomputed in backward is gathered once for both.
 
 The hooks are registered on the modules, outside of anything that replaces their `forward`: recomputation and
 compilation run inside, where all parameters are unsharded.

@@ -168,6 +168,7 @@ class ZeroReducer(GradientReducer):
         return [float(name in self._used) for name in self._names]
 
     def mark_unused(self, use_counts: Sequence[float]) -> None:
+        """Exclude the parameters whose use count, the sum of all ranks' `used_flags`, is 0 from this step's update."""
         self._unused = {name for name, count in zip(self._names, use_counts, strict=True) if not count}
 
     def gradients(self) -> dict[str, Tensor | None]:

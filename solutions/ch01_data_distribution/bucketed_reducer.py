@@ -52,7 +52,7 @@ class Bucket:
     counted_names: names of parameters, of this or other buckets. The buffer ends with one element for each: 1 if this
     rank used the parameter and 0 if not, so after the all-reduce the number of ranks that used it.
     buffer: (numel,), the gradients, then the counts. use_counts: the counts. views: each gradient's part of the buffer,
-    in the parameter's shape, by name. handle: of the all-reduce.
+    in the parameter's shape, by name. handle: the handle of the all-reduce.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, counted_names: Sequence[str] = ()):

@@ -55,7 +55,7 @@ def balance_layers(
 ) -> list[range]:
     """Split the layers into `stages * chunks` consecutive non-empty parts, minimising the cost of the costliest part.
 
-    costs: of each layer, in any unit. embedding, head: additional cost of the first and the last part.
+    costs: the cost of each layer, in any unit. embedding, head: additional cost of the first and the last part.
     Returns the layers of each part, from the input on (`Schedule.owner` gives the stage of each). Ties are broken by
     the smallest sum of squares, then by fewer layers in earlier parts, where 1F1B has most micro-batches in flight.
 

@@ -55,7 +55,7 @@ class LossScaler:
         return len(self.overflowed) >= self._max_overflows
 
     def update(self, overflow: bool) -> None:
-        """Adjust the scale after a step: multiply it by BACKOFF (0.5) after an overflow, by GROWTH (2) in time.
+        """Adjust the scale after a step: multiply it by BACKOFF (0.5) on overflow, by GROWTH (2) after good steps.
 
         It grows after `growth_interval` consecutive successful steps. Every change restarts the count of successful
         steps. The scale stays a float32 number: it has no lower limit, and it is not doubled if the result would be

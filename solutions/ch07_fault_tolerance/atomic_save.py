@@ -56,8 +56,8 @@ def save(disk: Disk, step: int, shards: Sequence[TensorShard], state: dict, grou
         {"state": state, "files": {file: SHA-256}, "tensors": {name: {"dtype": "float32", "shape": [6, 4],
          "boxes": [{"start": [0, 0], "stop": [3, 4], "file": "rank-00000.safetensors", "key": key in the file}]}}}
 
-    shards: of this rank; over all ranks, those with `is_saved_here` cover every element once. state: a JSON object, of
-    which that of rank 0 is saved. Raises CollectiveError on all ranks if any of them failed; then nothing is saved.
+    shards: this rank's; over all ranks, the shards with `is_saved_here` cover every element once. state: a JSON object;
+    rank 0's is saved. Raises CollectiveError on all ranks if any of them failed; then nothing is saved.
     """
     folder, gather = f"step-{step:08d}", bind_all_gather_object(group)
     partial, file = f"{folder}.partial", f"rank-{group.rank:05d}.safetensors"

@@ -79,9 +79,9 @@ def train_step(run: Run, group: Group) -> bool:
 def differing_replicas(tensors: Mapping[str, Tensor], group: Group) -> dict[str, list[int]]:
     """Collective: return which ranks differ from the others, and in which tensors: {name: ranks}, {} if all are equal.
 
-    tensors: of this rank, with the same names, shapes and dtypes on all ranks. Tensors are compared bit by bit, by 8
-    bytes of their SHA-256. A rank differs if more than half of the ranks have another value, equal among themselves;
-    if no value has such a majority, all ranks are named.
+    tensors: this rank's tensors, with the same names, shapes and dtypes on all ranks. Tensors are compared bit by bit,
+    by 8 bytes of their SHA-256. A rank differs if more than half of the ranks have another value, equal among
+    themselves; if no value has such a majority, all ranks are named.
     """
     contents = [tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
     digests = [hashlib.sha256(content).digest() for content in contents]

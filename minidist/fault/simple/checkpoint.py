@@ -32,8 +32,8 @@ def save(disk: Disk, step: int, shards: Sequence[TensorShard], state: dict, grou
         {"state": state, "files": {file: SHA-256}, "tensors": {name: {"dtype": "float32", "shape": [6, 4],
          "boxes": [{"start": [0, 0], "stop": [3, 4], "file": "rank-00000.safetensors", "key": key in the file}]}}}
 
-    shards: of this rank; over all ranks, those with `is_saved_here` cover every element once. state: a JSON object, of
-    which that of rank 0 is saved. Raises CollectiveError on all ranks if any of them failed; then nothing is saved.
+    shards: this rank's; over all ranks, the shards with `is_saved_here` cover every element once. state: a JSON object;
+    rank 0's is saved. Raises CollectiveError on all ranks if any of them failed; then nothing is saved.
     """
     folder, gather = f"step-{step:08d}", bind_all_gather_object(group)
     partial, file = f"{folder}.partial", f"rank-{group.rank:05d}.safetensors"
@@ -85,7 +85,7 @@ def read_index(disk: Disk, folder: str) -> dict:
 def load(disk: Disk, folder: str, shards: Sequence[TensorShard], group: Group) -> dict:
     """Collective: fill the tensors of `shards` from a checkpoint that any layout has saved; return its state.
 
-    folder: as `save` returned it. shards: of this rank; their tensors are overwritten in place. A rank reads only the
+    folder: as `save` returned it. shards: this rank's; their tensors are overwritten in place. A rank reads only the
     files that hold a box which overlaps one of its shards. No rank writes to a tensor before all ranks know that every
     file they need has its SHA-256, and that every element of every shard is in the checkpoint. Raises CollectiveError
     on all ranks if a file is damaged (`found_damage`), or a tensor is missing or has another shape or dtype.

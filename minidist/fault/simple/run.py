@@ -25,10 +25,10 @@ from minidist.parameters import Box
 class Run:
     """A training run on one rank: what is fixed by its configuration, and from `step` on the state that changes.
 
-    model: this rank's replica. optimizer: of its parameters. sample_loss: the loss of a sample, by its number, as a
-    scalar tensor. num_samples: in the data set. batch_size: samples per step, of all ranks together. learning_rate: of
-    each step number, from 0. seed: of the data order and of dropout. scaler: has `scale`, `update(overflow)`,
-    `state_dict()` and `load_state_dict(state)`, as `LossScaler`; None without loss scaling.
+    model: this rank's replica. optimizer: it updates the model's parameters. sample_loss: maps a sample's number to its
+    loss, a scalar tensor. num_samples: in the data set. batch_size: samples per step, of all ranks together.
+    learning_rate: maps a step's number, from 0, to its rate. seed: for the data order and dropout. scaler: has `scale`,
+    `update(overflow)`, `state_dict()` and `load_state_dict(state)`, as `LossScaler`; None without loss scaling.
     step: number of completed steps. position: number of samples consumed.
     """
 

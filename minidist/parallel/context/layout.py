@@ -32,7 +32,7 @@ def rank_positions(layout: str, seq_len: int, size: int, rank: int) -> Tensor:
 def shard_sequence(tokens: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return a rank's tokens and labels, (b, s / ranks) each.
 
-    tokens, labels: of the full sequences, (b, s) int64. positions: of the rank's tokens, (s / ranks,), from
+    tokens, labels: the full sequences, (b, s) int64. positions: where the rank's tokens are in them, (s / ranks,), from
     `rank_positions`. The labels are shifted already: the label of a rank's last token is a token that another rank
     holds.
     """

@@ -27,7 +27,7 @@ from minidist.parallel.context.causal import ScoreBlock, score_block
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str) -> Tensor:
-    """Collective: return causal attention of this rank's queries over the keys of the whole sequence, like query.
+    """Collective: return causal attention of this rank's queries over the keys of the full sequence; shape of query.
 
     query: (b, heads, s / ranks, d). key, value: (b, kv_heads, s / ranks, d); consecutive query heads attend to the same
     key head, and keys and values are sent with kv_heads heads. group: the ranks that shard the sequence. layout: which
@@ -65,7 +65,7 @@ def ring_forward(query: Tensor, key: Tensor, value: Tensor, group: Group, layout
 def ring_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, group: Group, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """Collective: return the gradient of query, and those of key and value stacked in one tensor, (2, *key.shape).
+    """Collective: return the gradients: of query, and of key and value stacked in one tensor, (2, *key.shape).
 
     grad: gradient of the output. out, lse: the results of `ring_forward`. Other arguments as in `ring_attention`.
     """

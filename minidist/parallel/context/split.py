@@ -20,8 +20,8 @@ def apply_context_parallel(model: nn.Module, group: Group, kind: str, layout: st
 
     model: a Transformer, possibly already split by pipeline and tensor parallelism. group: the ranks that shard the
     same sequences. kind: "ring" or "ulysses". layout: "zigzag" or "contiguous"; None means the default of `kind`. The
-    caller passes each rank its tokens and labels (`shard_sequence`), and its `rank_positions` as the model's
-    `positions` and as those of the dropout address.
+    caller passes each rank its tokens and labels (`shard_sequence`), and its `rank_positions` as the `positions` of the
+    model and of the dropout address.
 
     Afterwards the sum of the ranks' losses is the loss of the whole sequences. Every rank holds every parameter and
     computes a local gradient: the sum over the group is the gradient. Raises ValueError for an unknown kind or layout;

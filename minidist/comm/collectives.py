@@ -2,9 +2,9 @@
 
 Each takes a `Group` and works in place. With `async_op=True` it returns a `Handle` at once, which owns the tensors
 until `wait()`: do not read or write them before. On CUDA `wait()` orders streams and does not block the host. Peers and
-roots are ranks *in the group*. Within a group every rank must launch the same operations in the same order.
+roots are ranks *in the group*. All its ranks must call the functions marked "Collective", in the same order.
 
-In a group of one rank an operation does its local part, and the meter counts nothing.
+In a group of one rank an operation does its local part, and the traffic meter (`meter`) counts nothing.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Save and load checkpoints: boxes of named global tensors, which any layout can load.
+"""Save and load checkpoints: boxes (index ranges) of named global tensors, which any layout can load.
 
 save    describe -> copy -> write -> commit: each rank copies its boxes to host memory and writes them to its own file
         in a temporary folder, in a thread; rank 0 adds the index and renames the folder. Until then the previous
@@ -249,7 +249,7 @@ def load_checkpoint(
 ) -> Index:
     """Collective: load the checkpoint in folder `path`, saved by any layout, into `local_shards`; return its index.
 
-    local_shards: the shards of this rank, whose tensors are overwritten in place. all_gather_object, rank:
+    local_shards: this rank's shards, whose tensors are overwritten in place. all_gather_object, rank:
     as in `CheckpointSaver`. Each rank reads only the slices that it needs, and the ranks share the work of verifying
     the checksums.
     cast: convert saved tensors to the dtypes of `local_shards`; if False, a different dtype is an error.

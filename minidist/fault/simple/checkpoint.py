@@ -1,4 +1,4 @@
-"""Simple checkpoints: boxes of named global tensors, whole or absent after a crash, for any layout (7.1, 7.2).
+"""Simple checkpoints: boxes (index ranges) of global tensors, whole or absent after a crash, for any layout (7.1, 7.2).
 
 Restrictions: a rank reads whole files into memory, a save blocks training, and a step is saved once. The fast version
 is `minidist.fault.checkpoint`.

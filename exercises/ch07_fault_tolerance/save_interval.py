@@ -17,7 +17,7 @@ You may call:
 
 Check it with: python -m exercises check save_interval
 
-Stub f9444762.
+Stub 8fe23f22.
 """
 
 import math
@@ -27,7 +27,7 @@ def expected_time_s(interval_s: float, mtbf_s: float, save_s: float, restart_s: 
     """Return the expected time until `interval_s` seconds of work are done and saved, failures included.
 
     Failures are a Poisson process, with mtbf_s seconds between two on average. save_s: seconds per save.
-    restart_s: from a failure until the work since the last save begins anew. Saves and restarts can also fail.
+    restart_s: from a failure until the work since the last save begins anew. Failures also occur in saves and restarts.
     """
     # Daly 2006, equation 13: M exp(R / M) (exp((tau + D) / M) - 1).
     raise NotImplementedError("return the expected time of an interval of work and its save")

@@ -100,19 +100,21 @@ def _exceptions_from_signals() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)  # or a second one would interrupt the cleaning up
         raise SystemExit(128 + number)
 
-    before: dict[int, Any] = {}
+    installed: list[tuple[int, Any, Any]] = []
     if threading.current_thread() is threading.main_thread():
         for number, default, handler in (
             (signal.SIGINT, signal.SIG_IGN, signal.default_int_handler),
             (signal.SIGTERM, signal.SIG_DFL, end),
         ):
             if signal.getsignal(number) == default:
-                before[number] = signal.signal(number, handler)
+                signal.signal(number, handler)
+                installed.append((number, default, handler))
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, default, handler in installed:
+            if signal.getsignal(number) == handler:  # the command may have installed its own, as `defer_sigterm` does
+                signal.signal(number, default)
 
 
 def _output_is_closed() -> bool:

@@ -1,6 +1,7 @@
 """The structure of the repository: no import of a tool by the core or of a higher layer, no cycle, one style."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "minidist"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LAUNCH = PACKAGE / "tools" / "launch"
-CORE_LINES = 12_440  # chapter 04 has its 400, and others have needed 120 since
+CORE_LINES = 12_450  # DESIGN allows 12,500 when all chapters stand
 
 # From the bottom up; a module imports its own layer and lower ones.
 LAYERS = (
@@ -144,7 +145,10 @@ def test_training_imports_no_tool(tmp_path):
 
 
 def test_the_core_has_few_enough_lines():
-    assert sum(core_lines().values()) <= CORE_LINES, core_lines()
+    lines = sum(core_lines().values())
+    assert lines <= CORE_LINES, core_lines()
+    (stated,) = re.findall(r"^\| together \| \| ([\d,]+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert abs(int(stated.replace(",", "")) - lines) < 0.01 * lines, "README's table has another number of lines"
 
 
 def test_there_is_no_import_cycle():

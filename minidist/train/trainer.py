@@ -169,8 +169,13 @@ class Trainer:
         if self.world.rank > 0:
             return None
         run = run_folder.open_run_folder(self.config)
-        for observer in self.observers:
-            observer.check(run.path)
+        try:
+            for observer in self.observers:
+                observer.check(run.path)
+        except UserError:
+            with contextlib.suppress(OSError):
+                run.path.rmdir()  # only if it is empty: this run has created it
+            raise
         return run
 
     def _run_on_all_ranks(self, action: Callable[[], Result]) -> Result:

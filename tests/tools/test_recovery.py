@@ -10,9 +10,8 @@ from minidist.tools.launch import RankFailure
 from tests.helpers.recovery_cases import FP64, Kill, Script, recovery_config, run_script
 from tests.helpers.small_run import DEADLINE_S, read_checkpoint, read_metrics, train_small, with_changes
 
-# `make test-all` runs these tests until they have passed fifty times on a busy machine; then a few of them (`QUICK`) go
-# back to `make test`. What the ranks agree on is tested there already, without processes: test_membership.
-pytestmark = pytest.mark.exhaustive
+# `make test` runs six of these tests: the first one, and `QUICK`. What the ranks agree on is tested without processes
+# in test_membership.
 
 # Other numbers of replicas sum the same gradients in another order: a few roundings per step, of 1.1e-16 each in
 # float64, over 8 steps. In float32 it is 6e-8 each.
@@ -127,12 +126,14 @@ def test_every_layout_survives(server, undisturbed, tmp_path, layout, script):
     check_equals_undisturbed(undisturbed, config)
 
 
+@pytest.mark.exhaustive
 def test_float32_differs_by_roundings_only(server, undisturbed, tmp_path):
     config = recovery_config(tmp_path / "run", optim__lr=0.1)
     run_script(server, config, Script((Kill(1, 3),)), backend="shm")
     check_equals_undisturbed(undisturbed, config)
 
 
+@pytest.mark.exhaustive
 def test_a_decision_that_reached_one_rank_is_carried_out_by_all(server, undisturbed, tmp_path):
     """Ranks 0 and 3 have updated in step 4, ranks 1 and 2 have not: of two tensor-parallel shards, neither step is
     complete, and the ranks that are behind must still update."""
@@ -143,6 +144,7 @@ def test_a_decision_that_reached_one_rank_is_carried_out_by_all(server, undistur
     assert "with the state after step 4 from the live tensors of ranks 0-1: no step is lost" in notes(result)
 
 
+@pytest.mark.exhaustive
 def test_copies_bound_what_a_death_loses(server, undisturbed, tmp_path):
     config = recovery_config(tmp_path / "run", **FP64, **LAYOUTS["zero 1"], memory_every=3)
     result = run_script(server, config, Script((Kill(2, 6),)))
@@ -151,6 +153,7 @@ def test_copies_bound_what_a_death_loses(server, undisturbed, tmp_path):
     assert ": 2 completed steps are repeated" in notes(result)
 
 
+@pytest.mark.exhaustive
 def test_without_copies_the_newest_checkpoint_is_used(server, undisturbed, tmp_path):
     config = recovery_config(
         tmp_path / "run", **FP64, **LAYOUTS["zero 1"], memory_every=0, checkpoint__every=2, checkpoint__background=False
@@ -160,12 +163,14 @@ def test_without_copies_the_newest_checkpoint_is_used(server, undisturbed, tmp_p
     assert "from the newest checkpoint, or from the start: the ranks left hold no complete state" in notes(result)
 
 
+@pytest.mark.exhaustive
 def test_all_ranks_die(server, undisturbed, tmp_path):
     config = recovery_config(tmp_path / "run", **FP64, checkpoint__every=2, checkpoint__background=False)
     run_script(server, config, Script(tuple(Kill(member, 4, "forward") for member in range(4))), max_restarts=4)
     check_equals_undisturbed(undisturbed, config)
 
 
+@pytest.mark.exhaustive
 def test_the_run_goes_on_without_replacement_when_the_restarts_are_used_up(server, undisturbed, tmp_path):
     config = recovery_config(tmp_path / "run", **FP64)
     result = run_script(server, config, Script((Kill(1, 3), Kill(2, 5))), max_restarts=0)
@@ -173,12 +178,14 @@ def test_the_run_goes_on_without_replacement_when_the_restarts_are_used_up(serve
     assert [value and value["ranks"] for value in result.values] == [2, None, None, 2]
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_that_cannot_be_filled_ends_the_run(server, tmp_path):
     config = recovery_config(tmp_path / "run", **LAYOUTS["tp x pp"])
     with pytest.raises(RankFailure, match="rank 1 died: killed by SIGKILL"):
         run_script(server, config, Script((Kill(1, 3),)), max_restarts=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("deaths", [(), (Kill(1, 3),)])
 def test_a_deadlock_ends_the_run_before_and_after_a_death(server, tmp_path, deaths):
     config = recovery_config(tmp_path / "run")
@@ -186,6 +193,7 @@ def test_a_deadlock_ends_the_run_before_and_after_a_death(server, tmp_path, deat
         run_script(server, config, Script(deaths, deadlock_at=6))
 
 
+@pytest.mark.exhaustive
 def test_a_run_without_deaths_is_bit_equal(server, undisturbed, tmp_path):
     config = recovery_config(tmp_path / "run", **LAYOUTS["zero 1"])
     run_script(server, config, Script())

@@ -85,7 +85,7 @@ class Minidist:
             result = engine.step(self.steps, [batch.batch], engine.optim.lr, on_gradients_reduced=inspect_full)
             return result.loss, result.grad_norm
         engine.forward_backward.run_micro_batches(self.steps, [batch.batch], 1.0, _KnownCount(batch.global_token_count))
-        engine.finish_reduction()
+        engine.finish_reductions_and_unscale()
         if inspect_full:
             inspect_full()
         for group in engine.reducer.groups_to_update():

@@ -141,7 +141,7 @@ class P2POp:
 
 
 def batch_send_recv(transfers: Sequence[P2POp], group: Group, async_op: bool = False) -> Handle | None:
-    """Launch several sends and receives together: no order of the list can deadlock. With NCCL, the only safe way.
+    """Launch sends and receives as one batch: their order cannot cause a deadlock, as that of separate NCCL calls can.
 
     Return one handle for all transfers if `async_op`; otherwise wait for all of them and return None.
     """

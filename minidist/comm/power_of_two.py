@@ -30,7 +30,7 @@ class PowerOfTwoRanks:
         return self.size - self.count
 
     def is_folded(self, rank: int) -> bool:
-        """Whether group rank `rank` is folded into `rank - 1` rather than active."""
+        """Whether group rank `rank` is not active: it hands its input to `rank - 1`, and receives the result from there."""
         return rank < 2 * self.num_folded and rank % 2 == 1
 
     def folded_partner(self, rank: int) -> int | None:

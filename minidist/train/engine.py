@@ -95,7 +95,7 @@ class Engine:
         )
         loss = self.forward_backward.run_micro_batches(step, micro_batches, data_weight, count)
         with self.groups.meter.span("reduce"):
-            self.finish_reduction()
+            self.finish_reductions_and_unscale()
         self._awaited_decision = step, lr
         result = self._agree(step, loss, count.value, is_stop_requested(), checkpoint_written, regroup_requested)
         if on_gradients_reduced is not None:
@@ -137,7 +137,7 @@ class Engine:
                 self.update(lr, decision.result.grad_norm, decision.step)
         self.completed_steps = decision.step + 1
 
-    def finish_reduction(self) -> None:
+    def finish_reductions_and_unscale(self) -> None:
         """Collective: complete the reductions that backward launched; then divide the gradients by the loss scale."""
         self.reducer.finish_reductions()
         if self.scaler is not None:

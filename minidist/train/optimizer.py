@@ -52,10 +52,10 @@ def make_optimizer(
     return made
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every parameter group: `lr` times its `lr_ratio`."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, base_lr: float) -> None:
+    """Set the learning rate of every parameter group to `base_lr` times its `lr_ratio`."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_ratio"]
+        group["lr"] = base_lr * group["lr_ratio"]
 
 
 def _adamw_groups(optim: OptimConfig, masters: Mapping[str, Tensor], specs: ParamSpecs) -> list[dict]:

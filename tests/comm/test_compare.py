@@ -157,7 +157,7 @@ def make_report(**changes):
     seen = Comparison(TOLERANCE)
     values = {
         "largest": seen.largest, "worst": (0.5, "w"), "first": None, "shapes": {"w": (2, 2), "b": (2,)},
-        "boxes": boxes, "digests": {"w": "x", "b": "y"}, "scalars": ((1.0, 2.0), (3.0, 4.0)), "clipped_steps": 0,
+        "boxes": boxes, "digests": {"w": "x", "b": "y"}, "scalars": ((1.0, 2.0), (3.0, 4.0)), "num_reference_clips": 0,
     }  # fmt: skip
     return RankReport(**{**values, **changes})
 
@@ -214,7 +214,7 @@ def test_different_losses_on_two_ranks_are_wrong():
 
 @pytest.mark.parametrize(("steps", "ok"), [(0, False), (1, True), (4, True), (5, False)])
 def test_a_case_about_clipping_clips_in_some_steps_and_not_in_all(steps, ok):
-    row = make_table_row(CLIPPED, [make_report(clipped_steps=steps), make_report(clipped_steps=steps)])
+    row = make_table_row(CLIPPED, [make_report(num_reference_clips=steps), make_report(num_reference_clips=steps)])
     assert row["ok"] is ok
 
 

@@ -63,7 +63,7 @@ def step_with_a_bad_parameter(world, kind):
     before = copy_parameters(engine)
 
     def poisoned():
-        type(engine).finish_reduction(engine)
+        type(engine).finish_reductions_and_unscale(engine)
         if kind == "gradient":  # the same on every rank, as after a reduction, but one rank counts it in the norm
             next(p for name, p in engine.parameters.items() if engine.specs[name].owner == 1).grad.view(-1)[0] = (
                 math.inf
@@ -74,9 +74,9 @@ def step_with_a_bad_parameter(world, kind):
         engine.model.forward = lambda *args, **kwargs: (
             tuple(part * math.inf for part in forward(*args, **kwargs)[:1]) + (1,)
         )
-    engine.finish_reduction = poisoned
+    engine.finish_reductions_and_unscale = poisoned
     bad = engine.step(0, local_micro_batches(world, 0), 0.1)
-    del engine.finish_reduction
+    del engine.finish_reductions_and_unscale
     untouched = all_equal(before, copy_parameters(engine))
     engine.model.__dict__.pop("forward", None)
     good = engine.step(1, local_micro_batches(world, 1), 0.1)

@@ -88,7 +88,7 @@ def accumulate_gradients(world, configs) -> list[list[float]]:
                     name, torch.full((6,), 1.0 if micro_batch == at == 0 else 2**-9, dtype=torch.bfloat16)
                 )
             engine.reducer.finish_micro_batch()
-        engine.finish_reduction()
+        engine.finish_reductions_and_unscale()
         found.append(engine.reducer.gradients().get(name, torch.zeros(0)).tolist())
         engine.groups.destroy()
     return found

@@ -16,13 +16,13 @@ def steps_with_an_overflow(world, configs) -> list[tuple]:
         before, scale = snapshot(engine), engine.scaler.scale
 
         def poisoned(engine=engine, config=config):
-            type(engine).finish_reduction(engine)
+            type(engine).finish_reductions_and_unscale(engine)
             if world.rank == 1 or config.zero.stage == 0:  # where all ranks have the same
                 engine.reducer.members[0].gradients.result[0] = math.inf
 
-        engine.finish_reduction = poisoned
+        engine.finish_reductions_and_unscale = poisoned
         results.append(engine.step(1, local_micro_batches(world, config, 1), 0.1))
-        del engine.finish_reduction
+        del engine.finish_reductions_and_unscale
         untouched = all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
         halved = engine.scaler.scale == scale / 2
         results.append(engine.step(2, local_micro_batches(world, config, 2), 0.1))

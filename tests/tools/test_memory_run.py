@@ -28,7 +28,7 @@ def measured(folder, text, **changes):
 
 
 def line_of(trainer):
-    return next((one.line for one in trainer.observers if isinstance(one, tracker.MemoryTracker)), None)
+    return next((one.summary_line for one in trainer.observers if isinstance(one, tracker.MemoryTracker)), None)
 
 
 def run_and_report(world, config, stop_after=None):

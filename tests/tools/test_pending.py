@@ -47,18 +47,18 @@ def test_a_rank_whose_gpu_has_not_completed_an_operation_is_pending_until_it_has
     page.track_pending_operations()
     page.on_resume()
     first, second = launch(page, GRADS), launch(page, GRADS, shape=(5,))
-    before = page.poll()
+    before = page.poll_pending_operations()
     snapshot = page.take_snapshot()
     assert (snapshot.state, snapshot.wait_channel, snapshot.wait_seq) == ("pending", GRADS, 1)
     assert snapshot.progress_on(GRADS)[::2] == (2, 2)
     assert page.is_blocked and StatusPage.read_snapshot(page.to_bytes()) == snapshot
     launch(page, CONTROL)  # the host goes on, the oldest operation is the same
-    assert page.poll() == before and page.take_snapshot().version == snapshot.version
+    assert page.poll_pending_operations() == before and page.take_snapshot().version == snapshot.version
     first.completed = True
-    assert page.poll() != before
+    assert page.poll_pending_operations() != before
     assert page.take_snapshot().wait_operation == "all_reduce (5,) float32"
     second.completed = True
-    page.poll()
+    page.poll_pending_operations()
     assert page.take_snapshot().wait_channel == CONTROL
 
 
@@ -128,7 +128,7 @@ def test_the_wait_of_a_handle_reports_what_the_gpu_has_not_completed():
     Handle(group, [work], [at], [SimpleNamespace(is_cuda=True)]).wait()
     assert page.take_snapshot().state == "pending"
     work.completed = True
-    page.poll()
+    page.poll_pending_operations()
     assert page.take_snapshot().state == "running"
     at = Launched(GRADS, page.on_launch(GRADS, "all_reduce", (4,), "float32"), "all_reduce", (4,), "float32", record)
     Handle(group, [Work()], [at], [torch.zeros(4)]).wait()  # on the CPU the wait is over when it returns

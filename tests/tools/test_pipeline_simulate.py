@@ -63,11 +63,14 @@ def test_the_published_bubble_of_interleaved_leaves_out_transfers(row):
 def test_it_holds_for_sizes_that_are_not_published(kind, stages, micro_batches):
     made = timeline(kind, stages, micro_batches, 10.4, 10.2, 7.7, 0.408)
     ideal = micro_batches * (10.4 + 10.2 + 7.7)
-    assert made.step_time == pytest.approx(ideal / (1 - made.bubble)) and ideal < made.step_time <= made.makespan
+    assert (
+        made.steady_step_time == pytest.approx(ideal / (1 - made.bubble))
+        and ideal < made.steady_step_time <= made.makespan
+    )
     assert made.busy_times == pytest.approx([ideal] * stages)
     # No schedule is worse than the textbook's with everything that it moves on the way in and out besides.
     textbook = (stages - 1) * (10.4 + 10.2 + 7.7) + 2 * (stages + micro_batches) * 0.408 * (made.schedule.num_chunks)
-    assert 0 < made.step_time - ideal <= textbook
+    assert 0 < made.steady_step_time - ideal <= textbook
     assert max(made.peak_live_micro_batches) <= {"gpipe": micro_batches, "zb-h2": 2 * stages - 1}.get(
         kind, stages * made.schedule.num_chunks + stages
     )
@@ -91,17 +94,22 @@ def test_a_second_method_gives_every_start_and_end(kind, stages, groups, numbers
         for span in spans:
             key = (span.action.kind, span.action.micro_batch, made.position(stage, span.action.chunk))
             assert (span.start, span.end) == known[key]
-    assert got.step_time == longest_stage_span(made.orders, known, made.placement)
+    assert got.steady_step_time == longest_stage_span(made.orders, known, made.placement)
 
 
 @given(st.integers(1, 6), st.integers(1, 20), SOME_TIME, SOME_TIME, SOME_TIME)
 def test_without_communication_each_schedule_is_at_least_as_good_as_the_one_before(stages, more, f, b, w):
     """GPipe = 1F1B >= ZB-H1 >= ZB-H2, whatever the operations take."""
     few = more
-    gpipe, one_f_one_b, zb_h1 = (timeline(kind, stages, few, f, b, w).step_time for kind in ("gpipe", "1f1b", "zb-h1"))
+    gpipe, one_f_one_b, zb_h1 = (
+        timeline(kind, stages, few, f, b, w).steady_step_time for kind in ("gpipe", "1f1b", "zb-h1")
+    )
     assert gpipe == one_f_one_b == (few + stages - 1) * (f + b + w) and one_f_one_b >= zb_h1
     many = 2 * stages - 2 + more
-    assert timeline("zb-h1", stages, many, f, b, w).step_time >= timeline("zb-h2", stages, many, f, b, w).step_time
+    assert (
+        timeline("zb-h1", stages, many, f, b, w).steady_step_time
+        >= timeline("zb-h2", stages, many, f, b, w).steady_step_time
+    )
 
 
 def test_zb_h2_with_few_micro_batches_would_be_worse_than_zb_h1_and_is_refused():
@@ -110,8 +118,8 @@ def test_zb_h2_with_few_micro_batches_would_be_worse_than_zb_h1_and_is_refused()
         build_schedule("zb-h2", 6, 7)
     many = build_schedule("zb-h2", 6, 11)
     few = [[action for action in order if action.micro_batch < 7] for order in many.orders]
-    slow = simulate_schedule(type(many)("zb-h2", 7, few), StageTimes(5, 0.5, 5)).step_time
-    assert slow > timeline("zb-h1", 6, 7, 5, 0.5, 5).step_time
+    slow = simulate_schedule(type(many)("zb-h2", 7, few), StageTimes(5, 0.5, 5)).steady_step_time
+    assert slow > timeline("zb-h1", 6, 7, 5, 0.5, 5).steady_step_time
 
 
 @given(st.integers(2, 6), st.integers(0, 6), SOME_TIME, st.integers(0, 8), st.integers(0, 8))
@@ -120,7 +128,7 @@ def test_the_bubbles_of_the_handcrafted_schedules_are_those_of_table_2(stages, m
     b, f = w + over_b / 8, w + over_f / 8
     micro_batches = 2 * stages + more
     ideal = micro_batches * (f + b + w)
-    h1, h2 = (timeline(kind, stages, micro_batches, f, b, w).step_time - ideal for kind in ("zb-h1", "zb-h2"))
+    h1, h2 = (timeline(kind, stages, micro_batches, f, b, w).steady_step_time - ideal for kind in ("zb-h1", "zb-h2"))
     assert h1 == (stages - 1) * (f + b - w)
     assert h2 == (stages - 1) * (f + b - 2 * w)
 
@@ -130,7 +138,7 @@ def test_bubbles_with_few_micro_batches_match_appendix_h(stages, few, w, over_b,
     """m <= p and T_W <= T_B, T_F: (m + p - 1)(T_F + T_B) + T_W, against 1F1B's (m + p - 1)(T_F + T_B + T_W)."""
     assume(few <= stages)
     b, f = w + over_b / 8, w + over_f / 8
-    assert timeline("zb-h1", stages, few, f, b, w).step_time == (few + stages - 1) * (f + b) + w
+    assert timeline("zb-h1", stages, few, f, b, w).steady_step_time == (few + stages - 1) * (f + b) + w
 
 
 @given(st.integers(1, 6), st.integers(0, 8), SOME_TIME)
@@ -143,13 +151,13 @@ def test_with_equal_times_zb_h2_and_zb_v_have_no_bubble(stages, more, t):
 def test_chunks_divide_the_bubble_of_interleaved(stages, chunks):
     """Narayanan et al. 2021, section 2.2.2: (p - 1)(t_f + t_b) / v."""
     made = timeline("interleaved", stages, 3 * stages, 3.0, 3.0, 3.0, chunks=chunks)
-    assert made.step_time - 3 * stages * 9.0 == pytest.approx((stages - 1) * 9.0 / chunks)
+    assert made.steady_step_time - 3 * stages * 9.0 == pytest.approx((stages - 1) * 9.0 / chunks)
 
 
 def test_with_communication_gpipe_may_be_faster_than_one_f_one_b():
     """Its transfers hide behind the next forward; 1F1B's come back just when they are needed."""
     of = (18.522, 18.086, 9.337, 0.601)
-    gpipe, one_f_one_b = timeline("gpipe", 8, 24, *of).step_time, timeline("1f1b", 8, 24, *of).step_time
+    gpipe, one_f_one_b = timeline("gpipe", 8, 24, *of).steady_step_time, timeline("1f1b", 8, 24, *of).steady_step_time
     assert (round(gpipe, 1), round(one_f_one_b, 1)) == (1432.7, 1456.7)
 
 
@@ -161,7 +169,7 @@ def test_an_unsplit_backward_takes_b_plus_w():
 def test_one_slow_stage_sets_the_pace_and_the_others_wait():
     made = timeline("1f1b", 3, 30, [1.0, 2.0, 1.0])
     assert made.busy_times == pytest.approx([90, 120, 90])
-    assert 120 < made.step_time < 130 and made.bubble == pytest.approx(1 - 100 / made.step_time)
+    assert 120 < made.steady_step_time < 130 and made.bubble == pytest.approx(1 - 100 / made.steady_step_time)
 
 
 def test_a_time_for_every_part_of_the_model():

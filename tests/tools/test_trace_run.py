@@ -50,7 +50,7 @@ def logged(world, config, stop_after=None):
     meter.stop_recording = lambda offset: (places.append(len(meter.records)), stop(offset))[1]
     trainer.run(Stop(stop_after, trainer))
     begun, ended = places or (0, 0)
-    return meter.records[begun:ended], trainer.observers[0].line
+    return meter.records[begun:ended], trainer.observers[0].summary_line
 
 
 def read(config):
@@ -258,7 +258,7 @@ def with_a_file_in_place_of_its_folder(world, config):
     if world.rank == 0:
         shutil.rmtree(config.trace.file.parent)
         config.trace.file.parent.touch()
-    return trainer.run(Stop())["step"], trainer.observers[0].line
+    return trainer.run(Stop())["step"], trainer.observers[0].summary_line
 
 
 def test_a_trace_that_cannot_be_written_in_the_end_does_not_end_the_run(ranks, tmp_path, text):

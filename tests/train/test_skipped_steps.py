@@ -21,10 +21,10 @@ def train_with_nan(world, config, bad_steps, bad_rank):
     """
     with contextlib.closing(make_trainer(world, config)) as trainer:
         engine, unchanged = trainer.engine, []
-        finish_reduction, step = engine.finish_reduction, engine.step
+        finish_reductions_and_unscale, step = engine.finish_reductions_and_unscale, engine.step
 
         def poisoned():
-            finish_reduction()
+            finish_reductions_and_unscale()
             if trainer.progress.step + 1 in bad_steps and world.rank == bad_rank:
                 owned = (
                     g for n, g in engine.reducer.gradients().items() if engine.reducer.master_specs[n].owner == bad_rank
@@ -37,7 +37,7 @@ def train_with_nan(world, config, bad_steps, bad_rank):
             unchanged.append(all(before[name].equal(p) for name, p in engine.parameters.items()))
             return result
 
-        engine.finish_reduction, engine.step = poisoned, compared
+        engine.finish_reductions_and_unscale, engine.step = poisoned, compared
         trainer.run(Stop())
         return unchanged, trainer.skipped_steps.total
 

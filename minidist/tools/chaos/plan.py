@@ -95,9 +95,10 @@ def draw_trial(seed: int, number: int, ranks: Sequence[int]) -> Trial:
 
 
 def make_config(layout: Layout, text: Path, folder: Path, trial: Trial | None = None) -> Config:
-    """Return the configuration of a run of `STEPS` steps in float32 with SGD, of milliseconds each.
+    """Return the configuration of a trial's run: a tiny model, `STEPS` steps of milliseconds, float32, SGD.
 
-    text: the file to train on. trial: whose fault is injected; None for an uninterrupted run.
+    layout: the mesh and ZeRO stage. text: the file to train on. folder: the run folder. trial: the trial whose fault is
+    injected, and which decides on background saves and live recovery; None for an uninterrupted or resumed run.
     """
     flips = trial is not None and trial.fault.kind == "flip"
     return Config(

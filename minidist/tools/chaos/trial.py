@@ -37,8 +37,8 @@ _STOPPED_RANK_S = 0.5  # for the launcher to end a run with a stopped rank, befo
 _RUN_FILES = {"checkpoints", "config.toml", "metrics.jsonl"}
 
 
-class LossRecorder(Observer):
-    """Writes the loss of every step to metrics.jsonl and the notes of the run to standard output, on rank 0."""
+class LossAndNoteRecorder(Observer):
+    """Observer that, on rank 0, writes each step's loss to metrics.jsonl and prints the run's notes."""
 
     def __init__(self):
         self._file: MetricsFile | None = None
@@ -71,16 +71,19 @@ def train_rank(world: World, config: Config) -> dict[str, Any]:
 
 def _make_observers_and_meter(config: Config) -> tuple[list[Observer], Meter | None]:
     if config.fault.inject is None:
-        return [LossRecorder()], None
+        return [LossAndNoteRecorder()], None
     injector = FaultInjector(parse_fault(config.fault.inject))
-    return [injector, LossRecorder()], injector.meter
+    return [injector, LossAndNoteRecorder()], injector.meter
 
 
 @dataclass
 class Outcome:
-    """What a trial found. ended: how the run with the fault ended. problems: one line each, none if all is well.
+    """The result of a trial, filled in while it runs.
 
-    difference: the largest difference of a loss after the resume, in nats. resumed_step: 0 if the run began again.
+    ended: how the run with the injected fault ended: "went on" or the first line of its error. problems: one line for
+    each check that failed, [] if all is well. resumed_step: the number of completed steps in the checkpoint from which
+    the run was resumed; 0 if it had none and began again. difference: the largest difference, in nats, between a loss
+    after that step and the loss of the uninterrupted run. seconds: the duration of the trial.
     """
 
     ended: str = ""
@@ -103,7 +106,10 @@ class Laboratory:
         self._references: dict[Layout, dict[int, float]] = {}
 
     def reference(self, layout: Layout) -> dict[int, float]:
-        """Return the losses of an uninterrupted run, by step, and its held-out loss as that of step STEPS + 1."""
+        """Return the losses of an uninterrupted run, by step, and its held-out loss as that of step STEPS + 1.
+
+        The run takes place on the first call for a layout; its folder is deleted at once.
+        """
         if layout not in self._references:
             folder = self._folder / "reference"
             config = make_config(layout, self._text, folder)
@@ -113,7 +119,10 @@ class Laboratory:
         return self._references[layout]
 
     def run(self, trial: Trial) -> Outcome:
-        """Run a trial and check it."""
+        """Run a trial: a run with the fault, then the resumed run; return what both showed, checked against references.
+
+        It never raises for a failed run: `Outcome.problems` says what is wrong.
+        """
         start_s, outcome = time.monotonic(), Outcome()
         folder = self._folder / f"trial-{trial.number}"
         try:

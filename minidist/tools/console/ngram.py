@@ -25,18 +25,20 @@ def ngram_losses(corpus: Corpus, k: float = K) -> dict[str, float]:
 
 
 def unigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int, k: float = K) -> float:
-    """Cross-entropy of held_out[1:] under single-token frequencies, in nats per token.
+    """Fit a unigram model to `train`; return its mean cross-entropy over held_out[1:], in nats per token.
 
-    The first token is excluded in every model here: nothing predicts it.
+    train, held_out: token ids, (tokens,). k: added to every token's count. The first token is left out in both models:
+    a bigram model cannot predict it.
     """
     seen, scored = _counts(train, vocab_size), _counts(held_out[1:], vocab_size)
     return _loss(scored, seen + k, np.float64(seen.sum() + k * vocab_size))
 
 
 def bigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int, k: float = K) -> float:
-    """Cross-entropy of held_out[1:], each token predicted from the one before it, in nats per token.
+    """Fit a bigram model to `train`; return its mean cross-entropy over held_out[1:], in nats per token.
 
-    Works for any vocabulary: beyond a few thousand ids pairs are counted sparsely.
+    Each token is predicted from the one before it. train, held_out: token ids, (tokens,), at least 2. k: added to every
+    pair's count. A vocabulary above 4096 ids is counted sparsely: only the pairs that occur take memory.
     """
     codes, seen = count_pairs(train, vocab_size)
     scored_codes, scored = count_pairs(held_out, vocab_size)

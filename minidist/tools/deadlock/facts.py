@@ -63,7 +63,10 @@ class RankFacts:
 
 
 def encode_facts(snapshot: Snapshot, location: ProcessLocation, request: int) -> bytes:
-    """Return the facts of a rank's status as bytes. request: number of the leader's latest request that they answer."""
+    """Return the facts (`RankFacts`) in a rank's status as bytes.
+
+    request: number of the leader's latest request that they answer.
+    """
     channel = snapshot.wait_channel if snapshot.state in ("waiting", "pending") else None
     name = b"" if channel is None else format_channel(channel).encode()
     text_hash = _hash(f"{snapshot.wait_operation}\n{snapshot.wait_location}".encode())
@@ -80,7 +83,7 @@ def encode_facts(snapshot: Snapshot, location: ProcessLocation, request: int) ->
 
 
 def decode_facts(data: bytes) -> RankFacts:
-    """Return the facts that `encode_facts` has encoded as `data`."""
+    """Return the `RankFacts` that `encode_facts` has encoded as `data`."""
     request, version, node, pid = _HEAD.unpack_from(data)
     return RankFacts(request, version, ProcessLocation(node, pid), *_decode_state(data[_HEAD.size :]))
 

@@ -36,7 +36,7 @@ def find_main_thread_line() -> str:
 
 
 class HangTracker:
-    """Measures for how long other ranks have waited for each running rank."""
+    """Measures for how long other ranks have waited for each running rank; call `update` after each reading."""
 
     def __init__(self):
         self._since_s: dict[tuple[int, Wait], float] = {}

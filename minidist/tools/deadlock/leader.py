@@ -1,4 +1,6 @@
-"""The leader: the one waiting rank that reads the facts of all ranks from the store and detects deadlocks.
+"""The leader: the one waiting rank that reads the status of all ranks from the store and detects deadlocks.
+
+A rank's facts (`RankFacts`) are the part of its status that detection needs; each rank posts its own in the store.
 
 Ranks and leader exchange one record, which every waiting rank reads about once a second or more often:
 
@@ -92,10 +94,12 @@ class Leader:
         self._killed_s: dict[int, float] = {}
         self.notes: list[str] = []
 
-    def update(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
-        """Read the facts that have changed; return the next record, and the verdict if one is to be reported now.
+    def poll(self, record: WatchRecord, now_s: float) -> tuple[WatchRecord, Verdict | None]:
+        """Take one polling step: read the posted facts that have changed, and look for deadlocks and hung ranks.
 
-        record: the present record in the store. now_s: the time in seconds, from `time.monotonic`.
+        Return the record that the caller should write to the store, and the verdict to report: None until a deadlock or
+        mismatch is confirmed, or a killed rank does not end. record: the store's present record. now_s: the time in
+        seconds, from `time.monotonic`.
         """
         record = record._replace(beat=record.beat + 1)
         changes = self._store.add(CHANGES, 0)
@@ -206,7 +210,7 @@ class Leader:
 
 
 def status_key(rank: int) -> str:
-    """Return the store's key of a rank's facts."""
+    """Return the store's key under which a rank posts its facts."""
     return f"status/{rank}"
 
 

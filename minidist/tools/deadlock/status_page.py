@@ -123,7 +123,7 @@ class StatusPage(OperationTracker):
         self._num_completed = 0
 
     def track_pending_operations(self) -> None:
-        """From now on, keep every operation passed to `on_pending` until `poll` finds that the GPU has completed it."""
+        """From now on, keep each operation of `on_pending` until `poll_pending_operations` finds it completed."""
         self._pending = deque()
 
     def on_launch(self, channel: Channel, name: str, shape: tuple[int, ...], dtype: object) -> int:
@@ -233,12 +233,15 @@ class StatusPage(OperationTracker):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether this rank waits for an operation now, or the latest `poll` found one pending on the GPU."""
+        """Whether this rank waits for an operation, or the latest poll found an operation pending on the GPU."""
         state = STATES[self._page[_STATE_AT]]
         return state == "waiting" or (bool(self._pending) and state == "running")
 
-    def poll(self) -> int:
-        """Drop completed pending operations; return a number that changes with the status, like `Snapshot.version`."""
+    def poll_pending_operations(self) -> int:
+        """Forget the pending operations that the GPU has completed; return the version of the status.
+
+        The number changes whenever the status does, as `Snapshot.version` does, also if only an operation completed.
+        """
         while self._pending and self._pending[0].is_completed():
             self._pending.popleft()
             self._num_completed += 1
@@ -327,7 +330,10 @@ def format_channel(channel: Channel) -> str:
 
 @lru_cache(4096)
 def parse_channel(name: str) -> Channel:
-    """Return the channel that `format_channel` has formatted; equal texts give the same object, which compares fast."""
+    """Return the channel, one ordered sequence of operations, from the text that `format_channel` made of it.
+
+    Results are cached: equal texts give the identical object, which dictionaries compare fast.
+    """
     kind, listed, peer, tag, group_name = name.split("|", 4)
     if ":" in listed:
         first, last, step = map(int, listed.replace("-", ":").split(":"))

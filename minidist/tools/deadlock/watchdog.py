@@ -39,7 +39,7 @@ _RECORD = "record"
 class WatchParticipant:
     """One rank's part in the exchange of facts, without a thread: call `tick` every TICK_S seconds.
 
-    Arguments as for `Watchdog`, but `hang_limit_s` is not None. period_s: seconds between two readings of the store.
+    Facts (`RankFacts`) are a rank's status in short. Arguments as for `Watchdog`, but `hang_limit_s` is not None. period_s: seconds between two readings of the store.
     notes: lines of text about ranks that keep others waiting, which the caller reads and clears.
     """
 
@@ -62,11 +62,14 @@ class WatchParticipant:
         self.post()
 
     def tick(self, now_s: float) -> str | None:
-        """Post facts and read the store if it is time; return a report as text if the run can never proceed, else None.
+        """Post this rank's facts when it begins or ends a wait, and read the store if it is time.
+
+        Return a report as text if the run can never proceed, else None. A rank that waits may also answer the leader's
+        requests, lead, and kill a hung rank of its machine.
 
         now_s: the time in seconds, from `time.monotonic`.
         """
-        version = self._status.poll()
+        version = self._status.poll_pending_operations()
         if version != self._version:
             self._version, self._since_s = version, now_s
             if self._has_posted_wait:  # what the others know is out of date
@@ -94,7 +97,7 @@ class WatchParticipant:
         return self._lead_or_elect(record, now_s) if is_blocked else None
 
     def post(self, is_change: bool = True) -> None:
-        """Write this rank's facts to the store. is_change: whether the leader must read all facts again."""
+        """Write this rank's facts (`RankFacts`) to the store. is_change: whether the leader must read all ranks' again."""
         while (snapshot := self._status.take_snapshot()) is None:  # the rank is writing
             time.sleep(1e-3)
         facts = encode_facts(snapshot, self._location, self._answered)
@@ -130,7 +133,7 @@ class WatchParticipant:
     def _lead_or_elect(self, record: WatchRecord, now_s: float) -> str | None:
         verdict = None
         if record.leader == self.rank and self._leader is not None:
-            new, verdict = self._leader.update(record, now_s)
+            new, verdict = self._leader.poll(record, now_s)
             self.notes += self._leader.notes
             self._leader.notes.clear()
         elif record.leader is None or now_s - self._record_since_s > max(_LEADER_LOST_S, 3 * self.period_s):

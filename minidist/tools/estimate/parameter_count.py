@@ -27,12 +27,12 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class ParameterCountEstimate:
-    """Model states of each rank, computed from a parameter count.
+    """Bytes of the model states (parameters, gradients, masters, moments) on each rank, from a parameter count.
 
-    num_parameters: the parameters of the model. num_local_parameters: the parameters of one rank's tensor- and
-    pipeline-parallel shard of the model. num_zero_shards: the number of ranks over which ZeRO shards the local
-    parameters, 1 without ZeRO. padding_numel: the elements added so that ZeRO's shards are equal. states: bytes on each
-    rank.
+    mesh, policy: the mesh of ranks and the precision policy. num_parameters: parameters of the model.
+    num_local_parameters: those of one rank, num_parameters / (tp * pp) rounded up. num_zero_shards: number of ranks
+    over which ZeRO shards the local parameters; 1 without ZeRO. padding_numel: elements added to the local parameters
+    so that ZeRO's shards are equal. states: bytes on each rank, equal on all.
     """
 
     mesh: Mesh

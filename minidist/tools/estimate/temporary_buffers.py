@@ -23,10 +23,11 @@ MAX_IN_FLIGHT = 2  # flat gradients
 
 
 class GradientAndBufferBytes(NamedTuple):
-    """Bytes at one time of a backward.
+    """Bytes of gradients and of temporary buffers on one rank, at one time of a backward.
 
-    gradients: bytes of the accumulated gradients that are allocated by then; buffers: bytes of computed gradients that
-    wait until their flat gradient is complete, and of flat gradients in flight.
+    gradients: bytes of the gradients that stay until the update, as far as they are allocated at that time. buffers:
+    bytes that are freed before the update: computed gradients that wait until all gradients of their flat parameter are
+    computed, and flat gradients, or copies of them in the dtype of the reduction, whose reduction is in flight.
     """
 
     gradients: int

@@ -37,7 +37,10 @@ class Traffic:
         self._control = "replica" if layout.config.consistency.has_replicas else "control"
 
     def flat_params(self, rank: int) -> list[LocalFlatParam]:
-        """The flat parameters of this rank; empty where parameters are not flattened (no sharding, one dtype)."""
+        """Return the flat parameters of global rank `rank`, in the order in which backward completes their gradients.
+
+        [] where parameters are not flattened: ZeRO stage 0 with one dtype for all kinds of tensors.
+        """
         coords = self.layout.mesh.coords(rank)
         return self._flat_params(coords["pp"], coords["tp"])
 

@@ -133,7 +133,7 @@ class RankHandle:
 
     @property
     def dropped_bytes(self) -> int:
-        """Number of bytes of output beyond the limit, which were discarded."""
+        """Number of bytes of output that were discarded since `clear_output`, because at most 16 MiB are kept."""
         return self._dropped_count
 
     @property

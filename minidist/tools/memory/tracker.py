@@ -37,7 +37,7 @@ class MemoryTracker(Observer):
         self._measurement: tuple[MemoryPeak | None, str | None] | None = None
 
     def check(self, folder: Path) -> None:
-        """Raise UserError if the picture of `--memory` or the file of its numbers exists or cannot be written."""
+        """Check the output files: raise UserError if the chart of `--memory` or its JSON exists or is not writable."""
         check_memory_files(self._config)
 
     def on_start(self, trainer: Trainer) -> None:
@@ -70,9 +70,9 @@ class MemoryTracker(Observer):
             self._gather()
 
     def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
-        """Send `line` to all observers as a note, which the console prints; do nothing if it is None."""
-        if self.line is not None:
-            trainer.send_note(self.line)
+        """Send `summary_line` to all observers as a note, which the console prints; do nothing if it is None."""
+        if self.summary_line is not None:
+            trainer.send_note(self.summary_line)
 
     def _gather(self) -> None:
         """Gather the measurements of all ranks; rank 0 writes them."""
@@ -92,8 +92,8 @@ class MemoryTracker(Observer):
         self._report = _write(self._config.memory.file, self._step, world.device.type, peaks, costs)
 
     @property
-    def line(self) -> str | None:
-        """The measurement as text, or why there is none, which `on_end` prints; None on other ranks than rank 0."""
+    def summary_line(self) -> str | None:
+        """The text that `on_end` prints: the measurement, or why there is none. None on ranks other than rank 0."""
         if self._report is not None or self._group.rank:
             return self._report
         if self._step <= self._done:

@@ -157,8 +157,11 @@ def describe_unmatched_collectives(statuses: dict[int, Snapshot]) -> list[str]:
     return ["operations that wait for others:", *lines[:_MAX_UNMATCHED]] if lines else []
 
 
-def are_groups_usable(statuses: dict[int, Snapshot]) -> bool:
-    """Return whether every operation launched on a rank was launched by all its partners, so the groups can be used."""
+def all_operations_matched(statuses: dict[int, Snapshot]) -> bool:
+    """Return whether all partners of every operation launched on a rank launched it, too: the groups are usable then.
+
+    statuses: the status of each rank, by rank.
+    """
     counts = {
         n: {channel: p.num_launched for channel, p in status.progress_by_channel.items()}
         for n, status in statuses.items()

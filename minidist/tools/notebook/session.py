@@ -13,7 +13,7 @@ from minidist.tools.launch import RankServer
 from minidist.tools.launch.device import choose_device
 from minidist.tools.launch.live_job import LiveJob
 from minidist.tools.notebook.rank_session import Cell, serve_requests
-from minidist.tools.notebook.request_watcher import RequestWatcher, are_groups_usable
+from minidist.tools.notebook.request_watcher import RequestWatcher, all_operations_matched
 from minidist.tools.notebook.result import CellResult, adapt_report_to_notebook, format_errors
 from minidist.tools.pieces import SymbolReplacements
 
@@ -231,7 +231,7 @@ class LiveRanks:
             kind != "done"
             or is_group_missing
             or len(faults) > len(own)
-            or (faults and not are_groups_usable(job.last_snapshots()))
+            or (faults and not all_operations_matched(job.last_snapshots()))
         ):
             if self._recreate_group():
                 notes = [*notes, "The ranks keep their variables and have a new process group."]

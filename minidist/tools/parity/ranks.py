@@ -31,12 +31,12 @@ from minidist.train.engine import Engine
 
 @dataclass(frozen=True)
 class RankReport:
-    """The result of one case on one rank.
+    """The result of one case on one rank: the trainer's run against the reference run in one process.
 
     largest, worst, first: as in `Comparison`. shapes: the unsharded shape of every parameter and buffer, by name;
     boxes: the index ranges of each that this rank has. digests: hashes of this rank's parameters and buffers at the
-    end. scalars: (loss, gradient norm) that each step returned. clipped_steps: the number of steps in which the
-    reference clipped.
+    end, by name. scalars: the (loss, gradient norm) of each step here; the loss is None without counted tokens.
+    num_reference_clips: the number of steps in which the reference run clipped its gradient.
     """
 
     largest: dict[str, float]
@@ -46,7 +46,7 @@ class RankReport:
     boxes: dict[str, tuple[Box, ...]]
     digests: dict[str, str]
     scalars: tuple[tuple[float | None, float], ...]
-    clipped_steps: int
+    num_reference_clips: int
 
 
 def report_file(folder: str, number: int, rank: int) -> Path:
@@ -198,7 +198,7 @@ def run_case(groups: Groups, case: Case, file: str, on_first: Callable[[FirstWro
 
 
 def _make_report(
-    comparison: Comparison, engine: Engine, expected: dict[str, Tensor], scalars_seen: list, clipped_steps: int
+    comparison: Comparison, engine: Engine, expected: dict[str, Tensor], scalars_seen: list, num_reference_clips: int
 ) -> RankReport:
     """Compare parameters and buffers at the end of training, and make the report."""
     tensors = engine.reducer.checkpoint_tensors()
@@ -223,7 +223,7 @@ def _make_report(
         | {name: (Box.whole(tuple(buffer.shape)),) for name, buffer in buffers.items()},
         digests={name: _digest(tensor) for name, tensor in [*parameters.items(), *buffers.items()]},
         scalars=tuple(scalars_seen),
-        clipped_steps=clipped_steps,
+        num_reference_clips=num_reference_clips,
     )
 
 

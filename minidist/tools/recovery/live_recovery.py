@@ -64,7 +64,7 @@ def train_with_recovery(
         while (generation := membership.join_next_generation(has_failed)) is not None:
             trainer = None
             try:
-                recovery.begin(generation)
+                recovery.enter_generation(generation)
                 rank_world = membership.connect(world)
                 if recovery.is_after_failure:
                     config = replace(config, fault=replace(config.fault, inject=None))  # injected once
@@ -132,8 +132,11 @@ class LiveRecovery(Recovery):
         self._rank_of: dict[int, int] = {}  # the last rank of every member
         self._noted_deaths: set[int] = set()
 
-    def begin(self, generation: Generation) -> None:
-        """Record that this process is a rank of `generation`."""
+    def enter_generation(self, generation: Generation) -> None:
+        """Record that this process is a rank of `generation`, the set of ranks between two failures or arrivals.
+
+        This connects nothing: `Membership.connect` does.
+        """
         self._generation = generation
         self._rank_of |= {member: rank for rank, member in enumerate(generation.members)}
 

@@ -89,8 +89,8 @@ class Arena:
             self._transfers.give(offset, num_bytes)
             self._freed.notify_all()
 
-    def close(self) -> None:
-        """Close the file descriptor, so that no other process can map the memory. Existing mappings stay."""
+    def close_fd(self) -> None:
+        """Close the file descriptor only: no process can map the memory any more, and existing mappings stay valid."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -25,8 +25,8 @@ Fill = Callable[[list[Tensor], int, int], None]  # (slot of every rank, begin an
 class Collectives:
     """The collectives of one group on flat tensors. Ranks and roots are group ranks.
 
-    Arguments of the methods: signature: operation, dtype and size as text; ShmError is raised if it is not equal on all
-    ranks. shape: the shape of the tensor as text, only for that error message.
+    Arguments of the methods: signature: operation, dtype and size as text, such as "all_reduce sum float32 6";
+    ShmError is raised if it is not equal on all ranks. shape: the tensor's shape as text, only for that error message.
 
     memories: the arena (shared memory) of each group rank, (bytes,) uint8.
     """
@@ -51,7 +51,11 @@ class Collectives:
     def all_reduce(
         self, flat: Tensor, reduction: Reduction, signature: str, shape: str, root: int | None = None
     ) -> None:
-        """Collective: reduce `flat` (n,) over the ranks, in place on every rank; or only on `root`, if given."""
+        """Collective: reduce `flat` (n,) over the ranks, in place.
+
+        root: the only group rank whose `flat` receives the result; None: every rank's does.
+        signature, shape: see the class.
+        """
         slots = self._slots_for(flat.nbytes, signature, shape)
         if self.size == 1 or (flat.nbytes * self.size <= SINGLE_BARRIER_BYTES and flat.nbytes <= slots.bytes):
             n = flat.nbytes

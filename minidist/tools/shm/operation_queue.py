@@ -59,9 +59,9 @@ class WorkerPool:
 
 
 class OperationQueue:
-    """A first-in, first-out queue of operations, of which at most one runs at a time.
+    """A first-in, first-out queue of operations that run one at a time, in order.
 
-    workers: the threads that run the operations that no waiting thread runs itself.
+    A thread that waits for the next operation may run it (`run_if_next`); workers: the pool whose threads run the rest.
     """
 
     def __init__(self, workers: WorkerPool):

@@ -231,7 +231,7 @@ class ProcessContext:
         ]:
             sock.close()
         self.workers.request_stop()
-        self.arena.close()
+        self.arena.close_fd()
         return True
 
 

@@ -103,7 +103,7 @@ def timeline_json(timeline: PipelineTimeline) -> dict:
         "stages": timeline.schedule.num_stages,
         "micro_batches": timeline.schedule.micro_batches,
         "chunks": timeline.schedule.num_chunks,
-        "total": round(timeline.step_time, _DIGITS),
+        "total": round(timeline.steady_step_time, _DIGITS),
         "makespan": round(timeline.makespan, _DIGITS),
         "bubble": round(timeline.bubble, 4),
         "busy": [round(time, _DIGITS) for time in timeline.busy_times],
@@ -119,7 +119,9 @@ def print_timeline(timeline: PipelineTimeline) -> None:
     unit = "" if timeline.schedule.num_chunks == 1 else f" (each 1/{timeline.schedule.num_chunks} of a stage)"
     print(f"{timeline.schedule.kind}{f': {description}' if description else ''}\n")
     Console(soft_wrap=True).print(color_drawing(draw_text(timeline)))
-    print(f"\ntotal      {timeline.step_time:.6g}, the longest time of any stage from its first action to its last")
+    print(
+        f"\ntotal      {timeline.steady_step_time:.6g}, the longest time of any stage from its first action to its last"
+    )
     print(f"bubble     {timeline.bubble:.4f} of the total is idle, on average over the stages")
     live = textwrap.wrap(
         f"peak live  {_by_stage(timeline.peak_live_micro_batches)}{unit}", WIDTH, subsequent_indent=" " * 11

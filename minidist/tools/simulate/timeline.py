@@ -72,8 +72,8 @@ class PipelineTimeline:
     spans: Sequence[Sequence[Span]]
 
     @property
-    def step_time(self) -> float:
-        """The time per step when many steps follow each other: the longest time of any stage from first to last action.
+    def steady_step_time(self) -> float:
+        """The time per step when many steps follow each other: the longest time of a stage from first to last action.
 
         A stage that starts late may end late, while other stages begin the next step (Qi et al. 2023, section 5.3 and
         equation 3).
@@ -92,8 +92,8 @@ class PipelineTimeline:
 
     @property
     def bubble(self) -> float:
-        """The fraction of `step_time` in which a stage is idle, averaged over the stages."""
-        return max(0.0, 1 - math.fsum(self.busy_times) / (len(self.spans) * self.step_time))
+        """The fraction of `steady_step_time` in which a stage is idle, averaged over the stages."""
+        return max(0.0, 1 - math.fsum(self.busy_times) / (len(self.spans) * self.steady_step_time))
 
     @property
     def peak_live_micro_batches(self) -> list[int]:

@@ -66,7 +66,7 @@ def _request_readings(group: Group, now: Callable[[], int]) -> ClockOffset:
 
 
 class HostClock:
-    """Reads timestamps from this host's monotonic clock, in nanoseconds.
+    """Takes timestamps, in nanoseconds, of this host's monotonic clock; the counterpart on CUDA is `DeviceClock`.
 
     now: the function that reads the clock; takes nothing and returns the timestamp.
     """

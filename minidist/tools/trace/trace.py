@@ -60,17 +60,17 @@ def compute_time_fractions(recording: RankRecording) -> TimeFractions:
 class TraceRecorder(Observer):
     """Records the trace of one run. The run's traffic meter (`trainer.groups.meter`) must be a `TimedMeter`.
 
-    line: the line about the trace that `on_end` prints; None on ranks other than 0 if a trace was written.
+    summary_line: the line about the trace that `on_end` prints; None on ranks other than 0 if a trace was written.
     """
 
     def __init__(self, config: Config):
         self._whole_config, self._config = config, config.trace
         self._first: int | None = None  # steps done when the recording began
         self._ended = False
-        self.line: str | None = None
+        self.summary_line: str | None = None
 
     def check(self, folder: Path) -> None:
-        """Raise UserError if the file of `--trace` exists or cannot be written."""
+        """Check the output file: raise UserError if the file of `--trace` exists or cannot be written."""
         check_trace_file(self._whole_config)
 
     def on_start(self, trainer: Trainer) -> None:
@@ -94,21 +94,21 @@ class TraceRecorder(Observer):
             self._finish(trainer.progress.step)
 
     def on_end(self, trainer: Trainer, summary: dict[str, Any]) -> None:
-        """Send `line` to all observers as a note, which the console prints; do nothing if it is None."""
-        if self.line is not None:
-            trainer.send_note(self.line)
+        """Send `summary_line` to all observers as a note, which the console prints; do nothing if it is None."""
+        if self.summary_line is not None:
+            trainer.send_note(self.summary_line)
 
     def _finish(self, step: int) -> None:
         """End the recording after `step` steps and write it."""
         self._ended = True
         if self._first is None:
-            self.line = f"no trace: the run ended after step {step}, before --trace.first {self._config.first}"
+            self.summary_line = f"no trace: the run ended after step {step}, before --trace.first {self._config.first}"
             return
         recording = self._meter.stop_recording(self._clock.offset_ns)
         # The recording ends before this gather, so it does not contain it.
         gathered = all_gather_object((recording, self._clock, self._group.world.node_rank), self._group)
         if self._group.rank == 0:
-            self.line = _write(self._config.file, self._group, gathered, (self._first + 1, step))
+            self.summary_line = _write(self._config.file, self._group, gathered, (self._first + 1, step))
 
     def _begin(self, step: int) -> None:
         self._first = step

@@ -4,7 +4,7 @@ Write the missing lines of random_partition; its docstring specifies the result.
 You may call: block_partition, permutation, numpy.random.default_rng.
 Check it with: python -m exercises check random_partition
 
-Stub 6dd86a5e.
+Stub 1c1d9eed.
 """
 
 import numpy as np
@@ -13,8 +13,8 @@ from minidist.data.partition import block_partition, permutation
 
 
 def random_partition(n: int, world_size: int, rank: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """Return `rank`'s block, (size,) int64, of a random permutation of 0..n-1, which is the same on all ranks.
+    """Shuffle 0..n-1, a function of seed and epoch, so equal on all ranks; return `rank`'s block of it, (size,) int64.
 
-    Raises ValueError for n < 0, world_size < 1 or a rank outside 0..world_size-1.
+    Block sizes differ by at most one. Raises ValueError for n < 0, world_size < 1 or a rank outside 0..world_size-1.
     """
     raise NotImplementedError("return this rank's part of the random order of this epoch")

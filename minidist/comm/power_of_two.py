@@ -30,7 +30,7 @@ class PowerOfTwoRanks:
         return self.size - self.count
 
     def is_folded(self, rank: int) -> bool:
-        """Whether group rank `rank` is not active: it hands its input to `rank - 1`, and receives the result from there."""
+        """Whether group rank `rank` is not active: `rank - 1` gets its input and sends it the result."""
         return rank < 2 * self.num_folded and rank % 2 == 1
 
     def folded_partner(self, rank: int) -> int | None:

@@ -112,7 +112,7 @@ class ReplicaMerger:
 
 
 def average_with_neighbours(flat: Tensor, weight: float, neighbours: list[int], group: Group) -> Tensor:
-    """Return the weighted mean of this rank's tensor and those of its neighbours in the group.
+    """Collective: return the weighted mean of this rank's tensor and those of its neighbours in the group.
 
     Each rank sends its weight behind its tensor; if the weights sum to 0, the tensor is returned as it is.
     """

@@ -24,7 +24,7 @@ ComputeGradient = Callable[[Tensor, int], Tensor]  # (parameters, step) -> w_i *
 
 
 def central_step(parameters: Tensor, gradient: Tensor, update: Update, group: Group, server: int) -> None:
-    """Sum the gradients of all ranks on the server, update the parameters there, and send them to all ranks.
+    """Collective: sum all gradients on the server, update the parameters there, and send them to all ranks.
 
     gradient: w_i * grad L of this rank. update: called on the server only, which alone needs optimizer states.
     """
@@ -109,7 +109,7 @@ class Server:
 
 
 def merge_replicas(parameters: Tensor, weight: float, group: Group) -> None:
-    """Overwrite every rank's parameters by sum_i w_i theta_i / sum_i w_i. weight: w_i of this rank, 0 or more.
+    """Collective: overwrite all ranks' parameters by sum_i w_i theta_i / sum_i w_i. weight: this rank's w_i, 0 or more.
 
     The weight may be the tokens that a replica has trained on. A replica of weight 0 does not count, even if its values
     are not finite. Raises ValueError on all ranks if the weights sum to 0.
@@ -124,7 +124,7 @@ def merge_replicas(parameters: Tensor, weight: float, group: Group) -> None:
 
 
 def local_round(parameters: Tensor, local_step: LocalStep, steps: range, weight: float, group: Group) -> None:
-    """Take the local steps with these numbers, without communication, then merge the replicas."""
+    """Collective: take the local steps with these numbers, without communication, then merge the replicas."""
     for step in steps:
         local_step(parameters, step)
     merge_replicas(parameters, weight, group)
@@ -141,7 +141,7 @@ class OuterStep:
         self.lr, self.momentum = lr, momentum
 
     def step(self, parameters: Tensor, weight: float, group: Group) -> None:
-        """Overwrite every rank's parameters, those after its inner steps, by the result of the outer step."""
+        """Collective: overwrite the parameters, which are those after the inner steps, by the outer step's result."""
         outer_gradient = self.start - parameters
         merge_replicas(outer_gradient, weight, group)
         self.velocity.mul_(self.momentum).add_(outer_gradient)

@@ -166,7 +166,7 @@ class CheckpointUploader(Observer):
             trainer.send_note(self._failures.get())
 
     def on_checkpoint(self, path: Path) -> None:
-        """On rank 0: queue the checkpoint for upload, in place of one that still waits. Does not wait for the
+        """On rank 0: queue the checkpoint for upload, replacing one still in the queue. Does not wait for the
         upload."""
         if self._is_first:
             # Hard links: the trainer may delete the checkpoint before it is uploaded.

@@ -58,7 +58,8 @@ class NaiveReducer(GradientReducer):
             self._sums[name] = grad.detach().clone(memory_format=torch.contiguous_format)
 
     def mark_ready(self, name: str) -> None:
-        self._ready.add(name)  # nothing is sent before `finish_reductions`
+        """Reject further gradients of `name` from now on; `finish_reductions` starts the reduction, not this method."""
+        self._ready.add(name)
 
     def finish_reductions(self) -> None:
         """Collective: all-reduce the gradients. Then `.grad` is their sum, None if no rank used the parameter."""

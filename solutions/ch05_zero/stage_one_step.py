@@ -51,10 +51,9 @@ from minidist.zero.plan import FlatLayout
 class FullGradients:
     """Gradients of a flat parameter, accumulated in a full-length buffer for the whole step (stages 0 and 1).
 
-    group: the ranks over which the gradients are sharded. replica_group: the ranks that hold the same shard and sum it;
-    None if no other rank holds it. full_buffer: (numel,), the flat gradient. result: (shard_numel,), this rank's shard,
-    summed over all ranks once the reducer has finished. transient: whether the full-length buffer lives only while it
-    is reduced.
+    group: the ranks over which the gradients are sharded. replica_group: the ranks with the same shard, which sum it;
+    None if there are none. full_buffer: (numel,), the flat gradient. result: (shard_numel,), this rank's shard, summed
+    over all ranks after the reduction. transient: whether `full_buffer` exists only during a reduction; here False.
     """
 
     transient = False

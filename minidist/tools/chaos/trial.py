@@ -62,7 +62,7 @@ class LossAndNoteRecorder(Observer):
 
 
 def train_rank(world: World, config: Config) -> dict[str, Any]:
-    """Train on this rank, with the fault of the configuration; returns the summary, with "resumed_from"."""
+    """Collective: train with the fault of the configuration; return the summary, with "resumed_from"."""
     torch.set_num_threads(1)  # a model this small is slower on every further thread
     if config.fault.live_recovery:
         return train_with_recovery(world, config, _make_observers_and_meter)
@@ -121,7 +121,7 @@ class Laboratory:
     def run(self, trial: Trial) -> Outcome:
         """Run a trial: a run with the fault, then the resumed run; return what both showed, checked against references.
 
-        It never raises for a failed run: `Outcome.problems` says what is wrong.
+        A run that fails, or ends otherwise than the fault requires, is a line of `Outcome.problems`, not an exception.
         """
         start_s, outcome = time.monotonic(), Outcome()
         folder = self._folder / f"trial-{trial.number}"

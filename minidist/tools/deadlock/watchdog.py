@@ -39,7 +39,8 @@ _RECORD = "record"
 class WatchParticipant:
     """One rank's part in the exchange of facts, without a thread: call `tick` every TICK_S seconds.
 
-    Facts (`RankFacts`) are a rank's status in short. Arguments as for `Watchdog`, but `hang_limit_s` is not None. period_s: seconds between two readings of the store.
+    Facts (`RankFacts`) are a rank's status in short. Arguments as for `Watchdog`, but `hang_limit_s` is not None.
+    period_s: seconds between two readings of the store.
     notes: lines of text about ranks that keep others waiting, which the caller reads and clears.
     """
 
@@ -97,7 +98,7 @@ class WatchParticipant:
         return self._lead_or_elect(record, now_s) if is_blocked else None
 
     def post(self, is_change: bool = True) -> None:
-        """Write this rank's facts (`RankFacts`) to the store. is_change: whether the leader must read all ranks' again."""
+        """Write this rank's facts (`RankFacts`) to the store. is_change: whether the leader must read all again."""
         while (snapshot := self._status.take_snapshot()) is None:  # the rank is writing
             time.sleep(1e-3)
         facts = encode_facts(snapshot, self._location, self._answered)

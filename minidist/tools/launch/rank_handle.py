@@ -127,7 +127,7 @@ class RankHandle:
 
     @property
     def output(self) -> str:
-        """The text that the rank has printed, up to 16 MiB."""
+        """The text that the rank has printed since `clear_output`, at most 16 MiB and a note on the rest."""
         note = f"\n[{self._dropped_count} more bytes were not kept]" if self._dropped_count else ""
         return self._output.decode(errors="replace") + note
 
@@ -138,7 +138,7 @@ class RankHandle:
 
     @property
     def output_bytes(self) -> int:
-        """Number of bytes printed, discarded ones included."""
+        """Number of bytes printed since `clear_output`, those beyond the limit included."""
         return len(self._output) + self._dropped_count
 
     def continue_output(self, former: "RankHandle") -> None:
@@ -146,7 +146,7 @@ class RankHandle:
         self._output, self._dropped_count = former._output, former._dropped_count
 
     def clear_output(self) -> None:
-        """Discard the output received so far."""
+        """Discard the output received so far, and reset the byte counts."""
         self._output.clear()
         self._dropped_count = 0
 

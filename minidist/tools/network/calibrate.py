@@ -62,7 +62,7 @@ def modelled_cost(operation: str, algorithm: str, group_size: int, num_bytes: fl
 
 
 def measure_collectives(group: Group, sizes_bytes: Sequence[int], repeats: int) -> list[TimedOperation]:
-    """Time every operation at every size on all ranks of the group; return the same timings on every rank.
+    """Collective: time every operation at every size on the ranks of the group; return the same timings on every rank.
 
     sizes_bytes: sizes of the tensors, which are rounded up to whole chunks. repeats: how often each case is timed,
     after a warm-up that is not. All cases run once per repetition, so other load on the machine affects all equally.

@@ -35,7 +35,7 @@ class LinkSpeed:
 
 
 def measure_link_speed(world: World, large_bytes: int = LARGE, repeats: int = TURNS) -> LinkSpeed:
-    """Time messages, all-reduces and plain copies on all ranks at once. All ranks call it and get the same result.
+    """Collective: time messages, all-reduces and plain copies on all ranks at once; return the same on all ranks.
 
     large_bytes: size of the large messages, the large all-reduces and the copies. repeats: how often each is timed,
     after a warm-up that is not; the result has the medians.

@@ -139,6 +139,6 @@ def _find_cross_rank_fault(case: Case, records: Sequence[RankReport]) -> str | N
             step = next(step for step, pair in enumerate(record.scalars) if pair != records[0].scalars[step])
             return f"step {step} loss or grad_norm differs between ranks 0 and {rank}"
     if case.clip and not 0 < records[0].num_reference_clips < STEPS:
-        return f"the reference clipped in {records[0].num_reference_clips} of {STEPS} steps; "
-            "this case needs both kinds of steps"
+        clips = records[0].num_reference_clips
+        return f"the reference clipped in {clips} of {STEPS} steps; this case needs both kinds of steps"
     return None

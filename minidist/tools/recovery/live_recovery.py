@@ -49,7 +49,7 @@ def train_with_recovery(
     config: Config,
     make_observers_and_meter: Callable[[Config], tuple[Sequence[Observer], Meter | None]] = lambda config: ((), None),
 ) -> dict[str, Any]:
-    """Train as `train` does, and go on when ranks die. Every process of the run calls it, replacements too.
+    """Collective: train as `train` does, and go on when ranks die. Replacements of dead processes call it, too.
 
     world: of a process whose launcher records deaths in `world.store` and has created no process group. config: with
     its folder. make_observers_and_meter: called for each generation. Returns the summary of the run, on spares too.

@@ -168,7 +168,7 @@ class Membership:
         return json.loads(self._store.get("summary"))
 
     def connect(self, world: World) -> World:
-        """Create torch's default process group over the ranks of the present generation; return this rank's world.
+        """Collective: create torch's default process group over the ranks of this generation; return this rank's world.
 
         world: of this process, as it was started. Raises CommError if a rank dies or leaves meanwhile. From now on
         this rank's operations fail when one does.

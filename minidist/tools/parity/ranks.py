@@ -65,7 +65,7 @@ def reference_file(folder: str, number: int) -> str:
 
 
 def train_references(world: World, cases: Sequence[Case], folder: str) -> None:
-    """Train the references, distributed over the processes of `world`, and write the results of each to `folder`."""
+    """Train the reference of each case in one process, on the processes of `world` in turn; write them to `folder`."""
     for number in range(world.rank, len(cases), world.size):
         write_reference(cases[number], reference_file(folder, number))
 

@@ -110,7 +110,9 @@ def with_open_dp(config: Config) -> Config:
 
 
 class LiveRecovery(Recovery):
-    """What one process carries from one generation to the next, and how a new `Trainer` gets its state from it.
+    """What one process keeps from one generation to the next, and how a new `Trainer` gets its state from it.
+
+    A generation is the set of live ranks that train together until one dies or a new one arrives.
 
     corpus: the training text, which every trainer of this process uses. memory_every: refresh the copies in memory
     every this many steps; 0: never.
@@ -141,7 +143,7 @@ class LiveRecovery(Recovery):
         self._rank_of |= {member: rank for rank, member in enumerate(generation.members)}
 
     def end_generation(self, trainer: Trainer | None, reason: Exception) -> None:
-        """Keep the states that this rank holds, for the next generation.
+        """Keep the states that this rank holds, for the next generation, and count failures without progress.
 
         trainer: of this generation; None if it was not built completely: then the states of before are kept. Raises
         `reason` again if operations fail although nobody has died, and no step succeeds in between.
@@ -181,9 +183,9 @@ class LiveRecovery(Recovery):
     # -- the state --------------------------------------------------------------------------------------------------
 
     def restore(self, trainer: Trainer) -> bool:
-        """Load the newest state in the memory of the ranks into a new trainer; return False if there is none.
+        """Collective: load the newest state in the memory of the ranks into a new trainer; False if there is none.
 
-        Then the state of a checkpoint is needed, or the run begins again. Collective.
+        Then the state of a checkpoint is needed, or the run begins again.
         """
         engine = None if self._failed is None else self._failed[0].engine
         decisions = [one for one in trainer.all_gather_object(engine and engine.decision) if one is not None]
@@ -217,7 +219,7 @@ class LiveRecovery(Recovery):
         return loaded is not None
 
     def on_start(self, trainer: Trainer) -> None:
-        """Refresh the copies in memory for the layout of this generation. Collective."""
+        """Collective: refresh the copies of the training state in memory for the layout of this generation."""
         mesh, all_gather_object = trainer.mesh, trainer.all_gather_object
         self._copies = MemoryCopies(
             self._generation.number,
@@ -231,7 +233,7 @@ class LiveRecovery(Recovery):
         self._held = []  # all ranks have loaded theirs
 
     def on_step(self, trainer: Trainer) -> None:
-        """Refresh the copies in memory if it is time to; report the end of a recovery. Called after every step."""
+        """Refresh the copies in memory every `memory_every` steps (collective); note the end of a recovery."""
         if self._failed_at_s is not None:
             seconds, self._failed_at_s = time.time() - self._failed_at_s, None
             trainer.send_note(f"step {trainer.progress.step} was completed {seconds:.2f} s after the failure")

@@ -52,7 +52,7 @@ CONNECT_TIMEOUT_S = 20.0  # of gloo's connections: if a member dies just then, t
 
 @dataclass(frozen=True)
 class Generation:
-    """An agreed list of live members.
+    """The live members (processes) that have agreed to train together until one dies or a new one arrives.
 
     number: 0, 1, ... members: ascending. The first `num_ranks` of them are the ranks, in order; the rest are spares,
     which wait for a later generation.
@@ -84,7 +84,7 @@ def record_death(store: dist.Store, death: Death) -> None:
 
 
 def read_latest_generation(store: dist.Store) -> Generation | None:
-    """Return the latest generation; None before the first."""
+    """Return the latest `Generation` that members have agreed on; None before the first."""
     number = int(store.get("generation")) if store.check(["generation"]) else -1  # a late writer may have set it back
     while store.check([f"members/{number + 1}"]):
         number += 1
@@ -158,7 +158,7 @@ class Membership:
         return self._count_ranks(len(live)) > self._generation.num_ranks
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Declare the run over, so that members that are not ranks return. summary: what they return (JSON)."""
+        """Declare the run over, so that spares, which are no ranks, return. summary: what they return (JSON)."""
         self._store.compare_set("summary", "", json.dumps(summary))
         self._watch.stop()
 

@@ -68,7 +68,7 @@ def load_from_memory(
     exchange_bytes: ExchangeBytes,
     rank: int,
 ) -> LoadedState | None:
-    """Load the newest state that the ranks hold in memory together; None if they hold no complete one. Collective.
+    """Collective: load the newest state that the ranks hold in memory together; None if they hold no complete one.
 
     held: of this rank, the preferred first. make_local_shards: returns the shards of this rank to fill in place, given
     the descriptions of all tensors of the state. required_names: the tensors that this rank needs in any case.
@@ -258,7 +258,7 @@ class MemoryCopies:
         return sum(_num_bytes(shard, shard.box) for one in self.held for shard in one.shards)
 
     def refresh(self, step: int, shards: Iterable[TensorShard], state: dict) -> None:
-        """Copy this rank's shards at `step`, and send a copy to the partner. Collective. state: as in `HeldState`."""
+        """Collective: copy this rank's shards at `step`, exchange copies with partners. state: as in `HeldState`."""
         shards = list(shards)
         mine = [(shard.name, shard.shape, shard.box, shard.tensor.dtype) for shard in shards]
         known = self._described and self._described[self._rank] == mine

@@ -40,8 +40,9 @@ def compute_digests(tensors: Iterable[Tensor]) -> list[int]:
     for tensor in tensors:
         words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
         device = words.device
-        if device not in weights:
-            weights[device] = mix(torch.arange(CHUNK, device=device)).bitwise_or_(1)
+        if len(weights.get(device, ())) < min(len(words), CHUNK):
+            count = min(2 * len(words), CHUNK)  # twice as many: few tensors need more after it
+            weights[device] = mix(torch.arange(count, device=device)).bitwise_or_(1)
         chunks_of.append((device, -(-len(words) // CHUNK)))
         for chunk in words.split(CHUNK) if len(words) else ():
             hashed = chunk.to(torch.int64).mul_(weights[device][: len(chunk)])

@@ -112,7 +112,7 @@ class Meter:
         return record
 
     def on_wait_end(self, record: Record) -> None:
-        """Set `record.waited` to the next event number, as the wait for the operation has ended.
+        """Note that the wait for an operation has ended: `record.waited` gets the next number of the event counter.
 
         Only the first call for a record has an effect.
         """

@@ -106,7 +106,7 @@ def create_partial_folder(folder: Path) -> None:
 
 
 def commit_checkpoint(root: Path, step: int) -> Path:
-    """Rename a step's partial folder, whose files are on disk, to its complete name, and return that."""
+    """Publish a checkpoint whose files are flushed to disk: give its partial folder its complete name, returned."""
     new, old = checkpoint_folder(root, step), checkpoint_folder(root, step, ".replaced")
     fsync_path(checkpoint_folder(root, step, ".partial"))
     if new.exists():

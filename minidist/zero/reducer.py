@@ -199,7 +199,7 @@ class ZeroReducer(GradientReducer):
         return [name for member in group for name in member.flat_param.parameters if name not in self._unused]
 
     def attach_grads(self, group: Sequence[ReducedFlatParam]) -> None:
-        """Set `.grad` of every master of an update group, except for parameters that no rank used."""
+        """Set `.grad` of the masters that one optimizer call updates; None for parameters that no rank used."""
         for member in group:
             member.flat_param.masters.attach_grads(member.gradients.result, self._unused)
 

@@ -50,7 +50,10 @@ class FaultInjector(Observer):
             self._print(f"{self._fault}: this run never came there")
 
     def on_span(self, name: str, attributes: dict[str, Any]) -> None:
-        """Note the number of the step, or inject the fault if its phase begins."""
+        """Called when a span of time begins: note the step's number, or inject the fault if its phase and step begin.
+
+        The fault may kill or stop this process.
+        """
         if name == "step":
             self._step = attributes["step"]
         elif name in _PHASE_OF_SPAN:

@@ -32,7 +32,10 @@ class Durations:
     leave_s: Mapping[int, float] = field(default_factory=dict)
 
     def draw(self, kind: int, worker: int, number: int) -> float:
-        """Return a duration of a worker. kind: 0 for computing, 1 for a message. number: of this kind, from 0."""
+        """Return how long a worker's computation (kind 0) or message (kind 1) takes, in seconds of the virtual clock.
+
+        number: 0 for the worker's first computation or message, 1 for its second, ... Equal arguments, equal durations.
+        """
         mean_s = (self.compute_s, self.transfer_s)[kind][worker]
         if not self.spread:
             return mean_s

@@ -85,7 +85,7 @@ class GradientAndBufferSizes:
     def gradient_and_buffer_bytes(
         self, chunk: int, place: int | str, num_ready: int, split_backward: bool = False
     ) -> GradientAndBufferBytes:
-        """Return the bytes of gradients and buffers at one time of a chunk's backward.
+        """Return the bytes of gradients and buffers at one moment of a chunk's backward.
 
         chunk, place, num_ready: the time, as in the class docstring: backward has computed the first `num_ready`
         gradients of the module at `place`. split_backward: this backward leaves the gradients of weight matrices to a

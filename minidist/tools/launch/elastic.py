@@ -59,7 +59,7 @@ class ElasticRanks:
 
     @property
     def pids(self) -> dict[int, int]:
-        """The process ids of the living processes, by number."""
+        """The process ids of the processes that still run, by the number given at their start (0, 1, ...)."""
         return {number: self._processes[number].pid for number in list(self._pipes)}
 
     @property

@@ -16,9 +16,9 @@ def count_gpus() -> int:
 
 
 def has_own_gpu(visible: int) -> bool:
-    """Return whether the launcher gave this rank a GPU of its own: the only one that it sees.
+    """Return whether the launcher restricted this rank to one GPU of its own. visible: the number of GPUs it sees.
 
-    Slurm does so with --gpus-per-task=1. torchrun itself shows every rank all GPUs of the machine.
+    Slurm does so with --gpus-per-task=1. torchrun shows every rank all GPUs of the machine, so one is then shared.
     """
     started_by_launcher = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     return visible == 1 and started_by_launcher and "TORCHELASTIC_RUN_ID" not in os.environ

@@ -50,7 +50,7 @@ def choose_default_ranks(config: Config) -> int:
     """Return the number of ranks to start: as many as the mesh needs.
 
     If `config.mesh.dp` is None, the mesh has as many model replicas as fit on the GPUs of this machine (one rank per
-    GPU), or on two ranks without GPUs, but at least one.
+    GPU), or on two ranks if it has no GPU; at least one replica.
     """
     mesh = config.mesh
     replica = max(1, mesh.pp * mesh.cp * mesh.tp)

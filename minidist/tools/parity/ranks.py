@@ -117,7 +117,8 @@ def _between_norms(case: Case, batches: Sequence) -> float:
 
 
 def read_reference_run(file: str) -> tuple[list[tuple[float | None, float, int]], dict[str, Tensor], float]:
-    """Read a `reference_file`: (loss, norm, tokens) of each step, the tensors by name, and the norm to clip to.
+    """Read a `reference_file`: (loss, gradient norm before clipping, number of tokens) of each step, the tensors by
+    name, and the norm to which gradients are clipped.
 
     The tensors are gradients, named `STEP/NAME`, and parameters and buffers at the end, named `end/NAME`.
     """

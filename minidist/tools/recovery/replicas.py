@@ -28,11 +28,11 @@ _BATCH_BYTES = 256 * 2**20  # of the messages of one exchange, over all ranks
 
 @dataclass(frozen=True)
 class HeldState:
-    """Boxes of the training state that a process holds in memory.
+    """Parts of the training state that a process holds in memory, as boxes (index ranges in each dimension).
 
-    step: number of completed steps. layout: number of the layout whose boxes they are; all boxes of one step and layout
-    are equal or disjoint. origin: "live tensors", "own copies" or "partner copies". state: what else belongs to the
-    step (position in the data, loss scale). shards: the boxes.
+    step: number of completed steps. layout: the number of the generation whose sharding cut the boxes; all boxes of one
+    step and layout are equal or disjoint. origin: "live tensors", "own copies" or "partner copies". state: what else
+    belongs to the step (position in the data, loss scale). shards: the boxes.
     """
 
     step: int

@@ -1,5 +1,7 @@
 """Messages about answers of chapter 01 that give right values in a wrong way."""
 
+import re
+
 import pytest
 
 from exercises import report, stubs
@@ -82,5 +84,6 @@ def test_different_launch_orders_are_reported_without_internals(server, tmp_path
     exercise, test = EXERCISES["bucketed_reducer"], "launched_in_index_order"
     answer = stubs.write_answer(exercise, "wrong_order_of_readiness", tmp_path)
     told = report.format_finding(check(exercise, answer, server, only=[test]).results[0].finding)
-    assert "is not the same on ranks 0 and 1" in told[0] and "in the same order" in told[3]
+    # Which two of the ranks are compared first depends on which arrive first.
+    assert re.search(r"is not the same on ranks \d and \d", told[0]) and "in the same order" in told[3]
     assert not any(word in " ".join(told) for word in ("FindingStored", "rankside", "SIGABRT"))
